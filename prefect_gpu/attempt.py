@@ -1,0 +1,625 @@
+"""One process of one task run, from the request for a device to its report.
+
+`Attempt.run` is the flow of it in plain order: ask for a device, wait, start the child, hear it, give
+back its value or raise what it raised. It blocks the engine's thread on one queue. What it learns
+goes into a `TaskReport`, finished when the device shows the memory back.
+
+It decides nothing about devices (`scheduling`), and knows no Prefect: what Prefect needs comes in as
+`Surroundings`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue as queues
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import UUID
+
+from prefect_gpu.broker import Broker, Ticket, Withdrawn
+from prefect_gpu.contexts import ContextMeter
+from prefect_gpu.devices.simulated import SimulatedReader
+from prefect_gpu.errors import (
+    ChildDiedError,
+    ChildTimeoutError,
+    PrefectGPUError,
+    ProtocolError,
+)
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.frameworks.environment import child_environment
+from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.processes import values
+from prefect_gpu.processes.messages import (
+    AllocationFacts,
+    Answered,
+    Asked,
+    BodyEnded,
+    BodyStarted,
+    CountersRead,
+    EventEmitted,
+    LogEmitted,
+    Prepare,
+)
+from prefect_gpu.processes.spec import (
+    ChildExited,
+    ChildHandle,
+    ChildRefused,
+    ChildStarted,
+    Launcher,
+    LaunchSpec,
+    ValueArrived,
+)
+from prefect_gpu.reports.model import Outcome, Source, TaskReport
+from prefect_gpu.reports.series import Sample, SeriesBuilder
+from prefect_gpu.scheduling.model import Placement
+from prefect_gpu.units import GIB, MIB, format_bytes
+
+#: Seconds between two readings of a framework's counters in the child. The reading takes
+#: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
+COUNTERS_INTERVAL_S = 0.1
+
+#: What a child takes of the machine's own memory before its body has begun, by framework: resident
+#: set after importing and first use of the device, measured on an H200 (PyTorch 2.11: 1.0 GiB,
+#: TensorFlow 2.21: 1.6 GiB) and rounded; without a framework: Python and Prefect, 130 MiB.
+HOST_BYTES = {"torch": 1 * GIB, "tensorflow": 3 * GIB // 2, "jax": 1 * GIB, "cupy": GIB // 2}
+HOST_BYTES_LEAST = 192 * MIB
+
+
+class CancelledByRunner(BaseException):
+    """The runner ends this task: its flow failed or was cancelled."""
+
+    def __str__(self) -> str:
+        return "the flow ended first; the process of this GPU task was killed"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """Which task run an attempt belongs to."""
+
+    task_name: str
+    task_key: str
+    task_run_id: UUID
+    task_run_name: str
+    flow_run_id: UUID | None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an attempt needs of whoever runs it, as functions. Called on the engine's thread."""
+
+    #: Pickles the call. Called once a device is had, so that arguments of waiting tasks are not
+    #: held twice.
+    dump_call: Callable[[], bytes | memoryview]
+    #: Variables for the child.
+    environment: Callable[[], Mapping[str, str | None]]
+    #: Told what the task waits for.
+    on_waiting: Callable[[str], None]
+    #: Told that the body begins.
+    on_running: Callable[[], None]
+    on_log: Callable[[dict[str, Any]], None]
+    on_event: Callable[[str], None]
+    #: Given the report of the process, on a thread that must not be held up.
+    on_report: Callable[[TaskReport], None]
+
+
+class Attempt:
+    """One process of one task run.
+
+    Args:
+        facts: Which task run.
+        policy: What its tags ask for.
+        number: From 1: which process of the task run this is.
+        sequence: Place of the task in the order of arrival: a retry does not go to the end.
+        timeout_s: Seconds that the body may run; `None`: any.
+        detected: Frameworks that the task was found to use, where tags name none.
+        broker: Hands out devices.
+        launcher: Starts processes.
+        meter: Knows or measures contexts.
+        surroundings: What it needs of whoever runs it.
+    """
+
+    def __init__(
+        self,
+        facts: TaskFacts,
+        policy: GPUPolicy,
+        number: int,
+        sequence: int,
+        timeout_s: float | None,
+        detected: tuple[str, ...],
+        broker: Broker,
+        launcher: Launcher,
+        meter: ContextMeter,
+        surroundings: Surroundings,
+    ) -> None:
+        self._facts = facts
+        self._policy = policy
+        self._number = number
+        self._sequence = sequence
+        self._timeout_s = timeout_s
+        self._named = tuple(share.name for share in policy.frameworks)
+        self._frameworks = tuple(n for n in self._named or detected if n != "none")
+        self._broker = broker
+        self._launcher = launcher
+        self._meter = meter
+        self._surroundings = surroundings
+        self._messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
+        self._ticket: Ticket | None = None
+        self._cancelled = threading.Event()
+        self._handle: ChildHandle | None = None
+        self._launched = threading.Event()
+        self._pid: int | None = None
+        self._placed_at = 0.0
+        self._started_s: float | None = None
+        self._ended_s: float | None = None
+        self._context_bytes = 0
+        self._outcome: Outcome = "died"
+        self._error = ""
+        self._counters: Counters | None = None
+        self._used: tuple[str, ...] = ()
+        self._host_peak_bytes = 0
+        #: Guards the series: the broker's thread and the engine's both add to it.
+        self._lock = threading.Lock()
+        self._series = SeriesBuilder()
+        #: Set when nothing of the process is left and its report was handed on.
+        self.finished = threading.Event()
+
+    def cancel(self) -> None:
+        """End it, wherever it is. From any thread; `run` then raises `CancelledByRunner`."""
+        self._cancelled.set()
+        ticket = self._ticket
+        if ticket is not None:
+            self._broker.withdraw(ticket)
+        self._messages.put(None)
+
+    def run(self) -> Any:
+        """Run the body in a process of its own.
+
+        Returns:
+            What the body returned.
+
+        Raises:
+            PlacementError: No device can hold it, or none was had in time.
+            ChildDiedError: The process ended without an answer.
+            ChildTimeoutError: The body ran too long.
+            ResultError: The call or the value cannot travel.
+            CancelledByRunner: `cancel` was called.
+            BaseException: What the body raised.
+        """
+        try:
+            placement = self._place()
+        except BaseException:
+            self.finished.set()
+            raise
+        try:
+            spec = self._prepare(placement)
+            self._handle = self._launcher.start(spec, self._hear)
+            self._launched.set()
+            return self._follow()
+        except BaseException as error:
+            self._error = self._error or _first_line(error)
+            if self._handle is not None:
+                if self._ended_s is None:
+                    self._handle.kill()
+            else:
+                # No process came of it.
+                self._outcome = "cancelled" if self._cancelled.is_set() else "failed"
+                self._end()
+            raise
+
+    # Before there is a process.
+
+    def _place(self) -> Placement:
+        policy = self._policy
+        host_bytes = HOST_BYTES_LEAST + sum(HOST_BYTES.get(n, 0) for n in self._frameworks)
+        self._ticket = ticket = self._broker.submit(
+            self._facts.task_name,
+            memory=policy.memory,
+            count=policy.count,
+            devices=policy.devices,
+            exclusive=policy.exclusive,
+            priority=policy.priority,
+            # On host devices the budget is the machine's memory: it would be counted twice.
+            host_bytes=0 if self._broker.kind == "host" else host_bytes,
+            sequence=self._sequence,
+        )
+        ticket.on_recovered = self._finish
+        if self._cancelled.is_set():
+            self._broker.withdraw(ticket)
+        try:
+            placement = self._broker.wait(ticket, policy.wait_s, self._surroundings.on_waiting)
+        except Withdrawn:
+            raise CancelledByRunner from None
+        self._placed_at = time.time()
+        self._series = SeriesBuilder(sum(placement.budget_bytes))
+        ticket.on_measured = self._take_measurement
+        return placement
+
+    def _prepare(self, placement: Placement) -> LaunchSpec:
+        policy = self._policy
+        assert self._ticket is not None
+        framework_policy = FrameworkPolicy(
+            device_kind=self._broker.kind,
+            device_uuids=tuple(device.uuid for device in placement.devices),
+            total_bytes=tuple(device.total_bytes for device in placement.devices),
+            budget_bytes=placement.budget_bytes,
+            allocation=policy.allocation,
+            allocator_options=dict(policy.allocator_options),
+            caching=policy.caching,
+            cpus=policy.cpus or max(1, _cores() // max(1, self._broker.processes)),
+            frameworks=self._named,
+        )
+        contexts: dict[str, int] = {}
+        if self._broker.kind == "nvml" and policy.allocation != "growth":
+            if self._cancelled.is_set():
+                raise CancelledByRunner
+            contexts = self._meter.contexts(
+                self._frameworks,
+                placement.devices[0],
+                framework_policy,
+                self._broker,
+                self._ticket,
+            )
+            framework_policy = replace(framework_policy, context_bytes=contexts)
+        self._context_bytes = max((contexts[name] for name in self._frameworks), default=0)
+        cap = self._cap(framework_policy, placement)
+        if isinstance(self._broker.reader, SimulatedReader):
+            self._context_bytes = self._broker.reader.spec.context_bytes
+        facts = AllocationFacts(
+            budget_bytes=min(placement.budget_bytes),
+            cap_bytes=min(cap) if cap else None,
+            attempt=self._number,
+            device_uuids=framework_policy.device_uuids,
+            frameworks=self._frameworks,
+            exclusive=any(r.exclusive for r in placement.reservations),
+        )
+        environment = {
+            **child_environment(
+                framework_policy, registry.adapters_for(framework_policy), os.environ
+            ),
+            **self._surroundings.environment(),
+        }
+        return LaunchSpec(
+            task_name=self._facts.task_name,
+            environment=environment,
+            prepare=Prepare(framework_policy, facts, COUNTERS_INTERVAL_S),
+            call=self._surroundings.dump_call(),
+            cwd=_cwd(),
+            argv=tuple(sys.argv),
+            sys_path=tuple(os.path.abspath(p) if p == "" else p for p in sys.path),
+        )
+
+    def _cap(self, policy: FrameworkPolicy, placement: Placement) -> tuple[int, ...] | None:
+        """Bytes that this child's allocations may take on each device; `None`: no cap."""
+        if policy.allocation == "growth":
+            return None
+        if isinstance(self._broker.reader, SimulatedReader):
+            context = self._broker.reader.spec.context_bytes
+            return tuple(max(1, budget - context) for budget in placement.budget_bytes)
+        caps = [cap for name in self._frameworks if (cap := policy.cap_bytes(name)) is not None]
+        return min(caps) if caps else None
+
+    # While there is one.
+
+    def _hear(self, message: Any) -> None:
+        """Take a message of the child, on the launcher's thread."""
+        # What is learned is taken down here, in order: the engine's thread may have gone on with the
+        # value, and the broker's may ask for the report, before the process is gone.
+        if isinstance(message, ChildStarted):
+            self._attach(message.pid)
+        elif isinstance(message, BodyStarted):
+            self._started_s = time.monotonic()
+            if self._ticket is not None:
+                self._ticket.running = True
+        elif isinstance(message, CountersRead):
+            self._take_counters(message.counters, message.frameworks)
+        elif isinstance(message, Asked):
+            self._answer(message)
+        elif isinstance(message, BodyEnded):
+            self._take_end(message)
+        elif isinstance(message, ValueArrived):
+            # Once more while it still holds what it used.
+            self._broker.refresh()
+        elif isinstance(message, ChildExited):
+            if self._outcome == "died":
+                self._error = describe_exit(message.code)
+            self._end()
+        self._messages.put(message)
+
+    def _follow(self) -> Any:
+        """Hear the child to its end, or to its value."""
+        ended: BodyEnded | None = None
+        reason: BaseException | None = None
+        deadline: float | None = None
+        while True:
+            message = self._next(deadline)
+            if isinstance(message, _TimeUp):
+                assert self._timeout_s is not None
+                self._outcome = "timeout"
+                reason = ChildTimeoutError(self._facts.task_name, self._timeout_s)
+                deadline = None
+                self._kill()
+            elif message is None:
+                self._outcome = "cancelled"
+                reason = CancelledByRunner()
+                deadline = None
+                self._kill()
+            elif isinstance(message, BodyStarted):
+                self._surroundings.on_running()
+                if self._timeout_s is not None and self._started_s is not None:
+                    deadline = self._started_s + self._timeout_s
+            elif isinstance(message, BodyEnded):
+                ended = message
+                deadline = None
+            elif isinstance(message, ValueArrived) and ended is not None and reason is None:
+                # The value is kept whatever becomes of the process; it ends by itself.
+                return self._open_value(ended, message.data)
+            elif isinstance(message, ChildRefused):
+                self._outcome = "failed"
+                reason = message.error
+                if not isinstance(message.error, ProtocolError):
+                    self._end()
+                    raise message.error
+            elif isinstance(message, ChildExited):
+                raise reason or self._death(message)
+            elif isinstance(message, LogEmitted):
+                self._surroundings.on_log(message.log)
+            elif isinstance(message, EventEmitted):
+                self._surroundings.on_event(message.event)
+
+    def _next(self, deadline: float | None) -> Any:
+        if deadline is None:
+            return self._messages.get()
+        try:
+            return self._messages.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queues.Empty:
+            return _TimeUp()
+
+    def _kill(self) -> None:
+        assert self._handle is not None
+        self._handle.kill()
+
+    def _attach(self, pid: int) -> None:
+        self._pid = pid
+        ticket = self._ticket
+        assert ticket is not None and ticket.placement is not None
+        self._broker.attach(ticket, pid)
+        reader = self._broker.reader
+        if isinstance(reader, SimulatedReader):
+            uuids = tuple(device.uuid for device in ticket.placement.devices)
+            context = reader.spec.context_bytes
+            cap = (
+                None
+                if self._policy.allocation == "growth"
+                else tuple(max(1, b - context) for b in ticket.placement.budget_bytes)
+            )
+            reader.attach(pid, uuids, cap)
+
+    def _answer(self, question: Asked) -> None:
+        reader = self._broker.reader
+        try:
+            if not isinstance(reader, SimulatedReader) or self._pid is None:
+                raise ProtocolError(
+                    f"{question.method} is for simulated devices; these are {self._broker.kind}"
+                )
+            if question.method == "simulated_allocate":
+                result: Any = reader.allocate(self._pid, **question.arguments)
+            elif question.method == "simulated_free":
+                reader.free(**question.arguments)
+                result = None
+            else:
+                raise ProtocolError(f"a child asked for {question.method!r}, which is unknown")
+        except Exception as error:
+            answer = Answered(error=error)
+        else:
+            answer = Answered(result=result)
+        # `start` returns before the child can have asked anything, but for one turn of a thread.
+        self._launched.wait()
+        assert self._handle is not None
+        self._handle.answer(answer)
+
+    # What it learns.
+
+    def _take_measurement(self, at_s: float, size_bytes: int) -> None:
+        """Take a reading of the process's devices, on the broker's thread."""
+        live: int | None = None
+        reader = self._broker.reader
+        if isinstance(reader, SimulatedReader) and self._pid is not None:
+            live = sum(c.live_bytes for c in reader.root_counters(self._pid).values())
+        with self._lock:
+            self._series.add(Sample(self._since_placed(at_s), size_bytes, live, live))
+
+    def _take_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
+        self._counters = counters
+        self._used = frameworks
+        if self._ticket is not None and counters.reserved_bytes is not None:
+            self._ticket.stand_in_bytes = counters.reserved_bytes + self._context_bytes
+        with self._lock:
+            self._series.add(
+                Sample(
+                    self._since_placed(time.monotonic()),
+                    None,
+                    counters.live_bytes,
+                    counters.reserved_bytes,
+                )
+            )
+
+    def _take_end(self, ended: BodyEnded) -> None:
+        self._ended_s = time.monotonic()
+        if ended.counters is not None:
+            self._take_counters(ended.counters, ended.frameworks)
+        self._used = ended.frameworks
+        self._host_peak_bytes = ended.host_peak_bytes
+        if not ended.raised:
+            self._outcome = "completed"
+        else:
+            self._outcome = "oom" if ended.out_of_memory else "failed"
+            self._error = ended.traceback.strip().rpartition("\n")[2]
+
+    def _since_placed(self, at_s: float) -> float:
+        assert self._ticket is not None
+        return max(0.0, at_s - self._ticket.placed_s)
+
+    def _open_value(self, ended: BodyEnded, data: bytearray) -> Any:
+        if not ended.raised:
+            return values.loads(data, "return value")
+        error = values.loads(data, "exception")
+        if not isinstance(error, BaseException):
+            raise ProtocolError(f"a child announced an exception and sent {error!r}")
+        if ended.traceback:
+            error.__cause__ = ChildTraceback(ended.traceback)
+        raise error
+
+    def _death(self, exited: ChildExited) -> ChildDiedError:
+        how = describe_exit(exited.code)
+        detail = []
+        with self._lock:
+            samples = self._series.samples
+        seen = [s for s in samples if s.process_bytes is not None]
+        if seen:
+            detail.append(
+                f"last seen holding {format_bytes(seen[-1].process_bytes)} of its "
+                f"{format_bytes(self._budget_bytes())} budget"
+            )
+        if exited.code == -signal.SIGKILL:
+            detail.append(
+                "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9"
+            )
+        if exited.truncated:
+            detail.append("it died while sending")
+        assert self._pid is not None
+        return ChildDiedError(
+            self._facts.task_name, self._pid, how, "; ".join(detail), exited.stderr_tail
+        )
+
+    def _budget_bytes(self) -> int:
+        assert self._ticket is not None and self._ticket.placement is not None
+        return min(self._ticket.placement.budget_bytes)
+
+    # After it.
+
+    def _end(self) -> None:
+        """The process is gone, or never came: have its memory waited for."""
+        assert self._ticket is not None
+        reader = self._broker.reader
+        if isinstance(reader, SimulatedReader) and self._pid is not None:
+            left = reader.detach(self._pid)
+            peak = sum(c.peak_live_bytes for c in left.values())
+            with self._lock:
+                self._series.add(Sample(self._since_placed(time.monotonic()), None, peak, peak))
+                self._host_peak_bytes = peak + self._context_bytes * len(left)
+        self._broker.end(self._ticket)
+
+    def _finish(self, leaked_bytes: int | None) -> None:
+        """Nothing of it is left: hand on the report, on the broker's thread."""
+        try:
+            if self._pid is not None:
+                self._surroundings.on_report(self._report(leaked_bytes))
+        finally:
+            self.finished.set()
+
+    def _report(self, leaked_bytes: int | None) -> TaskReport:
+        ticket = self._ticket
+        assert ticket is not None and ticket.placement is not None
+        placed_s = ticket.placed_s
+        now = time.monotonic()
+        ended_s = self._ended_s or now
+        started_s = self._started_s or ended_s
+        with self._lock:
+            series = self._series
+            peak_process = series.peak_process_bytes or 0
+            source: Source = self._broker.kind
+            context = self._context_bytes
+            counters = self._counters
+            peak_live = counters.peak_live_bytes if counters else series.peak_live_bytes
+            peak_reserved = (
+                counters.peak_reserved_bytes if counters else series.peak_reserved_bytes
+            )
+            if self._broker.kind == "nvml":
+                if peak_process and peak_reserved is not None and counters is not None:
+                    context = max(0, peak_process - peak_reserved)
+                elif not peak_process and peak_reserved is not None:
+                    peak_process, source = peak_reserved + context, "framework"
+            else:
+                # A resident set that was gone before the next reading is known to the child.
+                peak_process = max(peak_process, self._host_peak_bytes)
+            return TaskReport(
+                task_name=self._facts.task_name,
+                task_key=self._facts.task_key,
+                task_run_id=self._facts.task_run_id,
+                task_run_name=self._facts.task_run_name,
+                flow_run_id=self._facts.flow_run_id,
+                pid=self._pid,
+                devices=ticket.placement.devices,
+                framework=",".join(self._used or self._frameworks) or "none",
+                outcome=self._outcome,
+                attempt=self._number,
+                budget_bytes=self._budget_bytes(),
+                budget_source="probe" if self._policy.memory is None else "tag",
+                peak_process_bytes=peak_process,
+                peak_live_bytes=peak_live,
+                peak_reserved_bytes=peak_reserved,
+                context_bytes=context,
+                leaked_bytes=leaked_bytes,
+                queued_s=placed_s - ticket.request.submitted_s,
+                start_s=started_s - placed_s,
+                run_s=max(0.0, ended_s - started_s),
+                placed_at=self._placed_at,
+                samples=series.samples,
+                source=source,
+                error=self._error,
+                wasted_byte_seconds=series.wasted_byte_seconds(ended_s - placed_s),
+            )
+
+
+class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
+    """The traceback that an exception had in the child, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n\nin the process of the GPU task:\n{self.text}"
+
+
+class _TimeUp:
+    """Stands for a message that did not come in time."""
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended: `was killed by SIGSEGV`, `ended with exit code 3`."""
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code} before it returned"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    name = type(error).__name__
+    if isinstance(error, PrefectGPUError):
+        return text
+    return f"{name}: {text}" if text else name
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        # The folder was removed under the parent; a child need not have it.
+        return ""

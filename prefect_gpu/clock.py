@@ -1,0 +1,131 @@
+"""Time as a protocol: the real one, and one that a test moves.
+
+Covers now, sleeping, and waiting on a condition. It does not schedule anything: whoever waits keeps
+the deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+#: Seconds after which a `FakeClock` that waits for other threads gives up. Reached only in a
+#: deadlock, which it turns into an error.
+DEADLOCK_S = 30.0
+
+
+class Clock(Protocol):
+    """Monotonic time, and waiting for it to pass."""
+
+    def now(self) -> float:
+        """Give monotonic seconds."""
+        ...
+
+    def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
+        """Wait until `condition` is notified or time is up.
+
+        Args:
+            condition: Held by the caller, released while waiting, held again on return.
+            timeout_s: Seconds, `None`: no limit.
+
+        Returns:
+            `False` if time was up first. As with any condition, look at the state again.
+        """
+        ...
+
+    def sleep(self, duration_s: float) -> None:
+        """Return after `duration_s` seconds."""
+        ...
+
+
+class RealClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        """Give monotonic seconds."""
+        return time.monotonic()
+
+    def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
+        """Wait until `condition` is notified or time is up; see `Clock.wait`."""
+        return condition.wait(timeout_s)
+
+    def sleep(self, duration_s: float) -> None:
+        """Return after `duration_s` seconds."""
+        time.sleep(duration_s)
+
+
+class FakeClock:
+    """A clock that stands still until `advance` moves it. Any thread may use it.
+
+    A thread that waits on it is woken by a notification or by `advance` passing its deadline, never
+    by real time.
+
+    Args:
+        start_s: What `now` says at first.
+    """
+
+    def __init__(self, start_s: float = 1000.0) -> None:
+        self._lock = threading.Condition()
+        self._now_s = start_s
+        #: Deadline and condition of each thread that waits; `None`: no deadline.
+        self._waiters: dict[object, tuple[float | None, threading.Condition]] = {}
+
+    def now(self) -> float:
+        """Give the seconds that the test set."""
+        with self._lock:
+            return self._now_s
+
+    def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
+        """Wait until `condition` is notified or `advance` passes the deadline; see `Clock.wait`."""
+        token = object()
+        with self._lock:
+            deadline_s = None if timeout_s is None else self._now_s + timeout_s
+            if deadline_s is not None and deadline_s <= self._now_s:
+                return False
+            self._waiters[token] = (deadline_s, condition)
+            self._lock.notify_all()
+        try:
+            # `advance` takes `condition` before it notifies, and the caller holds it from before
+            # the entry above until it waits here: no wake-up is lost.
+            condition.wait()
+        finally:
+            with self._lock:
+                self._waiters.pop(token, None)
+        return deadline_s is None or self.now() < deadline_s
+
+    def sleep(self, duration_s: float) -> None:
+        """Return once `advance` has moved the clock by `duration_s` seconds."""
+        until_s = self.now() + duration_s
+        condition = threading.Condition()
+        with condition:
+            while (left_s := until_s - self.now()) > 0:
+                self.wait(condition, left_s)
+
+    def advance(self, duration_s: float) -> None:
+        """Move time and wake whoever's deadline passes."""
+        with self._lock:
+            self._now_s += duration_s
+            due = [
+                token
+                for token, (deadline_s, _) in self._waiters.items()
+                if deadline_s is not None and deadline_s <= self._now_s
+            ]
+            conditions = [self._waiters.pop(token)[1] for token in due]
+        for condition in conditions:
+            with condition:
+                condition.notify_all()
+
+    def wait_for_waiters(self, count: int = 1) -> None:
+        """Block until at least `count` threads wait on this clock.
+
+        Raises:
+            TimeoutError: They did not within `DEADLOCK_S` real seconds.
+        """
+        self._block_until(lambda: len(self._waiters) >= count, f"{count} waiting threads")
+
+    def _block_until(self, reached: Callable[[], bool], what: str) -> None:
+        with self._lock:
+            if not self._lock.wait_for(reached, DEADLOCK_S):
+                raise TimeoutError(f"no {what} after {DEADLOCK_S:g}s")

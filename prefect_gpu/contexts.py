@@ -1,0 +1,207 @@
+"""How large a framework's context is on a device: known, or measured in a calibration child.
+
+A framework's cap is its budget less its context, so the context must be known before the first
+capped task. It is measured on the very device, and within the very reservation, of the task that
+needs it, once for each framework, version, GPU model and driver; `frameworks.context` keeps it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue as queues
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from prefect_gpu.broker import Broker, Ticket
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.frameworks.context import ContextKey, ContextStore, fallback_context_bytes
+from prefect_gpu.frameworks.environment import child_environment
+from prefect_gpu.processes import values
+from prefect_gpu.processes.launcher import process_launcher
+from prefect_gpu.processes.messages import AllocationFacts, BodyEnded, Prepare
+from prefect_gpu.processes.spec import (
+    ChildExited,
+    ChildRefused,
+    ChildStarted,
+    Launcher,
+    LaunchSpec,
+    ValueArrived,
+)
+from prefect_gpu.scheduling.model import Device
+from prefect_gpu.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a calibration may take. Importing TensorFlow takes up to 11 s, its first
+#: convolution some more (measured); twenty times that is a hang.
+CALIBRATION_S = 240.0
+
+#: Seconds to wait for a reading that shows the calibrated process.
+READING_S = 5.0
+
+
+class ContextMeter:
+    """Knows contexts, or has them measured. Safe to use from several threads.
+
+    Args:
+        store: Keeps what was measured.
+        launcher: Starts calibration children.
+    """
+
+    def __init__(self, store: ContextStore, launcher: Launcher) -> None:
+        self._store = store
+        self._launcher = launcher
+        self._lock = threading.Lock()
+        self._locks: dict[ContextKey, threading.Lock] = {}
+
+    def contexts(
+        self,
+        frameworks: Iterable[str],
+        device: Device,
+        policy: FrameworkPolicy,
+        broker: Broker,
+        ticket: Ticket,
+    ) -> dict[str, int]:
+        """Give the context of each framework on a device, in bytes.
+
+        Args:
+            frameworks: Names as in `gpu:framework=`. Others that the task turns out to import are
+                given the figure that is known for them, or else a documented one.
+            device: Where; the first of the task's devices.
+            policy: Of the task that needs it.
+            broker: Reads the device.
+            ticket: Of the same task: a calibration runs within its reservation.
+        """
+        found: dict[str, int] = {}
+        for name in frameworks:
+            found[name] = self._context(name, device, policy, broker, ticket)
+        for name in registry.ADAPTERS:
+            if name not in found:
+                known = self._store.get(_key(name, device))
+                found[name] = fallback_context_bytes(name) if known is None else known
+        return found
+
+    def _context(
+        self, framework: str, device: Device, policy: FrameworkPolicy, broker: Broker, ticket: Ticket
+    ) -> int:
+        key = _key(framework, device)
+        known = self._store.get(key)
+        if known is not None:
+            return known
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            known = self._store.get(key)
+            if known is not None:
+                return known
+            try:
+                size = self._calibrate(framework, policy, broker, ticket)
+            except Exception as error:
+                size = fallback_context_bytes(framework)
+                logger.warning(
+                    "the context of %s on %s could not be measured (%s); %s is assumed",
+                    framework,
+                    device.name,
+                    error,
+                    format_bytes(size),
+                )
+                return size
+            self._store.put(key, size)
+            logger.info("context of %s on %s: %s", framework, device.name, format_bytes(size))
+            return size
+
+    def _calibrate(
+        self, framework: str, policy: FrameworkPolicy, broker: Broker, ticket: Ticket
+    ) -> int:
+        """Run a calibration child and read the device while it lives."""
+        alone = replace(
+            policy,
+            device_uuids=policy.device_uuids[:1],
+            total_bytes=policy.total_bytes[:1],
+            budget_bytes=policy.budget_bytes[:1],
+            allocation="growth",
+            allocator_options={},
+            caching=True,
+            frameworks=(framework,),
+        )
+        facts = AllocationFacts(alone.budget_bytes[0], None, 1, alone.device_uuids, (framework,))
+        messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
+        handle = self._launcher.start(
+            LaunchSpec(
+                task_name=f"calibrate-{framework}",
+                environment=child_environment(
+                    alone, registry.adapters_for(alone), os.environ
+                ),
+                prepare=Prepare(alone, facts, 1.0, work="calibrate", framework=framework),
+                argv=tuple(sys.argv),
+                sys_path=tuple(sys.path),
+            ),
+            messages.put,
+        )
+        shown: queues.SimpleQueue[tuple[float, int]] = queues.SimpleQueue()
+        before, ticket.on_measured = ticket.on_measured, lambda at, size: shown.put((at, size))
+        try:
+            reserved = self._hear(messages, broker, ticket)
+            asked = time.monotonic()
+            broker.refresh()
+            while True:
+                at_s, process_bytes = shown.get(timeout=READING_S)
+                if at_s >= asked and process_bytes:
+                    return max(0, process_bytes - reserved)
+        except queues.Empty:
+            raise TimeoutError("the device shows no memory for the calibrated process") from None
+        finally:
+            ticket.on_measured = before
+            handle.kill()
+            self._wait_for_exit(messages)
+            ticket.pid = None
+
+    def _hear(
+        self, messages: queues.SimpleQueue[Any], broker: Broker, ticket: Ticket
+    ) -> int:
+        deadline = time.monotonic() + CALIBRATION_S
+        ended: BodyEnded | None = None
+        while True:
+            message = messages.get(timeout=max(0.0, deadline - time.monotonic()))
+            if isinstance(message, ChildStarted):
+                broker.attach(ticket, message.pid)
+            elif isinstance(message, BodyEnded):
+                ended = message
+            elif isinstance(message, ValueArrived):
+                value = values.loads(message.data, "return value")
+                if ended is None or ended.raised:
+                    raise value
+                return int(value)
+            elif isinstance(message, ChildRefused):
+                raise message.error
+            elif isinstance(message, ChildExited):
+                messages.put(message)
+                raise RuntimeError(f"it ended with {message.code}: {message.stderr_tail[-500:]}")
+
+    @staticmethod
+    def _wait_for_exit(messages: queues.SimpleQueue[Any]) -> None:
+        while not isinstance(messages.get(timeout=CALIBRATION_S), (ChildExited, ChildRefused)):
+            pass
+
+
+def _key(framework: str, device: Device) -> ContextKey:
+    return ContextKey(framework, registry.framework_version(framework), device.name, device.driver)
+
+
+_meter_lock = threading.Lock()
+_meter: ContextMeter | None = None
+
+
+def context_meter() -> ContextMeter:
+    """Give the one meter of this process."""
+    global _meter
+    with _meter_lock:
+        if _meter is None:
+            _meter = ContextMeter(ContextStore(), process_launcher())
+        return _meter

@@ -1,0 +1,387 @@
+"""NVIDIA GPUs and MIG instances, read through NVML.
+
+The only module that imports `pynvml`. It creates no CUDA context, and asks NVML only to read.
+Which devices `CUDA_VISIBLE_DEVICES` leaves to us is decided in `visible`.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.devices.host import HostMemoryReader, default_host_memory
+from prefect_gpu.devices.roots import ProcessTable
+from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
+from prefect_gpu.errors import DeviceError
+from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
+
+logger = logging.getLogger(__name__)
+
+#: `pynvml`, or a fake of it: it has no type stubs.
+NvmlLibrary = Any
+Handle = Any
+
+#: NVML writes "not available" as the largest unsigned number; no device has half as much.
+_NOT_AVAILABLE_BYTES = 2**63
+
+#: Seconds between attempts to start NVML anew while every device fails. It takes tens of
+#: milliseconds, and a lost GPU rarely comes back at once.
+REOPEN_INTERVAL_S = 5.0
+
+
+class NvmlMissingError(DeviceError):
+    """There is no NVIDIA driver on this machine, as opposed to one that does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlSelection:
+    """Which of the machine's devices to read."""
+
+    #: Text of `CUDA_VISIBLE_DEVICES`; `None`: it is not set.
+    visible: str | None = None
+    #: Indices among the visible ones or UUID prefixes, in this order; empty: all visible ones.
+    chosen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    total_bytes: int
+    free_bytes: int
+    reserved_bytes: int = 0
+    #: The GPU has no memory of its own: these are the machine's.
+    unified: bool = False
+
+
+class NvmlReader:
+    """Reads NVIDIA devices. Used by one thread at a time.
+
+    Args:
+        library: `pynvml` or a fake of it; `None`: import it at first use.
+        selection: Which devices.
+        clock: Stamps the snapshots.
+        table: Says which process belongs to which root.
+        memory: The machine's memory, for GPUs that have none of their own.
+    """
+
+    kind: DeviceKind = "nvml"
+
+    def __init__(
+        self,
+        library: NvmlLibrary | None = None,
+        selection: NvmlSelection | None = None,
+        clock: Clock | None = None,
+        table: ProcessTable | None = None,
+        memory: HostMemoryReader | None = None,
+    ) -> None:
+        self._given_library = library
+        self._selection = selection or NvmlSelection()
+        self._clock: Clock = clock or RealClock()
+        self._table = table or ProcessTable(clock=self._clock)
+        self._memory = memory
+        # Where a container hides the machine's process ids, NVML may say those, and one may by
+        # chance be the id of a child of ours: then believe only who has the GPU open.
+        self._pids_are_ours = self._table.in_initial_namespace()
+        #: Not `None` while NVML is started, once for this reader: NVML counts.
+        self._library: NvmlLibrary | None = None
+        self._devices: tuple[Device, ...] | None = None
+        self._handles: dict[str, Handle] = {}
+        self._memory_version: int | None = None
+        self._reopen_due_s: float | None = None
+
+    def devices(self) -> tuple[Device, ...]:
+        """List the devices; see `DeviceReader.devices`."""
+        if self._devices is None:
+            library = self._open()
+            try:
+                self._devices = self._select(library, tuple(self._enumerate(library)))
+            except library.NVMLError as error:
+                self.close()
+                raise DeviceError(f"NVML could not list the devices: {_say(error)}") from error
+            except DeviceError:
+                self.close()
+                raise
+        return self._devices
+
+    def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
+        """Read every device once; see `DeviceReader.read`."""
+        devices = self.devices()
+        if self._reopen_due_s is not None and self._clock.now() >= self._reopen_due_s:
+            self.close()
+        library = self._open()
+        snapshots = tuple(self._read_device(library, device, roots) for device in devices)
+        if any(not snapshot.error for snapshot in snapshots) or not snapshots:
+            self._reopen_due_s = None
+        elif self._reopen_due_s is None:
+            self._reopen_due_s = self._clock.now() + REOPEN_INTERVAL_S
+        return snapshots
+
+    def close(self) -> None:
+        """Shut NVML down, for this reader; reading again starts it anew."""
+        library, self._library = self._library, None
+        self._handles.clear()
+        self._reopen_due_s = None
+        if library is not None:
+            try:
+                library.nvmlShutdown()
+            except library.NVMLError as error:
+                logger.debug("nvmlShutdown: %s", error)
+
+    def _open(self) -> NvmlLibrary:
+        if self._library is not None:
+            return self._library
+        library = self._given_library if self._given_library is not None else _import_pynvml()
+        try:
+            library.nvmlInit()
+        except library.NVMLError as error:
+            missing = error.value in _codes(library, "LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")
+            raise (NvmlMissingError if missing else DeviceError)(
+                f"NVML does not start: {_say(error)}; check that `nvidia-smi` works here, "
+                f"or use devices='host'"
+            ) from error
+        self._library = library
+        # Version 2 tells apart what the driver keeps for itself.
+        self._memory_version = getattr(library, "nvmlMemory_v2", None)
+        return library
+
+    # Which devices there are.
+
+    def _enumerate(self, library: NvmlLibrary) -> Iterator[tuple[Device, Candidate]]:
+        driver = _text(library.nvmlSystemGetDriverVersion())
+        host = socket.gethostname()
+        for gpu_index in range(library.nvmlDeviceGetCount()):
+            try:
+                gpu = library.nvmlDeviceGetHandleByIndex(gpu_index)
+                gpu_uuid = _text(library.nvmlDeviceGetUUID(gpu))
+                gpu_name = _text(library.nvmlDeviceGetName(gpu))
+                for handle, ids in _parts(library, gpu):
+                    uuid = gpu_uuid if ids is None else _text(library.nvmlDeviceGetUUID(handle))
+                    device = Device(
+                        uuid=uuid,
+                        index=-1,  # Set once it is known which are ours.
+                        name=gpu_name if ids is None else _name_instance(library, handle, gpu_name),
+                        total_bytes=self._read_memory(library, handle).total_bytes,
+                        kind=self.kind,
+                        host=host,
+                        nvml_index=gpu_index,
+                        driver=driver,
+                    )
+                    yield device, Candidate(uuid, gpu_index, gpu_uuid, *(ids or (None, None)))
+            except library.NVMLError as error:
+                if _is_fatal(library, error):
+                    raise
+                logger.warning("GPU %d is left out, it does not answer: %s", gpu_index, error)
+
+    def _select(
+        self, library: NvmlLibrary, found: Sequence[tuple[Device, Candidate]]
+    ) -> tuple[Device, ...]:
+        by_uuid = {device.uuid: device for device, _ in found}
+        candidates = {candidate.uuid: candidate for _, candidate in found}
+        selection = self._selection
+        visible = parse_visible(selection.visible, tuple(candidates.values()))
+        ours = tuple(replace(by_uuid[uuid], index=i) for i, uuid in enumerate(visible.uuids))
+        if not ours:
+            why = "NVML knows no device"
+            if found:
+                why = (
+                    f"CUDA_VISIBLE_DEVICES={selection.visible!r} leaves none of "
+                    f"{len(found)} devices: {visible.reason}"
+                )
+            raise DeviceError(f"there is no NVIDIA device to use: {why}; or use devices='host'")
+        if not selection.chosen:
+            return ours
+        chosen: dict[str, Device] = {}
+        there = ", ".join(f"{device.index}: {device.uuid} ({device.name})" for device in ours)
+        for entry in selection.chosen:
+            if entry.isdigit():
+                fitting = [device for device in ours if device.index == int(entry)]
+            else:
+                named = find_devices(entry, [candidates[device.uuid] for device in ours])
+                uuids = {candidate.uuid for candidate in named}
+                fitting = [device for device in ours if device.uuid in uuids]
+            if not fitting:
+                raise DeviceError(f"devices: {entry!r} names no device here; there are {there}")
+            for device in fitting:
+                if device.uuid in chosen:
+                    raise DeviceError(f"devices: {entry!r} names {device.uuid} a second time")
+                chosen[device.uuid] = device
+        return tuple(replace(device, index=i) for i, device in enumerate(chosen.values()))
+
+    # What is free on them.
+
+    def _read_device(
+        self, library: NvmlLibrary, device: Device, roots: Collection[int]
+    ) -> DeviceSnapshot:
+        at_s = self._clock.now()
+        try:
+            handle = self._handles.get(device.uuid)
+            if handle is None:
+                handle = library.nvmlDeviceGetHandleByUUID(device.uuid)
+                self._handles[device.uuid] = handle
+            memory = self._read_memory(library, handle)
+            processes = self._read_processes(library, handle, roots, memory.unified)
+        except library.NVMLError as error:
+            self._handles.pop(device.uuid, None)
+            if _is_fatal(library, error):
+                self.close()
+                raise DeviceError(f"NVML stopped answering: {_say(error)}") from error
+            return DeviceSnapshot(device, at_s, free_bytes=0, error=_say(error))
+        return DeviceSnapshot(
+            device=device,
+            at_s=at_s,
+            free_bytes=memory.free_bytes,
+            system_reserved_bytes=memory.reserved_bytes,
+            processes=processes,
+        )
+
+    def _read_memory(self, library: NvmlLibrary, handle: Handle) -> _Memory:
+        info = None
+        if self._memory_version is not None:
+            try:
+                info = library.nvmlDeviceGetMemoryInfo(handle, version=self._memory_version)
+            except library.NVMLError as error:
+                if error.value in _codes(
+                    library, "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH"
+                ):
+                    self._memory_version = None
+                elif error.value not in _codes(library, "NOT_SUPPORTED"):
+                    raise
+        if info is None:
+            try:
+                info = library.nvmlDeviceGetMemoryInfo(handle)
+            except library.NVMLError as error:
+                if error.value not in _codes(library, "NOT_SUPPORTED"):
+                    raise
+                # GB10, Grace: the GPU has no memory but the machine's, one pool for all.
+                host = (self._memory or default_host_memory()).read()
+                return _Memory(host.total_bytes, host.available_bytes, unified=True)
+        total_bytes, free_bytes = int(info.total), int(info.free)
+        # Version 1 counts the driver's part as used. Documents and tools disagree on `reserved`
+        # (GPU.md): `free` is trusted, and the driver's part is at most what is not free.
+        reserved_bytes = int(getattr(info, "reserved", 0))
+        return _Memory(
+            total_bytes, free_bytes, max(0, min(reserved_bytes, total_bytes - free_bytes))
+        )
+
+    def _read_processes(
+        self, library: NvmlLibrary, handle: Handle, roots: Collection[int], unified: bool
+    ) -> tuple[ProcessUse, ...]:
+        used: dict[int, int | None] = {}
+        for kind in ("Compute", "Graphics"):
+            for process in _running(library, handle, f"nvmlDeviceGet{kind}RunningProcesses"):
+                size = process.usedGpuMemory
+                size = None if size is None or size >= _NOT_AVAILABLE_BYTES else int(size)
+                # A process that computes and draws is in both lists, with one figure.
+                known = [value for value in (used.get(process.pid), size) if value is not None]
+                used[process.pid] = max(known, default=None)
+        resident: tuple[ProcessUse, ...] = ()
+        if unified:
+            # What a process takes through the driver is pinned, and in no resident set: it holds
+            # both. From documentation; not measured on such a machine.
+            resident = tuple(
+                replace(use, used_bytes=(use.used_bytes or 0) + (used.pop(use.pid, None) or 0))
+                for use in self._table.resident(roots)
+            )
+        return resident + tuple(
+            ProcessUse(pid, self._root_of(pid, roots), used_bytes)
+            for pid, used_bytes in used.items()
+        )
+
+    def _root_of(self, pid: int, roots: Collection[int]) -> int | None:
+        root = self._table.root_of(pid, roots)
+        if root is not None and not self._pids_are_ours and not self._table.holds_gpu(pid):
+            return None
+        return root
+
+
+def _import_pynvml() -> NvmlLibrary:
+    try:
+        import pynvml
+    except ImportError as error:
+        raise NvmlMissingError(
+            "NVML cannot be used: install nvidia-ml-py, or use devices='host'"
+        ) from error
+    return pynvml
+
+
+def _parts(library: NvmlLibrary, gpu: Handle) -> Iterator[tuple[Handle, tuple[int, int] | None]]:
+    """Give a GPU itself or, in MIG mode, its instances with their ids."""
+    try:
+        mig = library.nvmlDeviceGetMigMode(gpu)[0] == 1
+    except library.NVMLError as error:
+        if error.value not in _codes(library, "NOT_SUPPORTED", "FUNCTION_NOT_FOUND"):
+            raise
+        mig = False
+    if not mig:
+        yield gpu, None
+        return
+    for position in range(library.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        try:
+            handle = library.nvmlDeviceGetMigDeviceHandleByIndex(gpu, position)
+        except library.NVMLError as error:
+            if error.value not in _codes(library, "NOT_FOUND", "INVALID_ARGUMENT"):
+                raise
+            continue  # No instance at this position.
+        yield (
+            handle,
+            (
+                library.nvmlDeviceGetGpuInstanceId(handle),
+                library.nvmlDeviceGetComputeInstanceId(handle),
+            ),
+        )
+
+
+def _name_instance(library: NvmlLibrary, handle: Handle, gpu_name: str) -> str:
+    try:
+        name = _text(library.nvmlDeviceGetName(handle))
+    except library.NVMLError:
+        return f"{gpu_name} MIG"
+    # Drivers differ in whether the profile, "MIG 1g.10gb", is in it.
+    return name if "MIG" in name else f"{name} MIG"
+
+
+def _running(library: NvmlLibrary, handle: Handle, function: str) -> Sequence[Any]:
+    """List processes; none where the driver does not tell them."""
+    for name in (function, f"{function}_v2"):
+        # Once more if processes started between NVML's counting them and listing them.
+        for _ in range(2):
+            try:
+                processes: Sequence[Any] = getattr(library, name)(handle)
+                return processes
+            except library.NVMLLibraryMismatchError:
+                break  # A driver older than the bindings: ask for the older structure.
+            except library.NVMLError as error:
+                if error.value in _codes(
+                    library, "NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND"
+                ):
+                    return ()
+                if error.value not in _codes(library, "INSUFFICIENT_SIZE"):
+                    raise
+    return ()
+
+
+def _is_fatal(library: NvmlLibrary, error: Any) -> bool:
+    """Say whether NVML itself stopped, rather than one device."""
+    return error.value in _codes(
+        library,
+        "UNINITIALIZED",
+        "DRIVER_NOT_LOADED",
+        "LIBRARY_NOT_FOUND",
+        "LIB_RM_VERSION_MISMATCH",
+    )
+
+
+def _codes(library: NvmlLibrary, *names: str) -> tuple[int, ...]:
+    return tuple(getattr(library, f"NVML_ERROR_{name}") for name in names)
+
+
+def _text(value: str | bytes) -> str:
+    # Older bindings give bytes.
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _say(error: Any) -> str:
+    return f"{error} (NVML error {error.value})"

@@ -1,0 +1,163 @@
+"""The one thread that reads the devices, for all runners that share them.
+
+Covers when to read, and what happens when a reading fails or hangs. It decides nothing, and keeps
+no series: `publish` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+
+from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.devices.host import read_host_available_bytes
+from prefect_gpu.devices.reader import DeviceReader
+from prefect_gpu.errors import DeviceError
+from prefect_gpu.scheduling.model import Reading
+
+logger = logging.getLogger(__name__)
+
+#: Longest pause after failed readings: each doubles the pause, and a driver that was reinstalled is
+#: noticed this soon.
+MAX_BACK_OFF_S = 5.0
+
+#: Seconds that `stop` waits for the thread: a driver that hangs must not hang the flow's end.
+STOP_S = 2.0
+
+
+class Sampler:
+    """Reads devices in a thread of its own, at an interval while somebody needs it.
+
+    All methods may be called from any thread, and none waits for the reader: where a driver hangs,
+    `publish` is just not called any more, and `last_reading_at_s` grows old.
+
+    Args:
+        reader: Used by the sampler's thread alone, which closes it at the end.
+        roots: Gives the process ids of our own children that are alive.
+        publish: Is given every reading, on the sampler's thread; must not block for long.
+        interval_s: Seconds from the start of a reading to the start of the next.
+        clock: Time.
+        read_host_available: Gives `Reading.host_available_bytes`.
+    """
+
+    def __init__(
+        self,
+        reader: DeviceReader,
+        roots: Callable[[], Collection[int]],
+        publish: Callable[[Reading], None],
+        interval_s: float = 0.25,
+        clock: Clock | None = None,
+        read_host_available: Callable[[], int] = read_host_available_bytes,
+    ) -> None:
+        self._reader = reader
+        self._roots = roots
+        self._publish = publish
+        self._interval_s = interval_s
+        self._clock: Clock = clock or RealClock()
+        self._read_host_available = read_host_available
+        #: Guards all below; never held while reading or publishing.
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._active = False
+        self._asked = False
+        self._stopping = False
+        self._failures = 0
+        self._due_s = float("-inf")
+        self._last_reading_at_s: float | None = None
+
+    @property
+    def last_reading_at_s(self) -> float | None:
+        """Monotonic seconds at which the last finished reading began; `None`: none has."""
+        with self._changed:
+            return self._last_reading_at_s
+
+    def set_active(self, active: bool) -> None:
+        """Start or stop reading at the interval. Starts with a reading if one is due."""
+        with self._changed:
+            if active != self._active:
+                self._active = active
+                self._wake()
+
+    def refresh(self) -> None:
+        """Ask for a reading now, active or not.
+
+        Its `at_s` is not before this call, so a caller knows it by that. Calls while one is asked
+        for and not begun are one; a call during a reading leads to another after it.
+        """
+        with self._changed:
+            self._asked = True
+            self._wake()
+
+    def stop(self) -> None:
+        """End the thread and close the reader; waits `STOP_S` at most for a reading in progress."""
+        with self._changed:
+            self._stopping = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is None:
+            self._reader.close()
+        elif thread is not threading.current_thread():
+            thread.join(STOP_S)
+            if thread.is_alive():
+                logger.warning("the device driver hangs in a reading; left behind in its thread")
+
+    def _wake(self) -> None:
+        if self._stopping:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="prefect-gpu-sampler", daemon=True
+            )
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while self._wait_until_due():
+            reading = self._read()
+            with self._changed:
+                # Before it is published: whoever moves the clock on seeing the reading moves it
+                # past this.
+                self._failures = self._failures + 1 if reading.error else 0
+                self._due_s = reading.at_s + self._pause_s()
+                self._last_reading_at_s = reading.at_s
+                if self._stopping:
+                    break
+            try:
+                self._publish(reading)
+            except Exception:
+                # The edge of a thread: without it readings would stop for good, unseen.
+                logger.exception("a reading of the devices could not be passed on")
+        self._reader.close()
+
+    def _wait_until_due(self) -> bool:
+        """Wait for the next reading's time; `False`: there is to be none."""
+        with self._changed:
+            while not self._stopping:
+                left_s = self._due_s - self._clock.now()
+                if self._asked or (self._active and left_s <= 0):
+                    self._asked = False
+                    return True
+                self._clock.wait(self._changed, left_s if self._active else None)
+            return False
+
+    def _pause_s(self) -> float:
+        if self._failures <= 1:
+            return self._interval_s
+        # The exponent is bounded: 2.0 ** 1024 overflows after hours without a driver.
+        doubled_s = self._interval_s * 2.0 ** min(self._failures - 1, 16)
+        return max(self._interval_s, min(doubled_s, MAX_BACK_OFF_S))
+
+    def _read(self) -> Reading:
+        at_s = self._clock.now()
+        host_available_bytes = 0
+        try:
+            host_available_bytes = self._read_host_available()
+            return Reading(at_s, self._reader.read(self._roots()), host_available_bytes)
+        except DeviceError as error:
+            problem = str(error)
+        except Exception as error:
+            # The edge of a thread, as above: a fault of ours becomes a reason to wait that is seen.
+            logger.exception("the devices could not be read")
+            problem = f"{type(error).__name__}: {error}"
+        return Reading(at_s, (), host_available_bytes, error=problem or "no reason given")

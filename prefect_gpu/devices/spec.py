@@ -1,0 +1,145 @@
+"""What a user writes as `devices=`, as a value, and the reader that it means.
+
+Reading the text is pure; only `open_reader` touches a driver. Equal specifications share one
+reader: whoever keeps readers uses the specification as the key.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prefect_gpu.clock import Clock
+from prefect_gpu.devices.reader import DeviceReader
+from prefect_gpu.devices.simulated import SIMULATED_ACCEPTED, SimulatedDevices, SimulatedReader
+from prefect_gpu.errors import DeviceError
+
+logger = logging.getLogger(__name__)
+
+SpecKind = Literal["auto", "nvml", "host", "simulated"]
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+SPECS_ACCEPTED = (
+    f"'auto', 'nvml', 'host', 'simulated:' and {SIMULATED_ACCEPTED}, or a list of indices or UUID "
+    f"prefixes such as [0, 'GPU-1a2b']"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """Which devices a runner uses. A value: equal ones mean the same devices."""
+
+    kind: SpecKind
+    #: Indices among the visible devices or UUID prefixes, in this order; empty: all of `kind`.
+    chosen: tuple[str, ...] = ()
+    #: Set for kind "simulated" alone.
+    simulated: SimulatedDevices | None = None
+
+    def __str__(self) -> str:
+        if self.simulated is not None:
+            return f"simulated:{self.simulated.text}"
+        return ",".join(self.chosen) or self.kind
+
+
+def parse_spec(value: object) -> DeviceSpec:
+    """Read what a user gave as `devices=`.
+
+    Args:
+        value: One of `SPECS_ACCEPTED`, a `SimulatedDevices` or a `DeviceSpec`. As text, indices and
+            UUID prefixes are separated by commas: settings and environments have only text.
+
+    Raises:
+        DeviceError: It is none of these.
+    """
+    if isinstance(value, DeviceSpec):
+        return value
+    if isinstance(value, SimulatedDevices):
+        return DeviceSpec("simulated", simulated=value)
+    if isinstance(value, str):
+        return _parse_text(value)
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return _parse_list(value, value)
+    raise _refuse(value, "it is neither text nor a list")
+
+
+def _parse_text(text: str) -> DeviceSpec:
+    word = text.strip().lower()
+    if word == "auto":
+        return DeviceSpec("auto")
+    if word == "nvml":
+        return DeviceSpec("nvml")
+    if word == "host":
+        return DeviceSpec("host")
+    kind, colon, rest = text.strip().partition(":")
+    if kind.strip().lower() == "simulated":
+        if not colon:
+            raise _refuse(text, "it does not say which devices to simulate")
+        return DeviceSpec("simulated", simulated=SimulatedDevices(rest.strip()))
+    return _parse_list(text.split(","), text)
+
+
+def _parse_list(entries: Sequence[Any], given: object) -> DeviceSpec:
+    chosen: list[str] = []
+    for entry in entries:
+        name = str(entry).strip() if type(entry) in (int, str) else ""
+        if name.isdecimal():
+            name = str(int(name))
+        elif not name.upper().startswith(("GPU-", "MIG-")):
+            raise _refuse(given, f"{entry!r} is neither an index nor the start of a UUID")
+        if name in chosen:
+            raise _refuse(given, f"{entry!r} is in it twice")
+        chosen.append(name)
+    if not chosen:
+        raise _refuse(given, "it names no device")
+    return DeviceSpec("nvml", tuple(chosen))
+
+
+def _refuse(given: object, problem: str) -> DeviceError:
+    return DeviceError(f"devices={given!r}: {problem}; accepted: {SPECS_ACCEPTED}")
+
+
+def open_reader(
+    spec: DeviceSpec,
+    environ: Mapping[str, str],
+    clock: Clock | None = None,
+    nvml_library: Any = None,
+) -> DeviceReader:
+    """Open the reader of a specification.
+
+    Args:
+        spec: Which devices.
+        environ: Of this process: `CUDA_VISIBLE_DEVICES` says which NVIDIA devices are ours.
+        clock: Stamps the snapshots.
+        nvml_library: A fake of `pynvml`, for tests.
+
+    Raises:
+        DeviceError: NVIDIA devices were asked for and there is no driver, or not those devices.
+    """
+    if spec.kind == "simulated":
+        assert spec.simulated is not None, "parse_spec sets it"
+        return SimulatedReader(spec.simulated, clock)
+    if spec.kind == "host":
+        return _open_host(clock)
+    from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader, NvmlSelection
+
+    selection = NvmlSelection(visible=environ.get(VISIBLE_VARIABLE), chosen=spec.chosen)
+    reader = NvmlReader(nvml_library, selection, clock)
+    try:
+        reader.devices()
+    except DeviceError as error:
+        if spec.kind != "auto":
+            raise
+        # No driver is what a laptop has; a driver that does not work is worth a word.
+        level = logging.DEBUG if isinstance(error, NvmlMissingError) else logging.WARNING
+        logger.log(level, "GPU tasks use this machine's memory, not a GPU: %s", error)
+        return _open_host(clock)
+    return reader
+
+
+def _open_host(clock: Clock | None) -> DeviceReader:
+    from prefect_gpu.devices.host import HostReader
+
+    return HostReader(clock=clock)

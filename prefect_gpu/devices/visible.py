@@ -1,0 +1,98 @@
+"""Which devices the parent's `CUDA_VISIBLE_DEVICES` leaves to us.
+
+Pure text against a list of devices, by CUDA's own rules. It reads no environment: `spec` does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_INDEX = re.compile(r"[0-9]+")
+_LEGACY_MIG = re.compile(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/([0-9]+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One device as CUDA could name it: a whole GPU, or a MIG instance of one."""
+
+    #: `GPU-…` or `MIG-…`.
+    uuid: str
+    #: Position of the GPU on the PCI bus, from 0. Instances of one GPU share it.
+    gpu_index: int
+    #: UUID of the GPU that an instance is part of; a whole GPU's own.
+    gpu_uuid: str
+    #: MIG ids of an instance; `None` for a whole GPU.
+    gpu_instance_id: int | None = None
+    compute_instance_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """What is left."""
+
+    #: UUIDs, in the order of the variable.
+    uuids: tuple[str, ...]
+    #: Why the list is shorter than the text or the machine; empty: it is not.
+    reason: str = ""
+
+
+def parse_visible(value: str | None, candidates: Sequence[Candidate]) -> Visible:
+    """Read `CUDA_VISIBLE_DEVICES`.
+
+    CUDA ends the list at the first entry that names nothing (`-1`, `none`, `NoDevFiles` do so by
+    intent), and sees no device at all if one is named twice. The index or UUID of a GPU in MIG mode
+    makes all of its instances visible: CUDA then takes one of them per process, we can use each.
+
+    Args:
+        value: The variable's text; `None`: it is not set.
+        candidates: Devices of the machine, in PCI bus order.
+
+    Returns:
+        The devices named, in the order of the text; all of them if it is not set.
+    """
+    if value is None:
+        return Visible(tuple(candidate.uuid for candidate in candidates))
+    if not value.strip():
+        return Visible((), "it is empty")
+    chosen: list[str] = []
+    reason = ""
+    for entry in (part.strip() for part in value.split(",")):
+        found = find_devices(entry, candidates)
+        if not found:
+            reason = f"{entry!r} names no device here, and CUDA ignores all that follows it"
+            break
+        chosen += [candidate.uuid for candidate in found]
+    repeated = next((uuid for uuid in chosen if chosen.count(uuid) > 1), None)
+    if repeated is not None:
+        return Visible((), f"it names {repeated} twice, and CUDA then sees no device")
+    return Visible(tuple(chosen), reason)
+
+
+def find_devices(entry: str, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Find what one entry names: an index, a UUID or a prefix of one GPU's or instance's UUID.
+
+    Returns:
+        Nothing if it is unknown or fits several; several only for a GPU in MIG mode.
+    """
+    if _INDEX.fullmatch(entry):
+        return tuple(c for c in candidates if c.gpu_index == int(entry))
+    if legacy := _LEGACY_MIG.fullmatch(entry):
+        wanted = (legacy[1].lower(), int(legacy[2]), int(legacy[3]))
+        return tuple(
+            c
+            for c in candidates
+            if (c.gpu_uuid.lower(), c.gpu_instance_id, c.compute_instance_id) == wanted
+        )
+    prefix = entry.lower()
+    if not prefix.startswith(("gpu-", "mig-")):
+        return ()
+    # One name for each thing that can be named: the instances of a GPU share the GPU's.
+    named = {c.gpu_uuid if prefix.startswith("gpu-") else c.uuid for c in candidates}
+    fitting = [name for name in named if name.lower() == prefix] or [
+        name for name in named if name.lower().startswith(prefix)
+    ]
+    if len(fitting) != 1:
+        return ()
+    return tuple(c for c in candidates if fitting[0] in (c.uuid, c.gpu_uuid))

@@ -1,0 +1,126 @@
+"""The protocol of a framework adapter, and the policy that it is given.
+
+It covers what one child's frameworks must do. It does not choose budgets or devices: by the time an
+adapter is asked, both are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from prefect_gpu.scheduling.model import DeviceKind
+
+AllocationMode = Literal["limit", "growth", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkPolicy:
+    """What the frameworks of one child may do. Travels to the child."""
+
+    #: Kind of the devices: caps hold on "nvml"; on "host" a framework runs on the CPU, uncapped.
+    device_kind: DeviceKind
+    #: Devices allotted, in the task's order.
+    device_uuids: tuple[str, ...]
+    #: All memory of each device, in bytes.
+    total_bytes: tuple[int, ...]
+    #: Budget on each device in bytes, the context included.
+    budget_bytes: tuple[int, ...]
+    #: Bytes of context to leave out of the cap, by framework name; missing: 0.
+    context_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: "limit": cap at budget − context. "growth": no cap. "all": take the budget at start.
+    allocation: AllocationMode = "growth"
+    #: PyTorch allocator options, `{"max_split_size_mb": "128"}`.
+    allocator_options: Mapping[str, str] = field(default_factory=dict)
+    #: `False`: PyTorch's caching allocator is switched off.
+    caching: bool = True
+    #: CPU threads that the frameworks may start, at least 1.
+    cpus: int = 1
+    #: Frameworks named by tags; empty: those that the task imports.
+    frameworks: tuple[str, ...] = ()
+    #: Fraction of the budget by framework name, from `gpu:framework=torch:70%`; those named by
+    #: tags without one divide the rest equally.
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    def share(self, framework: str) -> float:
+        """Fraction of each budget that is a framework's; 1 where frameworks are not named."""
+        if framework in self.shares:
+            return self.shares[framework]
+        open_ended = [name for name in self.frameworks if name not in self.shares]
+        rest = max(0.0, 1.0 - sum(self.shares.values()))
+        return rest / max(1, len(open_ended)) if framework in open_ended else 1.0
+
+    def cap_bytes(self, framework: str) -> tuple[int, ...] | None:
+        """Bytes on each device that a framework's allocator may take; `None`: no cap."""
+        if self.device_kind != "nvml" or self.allocation == "growth":
+            return None
+        context = self.context_bytes.get(framework, 0)
+        share = self.share(framework)
+        return tuple(max(1, int(budget * share) - context) for budget in self.budget_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a framework's own allocator says, summed over the child's devices, in bytes."""
+
+    #: Allocated now.
+    live_bytes: int
+    #: Held from the driver now; `None` where the allocator keeps no such number.
+    reserved_bytes: int | None
+    #: Largest `live_bytes` since the start.
+    peak_live_bytes: int
+    #: Largest `reserved_bytes` since the start; `None` as above.
+    peak_reserved_bytes: int | None
+    #: Times that an allocation only succeeded after the cache was given up: the cap pinches.
+    #: `None` where the allocator keeps no such number.
+    alloc_retries: int | None = None
+
+
+class FrameworkAdapter(Protocol):
+    """One framework. Stateless: every method may be called in the parent unless it says child."""
+
+    #: As in `gpu:framework=`.
+    name: str
+    #: Root of its import name: "torch", "tensorflow".
+    module: str
+
+    def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
+        """Give the environment variables of a child; `None` removes an inherited one. Pure."""
+        ...
+
+    def apply(self, policy: FrameworkPolicy) -> None:
+        """Child: apply cap, growth and threads, just after the framework was imported.
+
+        Raises:
+            FrameworkError: It finds no device where one was allotted, or refuses the policy.
+        """
+        ...
+
+    def counters(self) -> Counters | None:
+        """Child: read the allocator's counters; `None` before the framework touched a device.
+
+        Must not initialise the device, and must not reset anything that user code may read.
+        """
+        ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Tell whether `error` itself (not its causes) says that device memory ran out."""
+        ...
+
+    def reduce_to_host(self, value: Any) -> Any:
+        """Child: a pickle reduction (tuple) that rebuilds `value` from host memory.
+
+        Returns:
+            `NotImplemented` for anything that is not this framework's, or is on the host already.
+        """
+        ...
+
+    def calibrate(self) -> int:
+        """Child: use the device as real work would (products, convolutions, transforms).
+
+        Returns:
+            Bytes that the framework's allocator then holds from the driver, on device 0. What the
+            driver shows above that is the context.
+        """
+        ...

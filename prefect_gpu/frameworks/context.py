@@ -1,0 +1,112 @@
+"""What a framework takes of a device outside its own allocator: measured once, kept on disk.
+
+It stores and looks up. Measuring is `calibration`, in a child; which figure a budget uses is the
+broker's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from prefect_gpu.units import GIB, MIB
+
+#: Bytes used where a calibration failed: NVML less the allocator's own, one process on an H200,
+#: driver 580, CUDA 13, 2026-11-20 (FACTS.md). Other GPUs and drivers have 290 to 670 MiB.
+FALLBACK_CONTEXT_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        "torch": 676 * MIB,  # torch 2.11, cuBLAS and cuDNN loaded
+        "tensorflow": int(1.2 * GIB),  # TensorFlow 2.21: 3260 MiB shown for a limit of 2048 MiB
+        "jax": 618 * MIB,  # the larger of 602 and 618 seen
+        "cupy": 588 * MIB,
+    }
+)
+
+#: For a framework not measured: above the largest plain CUDA context that is known of (670 MiB).
+DEFAULT_CONTEXT_BYTES = 700 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ContextKey:
+    """What a context's size depends on."""
+
+    #: As in `gpu:framework=`.
+    framework: str
+    #: Its installed version; empty: unknown.
+    version: str
+    #: Product name of the device.
+    device_name: str
+    #: Driver version.
+    driver: str
+
+    def text(self) -> str:
+        """Give the key as one line, unique for its fields."""
+        return json.dumps([self.framework, self.version, self.device_name, self.driver])
+
+
+def fallback_context_bytes(framework: str) -> int:
+    """Give the context to assume where none could be measured."""
+    return FALLBACK_CONTEXT_BYTES.get(framework, DEFAULT_CONTEXT_BYTES)
+
+
+class ContextStore:
+    """Measured contexts in one JSON file, shared by the user's processes.
+
+    Losing it costs a calibration, so a file that cannot be read counts as empty and one that cannot
+    be written is left: figures then last as long as this object.
+
+    Args:
+        path: The file; `None`: `prefect_gpu/contexts.json` in the user's cache folder.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path if path is not None else default_path()
+        self._own: dict[str, int] = {}
+
+    def get(self, key: ContextKey) -> int | None:
+        """Look a context up, in bytes; `None`: not measured yet."""
+        text = key.text()
+        return self._own[text] if text in self._own else self._read().get(text)
+
+    def put(self, key: ContextKey, context_bytes: int) -> None:
+        """Keep a measured context. Of two processes that write at once the last wins."""
+        self._own[key.text()] = context_bytes
+        entries = {**self._read(), key.text(): context_bytes}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self.path, json.dumps(entries, indent=1, sort_keys=True))
+        except OSError:
+            pass
+
+    def _read(self) -> dict[str, int]:
+        try:
+            entries = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        if not isinstance(entries, dict):
+            return {}
+        return {k: v for k, v in entries.items() if type(v) is int and v >= 0}
+
+
+def default_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Give the file in `$XDG_CACHE_HOME`, or in `~/.cache`."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    # The specification has relative paths ignored.
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "prefect_gpu" / "contexts.json"
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,114 @@
+"""CuPy: its pool is capped through the environment; counters, out-of-memory, arrays to NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect_gpu.errors import FrameworkError
+from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.frameworks.values import host_value, is_named, load, loaded, says
+
+
+class CupyAdapter:
+    """CuPy's default memory pool. It has no host mode: without a GPU it is left alone."""
+
+    name = "cupy"
+    module = "cupy"
+
+    def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
+        """Give the pool's limit in bytes; one for all devices, so the smallest cap."""
+        caps = policy.cap_bytes(self.name)
+        return {"CUPY_GPU_MEMORY_LIMIT": None if caps is None else str(min(caps))}
+
+    def apply(self, policy: FrameworkPolicy) -> None:
+        """Child: check the devices; with `allocation=all`, fill the pool.
+
+        Raises:
+            FrameworkError: It sees other devices than were allotted, or cannot take its budget.
+        """
+        if policy.device_kind != "nvml":
+            return
+        cupy = load("cupy")
+        _check_devices(cupy, len(policy.device_uuids))
+        caps = policy.cap_bytes(self.name)
+        if caps is not None and policy.allocation == "all":
+            _take_all(cupy, caps)
+
+    def counters(self) -> Counters | None:
+        """Child: read the default pool on the calling thread's device.
+
+        CuPy keeps no peak: `peak_live_bytes` is what is in use now, and whoever samples keeps the
+        largest. Other devices than the current are not asked, since that makes a context there.
+        """
+        cupy = loaded("cupy")
+        if cupy is None or not hasattr(cupy, "get_default_memory_pool"):
+            return None
+        return _read_counters(cupy)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Recognise the pool's error and the driver's."""
+        if is_named(error, ("cupy", "cupy_backends"), ("OutOfMemoryError",)):
+            return True
+        return is_named(
+            error, ("cupy", "cupy_backends"), ("CUDARuntimeError", "CUBLASError", "CUDADriverError")
+        ) and says(error, "MemoryAllocation", "out of memory", "ALLOC_FAILED")
+
+    def reduce_to_host(self, value: Any) -> Any:
+        """Child: turn arrays into NumPy."""
+        cupy = loaded("cupy")
+        if cupy is None or not hasattr(cupy, "ndarray") or not isinstance(value, cupy.ndarray):
+            return NotImplemented
+        return host_value, (value.get(),)
+
+    def calibrate(self) -> int:
+        """Child: load cuBLAS and cuFFT, empty the pool, read what stays."""
+        return _calibrate(load("cupy"))
+
+
+def _check_devices(cupy: Any, allotted: int) -> None:
+    try:
+        found, problem = cupy.cuda.runtime.getDeviceCount(), ""
+    except RuntimeError as error:  # CUDARuntimeError, where there is no device or no driver
+        found, problem = 0, f" ({error})"
+    if found != allotted:
+        raise FrameworkError(
+            "cupy",
+            f"{allotted} GPU(s) allotted, {found} found{problem}; the likely reason is a cupy "
+            f"package for another CUDA version than the driver's",
+        )
+
+
+def _take_all(cupy: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
+    # The pool's limit is one for all devices (see `environment`).
+    size = min(caps)
+    for index in range(len(caps)):
+        with cupy.cuda.Device(index):
+            try:
+                # Freed at once: it stays in the pool.
+                cupy.cuda.alloc(size // 512 * 512)
+            except MemoryError as error:
+                raise FrameworkError(
+                    "cupy", f"gpu:allocation=all could not take {size} bytes: {error}"
+                ) from error
+
+
+def _read_counters(cupy: Any) -> Counters | None:  # needs a GPU
+    pool = cupy.get_default_memory_pool()
+    try:
+        live, held = int(pool.used_bytes()), int(pool.total_bytes())
+    except RuntimeError:  # No device: nothing is held.
+        return None
+    if held == 0:
+        return None
+    return Counters(live, held, live, held)
+
+
+def _calibrate(cupy: Any) -> int:  # needs a GPU
+    a = cupy.ones((512, 512), dtype=cupy.float32)
+    float((a @ a).sum())
+    float(cupy.abs(cupy.fft.rfft2(a)).sum())
+    del a
+    pool = cupy.get_default_memory_pool()
+    cupy.fft.config.get_plan_cache().clear()
+    pool.free_all_blocks()
+    return int(pool.total_bytes())

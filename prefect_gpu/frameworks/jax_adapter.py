@@ -1,0 +1,120 @@
+"""JAX: capped through its environment; counters, out-of-memory, arrays to NumPy.
+
+XLA reads a fraction of the device's total and whether to take it at once. `limit` therefore takes
+nothing early but stops at the fraction (measured: the two variables hold together).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect_gpu.errors import FrameworkError
+from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.frameworks.values import host_value, is_named, load, loaded, says
+
+
+class JaxAdapter:
+    """JAX on CUDA devices; on the host its threads are bounded through the environment."""
+
+    name = "jax"
+    module = "jax"
+
+    def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
+        """Give preallocation, fraction and threads.
+
+        The fraction's old name is removed: with both, JAX 0.11 logs an error and silently uses the
+        CPU (measured). `NPROC` is what XLA's CPU client sizes its thread pool by.
+        """
+        caps = policy.cap_bytes(self.name)
+        fraction = None
+        if caps is not None:
+            # One fraction for all devices: the smallest, so that it holds on each.
+            fraction = min(cap / total for cap, total in zip(caps, policy.total_bytes, strict=True))
+        return {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "true" if policy.allocation == "all" else "false",
+            "XLA_CLIENT_MEM_FRACTION": None if fraction is None else f"{min(1.0, fraction):.6f}",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": None,
+            "NPROC": str(policy.cpus),
+        }
+
+    def apply(self, policy: FrameworkPolicy) -> None:
+        """Child: where a tag names JAX, start it and check that it sees the devices.
+
+        Raises:
+            FrameworkError: It sees other devices than were allotted (it would use the CPU).
+        """
+        if policy.device_kind != "nvml" or self.name not in policy.frameworks:
+            return
+        jax = load("jax")
+        try:
+            found = len(jax.devices("gpu"))
+            problem = ""
+        except RuntimeError as error:
+            found, problem = 0, f" ({error})"
+        if found != len(policy.device_uuids):
+            raise FrameworkError(
+                self.name,
+                f"{len(policy.device_uuids)} GPU(s) allotted, {found} found{problem}, so it would "
+                f"silently use the CPU; the likely reason is a jax without its CUDA plugin "
+                f"(install jax[cuda13] or the one for this driver)",
+            )
+
+    def counters(self) -> Counters | None:
+        """Child: read XLA's allocator on every GPU, once a backend has started."""
+        jax = loaded("jax")
+        bridge = loaded("jax._src.xla_bridge")
+        # Asking jax for its devices would start a backend; there is no public way to look.
+        if jax is None or not getattr(bridge, "_backends", None):
+            return None
+        return _read_counters(jax)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Recognise XLA's error by its status; its class stands for every failure."""
+        return is_named(error, ("jax", "jaxlib"), ("JaxRuntimeError", "XlaRuntimeError")) and says(
+            error, "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY", "ALLOC_FAILED"
+        )
+
+    def reduce_to_host(self, value: Any) -> Any:
+        """Child: turn arrays into NumPy, on CPU too, so that flows see one type."""
+        jax = loaded("jax")
+        if jax is None or not hasattr(jax, "Array") or not isinstance(value, jax.Array):
+            return NotImplemented
+        if not getattr(value, "is_fully_addressable", False):
+            return NotImplemented
+        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        return host_value, (load("numpy").asarray(value),)
+
+    def calibrate(self) -> int:
+        """Child: load cuBLAS, cuDNN and cuFFT; needs preallocation off."""
+        return _calibrate(load("jax"))
+
+
+def _read_counters(jax: Any) -> Counters | None:
+    stats = [device.memory_stats() for device in jax.local_devices() if device.platform == "gpu"]
+    known = [device for device in stats if device]
+    if not known:
+        return None
+
+    def total(key: str, default: str) -> int:
+        return sum(int(device.get(key, device.get(default, 0))) for device in known)
+
+    has_pool = all("pool_bytes" in device for device in known)
+    return Counters(
+        live_bytes=total("bytes_in_use", ""),
+        reserved_bytes=total("pool_bytes", "") if has_pool else None,
+        peak_live_bytes=total("peak_bytes_in_use", "bytes_in_use"),
+        peak_reserved_bytes=total("peak_pool_bytes", "pool_bytes") if has_pool else None,
+    )
+
+
+def _calibrate(jax: Any) -> int:  # needs a GPU
+    jnp = load("jax.numpy")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        a = jnp.ones((512, 512), dtype)
+        (a @ a).block_until_ready()
+        images, kernel = jnp.ones((8, 16, 32, 32), dtype), jnp.ones((16, 16, 3, 3), dtype)
+        jax.lax.conv(images, kernel, (1, 1), "SAME").block_until_ready()
+    jnp.fft.rfft2(jnp.ones((64, 64))).block_until_ready()
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats.get("pool_bytes", stats.get("peak_bytes_in_use", 0)))

@@ -1,0 +1,222 @@
+"""Which frameworks there are, and which of them a function uses.
+
+Detection reads code objects, globals and class bases; it imports nothing and runs nothing, so it
+can be wrong (an import by name, a helper in another package). What it finds chooses contexts and
+standbys; the caps do not depend on it, since `hooks` applies them to whatever is imported.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib.metadata
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy
+from prefect_gpu.frameworks.cupy_adapter import CupyAdapter
+from prefect_gpu.frameworks.jax_adapter import JaxAdapter
+from prefect_gpu.frameworks.onnxruntime_adapter import OnnxRuntimeAdapter
+from prefect_gpu.frameworks.tensorflow_adapter import TensorFlowAdapter
+from prefect_gpu.frameworks.torch_adapter import TorchAdapter
+
+#: Every adapter by its name in `gpu:framework=`, but for `none`, which has no adapter.
+ADAPTERS: Mapping[str, FrameworkAdapter] = MappingProxyType(
+    {
+        adapter.name: adapter
+        for adapter in (
+            TorchAdapter(),
+            TensorFlowAdapter(),
+            JaxAdapter(),
+            CupyAdapter(),
+            OnnxRuntimeAdapter(),
+        )
+    }
+)
+
+#: The tag's word for "no framework of ours: leave memory to the task".
+NO_FRAMEWORK = "none"
+
+#: Framework that an import root belongs to; libraries that always compute on one count as it.
+FRAMEWORK_BY_ROOT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "torch", "torchvision", "torchaudio", "torchmetrics", "torch_geometric", "lightning",
+                "pytorch_lightning", "transformers", "diffusers", "accelerate", "peft", "timm",
+                "sentence_transformers", "botorch", "gpytorch",
+            ),
+            "torch",
+        ),
+        **dict.fromkeys(("tensorflow", "tf_keras", "tensorflow_hub"), "tensorflow"),
+        **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "numpyro"), "jax"),
+        **dict.fromkeys(("cupy", "cupyx"), "cupy"),
+        "onnxruntime": "onnxruntime",
+    }
+)  # fmt: skip
+
+#: Names under which each framework is published, first match wins.
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torch": ("torch",),
+        "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
+        "jax": ("jax",),
+        "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
+        "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
+    }
+)
+
+
+def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
+    """Choose the adapters of a child: those that tags name, else all; `none` names none."""
+    if not policy.frameworks:
+        return tuple(ADAPTERS.values())
+    return tuple(ADAPTERS[name] for name in policy.frameworks if name != NO_FRAMEWORK)
+
+
+@functools.cache
+def framework_version(framework: str) -> str:
+    """Read the installed version from package metadata, importing nothing; empty: unknown."""
+    for distribution in DISTRIBUTIONS.get(framework, ()):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def detect_frameworks(fn: Any, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Tell which frameworks a function uses, by reading it.
+
+    Args:
+        fn: A function, method, partial, callable object or Prefect task.
+        environ: For `KERAS_BACKEND`; `None`: this process's environment.
+
+    Returns:
+        Names as in `gpu:framework=`, sorted; empty: none found.
+    """
+    backend = (os.environ if environ is None else environ).get("KERAS_BACKEND", "tensorflow")
+    found = set()
+    for root in _Walk().roots(fn):
+        name = backend if root == "keras" else FRAMEWORK_BY_ROOT.get(root)
+        if name is not None and name in ADAPTERS:
+            found.add(name)
+    return tuple(sorted(found))
+
+
+class _Walk:
+    """One walk over a function and the user's own functions and classes that it reaches."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def roots(self, value: Any) -> Iterator[str]:
+        """Yield the root package of every import and of every framework object reached."""
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, ModuleType):
+            # Not getattr: a lazily loaded module would load.
+            yield _root(object.__getattribute__(value, "__dict__").get("__name__"))
+        elif isinstance(value, functools.partial):
+            yield from self._all((value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, (staticmethod, classmethod, MethodType)):
+            yield from self.roots(value.__func__)
+        elif isinstance(value, property):
+            yield from self._all((value.fget, value.fset))
+        elif isinstance(value, FunctionType):
+            yield _root(value.__module__)
+            yield from self._function(value)
+        elif isinstance(value, type):
+            yield from self._class(value)
+        elif isinstance(inspect.getattr_static(value, "__dict__", None), dict) or callable(value):
+            yield from self._instance(value)
+        else:
+            yield from self._class(type(value))
+
+    def _all(self, values: Iterable[Any]) -> Iterator[str]:
+        for value in values:
+            yield from self.roots(value)
+
+    def _function(self, fn: FunctionType) -> Iterator[str]:
+        if not _is_users(fn.__module__):
+            return
+        for code in _nested(fn.__code__):
+            yield from _imports(code)
+            yield from self._all(
+                fn.__globals__[name] for name in code.co_names if name in fn.__globals__
+            )
+        for cell in fn.__closure__ or ():
+            try:
+                yield from self.roots(cell.cell_contents)
+            except ValueError:  # An empty cell.
+                continue
+        yield from self._all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()))
+        wrapped = inspect.getattr_static(fn, "__wrapped__", None)
+        if wrapped is not None:
+            yield from self.roots(wrapped)
+        # A function travels by reference to its module, which the child then imports whole; one
+        # from `__main__` travels by value, without what it does not refer to.
+        if fn.__module__ != "__main__":
+            for value in list(fn.__globals__.values()):
+                if isinstance(value, ModuleType):
+                    yield from self.roots(value)
+
+    def _class(self, cls: type) -> Iterator[str]:
+        for base in cls.__mro__:
+            yield _root(base.__module__)
+            if _is_users(base.__module__):
+                yield from self._all(
+                    member
+                    for member in list(vars(base).values())
+                    if isinstance(member, (FunctionType, staticmethod, classmethod, property))
+                )
+
+    def _instance(self, value: Any) -> Iterator[str]:
+        yield from self._class(type(value))
+        # A Prefect task holds its function as `fn`.
+        fields = inspect.getattr_static(value, "__dict__", None)
+        inner = fields.get("fn") if isinstance(fields, dict) else None
+        if inner is None:
+            try:
+                inner = object.__getattribute__(value, "__dict__").get("fn")
+            except AttributeError:
+                return
+        if isinstance(inner, (FunctionType, MethodType, functools.partial)):
+            yield from self.roots(inner)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _imports(code: CodeType) -> Iterator[str]:
+    names = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
+    yield from (_root(name) for name in names)
+
+
+def _root(name: Any) -> str:
+    return name.partition(".")[0] if isinstance(name, str) else ""
+
+
+@functools.cache
+def _is_users(module: str | None) -> bool:
+    """Tell the user's own code, worth reading, from the standard library and what is installed."""
+    root = _root(module)
+    if root == "__main__":
+        return True
+    if root in sys.stdlib_module_names or root in FRAMEWORK_BY_ROOT or root == "keras":
+        return False
+    spec = getattr(sys.modules.get(root), "__spec__", None)
+    places = [
+        getattr(spec, "origin", None),
+        *(getattr(spec, "submodule_search_locations", None) or ()),
+    ]
+    return not any("site-packages" in str(place) for place in places if place)

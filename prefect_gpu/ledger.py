@@ -1,0 +1,70 @@
+"""The ledger of one Python process, shared by all its runners.
+
+It keeps promises; it does not decide them (`prefect_gpu.scheduling`) nor wait for memory to come
+back (`prefect_gpu.broker`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from prefect_gpu.scheduling.ledger import LedgerView
+from prefect_gpu.scheduling.model import Reservation
+
+
+class ProcessLedger:
+    """A `Ledger` in memory. Its owner is this process, so nothing outlives its death."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._version = 0
+        self._reservations: dict[str, tuple[Reservation, ...]] = {}
+        self._watchers: list[Callable[[], None]] = []
+
+    def view(self) -> LedgerView:
+        """Give all reservations and the version that they stand at."""
+        with self._lock:
+            held = tuple(r for group in self._reservations.values() for r in group)
+            return LedgerView(self._version, held)
+
+    def try_reserve(self, version: int, reservations: Sequence[Reservation]) -> bool:
+        """Write all reservations if `version` still stands; else write none."""
+        with self._lock:
+            if version != self._version:
+                return False
+            for reservation in reservations:
+                group = self._reservations.get(reservation.request_id, ())
+                self._reservations[reservation.request_id] = (*group, reservation)
+            self._version += 1
+            return True
+
+    def release(self, request_id: str) -> None:
+        """Take back all reservations of one request; unknown ones are ignored."""
+        with self._lock:
+            if self._reservations.pop(request_id, None) is None:
+                return
+            self._version += 1
+            watchers = list(self._watchers)
+        for changed in watchers:
+            changed()
+
+    def renew(self, owner_pid: int, owner_started_s: float) -> None:
+        """Do nothing: this ledger dies with its only owner."""
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call `changed` after every release; the function returned ends that."""
+        with self._lock:
+            self._watchers.append(changed)
+
+        def end() -> None:
+            with self._lock:
+                if changed in self._watchers:
+                    self._watchers.remove(changed)
+
+        return end
+
+
+#: The one ledger of this process: runners whose device specifications differ see each other's
+#: promises in it.
+PROCESS_LEDGER = ProcessLedger()

@@ -1,0 +1,421 @@
+"""Every name of Prefect outside its documented API, in one place, with a test for each.
+
+Parent's side: read the run that a thread is in, serialise its context for a child, show states of our
+own, forward what a child logs and emits, run Prefect's engine. Child's side: be inside that run
+(`child_context`). Checked against Prefect 3.8.8; `tests/integration/test_bridge.py` says which
+change of Prefect broke which function here.
+
+It decides nothing about devices or processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import copy_context
+from typing import Any
+from uuid import UUID
+
+from prefect import Task, get_run_logger
+from prefect._internal.uuid7 import uuid7
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import State, StateType, TaskRun
+from prefect.context import (
+    FlowRunContext,
+    SyncClientContext,
+    TagsContext,
+    TaskRunContext,
+    hydrated_context,
+    serialize_context,
+)
+from prefect.events import Event
+from prefect.events.clients import EventsClient
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import emit_api_log, set_api_log_sink
+from prefect.logging.loggers import patch_print
+from prefect.states import Crashed, Pending, Running
+from prefect.task_engine import run_task_sync
+from prefect.utilities.engine import emit_task_run_state_change_event
+
+from prefect_gpu.policy import is_gpu_tag
+from prefect_gpu.processes.messages import EventEmitted, LogEmitted
+
+#: Name of the state of a task that waits for a device.
+AWAITING = "AwaitingGPU"
+
+
+# Parent's side: the flow.
+
+
+def flow_run_of_thread() -> FlowRunContext | None:
+    """Give the flow run that the caller is in; `None` outside one."""
+    return FlowRunContext.get()
+
+
+def context_tags() -> set[str]:
+    """Give the tags of `prefect.tags` contexts around the caller, without the flow run's own."""
+    tags = set(TagsContext.get().current_tags)
+    flow_run_context = FlowRunContext.get()
+    if flow_run_context is not None and flow_run_context.flow_run is not None:
+        tags -= set(flow_run_context.flow_run.tags)
+    return tags
+
+
+def flow_run_goes_on(context: FlowRunContext | None) -> bool:
+    """Tell whether a flow's function came to a good end (or there is none to ask).
+
+    The engine tells a task runner of exceptions that end the flow *engine* only. A flow that raised
+    an ordinary exception is seen by its state, which the engine sets before the runner exits.
+    """
+    if context is None or context.flow_run is None or context.flow_run.state is None:
+        return True
+    state = context.flow_run.state
+    return bool(state.is_running() or state.is_completed())
+
+
+def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
+    """Give the name of a flow and the id of its run; "no-flow" and `None` outside one."""
+    if context is None or context.flow_run is None:
+        return "no-flow", None
+    name = context.flow.name if context.flow is not None else context.flow_run.name
+    return name, context.flow_run.id
+
+
+class SharedClient:
+    """One synchronous API client for all engine threads of a runner.
+
+    In an async flow each task would otherwise set up a client of its own, 58 to 64 ms of CPU;
+    shared it costs 2.6 ms (measured, Prefect 3.8.8).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: SyncClientContext | None = None
+        self._own = contextlib.ExitStack()
+
+    def open(self) -> SyncClientContext:
+        """Give the client's context: the flow's, or one that is opened now, in the caller's flow."""
+        with self._lock:
+            if self._context is None:
+                self._context = SyncClientContext.get()
+            if self._context is None:
+                # In a copy of the caller's context, which must not be changed by us.
+                self._context = copy_context().run(
+                    lambda: self._own.enter_context(_Entered(SyncClientContext()))
+                )
+            return self._context
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[SyncPrefectClient]:
+        """Give the client for a while; it stays open."""
+        yield self.open().client
+
+    def close(self) -> None:
+        """Close the client if it is ours."""
+        with self._lock:
+            self._context = None
+            self._own.close()
+
+
+class _Entered:
+    """Enters the client of a `SyncClientContext` without setting a context variable."""
+
+    def __init__(self, context: SyncClientContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> SyncClientContext:
+        self._context.client.__enter__()
+        # Whoever enters it again must neither enter nor close the client.
+        self._context._context_stack = 1
+        return self._context
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._context.client.__exit__(*exc_info)
+
+
+# Parent's side: the engine around one task.
+
+
+def with_body(
+    task: Task[..., Any],
+    body: Callable[..., Any],
+    never_retry: tuple[type[BaseException], ...],
+    retries: int | None = None,
+) -> Task[..., Any]:
+    """Give a copy of a task whose body is replaced, for Prefect's engine to run in a thread.
+
+    Args:
+        task: The user's task; it is not changed.
+        body: Called in place of `task.fn`, with its arguments, synchronously.
+        never_retry: Errors after which a retry could only fail the same way.
+        retries: In place of the task's own; `None`: keep them.
+    """
+    shadow = copy.copy(task)
+
+    @functools.wraps(task.fn)
+    def call_body(*args: Any, **kwargs: Any) -> Any:
+        return body(*args, **kwargs)
+
+    shadow.fn = call_body
+    shadow.isasync = False
+    shadow.isgenerator = False
+    # Counted by us from the body's first line, and ended by killing the process.
+    shadow.timeout_seconds = None
+    if retries is not None:
+        shadow.retries = retries
+    shadow.retry_condition_fn = _retry_condition(task.retry_condition_fn, never_retry)
+    return shadow
+
+
+def _retry_condition(
+    condition: Callable[..., Any] | None, never_retry: tuple[type[BaseException], ...]
+) -> Callable[..., Any]:
+    def hopeless(state: State[Any]) -> bool:
+        return isinstance(state.data, never_retry)
+
+    if inspect.iscoroutinefunction(condition):
+
+        async def check_async(task: Any, run: TaskRun, state: State[Any]) -> bool:
+            return not hopeless(state) and bool(await condition(task, run, state))
+
+        return check_async
+
+    def check(task: Any, run: TaskRun, state: State[Any]) -> bool:
+        if hopeless(state):
+            return False
+        return condition is None or bool(condition(task, run, state))
+
+    return check
+
+
+class ChildCrash(BaseException):
+    """Ends Prefect's engine for one task run as a crash.
+
+    Args:
+        error: What happened; what the future's result raises.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+
+def run_engine(
+    client: SharedClient,
+    task: Task[..., Any],
+    task_run_id: UUID,
+    parameters: dict[str, Any],
+    wait_for: Iterable[Any] | None,
+    dependencies: dict[str, set[Any]] | None,
+    seen_run: Callable[[], TaskRun | None],
+) -> State[Any]:
+    """Run Prefect's task engine to its end, in this thread and its context.
+
+    Args:
+        client: For the engine.
+        task: From `with_body`.
+        task_run_id: For the new task run.
+        parameters: What to call it with.
+        wait_for: Futures that must be done first.
+        dependencies: Further inputs to record.
+        seen_run: Gives the task run that the body found itself in (`current_task_run`), `None` if
+            it was not called: the engine keeps it to itself.
+
+    Returns:
+        The final state, crashes included.
+    """
+    if SyncClientContext.get() is None:
+        SyncClientContext.__var__.set(client.open())
+    try:
+        state = run_task_sync(
+            task=task,
+            task_run_id=task_run_id,
+            parameters=parameters,
+            wait_for=wait_for,
+            return_type="state",
+            dependencies=dependencies,
+        )
+    except ChildCrash as crash:
+        state = _state_of(seen_run())
+        assert state is not None
+        # Prefect attached our BaseException; a flow that asks for the result must be able to catch
+        # it as any other error.
+        state.data = crash.error
+    except BaseException as error:
+        # An exception in the future would be raised by its `wait`, which Prefect's runners never
+        # do: SystemExit of the body, or trouble of the engine itself, is a crash of this run alone.
+        state = _state_of(seen_run())
+        if state is None or not state.is_final():
+            state = Crashed(message=f"Execution was interrupted: {error!r}", data=error)
+    assert state is not None
+    return state
+
+
+def _state_of(task_run: TaskRun | None) -> State[Any] | None:
+    return None if task_run is None else task_run.state
+
+
+def new_task_run_id() -> UUID:
+    """Make an id for a task run: ordered by time, as Prefect's own runners make them."""
+    return uuid7()
+
+
+def run_logger() -> Any:
+    """Give the logger of the run that this thread is in."""
+    return get_run_logger()
+
+
+def current_task_run() -> TaskRun:
+    """Give the task run that this thread's engine runs: the engine's own object.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    context = TaskRunContext.get()
+    if context is None:
+        raise RuntimeError("this thread runs no task")
+    return context.task_run
+
+
+def may_still_retry(task: Task[..., Any], task_run: TaskRun) -> bool:
+    """Tell whether the engine would run the body again after an exception."""
+    return task_run.run_count <= task.retries
+
+
+def show_awaiting(reason: str) -> None:
+    """Show the thread's task run as waiting for a device, and why."""
+    _show(Pending(name=AWAITING, message=f"Waiting for {reason}"))
+
+
+def show_running() -> None:
+    """Show the thread's task run as running again, if it was shown as waiting."""
+    state = current_task_run().state
+    if state is not None and state.name == AWAITING:
+        _show(Running())
+
+
+def _show(state: State[Any]) -> None:
+    # Not through the engine's `set_state`: it would count another run.
+    task_run = current_task_run()
+    before = task_run.state
+    state.state_details.task_run_id = task_run.id
+    state.state_details.flow_run_id = task_run.flow_run_id
+    if before is not None and before.type == StateType.RUNNING:
+        task_run.total_run_time += state.timestamp - before.timestamp
+    task_run.state = state
+    task_run.state_id = state.id
+    task_run.state_type = state.type
+    task_run.state_name = state.name
+    emit_task_run_state_change_event(
+        task_run=task_run, initial_state=before, validated_state=state
+    )
+
+
+# Parent's side: the child.
+
+
+def context_for_child(task: Task[..., Any]) -> tuple[dict[str, Any], bool]:
+    """Serialise the thread's run for a child.
+
+    Args:
+        task: The user's own task, to stand in place of the copy that the engine runs.
+
+    Returns:
+        The context, and whether the body's prints go to the run's log.
+    """
+    context = serialize_context()
+    log_prints = False
+    run = TaskRunContext.get()
+    task_run_context = context.get("task_run_context")
+    if run is not None and task_run_context:
+        log_prints = run.log_prints
+        task_run_context["task"] = task
+        # They travel once, as the call's arguments.
+        task_run_context["parameters"] = {}
+        _set_api_url(context, str(run.client.api_url))
+    tags = context.get("tags_context")
+    if tags:
+        # What a task submits from inside has tags of its own.
+        tags["current_tags"] = {t for t in tags["current_tags"] if not is_gpu_tag(t)}
+    return context, log_prints
+
+
+def _set_api_url(context: dict[str, Any], url: str) -> None:
+    """Point a child at the parent's server: without it each child would boot one of its own."""
+    settings = context.get("settings_context")
+    if settings:
+        settings["settings"].setdefault("api", {})["url"] = url
+
+
+def environment_for_child() -> dict[str, str | None]:
+    """Give the variables that a child needs so that Prefect in it speaks to the parent's server."""
+    run = TaskRunContext.get()
+    if run is None:
+        return {}
+    # A server of the parent's own (ephemeral) has an address that no setting tells.
+    return {"PREFECT_API_URL": str(run.client.api_url)}
+
+
+def forward_log(log: dict[str, Any]) -> None:
+    """Send on what a child logged for its run."""
+    emit_api_log(log)
+
+
+def forward_event(event: str) -> None:
+    """Send on an event that a child emitted."""
+    EventsWorker.instance().send(Event.model_validate_json(event))
+
+
+# Child's side.
+
+
+class _ForwardingEventsClient(EventsClient):
+    """Hands a child's events to its channel."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self._send = send
+
+    async def _emit(self, event: Event) -> None:
+        self._send(EventEmitted(event.model_dump_json()))
+
+
+@contextlib.contextmanager
+def child_context(
+    context: dict[str, Any], log_prints: bool, send: Callable[[Any], None]
+) -> Iterator[None]:
+    """Be inside the parent's task run: logs, prints, runtime ids, artifacts and nested flows.
+
+    Args:
+        context: From `context_for_child`.
+        log_prints: Prints go to the run's log.
+        send: Takes messages to the parent.
+    """
+    set_api_log_sink(lambda log: send(LogEmitted(_as_json(log))))
+    EventsWorker.set_client_override(_ForwardingEventsClient, send=send)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_flush_events)
+        stack.enter_context(hydrated_context(context))
+        if log_prints:
+            stack.enter_context(patch_print())
+        yield
+
+
+def _flush_events() -> None:
+    with EventsWorker._instance_lock:
+        started = bool(EventsWorker._instances)
+    if started:
+        EventsWorker.instance().wait_until_empty()
+
+
+def _as_json(log: dict[str, Any]) -> dict[str, Any]:
+    # Ids and times of Prefect's own types would have to be imported to be unpickled.
+    plain: dict[str, Any] = json.loads(json.dumps(log, default=str))
+    return plain

@@ -1,0 +1,214 @@
+"""The child: one process, one task, then the end.
+
+The bootstrap has made the interpreter like the parent's. Here the policy is put in place, the call
+is read and run, and its outcome is sent. Nothing of the user's is imported before the policy stands.
+What the outcome means is the parent's business.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from typing import Any
+
+from prefect_gpu import inside
+from prefect_gpu.errors import ResultError
+from prefect_gpu.frameworks import calibration, hooks, registry
+from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter
+from prefect_gpu.processes import values
+from prefect_gpu.processes.call import Call, run_body
+from prefect_gpu.processes.channel import Channel, set_current_channel
+from prefect_gpu.processes.messages import (
+    BodyEnded,
+    BodyStarted,
+    CountersRead,
+    Prepare,
+    decode,
+)
+
+
+def main(descriptor: int) -> None:
+    """Run the one task that this process was made for.
+
+    Args:
+        descriptor: Of the channel to the parent.
+    """
+    channel = Channel(descriptor)
+    set_current_channel(channel)
+    try:
+        prepare: Prepare = decode(channel.receive())
+        facts = prepare.allocation
+        inside.set_current_allocation(
+            inside.Allocation(
+                facts.budget_bytes,
+                facts.cap_bytes,
+                facts.attempt,
+                facts.device_uuids,
+                facts.frameworks,
+            )
+        )
+        adapters = registry.adapters_for(prepare.policy)
+        hooks.install(adapters, prepare.policy)
+        payload = channel.receive()
+        if prepare.work == "calibrate":
+            _calibrate(channel, prepare)
+            return
+        _run(channel, prepare, payload, adapters)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # The parent is gone; there is nobody to tell. The guardian ends the rest.
+        os._exit(1)
+
+
+def _calibrate(channel: Channel, prepare: Prepare) -> None:
+    channel.send(BodyStarted())
+    try:
+        reserved = calibration.run_calibration(prepare.framework)
+    except BaseException as error:
+        data, _ = values.dump_exception(error)
+        channel.send_with_value(BodyEnded(raised=True, traceback=traceback.format_exc()), data)
+        return
+    data = values.dumps(reserved, "return value", "result")
+    channel.send_with_value(BodyEnded(raised=False), data)
+    # The parent reads the device while we still hold it, then closes the channel.
+    try:
+        channel.receive()
+    except EOFError:
+        return
+
+
+def _run(
+    channel: Channel,
+    prepare: Prepare,
+    payload: bytearray,
+    adapters: tuple[FrameworkAdapter, ...],
+) -> None:
+    reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
+    watch = _CountersWatch(channel, adapters, prepare.counters_interval_s)
+    raised: BaseException | None = None
+    result: Any = None
+    text = ""
+    try:
+        call: Call = _load_call(payload)
+        del payload[:]
+        with _surroundings(call, channel):
+            watch.start()
+            channel.send(BodyStarted())
+            try:
+                result = run_body(call)
+            finally:
+                watch.stop()
+    except BaseException as error:
+        raised = error
+        text = _format_traceback(error)
+    out_of_memory = raised is not None and _is_out_of_memory(raised, adapters)
+    if raised is None:
+        try:
+            data = values.dumps(result, "return value", "result", reducers)
+        except ResultError as error:
+            raised = error
+            text = _format_traceback(error)
+    if raised is not None:
+        data, _ = values.dump_exception(raised, reducers)
+    counters, frameworks = watch.last()
+    channel.send_with_value(
+        BodyEnded(
+            raised is not None, out_of_memory, text, counters, frameworks, _host_peak_bytes()
+        ),
+        data,
+    )
+
+
+def _host_peak_bytes() -> int:
+    """Give the largest resident set of this process so far; 0: cannot be told."""
+    # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def _load_call(payload: bytearray) -> Call:
+    try:
+        call: Call = values.pickle.loads(payload)
+    except ImportError as error:
+        raise ResultError(
+            "function", "it", "function or argument that the child cannot import", str(error)
+        ) from error
+    return call
+
+
+def _surroundings(call: Call, channel: Channel) -> Any:
+    # Imported late: a calibration, or a call without Prefect, needs no second of importing it.
+    if call.context is None:
+        import contextlib
+
+        return contextlib.nullcontext()
+    from prefect_gpu import prefect_bridge
+
+    return prefect_bridge.child_context(call.context, call.log_prints, channel.send)
+
+
+def _format_traceback(error: BaseException) -> str:
+    """Give the traceback as text, without the frames of this package above the body's."""
+    frames = traceback.TracebackException.from_exception(error, capture_locals=False)
+    own = os.path.dirname(__file__)
+    while len(frames.stack) > 1 and frames.stack[0].filename.startswith(own):
+        frames.stack.pop(0)
+    return "".join(frames.format())
+
+
+def _is_out_of_memory(error: BaseException, adapters: tuple[FrameworkAdapter, ...]) -> bool:
+    """Look for an out-of-memory in an error and what caused it."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if getattr(current, "__prefect_gpu_out_of_memory__", False):
+            return True
+        if any(adapter.is_out_of_memory(current) for adapter in adapters):
+            return True
+        seen.add(id(current))
+        current = current.__cause__ or current.__context__
+    return False
+
+
+class _CountersWatch:
+    """Sends the frameworks' counters now and then, from a thread of its own."""
+
+    def __init__(
+        self, channel: Channel, adapters: tuple[FrameworkAdapter, ...], interval_s: float
+    ) -> None:
+        self._channel = channel
+        self._adapters = adapters
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._last: Counters | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="prefect-gpu-counters", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def last(self) -> tuple[Counters | None, tuple[str, ...]]:
+        """Give the counters as they stand, and the frameworks that were used."""
+        try:
+            self._last = hooks.collect_counters(self._adapters) or self._last
+        except Exception as error:
+            print(f"prefect_gpu: counters cannot be read: {error!r}", file=sys.stderr)
+        return self._last, hooks.frameworks_in_use()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            before = self._last
+            counters, frameworks = self.last()
+            if counters is not None and counters != before:
+                try:
+                    self._channel.send(CountersRead(counters, frameworks))
+                except OSError:
+                    return

@@ -1,0 +1,191 @@
+"""What parent and child say to each other, and how it is framed.
+
+One stream socket for each child. A frame is a kind (1 byte), a length (8 bytes, big-endian) and that
+many bytes. Small messages are pickled values of the classes below; values of users travel as raw
+bytes in a frame of their own, so that neither side pickles them twice. A stream that ends inside a
+frame is a death, not an error of the protocol (`FrameReader.truncated`).
+
+It does not know sockets, processes or Prefect.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prefect_gpu.errors import ProtocolError
+from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+
+HEADER: Final = struct.Struct("!BQ")
+
+#: Frame kinds.
+SMALL: Final = 1
+VALUE: Final = 2
+#: Only parent to child, and first: JSON that the bootstrap reads before it can import anything.
+BOOT: Final = 3
+
+#: Bytes of a frame that we believe. A longer one is garbage on the stream, not a message.
+LONGEST_FRAME_BYTES: Final = 1 << 44
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationFacts:
+    """What `current_allocation()` shows inside the child."""
+
+    budget_bytes: int
+    cap_bytes: int | None
+    attempt: int
+    device_uuids: tuple[str, ...]
+    frameworks: tuple[str, ...]
+    exclusive: bool = False
+
+
+# Parent to child.
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """First message: what must be in place before anything of the user's is imported."""
+
+    policy: FrameworkPolicy
+    allocation: AllocationFacts
+    #: Seconds between two readings of the frameworks' counters.
+    counters_interval_s: float
+    #: "body": a call follows as a value. "calibrate": use the framework named, and answer.
+    work: str = "body"
+    framework: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Answer to an `Asked`: a result, or the error to raise."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+# Child to parent.
+
+
+@dataclass(frozen=True, slots=True)
+class BodyStarted:
+    """The next thing the child does is the body's first line: `timeout_seconds` counts from here."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogEmitted:
+    """A log record as Prefect's API handler prepared it."""
+
+    log: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EventEmitted:
+    """A Prefect event, as JSON."""
+
+    event: str
+
+
+@dataclass(frozen=True, slots=True)
+class CountersRead:
+    """The frameworks' own counters, summed over frameworks and devices."""
+
+    counters: Counters
+    frameworks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question that blocks the child until an `Answered` comes."""
+
+    method: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BodyEnded:
+    """The body is over. A `VALUE` frame follows: the return value, or the exception."""
+
+    #: `True`: the value is an exception to raise in the parent.
+    raised: bool
+    #: The exception, or one of its causes, says that device memory ran out.
+    out_of_memory: bool = False
+    #: The traceback as text; empty if nothing was raised.
+    traceback: str = ""
+    #: Last counters, `None` where no framework was used.
+    counters: Counters | None = None
+    frameworks: tuple[str, ...] = ()
+    #: Largest resident set of the child so far, in bytes; 0: cannot be told.
+    host_peak_bytes: int = 0
+
+
+def encode(message: Any) -> bytes:
+    """Frame a small message."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(SMALL, len(body)) + body
+
+
+def value_header(size_bytes: int) -> bytes:
+    """Give the header of a `VALUE` frame; its bytes are written after it, uncopied."""
+    return HEADER.pack(VALUE, size_bytes)
+
+
+class FrameReader:
+    """Turns bytes, in whatever pieces they come, into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._kind: int | None = None
+        self._length = 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the stream stands inside a frame."""
+        return self._kind is not None or bool(self._buffer)
+
+    def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, bytearray]]:
+        """Take what arrived and give the frames that are complete with it.
+
+        Yields:
+            Kind and body.
+
+        Raises:
+            ProtocolError: The bytes are not a frame.
+        """
+        self._buffer += data
+        while True:
+            if self._kind is None:
+                if len(self._buffer) < HEADER.size:
+                    return
+                kind, length = HEADER.unpack_from(self._buffer)
+                if kind not in (SMALL, VALUE, BOOT) or length > LONGEST_FRAME_BYTES:
+                    raise ProtocolError(
+                        f"a child sent a frame of kind {kind} and length {length}; something "
+                        f"other than prefect_gpu wrote to its channel"
+                    )
+                self._kind, self._length = kind, length
+                del self._buffer[: HEADER.size]
+            if len(self._buffer) < self._length:
+                return
+            if len(self._buffer) == self._length:
+                body, self._buffer = self._buffer, bytearray()
+            else:
+                body = self._buffer[: self._length]
+                del self._buffer[: self._length]
+            kind, self._kind = self._kind, None
+            yield kind, body
+
+
+def decode(body: bytes | bytearray) -> Any:
+    """Read a small message.
+
+    Raises:
+        ProtocolError: The bytes are not one.
+    """
+    try:
+        return pickle.loads(body)
+    except Exception as error:
+        raise ProtocolError(f"a child sent a message that cannot be read: {error!r}") from error

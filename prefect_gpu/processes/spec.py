@@ -1,0 +1,91 @@
+"""What starts a child, and the protocol of whoever starts it.
+
+A `LaunchSpec` is a value that could travel to another machine; a `Launcher` makes a process of it.
+No descriptor and no process id is part of what a launcher takes. The launcher of this machine is in
+`launcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prefect_gpu.processes.messages import Prepare
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """Everything a child is made of."""
+
+    task_name: str
+    #: Variables to set in the child's environment, or to remove (`None`).
+    environment: Mapping[str, str | None]
+    prepare: Prepare
+    #: The call, pickled; empty for a calibration.
+    call: bytes | memoryview = b""
+    #: Like the parent's.
+    cwd: str = ""
+    argv: tuple[str, ...] = ()
+    sys_path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChildStarted:
+    """A process exists. Its id is for measuring it on its own host, not for steering it."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildRefused:
+    """No process could be started."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ValueArrived:
+    """The value that a `BodyEnded` announced."""
+
+    data: bytearray = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExited:
+    """The process is gone; nothing follows."""
+
+    #: Exit code; negative: the number of the signal that ended it.
+    code: int
+    #: End of its standard error.
+    stderr_tail: str
+    #: The stream ended inside a message.
+    truncated: bool = False
+
+
+#: Gets every message of one child in order, on the launcher's thread: it must not block.
+Listener = Callable[[Any], None]
+
+
+class ChildHandle(Protocol):
+    """One child, from outside."""
+
+    def answer(self, message: Any) -> None:
+        """Send a message to the child; dropped if it is gone."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask the child to end."""
+        ...
+
+    def kill(self) -> None:
+        """End the child and all that it started."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts children. Safe to use from several threads."""
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
+        """Start a child; `listener` hears `ChildStarted` or `ChildRefused` first."""
+        ...

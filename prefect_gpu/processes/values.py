@@ -1,0 +1,203 @@
+"""Values on their way between processes: pickled so that they arrive, or refused by name.
+
+Functions and classes that the other side cannot import (defined in `__main__`, a notebook, a script
+that Prefect loaded by path) travel by value; classes keep their identity, so `except MyError` and
+`isinstance` hold in the flow. Values on a device travel as host copies. It does not move bytes: that
+is the launcher's and the child's business.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import io
+import os
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+
+from prefect_gpu.errors import ResultError
+
+#: A function that may give a pickle reduction for a value, or `NotImplemented`.
+Reducer = Callable[[Any], Any]
+
+#: Deepest path that is looked for when something cannot be pickled.
+_DEEPEST = 8
+
+_importable: dict[str, bool] = {}
+
+
+def is_importable(module_name: str) -> bool:
+    """Tell whether a fresh interpreter with the same `sys.path` would import this very module.
+
+    The module is one of `sys.modules`. One that was loaded by path, or made by hand, is not.
+    """
+    known = _importable.get(module_name)
+    if known is None:
+        known = _importable[module_name] = _find(module_name)
+    return known
+
+
+def _find(module_name: str) -> bool:
+    module = sys.modules.get(module_name)
+    if module is None or module_name == "__main__":
+        return False
+    parent_name, _, _ = module_name.rpartition(".")
+    path = None
+    if parent_name:
+        parent = sys.modules.get(parent_name)
+        path = getattr(parent, "__path__", None)
+        if path is None or not is_importable(parent_name):
+            return False
+    file = getattr(module, "__file__", None)
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        if find_spec is None:
+            continue
+        try:
+            spec: importlib.machinery.ModuleSpec | None = find_spec(module_name, path)
+        except Exception:  # a finder of somebody else's that does not know the name
+            continue
+        if spec is not None:
+            return file is None or not spec.has_location or _same_file(spec.origin, file)
+    return False
+
+
+def _same_file(origin: str | None, file: str) -> bool:
+    if origin is None:
+        return False
+    return origin == file or os.path.realpath(origin) == os.path.realpath(file)
+
+
+class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
+    """Cloudpickle that sends what cannot be imported by value, and device memory as host copies."""
+
+    def __init__(self, file: io.BytesIO, reducers: tuple[Reducer, ...] = ()) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._reducers = reducers
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Decide how one object is pickled; `NotImplemented` leaves it to pickle."""
+        if isinstance(obj, (type, types.FunctionType)):
+            name = getattr(obj, "__module__", None)
+            if isinstance(name, str) and name in sys.modules and name != "__main__":
+                if not is_importable(name):
+                    cloudpickle.register_pickle_by_value(sys.modules[name])
+        else:
+            for reduce in self._reducers:
+                reduction = reduce(obj)
+                if reduction is not NotImplemented:
+                    return reduction
+        return super().reducer_override(obj)
+
+
+def dumps(value: Any, what: str, name: str, reducers: tuple[Reducer, ...] = ()) -> memoryview:
+    """Pickle a value for the other side.
+
+    Args:
+        value: Anything.
+        what: "return value", "exception", "argument" or "function", for the error.
+        name: How the error names the value itself: "result".
+        reducers: Of the frameworks in use.
+
+    Returns:
+        The bytes, uncopied.
+
+    Raises:
+        ResultError: Something in it cannot be pickled; it names the type and the path to it.
+    """
+    buffer = io.BytesIO()
+    try:
+        ValuePickler(buffer, reducers).dump(value)
+    except Exception as error:
+        where, culprit = _find_culprit(value, name, reducers)
+        raise ResultError(what, where, _type_name(culprit), _short(error)) from error
+    return buffer.getbuffer()
+
+
+def loads(data: bytes | bytearray | memoryview, what: str) -> Any:
+    """Unpickle a value from the other side.
+
+    Raises:
+        ResultError: It cannot be rebuilt here.
+    """
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise ResultError(what, "it", "value that cannot be rebuilt", _short(error)) from error
+
+
+def dump_exception(
+    error: BaseException, reducers: tuple[Reducer, ...] = ()
+) -> tuple[memoryview, bool]:
+    """Pickle an exception so that it certainly arrives.
+
+    Returns:
+        The bytes of it, and `True`; or of a `ResultError` that names its type and says what it
+        said, and `False`, where it cannot be pickled or would not unpickle.
+    """
+    try:
+        data = dumps(error, "exception", "exception", reducers)
+        # Many classes pickle and then fail to unpickle: their constructor takes other arguments
+        # than it passed on.
+        pickle.loads(data)
+    except Exception as problem:
+        reason = problem.reason if isinstance(problem, ResultError) else _short(problem)
+        where = problem.where if isinstance(problem, ResultError) else "exception"
+        type_name = (
+            problem.type_name if isinstance(problem, ResultError) else _type_name(error)
+        )
+        if where != "exception":
+            where += f" of {_type_name(error)}"
+        said = f"{reason}; it said: {_short(error)}"
+        return dumps(ResultError("exception", where, type_name, said), "exception", "it"), False
+    return data, True
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _short(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= 500 else text[:500] + "…"
+
+
+def _pickles(value: Any, reducers: tuple[Reducer, ...]) -> bool:
+    try:
+        ValuePickler(io.BytesIO(), reducers).dump(value)
+    except Exception:
+        return False
+    return True
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield f"[{key!r}]", part
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, part in enumerate(value):
+            yield f"[{index}]", part
+    else:
+        if isinstance(value, BaseException):
+            for index, part in enumerate(value.args):
+                yield f".args[{index}]", part
+        for key, part in getattr(value, "__dict__", {}).items():
+            yield f".{key}", part
+
+
+def _find_culprit(
+    value: Any, name: str, reducers: tuple[Reducer, ...]
+) -> tuple[str, Any]:
+    """Follow the first part that does not pickle, down to the smallest."""
+    for _ in range(_DEEPEST):
+        for suffix, part in _parts(value):
+            if not _pickles(part, reducers):
+                name, value = name + suffix, part
+                break
+        else:
+            break
+    return name, value

@@ -1,0 +1,148 @@
+"""What a report is made of: one `TaskReport` for every process that was started.
+
+It covers the values and their published text form (`metadata`). It does not draw (`timeline`,
+`markdown`) or publish (`publish`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+from uuid import UUID
+
+from prefect_gpu.reports.series import COMPACT_SAMPLES, Sample, merge
+from prefect_gpu.scheduling.model import Device
+
+__all__ = ["SCHEMA", "BudgetSource", "Mark", "Outcome", "Sample", "Source", "TaskReport"]
+
+#: Version of the metadata's meaning; rises when a field changes its meaning.
+SCHEMA = 1
+
+Outcome = Literal["completed", "failed", "oom", "died", "timeout", "cancelled"]
+BudgetSource = Literal["tag", "learned", "probe"]
+Source = Literal["nvml", "framework", "host", "simulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A named moment inside the body."""
+
+    #: Seconds since the task was placed.
+    at_s: float
+    name: str
+    #: Seconds that a phase took; `None`: a mark, which is a moment.
+    duration_s: float | None = None
+    #: Bytes that its frameworks had allocated and held at its end, and the most of each during it;
+    #: `None`: unknown.
+    allocated_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReport:
+    """Everything known about one process of one task run."""
+
+    task_name: str
+    task_key: str
+    task_run_id: UUID
+    task_run_name: str
+    flow_run_id: UUID | None
+    #: Of the child; `None`: it could not be started.
+    pid: int | None
+    #: In the task's order.
+    devices: tuple[Device, ...]
+    #: Frameworks that the child used, comma-separated; "none".
+    framework: str
+    outcome: Outcome
+    #: From 1: every process started for this task run.
+    attempt: int
+    #: Bytes on each device, as reserved (the smallest, where devices differ).
+    budget_bytes: int
+    budget_source: BudgetSource
+    #: Largest amount that the device showed for the process, summed over its devices.
+    peak_process_bytes: int
+    #: Largest amount allocated, and held, by the frameworks; `None`: unknown.
+    peak_live_bytes: int | None
+    peak_reserved_bytes: int | None
+    #: Context on the device that no framework counts.
+    context_bytes: int
+    #: Bytes that did not come back after the process ended; `None`: cannot be told here.
+    leaked_bytes: int | None
+    #: Seconds from the request to a device, from there to the body's first line, and of the body.
+    queued_s: float
+    start_s: float
+    run_s: float
+    #: Wall-clock seconds since the epoch when the task was placed: lines flows up on a chart.
+    placed_at: float
+    #: Points in order of time.
+    samples: tuple[Sample, ...]
+    #: Where `peak_process_bytes` comes from.
+    source: Source
+    marks: tuple[Mark, ...] = ()
+    #: One line of what went wrong; empty: nothing did.
+    error: str = ""
+    #: The process held this much for this long, summed: reserved − used, in byte-seconds.
+    wasted_byte_seconds: float = 0.0
+    #: Readings taken, before neighbours in `samples` were merged; 0: none was merged.
+    sample_count: int = 0
+    #: Names the history that its budget came from and went into; empty: not told. A task with
+    #: `gpu:learn_by` has several.
+    history_key: str = ""
+
+    @property
+    def budget_total_bytes(self) -> int:
+        """Bytes reserved on all its devices together."""
+        return self.budget_bytes * max(1, len(self.devices))
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that it held its reservation, as far as the report knows."""
+        last_s = self.samples[-1].at_s if self.samples else 0.0
+        return max(self.start_s + self.run_s, last_s)
+
+    @property
+    def reserved_byte_seconds(self) -> float:
+        """What it kept others from using: reservation × time."""
+        return self.budget_total_bytes * self.held_s
+
+    def compact(self) -> TaskReport:
+        """Give a copy of a few kilobytes that a flow's report can keep by the thousand.
+
+        It has a coarse outline of the samples and no marks; all other fields are unchanged.
+        """
+        return replace(
+            self,
+            samples=merge(self.samples, COMPACT_SAMPLES),
+            marks=(),
+            sample_count=max(self.sample_count, len(self.samples)),
+        )
+
+    def metadata(self) -> dict[str, str]:
+        """Give the numbers as strings, short ones: Prefect cuts a value at 500 characters."""
+
+        def known(value: int | None) -> str:
+            return "unknown" if value is None else str(value)
+
+        return {
+            "schema": str(SCHEMA),
+            "task_key": self.task_key,
+            "device_uuid": ",".join(device.uuid for device in self.devices),
+            "device_name": ",".join(dict.fromkeys(device.name for device in self.devices)),
+            "framework": self.framework,
+            "outcome": self.outcome,
+            "attempt": str(self.attempt),
+            "budget_bytes": str(self.budget_bytes),
+            "budget_source": self.budget_source,
+            "peak_process_bytes": str(self.peak_process_bytes),
+            "peak_live_bytes": known(self.peak_live_bytes),
+            "peak_reserved_bytes": known(self.peak_reserved_bytes),
+            "context_bytes": str(self.context_bytes),
+            "leaked_bytes": known(self.leaked_bytes),
+            "queued_s": f"{self.queued_s:.3f}",
+            "start_s": f"{self.start_s:.3f}",
+            "run_s": f"{self.run_s:.3f}",
+            "samples": str(max(self.sample_count, len(self.samples))),
+            "source": self.source,
+        }

@@ -1,0 +1,54 @@
+"""The protocol of a ledger: who has promised which bytes to whom.
+
+A decision is made on a version of the ledger and written only if that version still stands
+(compare and swap), so two schedulers can never promise the same bytes twice. The ledger of one
+Python process is in `prefect_gpu.ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prefect_gpu.scheduling.model import Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerView:
+    """All promises at one version."""
+
+    version: int
+    reservations: tuple[Reservation, ...]
+
+
+class Ledger(Protocol):
+    """Holds reservations, keyed by host and device UUID. Safe to use from several threads."""
+
+    def view(self) -> LedgerView:
+        """Give all reservations and the version that they stand at."""
+        ...
+
+    def try_reserve(self, version: int, reservations: Sequence[Reservation]) -> bool:
+        """Write all reservations if `version` still stands; else write none.
+
+        Returns:
+            Whether they were written.
+        """
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Take back all reservations of one request; unknown ones are ignored."""
+        ...
+
+    def renew(self, owner_pid: int, owner_started_s: float) -> None:
+        """Tell that the owner of reservations lives; those of dead owners may be taken back."""
+        ...
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call `changed` after every release, from any thread.
+
+        Returns:
+            A function that ends the watch.
+        """
+        ...

@@ -1,0 +1,171 @@
+"""How much of a device is free for new reservations, and what did not come back.
+
+Pure arithmetic over one snapshot. The formula is the one of the design:
+
+    foreign(d) = used(d) - sum of measured(j)            over our processes j on d
+    free(d)    = min(driver_free, total - system_reserved - foreign - sum of max(reserved, measured))
+                 - headroom
+
+Which device a task gets is decided in `placement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One device as placement sees it, all read in one tick."""
+
+    snapshot: DeviceSnapshot
+    #: Bytes free for new reservations; negative where others took what we had promised.
+    free_bytes: int
+    #: Bytes that processes which are not ours hold.
+    foreign_bytes: int
+    #: Bytes that could ever be promised on it, were it empty: usable − headroom.
+    capacity_bytes: int
+    #: Promises of ours on it.
+    reservations: tuple[Reservation, ...] = ()
+
+    @property
+    def device(self) -> Device:
+        """The device itself."""
+        return self.snapshot.device
+
+    def after(self, reservation: Reservation) -> Room:
+        """Give the room that is left once `reservation` is made."""
+        return Room(
+            snapshot=self.snapshot,
+            free_bytes=self.free_bytes - reservation.reserved_bytes,
+            foreign_bytes=self.foreign_bytes,
+            capacity_bytes=self.capacity_bytes,
+            reservations=(*self.reservations, reservation),
+        )
+
+
+def measure(
+    snapshot: DeviceSnapshot,
+    roots: Mapping[int, str],
+    stand_ins: Mapping[str, int],
+) -> dict[str, int]:
+    """Attribute the bytes of one device to our requests.
+
+    Args:
+        snapshot: One reading of the device.
+        roots: Process id of each child of ours that may use this device, to its request's id.
+        stand_ins: Request id to bytes as the child's own counters (plus the measured context)
+            give them, for devices that cannot attribute memory to a process (WSL, some
+            containers and MIG set-ups).
+
+    Returns:
+        Bytes by request id; a request that holds nothing here is left out.
+    """
+    measured: dict[str, int] = {}
+    untold: set[str] = set()
+    for process in snapshot.processes:
+        request_id = roots.get(process.root_pid) if process.root_pid is not None else None
+        if request_id is None:
+            continue
+        if process.used_bytes is None:
+            untold.add(request_id)
+        else:
+            measured[request_id] = measured.get(request_id, 0) + process.used_bytes
+    for request_id in roots.values():
+        stand_in = stand_ins.get(request_id, 0)
+        if stand_in and (request_id in untold or request_id not in measured):
+            measured[request_id] = max(stand_in, measured.get(request_id, 0))
+    return measured
+
+
+def survey(
+    snapshot: DeviceSnapshot,
+    reservations: Iterable[Reservation],
+    measured: Mapping[str, int],
+    headroom_bytes: int,
+) -> Room:
+    """Work out what one device has free.
+
+    Args:
+        snapshot: One reading of the device.
+        reservations: All of ours; those on other devices are ignored.
+        measured: Bytes on this device by request id, from `measure`.
+        headroom_bytes: Kept free for what nobody counts.
+    """
+    device = snapshot.device
+    ours = tuple(
+        r for r in reservations if r.device_uuid == device.uuid and r.host == device.host
+    )
+    promised = {r.request_id: r.reserved_bytes for r in ours}
+    counted = sum(
+        max(promised.get(request_id, 0), measured.get(request_id, 0))
+        for request_id in promised.keys() | measured.keys()
+    )
+    foreign = max(0, snapshot.used_bytes - sum(measured.values()))
+    free = min(snapshot.free_bytes, snapshot.usable_bytes - foreign - counted) - headroom_bytes
+    return Room(
+        snapshot=snapshot,
+        free_bytes=free,
+        foreign_bytes=foreign,
+        capacity_bytes=max(0, snapshot.usable_bytes - headroom_bytes),
+        reservations=ours,
+    )
+
+
+def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
+    """Bytes in use that no listed process holds: what leaks add to.
+
+    Returns:
+        `None` where a process's bytes are not known, or on host devices, where the kernel takes
+        everything back from a process that is gone.
+    """
+    if snapshot.device.kind == "host" or snapshot.error:
+        return None
+    listed = 0
+    for process in snapshot.processes:
+        if process.used_bytes is None:
+            return None
+        listed += process.used_bytes
+    return max(0, snapshot.used_bytes - listed)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What a look at a device says about a process that has ended."""
+
+    #: Nothing of it is left: the reservation can be released.
+    complete: bool
+    #: Bytes that are still missing; `None`: cannot be told on this device.
+    missing_bytes: int | None
+
+
+def judge_recovery(
+    snapshot: DeviceSnapshot,
+    root_pid: int,
+    ownerless_before: int | None,
+    tolerance_bytes: int,
+) -> Recovery:
+    """Tell whether a device shows the memory of an ended process back.
+
+    Args:
+        snapshot: A reading taken after the process ended.
+        root_pid: The process.
+        ownerless_before: `ownerless_bytes` of the device before the process started.
+        tolerance_bytes: Difference that is the driver's own bookkeeping.
+    """
+    if snapshot.error:
+        return Recovery(complete=False, missing_bytes=None)
+    lingering = [p for p in snapshot.processes if p.root_pid == root_pid]
+    held = sum(p.used_bytes or 0 for p in lingering)
+    now = ownerless_bytes(snapshot)
+    if snapshot.device.kind == "host":
+        return Recovery(complete=not lingering, missing_bytes=held)
+    if now is None or ownerless_before is None:
+        return Recovery(complete=not lingering, missing_bytes=held if lingering else None)
+    missing = held + max(0, now - ownerless_before)
+    if missing <= tolerance_bytes:
+        missing = 0
+    return Recovery(complete=not lingering and missing == 0, missing_bytes=missing)

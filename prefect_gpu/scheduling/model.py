@@ -1,0 +1,151 @@
+"""The values that scheduling decides over: devices, snapshots, requests, placements, reservations.
+
+It covers what is known, not what follows from it: free memory is in `memory`, choice in
+`placement`, order in `queue`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DeviceKind = Literal["nvml", "host", "simulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device that exists, keyed by `uuid`; nothing here changes while a process runs."""
+
+    #: `GPU-…`, `MIG-…`, `HOST-…` or `SIM-…`; unique on its host.
+    uuid: str
+    #: Position among the runner's devices, from 0: what `gpu:device=0` counts.
+    index: int
+    #: Product name, as NVML tells it: "NVIDIA H200".
+    name: str
+    #: All of its memory, in bytes, what the driver keeps for itself included.
+    total_bytes: int
+    #: Which reader knows it.
+    kind: DeviceKind
+    #: Name of the machine that it is in.
+    host: str
+    #: Index among NVML's devices, `None` where NVML does not know it. Not CUDA's index.
+    nvml_index: int | None = None
+    #: What tells device models and drivers apart where contexts differ by them:
+    #: "580.159.04"; empty for host and simulated devices.
+    driver: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What one process holds on one device, as a reader saw it."""
+
+    pid: int
+    #: Process id of our child that it belongs to (the child itself, or one that it started);
+    #: `None`: not ours, or the reader cannot tell.
+    root_pid: int | None
+    #: Bytes that it holds; `None` where the driver does not say (WSL).
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSnapshot:
+    """One reading of one device."""
+
+    device: Device
+    #: Monotonic seconds of the reading.
+    at_s: float
+    #: Bytes free, as the driver tells it. The one number to trust.
+    free_bytes: int
+    #: Bytes that the driver keeps for itself whoever runs, out of `device.total_bytes`.
+    system_reserved_bytes: int = 0
+    #: Processes that hold memory on it.
+    processes: tuple[ProcessUse, ...] = ()
+    #: Why the device cannot be used ("fell off the bus"); empty: it can. The numbers above then
+    #: mean nothing.
+    error: str = ""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that processes hold, known or not: all that is neither free nor the driver's."""
+        return max(
+            0, self.device.total_bytes - self.system_reserved_bytes - self.free_bytes
+        )
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that an otherwise empty device could give to processes."""
+        return max(0, self.device.total_bytes - self.system_reserved_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All devices of one runner's specification, read in one go."""
+
+    #: Monotonic seconds.
+    at_s: float
+    snapshots: tuple[DeviceSnapshot, ...]
+    #: Bytes of the machine's memory that new processes could use; the lower of the kernel's
+    #: estimate and what the control group has left.
+    host_available_bytes: int
+    #: Why nothing could be read (NVML stopped answering); empty: `snapshots` is good.
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one process of a task asks for."""
+
+    #: Unique among all requests of this Python process.
+    id: str
+    task_name: str
+    #: Order of arrival, from 0.
+    sequence: int
+    #: Monotonic seconds when it was made.
+    submitted_s: float
+    #: Bytes (`int`) or fraction of a device's total (`float` in (0, 1]) on each device;
+    #: `None`: a device to itself, since nobody knows what it needs.
+    memory: int | float | None = None
+    #: Devices asked for, all or none.
+    count: int = 1
+    #: Indices ("0") or UUID prefixes ("GPU-1a"), in the author's order; empty: any.
+    devices: tuple[str, ...] = ()
+    #: Nobody else of ours on its devices.
+    exclusive: bool = False
+    #: Higher starts first.
+    priority: int = 0
+    #: Bytes of the machine's own memory that the process is expected to take.
+    host_bytes: int = 0
+
+    def need_bytes(self, device: Device) -> int | None:
+        """Bytes of `device` that the request asks for; `None`: all that it has free."""
+        if self.memory is None:
+            return None
+        if isinstance(self.memory, float):
+            return int(self.memory * device.total_bytes)
+        return self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A promise: bytes of one device that nobody else of ours may plan with."""
+
+    request_id: str
+    host: str
+    device_uuid: str
+    #: Bytes promised, the context included.
+    reserved_bytes: int
+    #: Nobody else of ours on the device while this holds.
+    exclusive: bool = False
+    #: For messages.
+    task_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one request runs: its devices in order, and its budget on each."""
+
+    request_id: str
+    devices: tuple[Device, ...]
+    #: Bytes on each of `devices`, the context included.
+    budget_bytes: tuple[int, ...]
+    reservations: tuple[Reservation, ...] = field(default=())

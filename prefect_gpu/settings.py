@@ -1,0 +1,70 @@
+"""Settings of the runner, `PREFECT_INTEGRATIONS_GPU_*`, by Prefect's convention for integrations.
+
+They come from the environment, `.env`, `prefect.toml`, `pyproject.toml` or a profile, as Prefect's
+own do. What a task asks for is not set here: see `prefect_gpu.policy`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from prefect.settings.base import (
+    PrefectBaseSettings,
+    PrefectSettingsConfigDict,
+    build_settings_config,
+)
+from pydantic import Field, field_validator
+
+from prefect_gpu.units import SIZES_ACCEPTED, parse_bytes
+
+
+class GPUSettings(PrefectBaseSettings):
+    """Defaults of every `GPUTaskRunner`; its own arguments win over them."""
+
+    model_config: ClassVar[PrefectSettingsConfigDict] = build_settings_config(
+        ("integrations", "gpu")
+    )
+
+    devices: str = Field(
+        default="auto",
+        min_length=1,
+        description="Which devices: auto, nvml, host, simulated:2x24GiB, or indices and UUID "
+        "prefixes with commas.",
+    )
+    placement: Literal["spread", "pack"] = Field(
+        default="spread",
+        description="Among devices that fit: the emptiest (spread) or the fullest (pack).",
+    )
+    max_processes: int | None = Field(
+        default=None,
+        ge=1,
+        description="GPU tasks running at once at most; none: as many as memory holds.",
+    )
+    headroom: str | None = Field(
+        default=None,
+        description="Memory of each device left free whatever is asked, as in 512MiB, or 0; none: "
+        "by the kind of device.",
+    )
+    reports: bool = Field(
+        default=True,
+        description="Publish a memory report for each process and each flow run as artifacts.",
+    )
+
+    @field_validator("headroom")
+    @classmethod
+    def _check_headroom(cls, text: str | None) -> str | None:
+        if text is not None:
+            try:
+                _headroom_bytes(text)
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"{error}; accepted: {SIZES_ACCEPTED}, or 0") from error
+        return text
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """Bytes of each device to leave free; `None`: by the kind of device."""
+        return None if self.headroom is None else _headroom_bytes(self.headroom)
+
+
+def _headroom_bytes(text: str) -> int:
+    return 0 if text.strip() == "0" else parse_bytes(text)

@@ -1,0 +1,474 @@
+"""`GPUTaskRunner`: Prefect's contract of a task runner, and nothing else.
+
+Tasks with a `gpu` tag run in a process of their own on a device of their own, with Prefect's engine
+in a thread here; all others run in a thread, as under Prefect's default runner. What happens to one
+process is in `attempt`, which device it gets in `broker`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import inspect
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextvars import copy_context
+from typing import Any
+
+from prefect import Task
+from prefect.context import FlowRunContext
+from prefect.futures import PrefectConcurrentFuture, PrefectFuture
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
+from typing_extensions import Self
+
+from prefect_gpu import prefect_bridge as bridge
+from prefect_gpu.attempt import Attempt, CancelledByRunner, Surroundings, TaskFacts
+from prefect_gpu.broker import Broker, next_sequence, shared_broker
+from prefect_gpu.contexts import context_meter
+from prefect_gpu.devices.spec import DeviceSpec, open_reader, parse_spec
+from prefect_gpu.errors import (
+    ChildDiedError,
+    DeviceError,
+    PlacementError,
+    PlacementTimeoutError,
+    PolicyError,
+    PrefectGPUError,
+    ResultError,
+)
+from prefect_gpu.frameworks.registry import detect_frameworks
+from prefect_gpu.inside import current_allocation
+from prefect_gpu.ledger import PROCESS_LEDGER, ProcessLedger
+from prefect_gpu.policy import GPUPolicy, parse_tags
+from prefect_gpu.processes import values
+from prefect_gpu.processes.call import Call
+from prefect_gpu.processes.launcher import process_launcher
+from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.publish import Publisher
+from prefect_gpu.scheduling.model import Reservation
+from prefect_gpu.settings import GPUSettings
+
+#: Seconds for which the end of a flow waits for children that were killed, and for the last reports.
+CLOSING_S = 30.0
+
+#: Errors after which a retry could only fail the same way: the author or the machine must change.
+HOPELESS = (PolicyError, PlacementError, DeviceError, ResultError)
+
+
+class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
+    """Runs each GPU task in its own process, on devices chosen by measured free memory.
+
+    Use it as `@flow(task_runner=GPUTaskRunner())`, and tag tasks with `prefect_gpu.gpu(...)`.
+
+    Args:
+        devices: `"auto"` (NVIDIA devices if there are any, else the machine's memory), `"nvml"`,
+            `"host"`, `"simulated:2x24GiB"`, a list of indices or UUID prefixes, or a
+            `prefect_gpu.testing.SimulatedDevices`. Default: the setting
+            `PREFECT_INTEGRATIONS_GPU_DEVICES`, which is `"auto"`.
+        placement: Among devices that fit: `"spread"` takes the emptiest, `"pack"` the fullest.
+        max_processes: Most GPU tasks that run at a time; `None`: four for each core, at least
+            eight.
+        headroom: Kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
+        reports: Whether to publish memory reports as artifacts.
+
+    Raises:
+        DeviceError: `devices` cannot be read, or the platform has no sessions of processes.
+        ValueError: Another argument cannot be read.
+    """
+
+    def __init__(
+        self,
+        devices: Any = None,
+        placement: str | None = None,
+        max_processes: int | None = None,
+        headroom: str | None = None,
+        reports: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if sys.platform == "win32":
+            raise DeviceError(
+                "prefect_gpu does not run on Windows: it needs process groups and Unix sockets; "
+                "use Linux or WSL 2"
+            )
+        given = {
+            "devices": None,
+            "placement": placement,
+            "max_processes": max_processes,
+            "headroom": headroom,
+            "reports": reports,
+        }
+        settings = GPUSettings(**{k: v for k, v in given.items() if v is not None})
+        # Pickled with the flow: plain values only.
+        self.devices: DeviceSpec = parse_spec(settings.devices if devices is None else devices)
+        self.placement = settings.placement
+        self.max_processes = settings.max_processes
+        self.headroom = settings.headroom
+        self.headroom_bytes = settings.headroom_bytes
+        self.reports = settings.reports
+        self._run: _Running | None = None
+
+    def duplicate(self) -> Self:
+        """Give a new runner of the same configuration."""
+        return type(self)(
+            devices=self.devices,
+            placement=self.placement,
+            max_processes=self.max_processes,
+            headroom=self.headroom,
+            reports=self.reports,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GPUTaskRunner):
+            return NotImplemented
+        return self._configuration() == other._configuration()
+
+    def __hash__(self) -> int:
+        return hash(self._configuration())
+
+    def _configuration(self) -> tuple[Any, ...]:
+        return (
+            type(self),
+            self.devices,
+            self.placement,
+            self.max_processes,
+            self.headroom_bytes,
+            self.reports,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.update(_run=None, _started=False)
+        return state
+
+    def __enter__(self) -> Self:
+        """Start. Opens nothing: devices, threads and processes come with the first GPU task."""
+        super().__enter__()
+        self._run = _Running(self)
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        """Wait for what runs; if the flow failed or was cancelled, end it at once."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close(failed=exc_type is not None)
+        super().__exit__(exc_type, exc_value, traceback)
+
+    def submit(  # type: ignore[override]  # Prefect's overloads differ for async tasks only
+        self,
+        task: Task[..., Any],
+        parameters: dict[str, Any],
+        wait_for: Iterable[PrefectFuture[Any]] | None = None,
+        dependencies: dict[str, set[Any]] | None = None,
+    ) -> PrefectConcurrentFuture[Any]:
+        """Hand a task to Prefect's engine, which runs in a thread; returns at once.
+
+        A wrong tag, or what the machine cannot satisfy, fails the task run, not this call.
+
+        Args:
+            task: The task.
+            parameters: What to call it with; futures are resolved by the engine.
+            wait_for: Futures that must be done first.
+            dependencies: Further inputs to record.
+        """
+        if not self._started or self._run is None:
+            raise RuntimeError("the task runner must be started before tasks are submitted")
+        return self._run.submit(task, parameters, wait_for, dependencies)
+
+    def cancel_all(self) -> None:
+        """End all GPU tasks that this runner started."""
+        if self._run is not None:
+            self._run.cancel()
+
+
+class _Running:
+    """A runner between its enter and its exit: threads, attempts, reports."""
+
+    def __init__(self, runner: GPUTaskRunner) -> None:
+        self._runner = runner
+        self._threads = ThreadPoolTaskRunner(max_workers=sys.maxsize)
+        self._threads_started = False
+        # Engine threads wait for upstream futures and for devices, so there is no bound on them: a
+        # bounded pool deadlocks as soon as waiting tasks fill it.
+        self._engines = concurrent.futures.ThreadPoolExecutor(
+            max_workers=sys.maxsize, thread_name_prefix="prefect-gpu-engine"
+        )
+        self._client = bridge.SharedClient()
+        self._lock = threading.Lock()
+        self._attempts: set[Attempt] = set()
+        self._futures: set[concurrent.futures.Future[Any]] = set()
+        self._closing = False
+        self._publisher: Publisher | None = None
+        self._reports: list[TaskReport] = []
+        self._flow: FlowRunContext | None = None
+        self._told: set[str] = set()
+
+    def submit(
+        self,
+        task: Task[..., Any],
+        parameters: dict[str, Any],
+        wait_for: Iterable[PrefectFuture[Any]] | None,
+        dependencies: dict[str, set[Any]] | None,
+    ) -> PrefectConcurrentFuture[Any]:
+        """See `GPUTaskRunner.submit`."""
+        self._flow = self._flow or bridge.flow_run_of_thread()
+        policy: GPUPolicy | None
+        problem: PolicyError | None = None
+        try:
+            policy = parse_tags(task.tags, bridge.context_tags())
+        except PolicyError as error:
+            policy, problem = None, error
+        if policy is None and problem is None:
+            return self._submit_to_thread(task, parameters, wait_for, dependencies)
+        self._client.open()
+        self._open_publisher()
+        gpu_task = _GPUTask(self, task, policy, problem)
+        task_run_id = bridge.new_task_run_id()
+        context = copy_context()
+        future: concurrent.futures.Future[Any] = self._engines.submit(
+            context.run,
+            functools.partial(
+                bridge.run_engine,
+                self._client,
+                gpu_task.shadow(),
+                task_run_id,
+                parameters,
+                wait_for,
+                dependencies,
+                lambda: gpu_task.task_run,
+            ),
+        )
+        with self._lock:
+            self._futures.add(future)
+        future.add_done_callback(self._forget)
+        return PrefectConcurrentFuture(task_run_id=task_run_id, wrapped_future=future)
+
+    def _forget(self, future: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._futures.discard(future)
+
+    def _submit_to_thread(
+        self,
+        task: Task[..., Any],
+        parameters: dict[str, Any],
+        wait_for: Iterable[PrefectFuture[Any]] | None,
+        dependencies: dict[str, set[Any]] | None,
+    ) -> PrefectConcurrentFuture[Any]:
+        with self._lock:
+            if not self._threads_started:
+                self._threads.__enter__()
+                self._threads_started = True
+        return self._threads.submit(task, parameters, wait_for, dependencies)
+
+    def new_attempt(self, make: Callable[[Broker], Attempt]) -> Attempt:
+        """Make an attempt that ends with this runner.
+
+        Raises:
+            CancelledByRunner: The runner is ending already.
+            DeviceError: The devices cannot be opened.
+        """
+        attempt = make(self._broker())
+        with self._lock:
+            if self._closing:
+                raise CancelledByRunner
+            self._attempts = {a for a in self._attempts if not a.finished.is_set()}
+            self._attempts.add(attempt)
+        return attempt
+
+    def _broker(self) -> Broker:
+        runner = self._runner
+        key = (runner.devices, runner.placement, runner.max_processes, runner.headroom_bytes)
+        return shared_broker(key, lambda: _make_broker(runner))
+
+    def report(self, report: TaskReport) -> None:
+        """Publish the report of a process, without holding up the caller."""
+        if not self._runner.reports:
+            return
+        with self._lock:
+            self._reports.append(report.compact())
+            publisher = self._publisher
+        if publisher is not None:
+            publisher.publish(report)
+
+    def _open_publisher(self) -> None:
+        """Make the publisher: in the flow's own context, whose settings it keeps."""
+        if self._runner.reports and self._publisher is None:
+            self._publisher = Publisher(self._client.lend)
+
+    def tell_once(self, logger: logging.Logger | Any, text: str) -> None:
+        """Log a warning, the first time for this flow run."""
+        with self._lock:
+            if text in self._told:
+                return
+            self._told.add(text)
+        logger.warning(text)
+
+    def cancel(self) -> None:
+        """End all processes of this runner, and let no new one start."""
+        with self._lock:
+            self._closing = True
+            attempts = tuple(self._attempts)
+        for attempt in attempts:
+            attempt.cancel()
+
+    def close(self, failed: bool) -> None:
+        """See `GPUTaskRunner.__exit__`."""
+        failed = failed or not bridge.flow_run_goes_on(self._flow)
+        if failed:
+            self.cancel()
+        with self._lock:
+            futures = tuple(self._futures)
+        # The engines first: their tasks may still submit others, and all must reach their state.
+        concurrent.futures.wait(futures, CLOSING_S if failed else None)
+        if self._threads_started:
+            self._threads.__exit__(None, None, None)
+        self._engines.shutdown(wait=not failed, cancel_futures=failed)
+        with self._lock:
+            attempts = tuple(self._attempts)
+        for attempt in attempts:
+            attempt.finished.wait(CLOSING_S)
+        if attempts:
+            process_launcher().output.flush(CLOSING_S)
+        if self._publisher is not None:
+            name, flow_run_id = bridge.flow_of(self._flow)
+            if self._reports:
+                self._publisher.publish_flow(
+                    self._reports, flow_name=name, flow_run_id=flow_run_id
+                )
+            self._publisher.close(CLOSING_S)
+        self._client.close()
+
+
+def _make_broker(runner: GPUTaskRunner) -> Broker:
+    simulated = runner.devices.kind == "simulated"
+    return Broker(
+        open_reader(runner.devices, os.environ),
+        # Simulated devices of two specifications may have the same names.
+        ledger=ProcessLedger() if simulated else PROCESS_LEDGER,
+        style=runner.placement,
+        max_processes=runner.max_processes,
+        headroom_bytes=runner.headroom_bytes,
+        held_by_parent=() if simulated else _held_by_parent(),
+    )
+
+
+def _held_by_parent() -> tuple[Reservation, ...]:
+    """Give what the GPU task around this process holds, if there is one."""
+    allocation = current_allocation()
+    if allocation is None:
+        return ()
+    import socket
+
+    return tuple(
+        Reservation(
+            request_id="the task around it",
+            host=socket.gethostname(),
+            device_uuid=uuid,
+            reserved_bytes=allocation.budget_bytes,
+            exclusive=allocation.exclusive,
+            task_name="the task around it",
+        )
+        for uuid in allocation.device_uuids
+    )
+
+
+class _GPUTask:
+    """One submitted GPU task: what the engine runs in place of its body."""
+
+    def __init__(
+        self,
+        run: _Running,
+        task: Task[..., Any],
+        policy: GPUPolicy | None,
+        problem: PolicyError | None,
+    ) -> None:
+        self._run = run
+        self._task = task
+        self._policy = policy
+        self._problem = problem
+        # Taken here, on the flow's thread: engine threads run in any order.
+        self._sequence = next_sequence()
+        self._processes = 0
+        #: The engine's own object, once the body was called.
+        self.task_run: Any = None
+
+    def shadow(self) -> Task[..., Any]:
+        """Give the task as the engine runs it."""
+        return bridge.with_body(self._task, self._body, HOPELESS)
+
+    def _body(self, *args: Any, **kwargs: Any) -> Any:
+        if self._problem is not None:
+            raise self._problem
+        self.task_run = task_run = bridge.current_task_run()
+        self._processes += 1
+        try:
+            attempt = self._run.new_attempt(
+                lambda broker: self._attempt(broker, task_run, args, kwargs)
+            )
+            return attempt.run()
+        except ChildDiedError as death:
+            # An exception is retried by the engine if retries are left; what is not an `Exception`
+            # ends the run as crashed.
+            if bridge.may_still_retry(self._task, task_run):
+                raise
+            raise bridge.ChildCrash(death) from None
+
+    def _attempt(
+        self, broker: Broker, task_run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Attempt:
+        task, policy = self._task, self._policy
+        assert policy is not None
+        logger = bridge.run_logger()
+        for tag in policy.unenforced():
+            self._run.tell_once(logger, f"{tag} is kept, and has no effect in this version yet")
+        return Attempt(
+            facts=TaskFacts(
+                task_name=task.name,
+                task_key=task.task_key,
+                task_run_id=task_run.id,
+                task_run_name=task_run.name,
+                flow_run_id=task_run.flow_run_id,
+            ),
+            policy=policy,
+            number=self._processes,
+            sequence=self._sequence,
+            timeout_s=task.timeout_seconds,
+            detected=() if policy.frameworks else detect_frameworks(task.fn),
+            broker=broker,
+            launcher=process_launcher(),
+            meter=context_meter(),
+            surroundings=Surroundings(
+                dump_call=lambda: self._dump_call(args, kwargs),
+                environment=bridge.environment_for_child,
+                on_waiting=bridge.show_awaiting,
+                on_running=bridge.show_running,
+                on_log=bridge.forward_log,
+                on_event=bridge.forward_event,
+                on_report=self._run.report,
+            ),
+        )
+
+    def _dump_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> memoryview:
+        context, log_prints = bridge.context_for_child(self._task)
+        call = Call(self._task.fn, args, kwargs, context, log_prints)
+        try:
+            return values.dumps(call, "call", "call")
+        except ResultError as error:
+            raise self._explain(args, kwargs, error) from error
+
+    def _explain(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], error: ResultError
+    ) -> PrefectGPUError:
+        """Name the argument, or say that it is the function, rather than our own wrapping."""
+        bound = inspect.signature(self._task.fn).bind(*args, **kwargs).arguments
+        for name, value in bound.items():
+            try:
+                values.dumps(value, "argument", name)
+            except ResultError as named:
+                return named
+        try:
+            values.dumps(self._task.fn, "function", self._task.name)
+        except ResultError as named:
+            return named
+        return error

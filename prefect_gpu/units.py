@@ -1,0 +1,143 @@
+"""Bytes and seconds, to and from text.
+
+Covers the sizes and durations that tags and messages use. It does not know what a size is for:
+percentages of a device become bytes in `scheduling`, where the device is known.
+"""
+
+from __future__ import annotations
+
+import re
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TIB = 1024 * GIB
+
+#: Bytes of each unit that a size may carry, by its lower-case spelling.
+UNIT_BYTES = {
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+#: Seconds of each unit that a duration may carry.
+UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+SIZES_ACCEPTED = (
+    "a positive number with a unit, KiB MiB GiB TiB (1024) or KB MB GB TB (1000), as in 6GiB"
+)
+DURATIONS_ACCEPTED = "a positive number with a unit, ms s m h d, as in 10m"
+
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z%]*)\s*")
+
+
+def _split(text: str) -> tuple[float, str] | None:
+    match = _NUMBER.fullmatch(text)
+    return (float(match[1]), match[2]) if match else None
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as `6GiB`, `1.5 GB`, `512 MiB`.
+
+    Args:
+        text: A positive number and a unit; case and the space between them do not matter.
+
+    Returns:
+        Bytes, rounded down.
+
+    Raises:
+        ValueError: The text is no size; the message says why.
+    """
+    parts = _split(text)
+    if parts is None:
+        raise ValueError(f"{text.strip()!r} is not a number with a unit")
+    number, unit = parts
+    if unit == "":
+        raise ValueError(f"{text.strip()!r} has no unit; did you mean {text.strip()}GiB?")
+    factor = UNIT_BYTES.get(unit.lower())
+    if factor is None:
+        raise ValueError(f"{unit!r} is not a unit of bytes")
+    size = int(number * factor)
+    if size <= 0:
+        raise ValueError(f"{text.strip()!r} is not more than zero")
+    return size
+
+
+def parse_size(text: str) -> int | float:
+    """Read a size in bytes, or a percentage as a fraction.
+
+    Args:
+        text: As for `parse_bytes`, or a percentage in (0, 100] such as `40%`.
+
+    Returns:
+        An `int` of bytes, or a `float` fraction in (0, 1].
+
+    Raises:
+        ValueError: The text is neither; the message says why.
+    """
+    parts = _split(text)
+    if parts is not None and parts[1] == "%":
+        if not 0 < parts[0] <= 100:
+            raise ValueError(f"{text.strip()!r} is not a percentage above 0 and up to 100")
+        return parts[0] / 100
+    return parse_bytes(text)
+
+
+def parse_duration(text: str) -> float:
+    """Read a duration such as `10m`, `1.5 h`, `500ms`.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ValueError: The text is no duration; the message says why.
+    """
+    parts = _split(text)
+    if parts is None:
+        raise ValueError(f"{text.strip()!r} is not a number with a unit")
+    number, unit = parts
+    if unit == "":
+        raise ValueError(f"{text.strip()!r} has no unit; did you mean {text.strip()}s?")
+    factor = UNIT_SECONDS.get(unit.lower())
+    if factor is None:
+        raise ValueError(f"{unit!r} is not a unit of time")
+    if number <= 0:
+        raise ValueError(f"{text.strip()!r} is not more than zero")
+    return number * factor
+
+
+def format_bytes(size_bytes: int | float | None) -> str:
+    """Write bytes for a person: `23.7GiB`, `512MiB`, `0B`; `None` is `unknown`."""
+    if size_bytes is None:
+        return "unknown"
+    sign = "-" if size_bytes < 0 else ""
+    size = abs(size_bytes)
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= factor:
+            return f"{sign}{_three_digits(size / factor)}{unit}"
+    return f"{sign}{int(size)}B"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Write seconds for a person: `12.3s`, `85ms`, `4m 05s`, `2h 03m`; `None` is `unknown`."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"
+
+
+def _three_digits(number: float) -> str:
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{number:.1f}".removesuffix(".0")

@@ -1,0 +1,327 @@
+"""What `NvmlReader` makes of what NVML answers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_gpu.clock import FakeClock
+from prefect_gpu.devices.host import HostMemory, HostMemoryReader
+from prefect_gpu.devices.nvml import REOPEN_INTERVAL_S, NvmlReader, NvmlSelection
+from prefect_gpu.devices.roots import ProcessTable
+from prefect_gpu.errors import DeviceError
+from prefect_gpu.scheduling.model import DeviceSnapshot, ProcessUse
+from tests.fakes.fake_nvml import GIB, MIB, FakeGpu, FakeNvml, FakePart
+from tests.fakes.fake_proc import FakeProc
+
+ROOTS = (100, 200)
+
+
+class Rig:
+    """A reader over a fake NVML and a fake `/proc`."""
+
+    def __init__(self, folder: Path, *gpus: FakeGpu) -> None:
+        self.proc = FakeProc(folder)
+        self.proc.add(100)
+        self.proc.add(101, parent=100, session=100)
+        self.proc.add(200)
+        self.proc.add(300, session=300)
+        self.nvml = FakeNvml(*(gpus or (FakeGpu("GPU-a"),)))
+        self.clock = FakeClock()
+        self.selection = NvmlSelection()
+
+    def reader(self) -> NvmlReader:
+        return NvmlReader(
+            self.nvml,
+            self.selection,
+            self.clock,
+            ProcessTable(self.proc.folder, self.clock),
+            HostMemoryReader(self.proc.folder / "absent", lambda: HostMemory(128 * GIB, 100 * GIB)),
+        )
+
+    def read(self) -> tuple[DeviceSnapshot, ...]:
+        return self.reader().read(ROOTS)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def test_a_device_is_described(rig: Rig) -> None:
+    rig.nvml.bytes_texts = True
+    (device,) = rig.reader().devices()
+
+    assert (device.uuid, device.index, device.nvml_index) == ("GPU-a", 0, 0)
+    assert (device.name, device.driver, device.kind) == ("NVIDIA H200", "580.159.04", "nvml")
+    assert device.total_bytes == 24 * GIB
+
+
+@pytest.mark.parametrize(
+    ("reserved_bytes", "said_bytes"),
+    [
+        pytest.param(512 * MIB, 512 * MIB, id="plausible"),
+        pytest.param(2 * GIB, GIB, id="more than is not free"),
+        pytest.param(-1, 0, id="negative"),
+    ],
+)
+def test_free_is_trusted_and_reserved_bounded(
+    rig: Rig, reserved_bytes: int, said_bytes: int
+) -> None:
+    rig.nvml.gpus[0].reserved_bytes = reserved_bytes
+    (snapshot,) = rig.read()
+
+    assert snapshot.free_bytes == 23 * GIB
+    assert snapshot.system_reserved_bytes == said_bytes
+    assert snapshot.used_bytes == GIB - said_bytes
+
+
+@pytest.mark.parametrize("code", [13, 25, 3])
+def test_version_1_of_the_memory_will_do(rig: Rig, code: int) -> None:
+    rig.nvml.v2_error = code
+    (snapshot,) = rig.read()
+
+    assert (snapshot.free_bytes, snapshot.system_reserved_bytes) == (23 * GIB, 0)
+
+
+def test_bindings_without_version_2_will_do(rig: Rig) -> None:
+    rig.nvml.nvmlMemory_v2 = None  # type: ignore[assignment]
+    assert rig.read()[0].free_bytes == 23 * GIB
+
+
+@pytest.mark.parametrize(("memory", "v2"), [(999, None), (None, 999)])
+def test_another_error_of_the_memory_is_the_devices(
+    rig: Rig, memory: int | None, v2: int | None
+) -> None:
+    reader = rig.reader()
+    reader.devices()
+    rig.nvml.gpus[0].memory_error, rig.nvml.v2_error = memory, v2
+    assert reader.read(ROOTS)[0].error == "Unknown Error (NVML error 999)"
+
+
+def test_an_error_of_version_1_of_the_memory_is_the_devices(rig: Rig) -> None:
+    reader = rig.reader()
+    reader.devices()
+    rig.nvml.nvmlMemory_v2 = None  # type: ignore[assignment]
+    reader.close()
+    rig.nvml.gpus[0].memory_error = 999
+    assert "Unknown" in reader.read(ROOTS)[0].error
+
+
+def test_processes_are_those_that_compute_and_those_that_draw(rig: Rig) -> None:
+    gpu = rig.nvml.gpus[0]
+    gpu.compute = {100: 3 * GIB, 101: None, 300: GIB, 200: None}
+    gpu.graphics = {100: 2 * GIB, 101: MIB, 200: None, 4242: 5}
+
+    assert rig.read()[0].processes == (
+        ProcessUse(100, 100, 3 * GIB),
+        ProcessUse(101, 100, MIB),
+        ProcessUse(300, None, GIB),
+        ProcessUse(200, 200, None),
+        ProcessUse(4242, None, 5),
+    )
+
+
+def test_the_mark_for_not_available_is_no_number(rig: Rig) -> None:
+    rig.nvml.gpus[0].compute = {100: 2**64 - 1}
+    assert rig.read()[0].processes == (ProcessUse(100, 100, None),)
+
+
+def test_in_a_container_a_pid_is_believed_only_with_the_gpu_open(rig: Rig) -> None:
+    rig.proc.set_namespace("pid:[4026532265]")
+    rig.proc.add(200, files=("/dev/nvidia0",))
+    rig.nvml.gpus[0].compute = {100: GIB, 200: GIB, 300: GIB}
+
+    assert [use.root_pid for use in rig.read()[0].processes] == [None, 200, None]
+
+
+def test_an_older_driver_lists_processes_in_its_own_way(rig: Rig) -> None:
+    rig.nvml.old_process_lists = True
+    rig.nvml.gpus[0].compute = {100: GIB}
+    assert rig.read()[0].processes == (ProcessUse(100, 100, GIB),)
+
+
+@pytest.mark.parametrize(
+    ("errors", "pids", "said"),
+    [
+        pytest.param([3, 3], [], "", id="not supported"),
+        pytest.param([4], [200], "", id="no permission for one of the lists"),
+        pytest.param([7], [100, 200], "", id="processes that start while they are listed"),
+        pytest.param([7] * 8, [], "", id="they never stop starting"),
+        pytest.param([15], [], "GPU is lost (NVML error 15)", id="lost while they are listed"),
+    ],
+)
+def test_lists_of_processes_that_fail(
+    rig: Rig, errors: list[int], pids: list[int], said: str
+) -> None:
+    gpu = rig.nvml.gpus[0]
+    gpu.compute, gpu.graphics, gpu.process_errors = {100: 1}, {200: 1}, errors
+    (snapshot,) = rig.read()
+
+    assert [use.pid for use in snapshot.processes] == pids
+    assert snapshot.error == said
+
+
+def mig_gpu() -> FakeGpu:
+    return FakeGpu(
+        "GPU-b",
+        instances=[
+            FakePart("MIG-1", "NVIDIA H200 MIG 1g.18gb", 16 * GIB, 15 * GIB, gpu_instance_id=1),
+            None,
+            FakePart("MIG-2", total_bytes=8 * GIB, free_bytes=8 * GIB, gpu_instance_id=2),
+        ],
+    )
+
+
+def test_mig_instances_take_the_place_of_their_gpu(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, FakeGpu("GPU-a"), mig_gpu())
+    assert rig.nvml.gpus[1].instances
+    instance = rig.nvml.gpus[1].instances[0]
+    assert instance is not None
+    instance.compute = {100: GIB}
+    snapshots = rig.read()
+
+    assert [
+        (s.device.uuid, s.device.index, s.device.nvml_index, s.device.name) for s in snapshots
+    ] == [
+        ("GPU-a", 0, 0, "NVIDIA H200"),
+        ("MIG-1", 1, 1, "NVIDIA H200 MIG 1g.18gb"),
+        ("MIG-2", 2, 1, "NVIDIA H200 MIG"),
+    ]
+    assert [s.free_bytes for s in snapshots] == [23 * GIB, 15 * GIB, 8 * GIB]
+    assert [s.processes for s in snapshots] == [(), (ProcessUse(100, 100, GIB),), ()]
+
+
+def test_mig_instances_may_have_no_name(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, mig_gpu())
+    assert rig.nvml.gpus[0].instances
+    instance = rig.nvml.gpus[0].instances[0]
+    assert instance is not None
+    instance.name_error = 3
+    assert rig.reader().devices()[0].name == "NVIDIA H200 MIG"
+
+
+def test_mig_instances_are_visible_in_the_old_notation(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, mig_gpu())
+    rig.selection = NvmlSelection(visible="MIG-GPU-b/2/0")
+    assert [device.uuid for device in rig.reader().devices()] == ["MIG-2"]
+
+
+def test_a_gpu_that_does_not_tell_its_mig_mode_or_instances_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = mig_gpu()
+    assert broken.instances
+    assert broken.instances[0] is not None
+    broken.instances[0].error = 999
+    rig = Rig(tmp_path, FakeGpu("GPU-x", mig_mode_error=999), broken, FakeGpu("GPU-a"))
+
+    (device,) = rig.reader().devices()
+    assert (device.uuid, device.index, device.nvml_index) == ("GPU-a", 0, 2)
+    assert "GPU 0 is left out" in caplog.text
+
+
+def test_unified_memory_is_the_machines(rig: Rig) -> None:
+    gpu = rig.nvml.gpus[0]
+    gpu.memory_error = 3
+    gpu.compute = {100: GIB, 300: 5}
+    (snapshot,) = rig.read()
+    held = {use.pid: use for use in snapshot.processes}
+
+    assert (snapshot.device.total_bytes, snapshot.free_bytes) == (128 * GIB, 100 * GIB)
+    assert set(held) == {100, 101, 200, 300}
+    assert (held[100].used_bytes or 0) > GIB > (held[200].used_bytes or 0) > 0
+    assert held[300] == ProcessUse(300, None, 5)
+
+
+def test_a_lost_gpu_leaves_the_others_and_may_come_back(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, FakeGpu("GPU-a"), FakeGpu("GPU-b"))
+    reader = rig.reader()
+    reader.read(ROOTS)
+    rig.nvml.gpus[0].error = 15
+    first, second = reader.read(ROOTS)
+    assert (first.error, second.error) == ("GPU is lost (NVML error 15)", "")
+
+    rig.nvml.gpus[0].error = None
+    assert [s.error for s in reader.read(ROOTS)] == ["", ""]
+    assert rig.nvml.starts == 1
+
+
+def test_nvml_is_started_anew_now_and_then_while_every_gpu_is_lost(rig: Rig) -> None:
+    reader = rig.reader()
+    reader.devices()
+    rig.nvml.gpus[0].error = 15
+    for _ in range(7):
+        assert reader.read(ROOTS)[0].error
+        rig.clock.advance(REOPEN_INTERVAL_S / 4)
+    assert rig.nvml.starts == 2
+    assert rig.nvml.started == 1
+
+    rig.nvml.gpus[0].error = None
+    assert not reader.read(ROOTS)[0].error
+    rig.clock.advance(2 * REOPEN_INTERVAL_S)
+    reader.read(ROOTS)
+    assert rig.nvml.starts == 2
+
+
+def test_a_driver_that_stops_raises_and_recovers(rig: Rig) -> None:
+    reader = rig.reader()
+    devices = reader.devices()
+    rig.nvml.broken, rig.nvml.started = 18, 0
+    with pytest.raises(DeviceError, match="stopped answering: Driver/library version mismatch"):
+        reader.read(ROOTS)
+    with pytest.raises(DeviceError, match="does not start"):
+        reader.read(ROOTS)
+
+    rig.nvml.broken = None
+    assert reader.read(ROOTS)[0].device == devices[0]
+    assert rig.nvml.started == 1
+
+
+def test_a_driver_that_stops_while_the_devices_are_listed(rig: Rig) -> None:
+    rig.nvml.gpus[0].error = 1
+    with pytest.raises(DeviceError, match="could not list the devices: Uninitialized"):
+        rig.reader().devices()
+    assert rig.nvml.started == 0
+
+
+def test_a_device_that_is_there_no_more_says_so(rig: Rig) -> None:
+    reader = rig.reader()
+    reader.devices()
+    rig.nvml.gpus.clear()
+    reader.close()
+    assert reader.read(ROOTS)[0].error == "Not Found (NVML error 6)"
+
+
+def test_close_gives_back_and_may_be_repeated(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    reader = rig.reader()
+    reader.read(ROOTS)
+    reader.close()
+    reader.close()
+    assert rig.nvml.started == 0
+
+    reader.read(ROOTS)
+    rig.nvml.shutdown_error = 999
+    with caplog.at_level(logging.DEBUG):
+        reader.close()
+    assert "Unknown Error" in caplog.text
+
+
+def test_no_bindings_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(DeviceError, match="install nvidia-ml-py"):
+        NvmlReader().devices()
+
+
+def test_the_fake_has_the_codes_and_functions_of_the_bindings() -> None:
+    import pynvml
+
+    for name in vars(FakeNvml):
+        if name.startswith(("nvml", "NVML")):
+            real, fake = getattr(pynvml, name), getattr(FakeNvml, name)
+            assert isinstance(fake, int) == isinstance(real, int), name
+            if isinstance(fake, int):
+                assert fake == real, name

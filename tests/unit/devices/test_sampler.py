@@ -1,0 +1,217 @@
+"""When the sampler reads, and that nothing stops it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterator
+
+import pytest
+
+from prefect_gpu.clock import DEADLOCK_S, FakeClock
+from prefect_gpu.devices.sampler import MAX_BACK_OFF_S, Sampler
+from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
+from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Reading
+
+
+class GateReader:
+    """Stays in `read` until let go."""
+
+    kind: DeviceKind = "simulated"
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+        self.closed = threading.Event()
+
+    def devices(self) -> tuple[Device, ...]:
+        return ()
+
+    def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
+        self.entered.release()
+        assert self.gate.acquire(timeout=DEADLOCK_S)
+        return ()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Rig:
+    """A sampler, its clock and what it published."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.device = SimulatedReader(SimulatedDevices("1x8GiB"), self.clock)
+        self.published: queue.Queue[Reading] = queue.Queue()
+        self.available: Callable[[], int] = lambda: 5
+        self.roots: tuple[int, ...] = (10,)
+        self.sampler = Sampler(
+            self.device,
+            lambda: self.roots,
+            self.published.put,
+            clock=self.clock,
+            read_host_available=lambda: self.available(),
+        )
+
+    def next(self) -> Reading:
+        return self.published.get(timeout=DEADLOCK_S)
+
+    def assert_quiet(self) -> None:
+        """No reading comes: the sampler waits, and has published nothing."""
+        self.clock.wait_for_waiters()
+        assert self.published.empty()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.sampler.stop()
+    assert not [t for t in threading.enumerate() if t.name == "prefect-gpu-sampler"]
+
+
+def test_no_thread_until_needed(rig: Rig) -> None:
+    rig.sampler.set_active(False)
+    assert not [t for t in threading.enumerate() if t.name == "prefect-gpu-sampler"]
+    assert rig.sampler.last_reading_at_s is None
+
+
+def test_active_reads_at_the_interval(rig: Rig) -> None:
+    rig.device.attach(10, ["SIM-0"])
+    rig.sampler.set_active(True)
+    first = rig.next()
+    assert first == Reading(1000.0, rig.device.read((10,)), host_available_bytes=5)
+
+    rig.clock.wait_for_waiters()
+    rig.clock.advance(0.2)
+    rig.assert_quiet()
+    rig.clock.advance(0.05)
+    assert rig.next().at_s == pytest.approx(1000.25)
+    assert rig.sampler.last_reading_at_s == pytest.approx(1000.25)
+
+
+def test_idle_reads_nothing(rig: Rig) -> None:
+    rig.sampler.set_active(True)
+    rig.next()
+    rig.sampler.set_active(False)
+    rig.clock.advance(60)
+    rig.assert_quiet()
+
+    rig.sampler.set_active(True)
+    assert rig.next().at_s == 1060.0
+
+
+def test_refresh_reads_at_once_even_when_idle(rig: Rig) -> None:
+    rig.sampler.refresh()
+    assert rig.next().at_s == 1000.0
+    rig.sampler.set_active(True)
+    rig.sampler.refresh()
+    assert rig.next().at_s == 1000.0
+
+
+def test_no_driver_is_a_reading_with_an_error_and_recovers(rig: Rig) -> None:
+    rig.device.break_driver("gone")
+    rig.sampler.set_active(True)
+    reading = rig.next()
+    assert (reading.snapshots, reading.error) == ((), "simulated driver: gone")
+    assert reading.host_available_bytes == 5
+
+    rig.device.mend_driver()
+    rig.clock.advance(0.25)
+    assert rig.next().error == ""
+
+
+def test_repeated_failures_back_off_to_a_limit(rig: Rig) -> None:
+    rig.device.break_driver("gone")
+    rig.sampler.set_active(True)
+    pauses_s = []
+    last_s = rig.next().at_s
+    for pause_s in (0.25, 0.5, 1.0, 2.0, 4.0, MAX_BACK_OFF_S, MAX_BACK_OFF_S):
+        rig.clock.advance(pause_s)
+        at_s = rig.next().at_s
+        pauses_s.append(at_s - last_s)
+        last_s = at_s
+    assert pauses_s == [0.25, 0.5, 1.0, 2.0, 4.0, MAX_BACK_OFF_S, MAX_BACK_OFF_S]
+
+    rig.device.mend_driver()
+    rig.sampler.refresh()
+    assert rig.next().error == ""
+    rig.clock.advance(0.25)
+    assert rig.next().error == ""
+
+
+def test_a_fault_of_ours_is_an_error_too(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def raises() -> int:
+        raise ZeroDivisionError("oops")
+
+    rig.available = raises
+    rig.sampler.refresh()
+    assert rig.next().error == "ZeroDivisionError: oops"
+    assert "could not be read" in caplog.text
+
+
+def test_a_publish_that_raises_does_not_end_the_readings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: queue.Queue[float] = queue.Queue()
+
+    def publish(reading: Reading) -> None:
+        seen.put(reading.at_s)
+        raise ValueError("not now")
+
+    device = SimulatedReader(SimulatedDevices("1x8GiB"))
+    sampler = Sampler(device, tuple, publish)
+    for _ in range(2):
+        sampler.refresh()
+        seen.get(timeout=DEADLOCK_S)
+    sampler.stop()
+    assert "could not be passed on" in caplog.text
+
+
+def test_publish_may_stop_the_sampler() -> None:
+    done = threading.Event()
+
+    def publish(reading: Reading) -> None:
+        sampler.stop()
+        done.set()
+
+    sampler = Sampler(SimulatedReader(SimulatedDevices("1x8GiB")), tuple, publish)
+    sampler.refresh()
+    assert done.wait(DEADLOCK_S)
+    sampler.stop()
+    sampler.refresh()
+    sampler.set_active(True)
+
+
+def test_requests_during_a_reading_are_one_more_reading() -> None:
+    reader, published = GateReader(), queue.Queue[Reading]()
+    sampler = Sampler(reader, tuple, published.put, clock=FakeClock())
+    sampler.refresh()
+    assert reader.entered.acquire(timeout=DEADLOCK_S)
+    for _ in range(5):
+        sampler.refresh()
+    reader.gate.release(2)
+    published.get(timeout=DEADLOCK_S)
+    published.get(timeout=DEADLOCK_S)
+    sampler.stop()
+    assert published.empty()
+    assert reader.closed.is_set()
+
+
+def test_a_reader_that_hangs_blocks_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("prefect_gpu.devices.sampler.STOP_S", 0.0)
+    reader, published = GateReader(), queue.Queue[Reading]()
+    sampler = Sampler(reader, tuple, published.put)
+    sampler.set_active(True)
+    assert reader.entered.acquire(timeout=DEADLOCK_S)
+    sampler.refresh()
+    sampler.set_active(False)
+    assert sampler.last_reading_at_s is None
+    sampler.stop()
+    assert "hangs" in caplog.text
+
+    reader.gate.release()
+    assert reader.closed.wait(DEADLOCK_S)
+    assert published.empty()

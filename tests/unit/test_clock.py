@@ -1,0 +1,71 @@
+"""Both clocks, and that the fake one wakes whom it should."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+import prefect_gpu.clock
+from prefect_gpu.clock import DEADLOCK_S, Clock, FakeClock, RealClock
+
+
+def run(target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+def end(thread: threading.Thread) -> None:
+    thread.join(DEADLOCK_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("clock", [RealClock(), FakeClock()], ids=["real", "fake"])
+def test_both_clocks_time_out_and_do_not_go_back(clock: Clock) -> None:
+    before_s = clock.now()
+    condition = threading.Condition()
+    with condition:
+        assert not clock.wait(condition, 0)
+    clock.sleep(0)
+    assert clock.now() >= before_s
+
+
+def test_sleep_ends_when_the_clock_has_moved_far_enough() -> None:
+    clock = FakeClock()
+    woken = threading.Event()
+
+    def sleeper() -> None:
+        clock.sleep(1.0)
+        woken.set()
+
+    thread = run(sleeper)
+    clock.wait_for_waiters()
+    clock.advance(0.5)
+    assert not woken.is_set()
+    clock.advance(0.5)
+    end(thread)
+    assert woken.is_set()
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_a_notification_ends_a_wait(timeout_s: float | None) -> None:
+    clock, condition, answers = FakeClock(), threading.Condition(), []
+
+    def waiter() -> None:
+        with condition:
+            answers.append(clock.wait(condition, timeout_s))
+
+    thread = run(waiter)
+    clock.wait_for_waiters()
+    with condition:
+        condition.notify_all()
+    end(thread)
+    assert answers == [True]
+
+
+def test_a_thread_that_never_waits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefect_gpu.clock, "DEADLOCK_S", 0.0)
+    with pytest.raises(TimeoutError, match="no 1 waiting threads"):
+        FakeClock().wait_for_waiters()

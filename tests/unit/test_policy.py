@@ -1,0 +1,443 @@
+"""`prefect_gpu.policy`: tags to and from a policy."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_gpu.errors import PolicyError
+from prefect_gpu.policy import (
+    FrameworkShare,
+    GPUPolicy,
+    gpu,
+    is_gpu_tag,
+    parse_tags,
+    tag_table_markdown,
+)
+from prefect_gpu.units import GIB, MIB
+
+# -- what tags mean ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tag", "is_ours"),
+    [
+        pytest.param("gpu", True, id="the bare tag is ours"),
+        pytest.param(" GPU ", True, id="case and outer spaces do not matter"),
+        pytest.param("gpu:memory=1GiB", True, id="a key is ours"),
+        pytest.param("gpu:nonsense", True, id="an unknown key is ours, to be refused"),
+        pytest.param("gpu-heavy", False, id="another word with gpu in front is not"),
+        pytest.param("team:gpu", False, id="gpu after something else is not"),
+        pytest.param("", False, id="an empty tag is not"),
+    ],
+)
+def test_which_tags_are_ours(tag: str, is_ours: bool) -> None:
+    assert is_gpu_tag(tag) is is_ours
+
+
+def test_without_a_gpu_tag_there_is_no_policy() -> None:
+    assert parse_tags(["nightly"], {"team:vision"}) is None
+
+
+@pytest.mark.parametrize(
+    ("tags", "policy"),
+    [
+        pytest.param(["gpu"], GPUPolicy(), id="the bare tag asks for the defaults"),
+        pytest.param(
+            ["gpu:memory=6GiB"],
+            GPUPolicy(memory=6 * GIB, allocation="limit"),
+            id="a budget implies gpu and caps the framework",
+        ),
+        pytest.param(
+            ["gpu:memory=40%"],
+            GPUPolicy(memory=0.4, allocation="limit"),
+            id="a percentage is a fraction of each device",
+        ),
+        pytest.param(
+            ["gpu:memory=6GiB", "gpu:allocation=growth"],
+            GPUPolicy(memory=6 * GIB),
+            id="growth with a budget is a reservation only",
+        ),
+        pytest.param(
+            ["gpu:memory=6GiB", "gpu:caching=off"],
+            GPUPolicy(memory=6 * GIB, caching=False),
+            id="a budget without caching grows",
+        ),
+        pytest.param(
+            ["gpu:count=2", "gpu:device=02, GPU-1a"],
+            GPUPolicy(count=2, devices=("2", "GPU-1a")),
+            id="devices keep their order, and count may use all of them",
+        ),
+        pytest.param(
+            ["gpu:framework=torch:70%", "gpu:framework=JAX", "gpu:framework=jax"],
+            GPUPolicy(frameworks=(FrameworkShare("jax"), FrameworkShare("torch", 0.7))),
+            id="frameworks repeat, by name, duplicates once",
+        ),
+        pytest.param(
+            ["gpu:framework=torch:10%", "gpu:framework=jax:20%", "gpu:framework=cupy:70%"],
+            GPUPolicy(
+                frameworks=(
+                    FrameworkShare("cupy", 0.7),
+                    FrameworkShare("jax", 0.2),
+                    FrameworkShare("torch", 0.1),
+                )
+            ),
+            id="shares may add up to all of it, rounding aside",
+        ),
+        pytest.param(
+            [
+                "gpu:alloc.max_split_size_mb=128",
+                "gpu:alloc.garbage_collection_threshold=.8",
+                "gpu:alloc.Expandable_Segments=TRUE",
+                "gpu:alloc.roundup_power2_divisions=[256:1, 512:0,>:4]",
+                "gpu:alloc.backend=cudamallocasync",
+            ],
+            GPUPolicy(
+                allocator_options=(
+                    ("backend", "cudaMallocAsync"),
+                    ("expandable_segments", "True"),
+                    ("garbage_collection_threshold", "0.8"),
+                    ("max_split_size_mb", "128"),
+                    ("roundup_power2_divisions", "[256:1,512:0,>:4]"),
+                )
+            ),
+            id="allocator options are spelt as PyTorch reads them",
+        ),
+        pytest.param(
+            ["gpu:alloc.roundup_power2_divisions=8"],
+            GPUPolicy(allocator_options=(("roundup_power2_divisions", "8"),)),
+            id="divisions may be one number",
+        ),
+        pytest.param(
+            ["gpu:exclusive", "gpu:priority=-3", "gpu:wait=1.5 h", "gpu:cpus=4"],
+            GPUPolicy(exclusive=True, priority=-3, wait_s=5400.0, cpus=4),
+            id="what concerns the queue",
+        ),
+        pytest.param(
+            ["gpu:oom=fail", "gpu:enforce=kill", "gpu:learn_by=size", "gpu:learn_by=Model"],
+            GPUPolicy(oom="fail", enforce="kill", learn_by=("Model", "size")),
+            id="parameters keep their case",
+        ),
+        pytest.param(
+            ["gpu:memory=1GiB", "gpu:memory = 1024 mib"],
+            GPUPolicy(memory=GIB, allocation="limit"),
+            id="the same value twice is no contradiction",
+        ),
+        pytest.param(["nightly", "gpu"], GPUPolicy(), id="other tags are passed over"),
+    ],
+)
+def test_what_tags_mean(tags: list[str], policy: GPUPolicy) -> None:
+    assert parse_tags(tags) == policy
+
+
+def test_a_policy_is_hashable() -> None:
+    assert len({parse_tags(["gpu:memory=1GiB"]), parse_tags(["gpu:memory=1024MiB"])}) == 1
+
+
+def test_the_context_wins_key_by_key() -> None:
+    policy = parse_tags(
+        ["gpu:memory=6GiB", "gpu:count=2", "gpu:framework=torch", "gpu:alloc.backend=native"],
+        {"gpu:memory=2GiB", "gpu:framework=jax", "gpu:alloc.max_split_size_mb=64"},
+    )
+    assert policy == GPUPolicy(
+        memory=2 * GIB,
+        count=2,
+        frameworks=(FrameworkShare("jax"),),
+        allocation="limit",
+        allocator_options=(("backend", "native"), ("max_split_size_mb", "64")),
+    )
+
+
+def test_a_tag_of_the_context_alone_makes_a_gpu_task() -> None:
+    assert parse_tags([], ["gpu"]) == GPUPolicy()
+
+
+def test_a_default_that_a_task_states_outlives_what_the_context_adds() -> None:
+    assert parse_tags(gpu(allocation="growth"), ["gpu:memory=1GiB"]) == GPUPolicy(memory=GIB)
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tags", "parts"),
+    [
+        pytest.param(["gpu:memry=6GiB"], ["'memry'", "gpu:memory?", "gpu:wait"], id="misspelt key"),
+        pytest.param(["gpu:zzz"], ["'zzz' is not a known key;"], id="key like no other"),
+        pytest.param(["gpu:"], ["'' is not a known key"], id="no key"),
+        pytest.param(["gpu:memory=12 bananas"], ["'bananas'", "GiB"], id="unit of fruit"),
+        pytest.param(["gpu:memory=8"], ["8GiB?"], id="bare number"),
+        pytest.param(["gpu:memory=0GiB"], ["not more than zero"], id="no memory"),
+        pytest.param(["gpu:memory=120%"], ["up to 100"], id="more than a device"),
+        pytest.param([f"gpu:memory=0.{'0' * 322}1%"], ["more than zero"], id="fraction too small"),
+        pytest.param([f"gpu:memory={'9' * 400}GiB"], ["infinity"], id="size beyond numbers"),
+        pytest.param(["gpu:memory=8192TiB"], ["less than 8192TiB"], id="size beyond devices"),
+        pytest.param(["gpu:memory="], ["memory has no value"], id="empty value"),
+        pytest.param(["gpu:memory"], ["memory has no value"], id="key alone"),
+        pytest.param(["gpu:memory=1GiB", "gpu:memory=2GiB"], ["two values", " and "], id="two budgets"),
+        pytest.param(["gpu:count=0"], ["0 is less than 1"], id="no device"),
+        pytest.param(["gpu:count=two"], ["'two' is not a whole number"], id="count in words"),
+        pytest.param(["gpu:count=3", "gpu:device=0,1"], ["gpu:count=3 with gpu:device=0,1"], id="fewer devices than count"),
+        pytest.param(["gpu:device=0,0"], ["device 0 is named twice"], id="device twice"),
+        pytest.param(["gpu:device=first"], ["neither an index nor a UUID prefix"], id="device by name"),
+        pytest.param(["gpu:device=0,"], ["''"], id="trailing comma"),
+        pytest.param(["gpu:framework=theano"], ["'theano' is not known;", "onnxruntime"], id="unknown framework"),
+        pytest.param(["gpu:framework=pytorch"], ["did you mean torch?"], id="framework by another name"),
+        pytest.param(["gpu:framework=torch:70"], ["'70' is not a percentage"], id="share without percent"),
+        pytest.param(["gpu:framework=torch:0." + "0" * 322 + "1%"], ["is not a percentage"], id="share too small"),
+        pytest.param(["gpu:framework=none:50%"], ["none has no share"], id="share of nothing"),
+        pytest.param(["gpu:framework=none", "gpu:framework=jax"], ["none excludes"], id="none and another"),
+        pytest.param(["gpu:framework=torch:70%", "gpu:framework=jax:40%"], ["more than 100%"], id="shares above all"),
+        pytest.param(["gpu:framework=torch:100%", "gpu:framework=jax"], ["nothing for"], id="nothing left"),
+        pytest.param(["gpu:framework=torch:70%", "gpu:framework=torch:20%"], ["two shares"], id="duplicate framework"),
+        pytest.param(["gpu:allocation=all", "gpu:caching=off"], ["disables the cap"], id="all without caching"),
+        pytest.param(["gpu:allocation=limit", "gpu:caching=off"], ["disables the cap"], id="limit without caching"),
+        pytest.param(["gpu:caching=no"], ["on or off"], id="caching with another word"),
+        pytest.param(["gpu:exclusive=yes"], ["takes no value"], id="exclusive with a value"),
+        pytest.param(["gpu:cpus=0"], ["less than 1"], id="no threads"),
+        pytest.param(["gpu:wait=10"], ["10s?"], id="bare duration"),
+        pytest.param([f"gpu:wait={'9' * 400}s"], ["finite"], id="endless wait"),
+        pytest.param([f"gpu:wait=0.{'0' * 322}1ms"], ["not more than zero"], id="no wait"),
+        pytest.param(["gpu:priority=high"], ["'high'", "gpu:priority=5"], id="priority in words"),
+        pytest.param(["gpu:learn_by=batch size"], ["not a name of a parameter"], id="no parameter"),
+        pytest.param(["gpu:alloc=1"], ["'' is not a known allocator option"], id="no option"),
+        pytest.param(["gpu:alloc.max_split=64"], ["gpu:alloc.max_split_size_mb?"], id="misspelt option"),
+        pytest.param(["gpu:alloc.max_split_size_mb=20"], ["20 is less than 21", "above 20"], id="split too small"),
+        pytest.param(["gpu:alloc.garbage_collection_threshold=1.0"], ["between 0 and 1"], id="threshold of one"),
+        pytest.param(["gpu:alloc.garbage_collection_threshold=0.0"], ["between 0 and 1"], id="threshold of zero"),
+        pytest.param(["gpu:alloc.expandable_segments=1"], ["true or false"], id="segments as number"),
+        pytest.param(["gpu:alloc.backend=jemalloc"], ["native or cudaMallocAsync"], id="unknown backend"),
+        pytest.param(["gpu:alloc.roundup_power2_divisions=3"], ["'3' is not a power of two"], id="three divisions"),
+        pytest.param(["gpu:alloc.roundup_power2_divisions=[256:1"], ["closing bracket"], id="open list"),
+        pytest.param(["gpu:alloc.roundup_power2_divisions=[300:1]"], ["'300'"], id="odd interval"),
+        pytest.param(["gpu:alloc.roundup_power2_divisions=[>:1,256:2]"], ["last `>`"], id="rest not last"),
+        pytest.param(["gpu:alloc.roundup_power2_divisions=[256:3]"], ["'3' divisions"], id="odd divisions"),
+    ],
+)  # fmt: skip
+def test_bad_tags_are_refused_by_name(tags: list[str], parts: list[str]) -> None:
+    with pytest.raises(PolicyError) as caught:
+        parse_tags(tags)
+    text = str(caught.value)
+    assert caught.value.accepted
+    assert any(tag in text for tag in tags) or all(tag.split("=")[0] in text for tag in tags)
+    for part in parts:
+        assert part in text
+
+
+def test_a_contradiction_between_sources_is_found_after_they_are_joined() -> None:
+    with pytest.raises(PolicyError, match="disables the cap"):
+        parse_tags(["gpu:allocation=limit"], ["gpu:caching=off"])
+
+
+@given(st.text(max_size=60), st.sampled_from(["gpu:", "gpu:memory=", "gpu:alloc.", "gpu:device=", "gpu:alloc.roundup_power2_divisions=", "gpu:framework=", "gpu:wait="]))  # fmt: skip
+def test_any_text_is_read_or_refused_as_policy(text: str, start: str) -> None:
+    for tag in (text, start + text):
+        try:
+            parse_tags([tag])
+        except PolicyError as error:
+            assert tag.strip() in str(error)
+
+
+# -- round trips -------------------------------------------------------------------------------
+
+_percentages = st.floats(min_value=1e-9, max_value=100.0)
+_options = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_split_size_mb": st.integers(21, 10**6).map(str),
+        "garbage_collection_threshold": st.integers(1, 99).map(lambda each: f"0.{each:02d}"),
+        "expandable_segments": st.sampled_from(["True", "False"]),
+        "roundup_power2_divisions": st.sampled_from(["1", "16", "[256:1,512:2,>:4]", "[>:0]"]),
+        "backend": st.sampled_from(["native", "cudaMallocAsync"]),
+    },
+)
+
+
+@st.composite
+def _shares(draw: st.DrawFn) -> tuple[FrameworkShare, ...]:
+    names = draw(st.lists(st.sampled_from(["cupy", "jax", "tensorflow", "torch"]), unique=True))
+    most = 100 // max(1, len(names)) - 1
+    percent = st.none() | st.integers(1, most)
+    shares = [(name, draw(percent)) for name in sorted(names)]
+    return tuple(FrameworkShare(name, each and each / 100) for name, each in shares)
+
+
+@st.composite
+def _policies(draw: st.DrawFn) -> GPUPolicy:
+    devices = draw(
+        st.lists(st.sampled_from(["0", "1", "17", "GPU-1a2b", "MIG-3c", "SIM-0"]), unique=True)
+    )
+    caching = draw(st.booleans())
+    return GPUPolicy(
+        memory=draw(
+            st.none()
+            | st.integers(1, 2**53 - 1)
+            | _percentages.map(lambda percentage: percentage / 100)
+        ),
+        count=draw(st.integers(1, len(devices) or 64)),
+        devices=tuple(devices),
+        frameworks=draw(_shares()),
+        allocation=draw(st.sampled_from(["limit", "growth", "all"])) if caching else "growth",
+        allocator_options=tuple(sorted(draw(_options).items())),
+        caching=caching,
+        exclusive=draw(st.booleans()),
+        oom=draw(st.sampled_from(["escalate", "fail"])),
+        enforce=draw(st.sampled_from(["warn", "kill"])),
+        priority=draw(st.integers(-(10**6), 10**6)),
+        wait_s=draw(st.none() | st.floats(1e-9, 1e12)),
+        cpus=draw(st.none() | st.integers(1, 4096)),
+        learn_by=tuple(sorted(draw(st.sets(st.from_regex(r"[a-z_]{1,8}", fullmatch=True))))),
+    )
+
+
+@given(_policies())
+def test_a_policy_survives_being_written_as_tags(policy: GPUPolicy) -> None:
+    tags = policy.to_tags()
+    random.Random(0).shuffle(tags)
+    assert parse_tags(tags) == policy
+
+
+@given(_policies(), st.randoms(use_true_random=False))
+def test_case_and_spaces_do_not_matter(policy: GPUPolicy, choices: random.Random) -> None:
+    def vary(tag: str) -> str:
+        key, equals, text = tag.partition("=")
+        if not key.endswith(("device", "learn_by")):  # prefixes and parameters are as written
+            text = "".join(choices.choice((each.upper(), each.lower())) for each in text)
+        return f" {choices.choice((key.upper(), key.title()))} {equals} {text}  "
+
+    assert parse_tags(map(vary, policy.to_tags())) == policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "tags"),
+    [
+        pytest.param(GPUPolicy(), ["gpu"], id="defaults are not said"),
+        pytest.param(
+            GPUPolicy(memory=1536 * MIB, allocation="limit"),
+            ["gpu", "gpu:memory=1.5GiB"],
+            id="bytes take the unit that is shortest, and limit needs no tag",
+        ),
+        pytest.param(
+            GPUPolicy(memory=0.07),
+            ["gpu", "gpu:memory=7%", "gpu:allocation=growth"],
+            id="percentages are not written with their rounding",
+        ),
+        pytest.param(GPUPolicy(wait_s=600), ["gpu", "gpu:wait=10m"], id="durations are short"),
+    ],
+)
+def test_tags_are_written_as_a_person_would(policy: GPUPolicy, tags: list[str]) -> None:
+    assert policy.to_tags() == tags
+
+
+def test_what_no_tag_can_say_is_not_written() -> None:
+    with pytest.raises(ValueError, match="cannot be written"):
+        GPUPolicy(memory=0).to_tags()
+
+
+# -- gpu(...) ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tags", "written"),
+    [
+        pytest.param(gpu(), ["gpu"], id="nothing asked"),
+        pytest.param(
+            gpu(memory="6 gib", framework="torch"),
+            ["gpu", "gpu:memory=6GiB", "gpu:framework=torch"],
+            id="the first example of the documentation",
+        ),
+        pytest.param(
+            gpu(device=[0, "GPU-1a"], count=2, framework=["jax", "torch:70%"]),
+            ["gpu", "gpu:count=2", "gpu:device=0,GPU-1a", "gpu:framework=jax", "gpu:framework=torch:70%"],
+            id="sequences",
+        ),
+        pytest.param(gpu(device=1), ["gpu", "gpu:device=1"], id="a device by its number"),
+        pytest.param(
+            gpu(alloc={"expandable_segments": True, "max_split_size_mb": 128, "garbage_collection_threshold": 1e-05}),
+            ["gpu", "gpu:alloc.expandable_segments=True", "gpu:alloc.garbage_collection_threshold=0.00001", "gpu:alloc.max_split_size_mb=128"],
+            id="allocator options as Python values",
+        ),
+        pytest.param(gpu(caching=False), ["gpu", "gpu:caching=off"], id="caching as a bool"),
+        pytest.param(gpu(caching="on"), ["gpu", "gpu:caching=on"], id="a default that is stated"),
+        pytest.param(gpu(exclusive=True), ["gpu", "gpu:exclusive"], id="a tag without a value"),
+        pytest.param(gpu(wait=90), ["gpu", "gpu:wait=90s"], id="seconds as a number"),
+        pytest.param(gpu(wait="10m"), ["gpu", "gpu:wait=10m"], id="seconds as text"),
+        pytest.param(
+            gpu(allocation="all", oom="fail", enforce="kill", priority=5, cpus=4, learn_by=["b", "a"]),
+            ["gpu", "gpu:allocation=all", "gpu:oom=fail", "gpu:enforce=kill", "gpu:priority=5", "gpu:cpus=4", "gpu:learn_by=a", "gpu:learn_by=b"],
+            id="everything else",
+        ),
+    ],
+)  # fmt: skip
+def test_gpu_writes_tags(tags: list[str], written: list[str]) -> None:
+    assert tags == written
+
+
+@given(_policies())
+def test_gpu_takes_every_key(policy: GPUPolicy) -> None:
+    said = {tag.partition("=")[0]: tag.partition("=")[2] for tag in policy.to_tags()}
+    tags = gpu(
+        memory=said.get("gpu:memory"),
+        count=policy.count,
+        device=policy.devices or None,
+        framework=[tag[14:] for tag in policy.to_tags() if tag.startswith("gpu:framework=")],
+        allocation=policy.allocation,
+        alloc=dict(policy.allocator_options),
+        caching=policy.caching,
+        exclusive=policy.exclusive,
+        oom=policy.oom,
+        enforce=policy.enforce,
+        priority=policy.priority,
+        wait=policy.wait_s,
+        cpus=policy.cpus,
+        learn_by=policy.learn_by,
+    )
+    assert parse_tags(tags) == policy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"memory": 8}, id="a number without a unit"),
+        pytest.param({"device": []}, id="a list of no devices"),
+        pytest.param({"exclusive": "no"}, id="a word for a bool"),
+        pytest.param({"alloc": {"max_split": 64}}, id="an unknown option"),
+        pytest.param({"wait": float("nan")}, id="seconds that are no number"),
+        pytest.param({"caching": False, "allocation": "limit"}, id="a contradiction"),
+    ],
+)
+def test_gpu_refuses_at_once(arguments: dict[str, object]) -> None:
+    with pytest.raises(PolicyError):
+        gpu(**arguments)  # type: ignore[arg-type]
+
+
+# -- what has no effect yet, and the table ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tags", "unenforced"),
+    [
+        pytest.param(["gpu:memory=1GiB"], (), id="what has an effect is not named"),
+        pytest.param(["gpu"], (), id="defaults are not named"),
+        pytest.param(["gpu:oom=escalate"], ("gpu:oom=escalate",), id="a stated default is"),
+        pytest.param(
+            ["gpu:learn_by=size", "gpu:enforce=kill", "gpu:framework=jax", "gpu:framework=torch:70%"],
+            ("gpu:enforce=kill", "gpu:learn_by=size", "gpu:framework=torch:70%"),
+            id="shares are, whole frameworks are not",
+        ),
+    ],
+)  # fmt: skip
+def test_tags_without_effect_are_named(tags: list[str], unenforced: tuple[str, ...]) -> None:
+    policy = parse_tags(tags)
+    assert policy is not None
+    assert policy.unenforced() == unenforced
+
+
+def test_the_table_has_a_row_for_every_key() -> None:
+    rows = tag_table_markdown().splitlines()
+    assert rows[:2] == ["| tag | meaning | default |", "|---|---|---|"]
+    assert len(rows) == 3 + 14
+    assert all(row.count(" | ") == 2 for row in rows if not row.startswith(("|---", "| `gpu` ")))

@@ -1,0 +1,73 @@
+"""`prefect_gpu.settings`: the environment under Prefect's names for integrations."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from pydantic import ValidationError
+
+from prefect_gpu.settings import GPUSettings
+from prefect_gpu.units import MIB
+
+PREFIX = "PREFECT_INTEGRATIONS_GPU_"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DEVICES", "PLACEMENT", "MAX_PROCESSES", "HEADROOM", "REPORTS"):
+        monkeypatch.delenv(PREFIX + name, raising=False)
+
+
+def test_defaults() -> None:
+    settings = GPUSettings()
+    assert settings.model_dump() == {
+        "devices": "auto",
+        "placement": "spread",
+        "max_processes": None,
+        "headroom": None,
+        "reports": True,
+    }
+    assert settings.headroom_bytes is None
+
+
+def test_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "DEVICES", "simulated:2x24GiB")
+    monkeypatch.setenv(PREFIX + "PLACEMENT", "pack")
+    monkeypatch.setenv(PREFIX + "MAX_PROCESSES", "3")
+    monkeypatch.setenv(PREFIX + "HEADROOM", "512 MiB")
+    monkeypatch.setenv(PREFIX + "REPORTS", "false")
+    settings = GPUSettings()
+    assert settings.devices == "simulated:2x24GiB"
+    assert settings.placement == "pack"
+    assert settings.max_processes == 3
+    assert settings.headroom_bytes == 512 * MIB
+    assert settings.reports is False
+
+
+def test_headroom_may_be_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "HEADROOM", "0")
+    assert GPUSettings().headroom_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        pytest.param("HEADROOM", "8", "did you mean 8GiB", id="headroom without a unit"),
+        pytest.param("HEADROOM", "9" * 400 + "GiB", "accepted", id="headroom beyond numbers"),
+        pytest.param("PLACEMENT", "random", "spread", id="an unknown placement"),
+        pytest.param("MAX_PROCESSES", "0", "greater than or equal to 1", id="no process at all"),
+        pytest.param("DEVICES", "", "at least 1 character", id="no devices named"),
+    ],
+)
+def test_bad_values_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, problem: str
+) -> None:
+    monkeypatch.setenv(PREFIX + name, text)
+    with pytest.raises(ValidationError, match=problem):
+        GPUSettings()
+
+
+def test_they_travel_with_a_pickled_flow() -> None:
+    settings = GPUSettings(devices="0,1")
+    assert pickle.loads(pickle.dumps(settings)) == settings

@@ -1,0 +1,107 @@
+"""`prefect_gpu.units`: bytes and seconds, to and from text."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_gpu.units import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    parse_duration,
+    parse_size,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        pytest.param("6GiB", 6 * GIB, id="a binary unit counts in 1024"),
+        pytest.param("6GB", 6 * 10**9, id="a decimal unit counts in 1000"),
+        pytest.param(" 1.5 tib ", 3 * TIB // 2, id="case and spaces do not matter"),
+        pytest.param(".5MiB", MIB // 2, id="a leading point"),
+        pytest.param("2.kib", 2 * KIB, id="a trailing point"),
+        pytest.param("0.0015kb", 1, id="part of a byte is dropped"),
+    ],
+)
+def test_sizes_are_read_as_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text) == parse_size(text) == size
+
+
+def test_percentages_are_read_as_fractions() -> None:
+    assert parse_size("40 %") == 0.4
+    assert parse_size("100%") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        pytest.param("many", "not a number with a unit", id="a word"),
+        pytest.param("-1GiB", "not a number with a unit", id="a negative size"),
+        pytest.param("8", "did you mean 8GiB", id="no unit"),
+        pytest.param("8 bananas", "'bananas' is not a unit", id="an unknown unit"),
+        pytest.param("0GiB", "not more than zero", id="zero"),
+        pytest.param("0.1kib%", "not a unit of bytes", id="two units"),
+        pytest.param("0%", "not a percentage", id="no part of it"),
+        pytest.param("100.1%", "not a percentage", id="more than all of it"),
+    ],
+)
+def test_other_texts_are_no_size(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("10m", 600.0), ("1.5 H", 5400.0), ("500ms", 0.5), ("2d", 172800.0), ("3 s", 3.0)],
+)
+def test_durations_are_read_as_seconds(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        pytest.param("soon", "not a number with a unit", id="a word"),
+        pytest.param("10", "did you mean 10s", id="no unit"),
+        pytest.param("10GiB", "not a unit of time", id="a unit of bytes"),
+        pytest.param("0s", "not more than zero", id="zero"),
+    ],
+)
+def test_other_texts_are_no_duration(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        pytest.param(None, "unknown", id="nobody knows"),
+        pytest.param(0, "0B", id="nothing"),
+        pytest.param(1023, "1023B", id="below the first unit"),
+        pytest.param(512 * MIB, "512MiB", id="whole numbers have no decimal"),
+        pytest.param(int(23.71 * GIB), "23.7GiB", id="three digits"),
+        pytest.param(6 * GIB, "6GiB", id="no trailing zero"),
+        pytest.param(-3 * TIB / 2, "-1.5TiB", id="what is missing"),
+    ],
+)
+def test_bytes_are_written_for_a_person(size_bytes: float | None, text: str) -> None:
+    assert format_bytes(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        pytest.param(None, "unknown", id="nobody knows"),
+        pytest.param(0.085, "85ms", id="below a second"),
+        pytest.param(12.34, "12.3s", id="below a minute"),
+        pytest.param(245.4, "4m 05s", id="below an hour"),
+        pytest.param(7380, "2h 03m", id="hours"),
+    ],
+)
+def test_seconds_are_written_for_a_person(seconds: float | None, text: str) -> None:
+    assert format_seconds(seconds) == text

@@ -88,8 +88,7 @@ def train_torch(kind: str, data: dict[str, Any], epochs: int, seed: int) -> floa
     }
     model = nn.Sequential(*layers[kind]).to(device)
     x, y, test_x, test_y = (
-        torch.from_numpy(data[key]).to(device)
-        for key in ("train_x", "train_y", "test_x", "test_y")
+        torch.from_numpy(data[key]).to(device) for key in ("train_x", "train_y", "test_x", "test_y")
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for _ in range(epochs):

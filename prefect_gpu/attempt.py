@@ -266,7 +266,9 @@ class Attempt:
                 self._ticket,
             )
             framework_policy = replace(framework_policy, context_bytes=contexts)
-        self._context_bytes = max((contexts[name] for name in self._frameworks), default=0)
+        self._context_bytes = max(
+            (contexts.get(name, 0) for name in self._frameworks), default=0
+        )
         cap = self._cap(framework_policy, placement)
         if isinstance(self._broker.reader, SimulatedReader):
             self._context_bytes = self._broker.reader.spec.context_bytes

@@ -133,10 +133,8 @@ class _Walk:
             yield from self._function(value)
         elif isinstance(value, type):
             yield from self._class(value)
-        elif isinstance(inspect.getattr_static(value, "__dict__", None), dict) or callable(value):
-            yield from self._instance(value)
         else:
-            yield from self._class(type(value))
+            yield from self._instance(value)
 
     def _all(self, values: Iterable[Any]) -> Iterator[str]:
         for value in values:
@@ -178,14 +176,12 @@ class _Walk:
 
     def _instance(self, value: Any) -> Iterator[str]:
         yield from self._class(type(value))
+        try:
+            fields = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return
         # A Prefect task holds its function as `fn`.
-        fields = inspect.getattr_static(value, "__dict__", None)
-        inner = fields.get("fn") if isinstance(fields, dict) else None
-        if inner is None:
-            try:
-                inner = object.__getattribute__(value, "__dict__").get("fn")
-            except AttributeError:
-                return
+        inner = fields.get("fn")
         if isinstance(inner, (FunctionType, MethodType, functools.partial)):
             yield from self.roots(inner)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
@@ -341,7 +341,7 @@ def _advice(reports: Sequence[TaskReport]) -> str:
         top = _largest(group)
         tags = {r.budget_bytes if r.budget_source == "tag" else 0 for r in group}
         size = readable_size(_peak_each(top) * TAG_MARGIN) if top else ""
-        if top and tags != {parse_bytes(size)}:
+        if top and not _fits(tags, parse_bytes(size)):
             why = f"largest peak {format_bytes(top.peak_process_bytes)}"
             if len(top.devices) > 1:
                 why += f" on {len(top.devices)} devices"
@@ -356,6 +356,11 @@ def _advice(reports: Sequence[TaskReport]) -> str:
     if not rows:
         return "Nothing to change: every tag fits what its task took."
     return _table(("task", "budget now", "write", "because"), rows)
+
+
+def _fits(tags: Set[int], size_bytes: int) -> bool:
+    """Tell whether all runs had one tag that is near enough to leave alone."""
+    return all(abs(tag - size_bytes) <= 0.05 * size_bytes for tag in tags)
 
 
 def _now_words(group: Sequence[TaskReport]) -> str:

@@ -92,7 +92,7 @@ def task_timeline_svg(report: TaskReport) -> str:
     """
     marks = sorted(report.marks, key=lambda mark: mark.at_s)
     left, right = 78, WIDTH - 24
-    rows, labels = _place_marks(
+    rows, spots = _place_marks(
         [mark.name for mark in marks], [mark.at_s for mark in marks], _end_s(report), left, right
     )
     top = 62 + 17 * rows
@@ -147,19 +147,19 @@ def task_timeline_svg(report: TaskReport) -> str:
         )
     if start_x - left > 58:
         x, y = (left + start_x) / 2, (top + bottom) / 2
-        canvas.text(x, y, "starting", fill=MUTED, anchor="middle", halo=True)
+        canvas.text(x, y, "starting", fill=MUTED, anchor="middle")
 
-    for label, mark in zip(labels, marks, strict=True):
-        label_y = 62 + 17 * label.row - 10 if label.text else top
-        canvas.path([(label.x, label_y), (label.x, bottom)], stroke=MUTED, width=1, dash="2 3")
+    for spot, mark in zip(spots, marks, strict=True):
+        spot_y = 62 + 17 * spot.row - 10 if spot.text else top
+        canvas.path([(spot.x, spot_y), (spot.x, bottom)], stroke=MUTED, width=1, dash="2 3")
         if mark.duration_s:
             end_x = x_of(mark.at_s + mark.duration_s)
-            canvas.rect(label.x, top - 5, max(1.5, end_x - label.x), 3, MUTED)
-    # Above all lines, so that the line of a later mark does not run through an earlier label.
-    for label in labels:
-        if label.text:
-            x = label.x + (4 if label.anchor == "start" else -4)
-            canvas.text(x, 62 + 17 * label.row, label.text, size=11, anchor=label.anchor, halo=True)
+            canvas.rect(spot.x, top - 5, max(1.5, end_x - spot.x), 3, MUTED)
+    # Above all lines, so that the line of a later mark does not run through an earlier spot.
+    for spot in spots:
+        if spot.text:
+            x = spot.x + (4 if spot.anchor == "start" else -4)
+            canvas.text(x, 62 + 17 * spot.row, spot.text, size=11, anchor=spot.anchor, halo=True)
 
     words = f"budget {_budget_words(report)}"
     if off_scale:
@@ -207,7 +207,7 @@ def _end_s(report: TaskReport) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Label:
+class _Spot:
     """Where the name of a mark goes."""
 
     x: float
@@ -219,10 +219,10 @@ class _Label:
 
 def _place_marks(
     names: Sequence[str], moments: Sequence[float], end_s: float, left: float, right: float
-) -> tuple[int, list[_Label]]:
+) -> tuple[int, list[_Spot]]:
     """Lay the labels of marks out in up to three rows; one that has no room has no text."""
     taken_to = [left, left, left]
-    labels: list[_Label] = []
+    spots: list[_Spot] = []
     for name, at_s in zip(names, moments, strict=True):
         x = left + (right - left) * min(1.0, max(0.0, at_s / end_s))
         text = shorten(clean(name), 170, 11)
@@ -231,11 +231,11 @@ def _place_marks(
         anchor, begin = ("start", x) if x + width <= right else ("end", x - width)
         row = next((i for i, taken in enumerate(taken_to) if text and begin >= taken), None)
         if row is None:
-            labels.append(_Label(x))
+            spots.append(_Spot(x))
         else:
             taken_to[row] = begin + width + 8
-            labels.append(_Label(x, row, text, anchor))
-    return max((label.row + 1 for label in labels if label.text), default=0), labels
+            spots.append(_Spot(x, row, text, anchor))
+    return max((spot.row + 1 for spot in spots if spot.text), default=0), spots
 
 
 def _time_axis(

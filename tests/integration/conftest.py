@@ -1,0 +1,32 @@
+"""One real Prefect server for all integration tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[str]:
+    """The URL of a temporary Prefect API, set for everything in this process.
+
+    Takes about 10 s to start, so it runs once. It sets the API URL, which hides what a user
+    without a server sees: the ephemeral server has tests of its own. Task-run states reach the API
+    seconds late: poll.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        # The server's process inherits these. Analytics try to reach the internet.
+        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+        patch.setenv("DO_NOT_TRACK", "1")
+        patch.delenv("PREFECT_API_URL", raising=False)
+        # Servers and children without compiled bytecode start twice as slowly.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        from prefect.settings import PREFECT_API_URL
+        from prefect.testing.utilities import prefect_test_harness
+
+        with prefect_test_harness(server_startup_timeout=120):
+            url = PREFECT_API_URL.value()
+            assert url
+            yield url

@@ -1,0 +1,116 @@
+"""Reports reach a real Prefect API and can be read back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from prefect_gpu.reports.markdown import flow_metadata
+from prefect_gpu.reports.publish import Publisher, publish_flow_report, publish_task_report
+from tests.fakes.reports import device, flow_reports, task_report
+
+
+@pytest.fixture
+def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+def read(client: SyncPrefectClient, key: str) -> list[Any]:
+    return client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
+
+
+def test_a_task_report_comes_back_with_all_its_metadata(client: SyncPrefectClient) -> None:
+    report = task_report(task_name="Évaluate ResNet_50", task_run_id=uuid4(), flow_run_id=uuid4())
+    publish_task_report(report, client)
+    (artifact,) = read(client, "gpu-memory-evaluate-resnet-50")
+    assert artifact.metadata_ == report.metadata()
+    assert artifact.type == "markdown"
+    assert (artifact.task_run_id, artifact.flow_run_id) == (report.task_run_id, report.flow_run_id)
+    assert "data:image/svg+xml;base64," in artifact.data
+
+
+def test_a_value_that_is_too_long_is_cut_and_does_not_stop_the_report(
+    client: SyncPrefectClient,
+) -> None:
+    devices = tuple(device(i) for i in range(16))
+    publish_task_report(task_report(task_name="wide", devices=devices), client)
+    (artifact,) = read(client, "gpu-memory-wide")
+    assert len(artifact.metadata_["device_uuid"]) == 500
+
+
+def test_a_flow_report_comes_back_on_its_flow_run(client: SyncPrefectClient) -> None:
+    flow_run_id = uuid4()
+    reports = flow_reports()
+    publish_flow_report(reports, client, flow_name="nightly", flow_run_id=flow_run_id)
+    (artifact,) = read(client, "gpu-flow-nightly")
+    assert artifact.flow_run_id == flow_run_id
+    assert artifact.metadata_ == flow_metadata(reports)
+
+
+def test_a_publisher_drains_from_its_thread_under_the_settings_of_the_flow(
+    client: SyncPrefectClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = Publisher(lambda: get_client(sync_client=True))
+    began = time.perf_counter()
+    for i in range(10):
+        publisher.publish(task_report(task_name="drained", attempt=i + 1))
+    publisher.publish_flow(flow_reports(), flow_name="drained", flow_run_id=None)
+    accepted_s = time.perf_counter() - began
+    publisher.close(timeout_s=60)
+    found = read(client, "gpu-memory-drained")
+    assert sorted(int(a.metadata_["attempt"]) for a in found) == list(range(1, 11))
+    assert len(read(client, "gpu-flow-drained")) == 1
+    assert publisher.lost == 0 and caplog.records == []
+    assert accepted_s < time.perf_counter() - began
+
+
+def test_an_unreachable_api_costs_one_warning_that_counts(
+    prefect_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        publisher = Publisher(
+            lambda: get_client(sync_client=True),
+            logger=logging.getLogger("reports"),
+            retry_delays_s=(0.01, 0.01),
+        )
+        for _ in range(3):
+            publisher.publish(task_report())
+        publisher.close(timeout_s=60)
+        publisher.close(timeout_s=60)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "3 memory reports were lost" in record.getMessage()
+    assert "ConnectError" in record.getMessage()
+
+
+def test_an_api_that_never_answers_does_not_hold_up_the_end_of_a_flow(
+    prefect_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = threading.Event()
+
+    @contextmanager
+    def hang() -> Iterator[SyncPrefectClient]:
+        never.wait(60)
+        raise OSError("gone")
+        yield
+
+    publisher = Publisher(hang, logger=logging.getLogger("reports"))
+    publisher.publish(task_report())
+    publisher.publish(task_report())
+    began = time.monotonic()
+    publisher.close(timeout_s=0.2)
+    assert time.monotonic() - began < 30
+    assert "2 memory reports were lost" in caplog.text
+    assert "took longer than 0.2s" in caplog.text
+    never.set()

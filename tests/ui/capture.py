@@ -1,0 +1,126 @@
+"""Look at an artifact's page as a person would, and take its picture.
+
+    python -m tests.ui.capture --api-url http://127.0.0.1:4200/api --key gpu-memory-evaluate --out a.png
+
+Needs Chromium (`apt-get install chromium`) and playwright's Python package, without its browsers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import UUID
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+UI = Literal["v1", "v2"]
+
+CHROMIUM = next(
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    "",
+)
+#: No sandbox: tests run as root in containers. The rest keeps it from calling anyone.
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync"
+).split()
+PATIENCE_MS = 60_000
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the page showed."""
+
+    text: str
+    #: Natural widths of the images that hold charts, in pixels; 0: broken.
+    image_widths: list[int]
+
+
+@contextmanager
+def browser_page(width: int = 1280, *, dark: bool = False) -> Iterator[Page]:
+    """Open Chromium with one page."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        try:
+            yield browser.new_page(
+                viewport={"width": width, "height": 1000},
+                color_scheme="dark" if dark else "light",
+            )
+        finally:
+            browser.close()
+
+
+def artifact_id(api_url: str, key: str) -> UUID:
+    """Find the newest artifact of a key."""
+    import httpx
+
+    answer = httpx.get(f"{api_url}/artifacts/{key}/latest", timeout=30)
+    answer.raise_for_status()
+    return UUID(answer.json()["id"])
+
+
+def open_artifact(page: Page, api_url: str, artifact: UUID, ui: UI = "v2") -> Seen:
+    """Open an artifact's page and wait until its charts are there."""
+    base = api_url.removesuffix("/api")
+    page.goto(f"{base}/{'v2/' if ui == 'v2' else ''}artifacts/artifact/{artifact}")
+    image = page.locator('img[src^="data:image/svg+xml"]').first
+    image.wait_for(state="visible", timeout=PATIENCE_MS)
+    page.locator("table").first.wait_for(state="visible", timeout=PATIENCE_MS)
+    page.wait_for_function(
+        "[...document.images].filter(i => i.src.startsWith('data:')).every(i => i.complete)",
+        timeout=PATIENCE_MS,
+    )
+    widths = page.evaluate(
+        "[...document.images].filter(i => i.src.startsWith('data:')).map(i => i.naturalWidth)"
+    )
+    return Seen(page.locator("body").inner_text(), widths)
+
+
+def save(page: Page, out: Path, limit_bytes: int = 150_000) -> None:
+    """Save the whole page as a PNG of at most `limit_bytes`, by fewer colours where it must."""
+    # The UI scrolls inside the page: a tall window shows all of it.
+    height = page.evaluate(
+        "Math.max(...[...document.querySelectorAll('*')].map(e => e.scrollHeight))"
+    )
+    size = page.viewport_size or {"width": 1280, "height": 1000}
+    page.set_viewport_size({"width": size["width"], "height": min(int(height) + 20, 4000)})
+    page.wait_for_timeout(500)
+    picture: Any = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for colours in (256, 128, 64, 32):
+        picture.quantize(colours, dither=Image.Dither.NONE).save(out, optimize=True)
+        if out.stat().st_size <= limit_bytes:
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--api-url", required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--artifact-id", type=UUID)
+    which.add_argument("--key", help="the newest artifact of this key")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ui", choices=("v1", "v2"), default="v2")
+    parser.add_argument("--width", type=int, default=1280)
+    parser.add_argument("--dark", action="store_true")
+    given = parser.parse_args()
+    found = given.artifact_id or artifact_id(given.api_url, given.key)
+    with browser_page(given.width, dark=given.dark) as page:
+        seen = open_artifact(page, given.api_url, found, given.ui)
+        save(page, given.out)
+    print(f"{given.out}: {given.out.stat().st_size} bytes, charts {seen.image_widths} wide")
+
+
+if __name__ == "__main__":
+    main()

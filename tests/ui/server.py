@@ -1,0 +1,68 @@
+"""A real Prefect server with its UI, on a port and in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+#: The first start builds a database: 15 s on two idle cores, more beside other tests.
+STARTUP_S = 180.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running_server(home: Path) -> Iterator[str]:
+    """Start a server, give the URL of its API, and end it."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")},
+        "PREFECT_HOME": str(home),
+        # The page calls the API here; by default at port 4200, and shows "Unable to connect".
+        "PREFECT_SERVER_UI_API_URL": f"{url}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_DOCKET_NAME": f"ui-{port}",
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)]
+    with (home / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+        try:
+            _wait(f"{url}/api/health", server, home / "server.log")
+            yield f"{url}/api"
+        finally:
+            server.terminate()
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + STARTUP_S
+    while time.monotonic() < until:
+        if server.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise RuntimeError(f"no Prefect server at {url}; its output:\n{log.read_text()[-4000:]}")

@@ -1,0 +1,85 @@
+"""Reports as a person sees them: real Chromium, real Prefect server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from prefect_gpu.reports.publish import publish_flow_report, publish_task_report
+from tests.fakes.reports import flow_reports, task_report
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("PIL.Image", reason="pillow is not installed")
+
+from tests.ui.capture import (  # noqa: E402
+    CHROMIUM,
+    UI,
+    artifact_id,
+    browser_page,
+    open_artifact,
+    save,
+)
+from tests.ui.server import running_server  # noqa: E402
+
+pytestmark = [
+    pytest.mark.ui,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with (
+        running_server(tmp_path_factory.mktemp("prefect")) as url,
+        temporary_settings({PREFECT_API_URL: url}),
+    ):
+        with get_client(sync_client=True) as client:
+            publish_task_report(task_report(), client)
+            publish_flow_report(flow_reports(), client, flow_name="nightly", flow_run_id=None)
+        yield url
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Where screenshots go: a temporary folder, or the one named in the environment."""
+    return Path(os.environ.get("PREFECT_GPU_TEST_PICTURES", tmp_path))
+
+
+@pytest.mark.parametrize("ui", ["v2", "v1"])
+def test_a_task_report_shows_its_numbers_and_its_chart(
+    api_url: str, pictures: Path, ui: UI
+) -> None:
+    with browser_page() as page:
+        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"), ui)
+        save(page, pictures / f"task-report-{ui}.png")
+    assert seen.image_widths == [960]
+    assert "it needed 5.5GiB of its 6GiB budget (92%)" in seen.text
+    assert "Peak held by the framework" in seen.text
+    assert "load weights" in seen.text
+    assert "&amp;" not in seen.text and "\\_" not in seen.text
+
+
+@pytest.mark.parametrize("ui", ["v2", "v1"])
+def test_a_flow_report_shows_every_process_and_the_devices(
+    api_url: str, pictures: Path, ui: UI
+) -> None:
+    with browser_page() as page:
+        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-flow-nightly"), ui)
+        save(page, pictures / f"flow-report-{ui}.png")
+    assert seen.image_widths == [960]
+    assert "16 of 19 processes completed" in seen.text
+    assert "gpu:memory=5.5GiB" in seen.text
+    assert "evaluate-vit-b16-int8" in seen.text
+
+
+def test_a_chart_reads_in_a_dark_page(api_url: str, pictures: Path) -> None:
+    with browser_page(dark=True) as page:
+        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"))
+        save(page, pictures / "task-report-dark.png")
+    assert seen.image_widths == [960]

@@ -1,0 +1,331 @@
+"""What adapters ask of a framework, told by hand-written fakes of it; `tests/gpu` has the real ones."""
+
+import contextlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from prefect_gpu.errors import FrameworkError
+from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.registry import ADAPTERS
+from prefect_gpu.frameworks.torch_adapter import ALL_MARGIN_BYTES, fraction_for
+from prefect_gpu.units import GIB, MIB
+from tests.unit.frameworks.policies import policy
+
+
+class FakeTorch:
+    """Says what was asked of it, in order, in `log`."""
+
+    def __init__(self, devices=1, built=True, room=80 * GIB):
+        self.log = []
+        self.uint8 = "uint8"
+        self.version = SimpleNamespace(cuda="13.0" if built else None)
+        self._queued = []
+        self._room = room
+        self.cuda = SimpleNamespace(
+            device_count=lambda: devices,
+            is_initialized=lambda: not self._queued,
+            get_device_properties=lambda i: SimpleNamespace(total_memory=80 * GIB),
+            set_per_process_memory_fraction=lambda f, i: self.log.append(("cap", i, f * 80)),
+            memory_stats=lambda i: {
+                "allocated_bytes.all.current": 1,
+                "allocated_bytes.all.peak": 2,
+                "reserved_bytes.all.current": 3,
+                "reserved_bytes.all.peak": 4,
+                "num_alloc_retries": 5,
+            },
+            _lazy_call=self._queued.append,
+        )
+        self._interop = 8
+
+    def start_cuda(self):
+        while self._queued:
+            self._queued.pop(0)()
+
+    def empty(self, size, dtype, device):
+        self.start_cuda()
+        if size > self._room:
+            raise RuntimeError("CUDA out of memory")
+        self.log.append(("take", device, size))
+
+    def set_num_threads(self, n):
+        self.log.append(("threads", n))
+
+    def get_num_interop_threads(self):
+        return self._interop
+
+    def set_num_interop_threads(self, n):
+        if self._interop != 8:
+            raise RuntimeError("cannot set number of interop threads after parallel work")
+        self._interop = n
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    def use(**options):
+        fake = FakeTorch(**options)
+        monkeypatch.setitem(sys.modules, "torch", fake)
+        return fake
+
+    return use
+
+
+def test_torch_caps_when_cuda_starts_and_not_before(torch):
+    fake = torch(devices=2)
+    ADAPTERS["torch"].apply(
+        policy(
+            device_uuids=("a", "b"),
+            total_bytes=(80 * GIB,) * 2,
+            budget_bytes=(8 * GIB, 4 * GIB),
+            allocation="limit",
+            cpus=2,
+        )
+    )
+    assert fake.log == [("threads", 2)]
+    assert ADAPTERS["torch"].counters() is None
+    fake.start_cuda()
+    assert fake.log[1:] == [("cap", 0, 8.0), ("cap", 1, 4.0)]
+    assert ADAPTERS["torch"].counters() == Counters(2, 6, 4, 8, 10)
+
+
+def test_torch_growth_sets_no_cap(torch):
+    fake = torch()
+    ADAPTERS["torch"].apply(policy())
+    assert not fake._queued
+
+
+def test_torch_all_takes_the_cap_at_once_but_for_a_margin(torch):
+    fake = torch()
+    ADAPTERS["torch"].apply(policy(allocation="all"))
+    assert fake.log[1:] == [("cap", 0, 8.0), ("take", "cuda:0", 8 * GIB - ALL_MARGIN_BYTES)]
+
+
+def test_torch_all_that_finds_no_room_says_so(torch):
+    torch(room=GIB)
+    with pytest.raises(FrameworkError, match="allocation=all could not take"):
+        ADAPTERS["torch"].apply(policy(allocation="all"))
+
+
+@pytest.mark.parametrize(
+    ("built", "why"), [(False, "built without CUDA"), (True, "libraries may be missing")]
+)
+def test_torch_without_the_allotted_device_is_an_error(torch, built, why):
+    torch(devices=0, built=built)
+    with pytest.raises(FrameworkError, match=r"1 GPU\(s\) allotted, 0 found") as caught:
+        ADAPTERS["torch"].apply(policy())
+    assert why in str(caught.value)
+
+
+def test_torch_refuses_a_cap_without_its_cache(torch):
+    torch()
+    with pytest.raises(FrameworkError, match="caching=off disables the cap"):
+        ADAPTERS["torch"].apply(policy(allocation="limit", caching=False))
+
+
+def test_torch_interop_threads_that_are_fixed_already_stand(torch):
+    fake = torch(devices=0)
+    fake._interop = 4
+    ADAPTERS["torch"].apply(policy(device_kind="host", cpus=2))
+    assert fake.get_num_interop_threads() == 4
+
+
+@pytest.mark.parametrize("cap", [1, 3 * GIB + 1, 7 * GIB - 1, 79 * GIB + 12345])
+def test_torch_fraction_gives_the_cap_to_the_byte(cap):
+    total = 80 * GIB - 4321
+    assert int(fraction_for(cap, total) * total) == cap
+    assert fraction_for(total + 1, total) == 1.0
+
+
+class FakeTensorFlow:
+    def __init__(self, gpus=1, started=False, built=True):
+        self.log = []
+        self._started = started
+        names = [f"GPU:{i}" for i in range(gpus)]
+        self.test = SimpleNamespace(is_built_with_cuda=lambda: built)
+        self.device = contextlib.nullcontext
+        self.config = SimpleNamespace(
+            threading=SimpleNamespace(
+                get_intra_op_parallelism_threads=lambda: 0,
+                set_intra_op_parallelism_threads=lambda n: self.set("intra", n),
+                get_inter_op_parallelism_threads=lambda: 0,
+                set_inter_op_parallelism_threads=lambda n: self.set("inter", n),
+            ),
+            list_physical_devices=lambda kind: names,
+            list_logical_devices=lambda kind: names,
+            LogicalDeviceConfiguration=lambda memory_limit: memory_limit,
+            set_logical_device_configuration=lambda gpu, given: self.set("limit", gpu, *given),
+            experimental=SimpleNamespace(
+                set_memory_growth=lambda gpu, on: self.set("growth", gpu, on),
+                get_memory_info=lambda name: {"current": 5, "peak": 7},
+            ),
+        )
+
+    def set(self, *what):
+        if self._started:
+            raise RuntimeError("Physical devices cannot be modified after being initialized")
+        self.log.append(what)
+
+    def zeros(self, shape):
+        self.log.append("started")
+        return SimpleNamespace(numpy=lambda: None)
+
+
+@pytest.fixture
+def tensorflow(monkeypatch):
+    def use(runtime=None, **options):
+        fake = FakeTensorFlow(**options)
+        monkeypatch.setitem(sys.modules, "tensorflow", fake)
+        context = SimpleNamespace(_context=runtime)
+        monkeypatch.setitem(sys.modules, "tensorflow.python.eager.context", context)
+        return fake
+
+    return use
+
+
+THREADS = [("intra", 1), ("inter", 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({}, [("growth", "GPU:0", True)]),
+        ({"allocation": "limit", "context_bytes": {"tensorflow": GIB}}, [("limit", "GPU:0", 7168)]),
+        ({"allocation": "all"}, [("limit", "GPU:0", 8192), "started"]),
+        ({"device_kind": "host", "allocation": "limit"}, []),
+    ],
+    ids=["growth", "a limit in MiB", "all is a limit taken at once", "nothing on the host"],
+)
+def test_tensorflow_gets_growth_or_a_limit(tensorflow, changes, asked):
+    fake = tensorflow()
+    ADAPTERS["tensorflow"].apply(policy(**changes))
+    assert fake.log == THREADS + asked
+
+
+@pytest.mark.parametrize(
+    ("built", "why"), [(True, "GPU libraries"), (False, "a build without CUDA")]
+)
+def test_tensorflow_that_would_silently_use_the_cpu_is_an_error(tensorflow, built, why):
+    tensorflow(gpus=0, built=built)
+    with pytest.raises(FrameworkError, match=r"1 GPU\(s\) allotted, 0 found") as caught:
+        ADAPTERS["tensorflow"].apply(policy())
+    assert why in str(caught.value)
+
+
+def test_tensorflow_that_has_started_refuses(tensorflow):
+    tensorflow(started=True)
+    with pytest.raises(FrameworkError, match=r"refused the policy .*cannot be modified"):
+        ADAPTERS["tensorflow"].apply(policy())
+
+
+def test_tensorflow_counters_need_a_started_runtime_and_a_gpu(tensorflow):
+    tensorflow()
+    assert ADAPTERS["tensorflow"].counters() is None
+    tensorflow(SimpleNamespace(_initialized=True), gpus=2)
+    assert ADAPTERS["tensorflow"].counters() == Counters(10, None, 14, None)
+    tensorflow(SimpleNamespace(_initialized=True), gpus=0)
+    assert ADAPTERS["tensorflow"].counters() is None
+
+
+def jax_with(monkeypatch, devices, backends=()):
+    def find(kind):
+        if not devices:
+            raise RuntimeError("Unknown backend: 'gpu' requested")
+        return devices
+
+    fake = SimpleNamespace(devices=find, local_devices=lambda: devices)
+    monkeypatch.setitem(sys.modules, "jax", fake)
+    bridge = SimpleNamespace(_backends=dict.fromkeys(backends))
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", bridge)
+
+
+def gpu_with(**stats):
+    return SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+
+
+def test_jax_is_checked_only_where_a_tag_names_it(monkeypatch):
+    jax_with(monkeypatch, [])
+    ADAPTERS["jax"].apply(policy())
+    ADAPTERS["jax"].apply(policy(device_kind="host", frameworks=("jax",)))
+    with pytest.raises(FrameworkError, match=r"0 found \(Unknown backend"):
+        ADAPTERS["jax"].apply(policy(frameworks=("jax",)))
+    jax_with(monkeypatch, [gpu_with()])
+    ADAPTERS["jax"].apply(policy(frameworks=("jax",)))
+
+
+def test_jax_counters_start_no_backend(monkeypatch):
+    pooled = gpu_with(bytes_in_use=1, peak_bytes_in_use=2, pool_bytes=3, peak_pool_bytes=4)
+    jax_with(monkeypatch, [pooled])
+    assert ADAPTERS["jax"].counters() is None
+    jax_with(monkeypatch, [pooled, pooled], ["cuda"])
+    assert ADAPTERS["jax"].counters() == Counters(2, 6, 4, 8)
+    jax_with(monkeypatch, [gpu_with(bytes_in_use=1)], ["cuda"])
+    assert ADAPTERS["jax"].counters() == Counters(1, None, 1, None)
+    jax_with(monkeypatch, [SimpleNamespace(platform="cpu", memory_stats=dict)], ["cpu"])
+    assert ADAPTERS["jax"].counters() is None
+
+
+class FakeCupy:
+    def __init__(self, devices=1, live=0, held=0, room=80 * GIB):
+        self.taken = []
+        self._room = room
+
+        def count():
+            if not devices:
+                raise RuntimeError("cudaErrorNoDevice")
+            return devices
+
+        runtime = SimpleNamespace(getDeviceCount=count)
+        self.cuda = SimpleNamespace(
+            runtime=runtime, alloc=self.alloc, Device=lambda i: contextlib.nullcontext()
+        )
+        pool = SimpleNamespace(used_bytes=lambda: live, total_bytes=lambda: held)
+        self.get_default_memory_pool = lambda: pool
+
+    def alloc(self, size):
+        if size > self._room:
+            raise MemoryError("Out of memory")
+        self.taken.append(size)
+
+
+def test_cupy(monkeypatch):
+    def use(**options):
+        fake = FakeCupy(**options)
+        monkeypatch.setitem(sys.modules, "cupy", fake)
+        return fake
+
+    adapter = ADAPTERS["cupy"]
+    fake = use()
+    adapter.apply(policy(device_kind="host", allocation="all"))
+    adapter.apply(policy(allocation="limit"))
+    assert fake.taken == []
+    assert adapter.counters() is None
+    adapter.apply(policy(allocation="all"))
+    assert fake.taken == [8 * GIB]
+    use(live=MIB, held=2 * MIB)
+    assert adapter.counters() == Counters(MIB, 2 * MIB, MIB, 2 * MIB)
+    use(devices=0)
+    with pytest.raises(FrameworkError, match=r"0 found \(cudaErrorNoDevice\)"):
+        adapter.apply(policy())
+    use(room=GIB)
+    with pytest.raises(FrameworkError, match="could not take"):
+        adapter.apply(policy(allocation="all"))
+
+
+def test_onnxruntime_without_its_cuda_provider_is_an_error_where_a_tag_names_it(monkeypatch):
+    providers = ["CPUExecutionProvider"]
+    fake = SimpleNamespace(get_available_providers=lambda: providers)
+    monkeypatch.setitem(sys.modules, "onnxruntime", fake)
+    adapter = ADAPTERS["onnxruntime"]
+    adapter.apply(policy())
+    with pytest.raises(FrameworkError, match="no CUDAExecutionProvider"):
+        adapter.apply(policy(frameworks=("onnxruntime",)))
+    providers.append("CUDAExecutionProvider")
+    adapter.apply(policy(frameworks=("onnxruntime",)))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=list(ADAPTERS))
+def test_plain_values_and_frameworks_that_are_not_imported_are_left_alone(adapter, monkeypatch):
+    monkeypatch.delitem(sys.modules, adapter.module, raising=False)
+    assert adapter.reduce_to_host([1]) is NotImplemented
+    assert adapter.counters() is None

@@ -1,0 +1,77 @@
+import pytest
+
+from prefect_gpu.errors import FrameworkError
+from prefect_gpu.frameworks import calibration
+from prefect_gpu.frameworks.context import (
+    ContextKey,
+    ContextStore,
+    default_path,
+    fallback_context_bytes,
+)
+from prefect_gpu.units import MIB
+
+KEY = ContextKey("torch", "2.11.0", "NVIDIA H200", "580.1")
+
+
+def test_a_context_is_kept_for_other_processes(tmp_path):
+    path = tmp_path / "deep" / "contexts.json"
+    ContextStore(path).put(KEY, 5)
+    assert ContextStore(path).get(KEY) == 5
+    assert [p.name for p in path.parent.iterdir()] == ["contexts.json"]
+
+
+@pytest.mark.parametrize("field", ["framework", "version", "device_name", "driver"])
+def test_every_field_of_the_key_counts(tmp_path, field):
+    from dataclasses import replace
+
+    store = ContextStore(tmp_path / "c.json")
+    store.put(KEY, 5)
+    assert store.get(replace(KEY, **{field: "other"})) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"k": "5"}', "\x00", "null"])
+def test_a_broken_file_counts_as_empty_and_is_replaced(tmp_path, text):
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    store = ContextStore(path)
+    assert store.get(KEY) is None
+    store.put(KEY, 7)
+    assert ContextStore(path).get(KEY) == 7
+
+
+def test_entries_of_others_survive_a_put(tmp_path):
+    path = tmp_path / "c.json"
+    mine, theirs = ContextStore(path), ContextStore(path)
+    mine.put(KEY, 1)
+    other = ContextKey("jax", "", "NVIDIA H200", "580.1")
+    theirs.put(other, 2)
+    assert (mine.get(KEY), mine.get(other)) == (1, 2)
+
+
+def test_where_nothing_can_be_written_it_is_remembered_by_this_object(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = ContextStore(tmp_path / "file" / "c.json")
+    store.put(KEY, 3)
+    assert store.get(KEY) == 3
+
+
+@pytest.mark.parametrize("base", ["", "relative/path"])
+def test_the_default_path_follows_the_xdg_specification(monkeypatch, tmp_path, base):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_path({"XDG_CACHE_HOME": "/c"}).as_posix() == "/c/prefect_gpu/contexts.json"
+    assert default_path({"XDG_CACHE_HOME": base}) == tmp_path / ".cache/prefect_gpu/contexts.json"
+
+
+def test_fallbacks():
+    assert fallback_context_bytes("torch") == 676 * MIB
+    assert fallback_context_bytes("tensorflow") > 1200 * MIB
+    assert fallback_context_bytes("something else") == 700 * MIB
+
+
+def test_calibration_refuses_by_name():
+    with pytest.raises(FrameworkError, match="cannot be calibrated; can: torch, tensorflow"):
+        calibration.run_calibration("mxnet")
+    with pytest.raises(FrameworkError, match="without a model"):
+        calibration.run_calibration("onnxruntime")
+    with pytest.raises(FrameworkError, match="calibration failed: ModuleNotFoundError"):
+        calibration.run_calibration("cupy")

@@ -1,0 +1,112 @@
+import pytest
+
+from prefect_gpu.frameworks.environment import THREAD_VARIABLES, child_environment
+from prefect_gpu.frameworks.registry import ADAPTERS, adapters_for
+from prefect_gpu.units import GIB
+from tests.unit.frameworks.policies import policy
+
+
+def environment(inherited=None, **changes):
+    p = policy(**changes)
+    return child_environment(p, adapters_for(p), inherited or {})
+
+
+def test_nvml_devices_are_addressed_by_uuid_in_the_tasks_order():
+    found = environment(
+        device_uuids=("GPU-bb", "GPU-aa"),
+        total_bytes=(80 * GIB,) * 2,
+        budget_bytes=(8 * GIB,) * 2,
+    )
+    assert found["CUDA_VISIBLE_DEVICES"] == "GPU-bb,GPU-aa"
+    assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize("kind", ["host", "simulated"])
+def test_without_a_real_device_no_gpu_can_be_seen(kind):
+    found = environment({"CUDA_VISIBLE_DEVICES": "0"}, device_kind=kind, allocation="limit")
+    assert found["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_every_thread_variable_is_the_policys_cpus():
+    found = environment(cpus=3)
+    assert {found[name] for name in THREAD_VARIABLES} == {"3"}
+    assert found["NPROC"] == "3"
+
+
+def test_what_is_inherited_as_wanted_is_not_repeated():
+    assert "OMP_NUM_THREADS" not in environment({"OMP_NUM_THREADS": "2"}, cpus=2)
+    assert environment({"OMP_NUM_THREADS": "8"}, cpus=2)["OMP_NUM_THREADS"] == "2"
+
+
+def test_allocator_options_are_given_under_both_names():
+    found = environment(
+        allocator_options={"max_split_size_mb": "128", "expandable_segments": "True"}
+    )
+    text = "max_split_size_mb:128,expandable_segments:True"
+    assert found["PYTORCH_ALLOC_CONF"] == found["PYTORCH_CUDA_ALLOC_CONF"] == text
+
+
+def test_without_allocator_options_the_users_own_stay():
+    assert "PYTORCH_ALLOC_CONF" not in environment({"PYTORCH_ALLOC_CONF": "backend:native"})
+
+
+def test_caching_off_reaches_pytorch():
+    assert environment(caching=False)["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+
+
+def test_an_inherited_caching_switch_is_removed_where_it_would_disable_the_cap():
+    inherited = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    assert environment(inherited, allocation="limit")["PYTORCH_NO_CUDA_MEMORY_CACHING"] is None
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" not in environment(inherited)
+
+
+def test_tensorflow_has_growth_or_a_limit_and_never_both():
+    name = "TF_FORCE_GPU_ALLOW_GROWTH"
+    assert environment()[name] == "true"
+    assert environment({name: "true"}, allocation="limit")[name] is None
+    assert name not in environment(allocation="limit")
+
+
+@pytest.mark.parametrize(
+    ("allocation", "preallocate", "fraction"),
+    [("growth", "false", None), ("limit", "false", "0.075000"), ("all", "true", "0.075000")],
+)
+def test_jax_gets_a_fraction_of_the_total_under_the_new_name_alone(
+    allocation, preallocate, fraction
+):
+    inherited = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".9", "XLA_CLIENT_MEM_FRACTION": ".9"}
+    found = environment(inherited, allocation=allocation, context_bytes={"jax": 2 * GIB})
+    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == preallocate
+    assert found["XLA_CLIENT_MEM_FRACTION"] == fraction
+    assert found["XLA_PYTHON_CLIENT_MEM_FRACTION"] is None
+
+
+def test_jax_and_cupy_take_the_smallest_cap_of_several_devices():
+    found = environment(
+        allocation="limit",
+        device_uuids=("GPU-aa", "GPU-bb"),
+        total_bytes=(80 * GIB, 40 * GIB),
+        budget_bytes=(8 * GIB, 2 * GIB),
+    )
+    assert found["XLA_CLIENT_MEM_FRACTION"] == "0.050000"
+    assert found["CUPY_GPU_MEMORY_LIMIT"] == str(2 * GIB)
+
+
+def test_cupys_inherited_limit_is_removed_where_the_policy_has_none():
+    assert environment({"CUPY_GPU_MEMORY_LIMIT": "1"})["CUPY_GPU_MEMORY_LIMIT"] is None
+
+
+def test_frameworks_that_tags_leave_out_do_not_take_the_device():
+    found = environment(frameworks=("torch",), allocation="limit")
+    assert found["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
+    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert "XLA_CLIENT_MEM_FRACTION" not in found
+
+
+def test_none_leaves_every_framework_as_it_is():
+    found = environment(frameworks=("none",), allocation="limit")
+    assert set(found) == {*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+
+
+def test_onnxruntime_has_no_variables():
+    assert ADAPTERS["onnxruntime"].environment(policy(allocation="limit")) == {}

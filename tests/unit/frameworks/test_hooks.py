@@ -1,0 +1,186 @@
+import importlib
+import importlib.resources
+import importlib.util
+import sys
+import threading
+import zipfile
+
+import pytest
+
+from prefect_gpu.errors import FrameworkError
+from prefect_gpu.frameworks import hooks
+from prefect_gpu.frameworks.adapter import Counters
+from tests.unit.frameworks.policies import policy
+
+NAME = "framework_for_tests"
+
+
+class FakeAdapter:
+    name = "fake"
+
+    def __init__(self, module=NAME, error=None, counters=None):
+        self.module = module
+        self.error = error
+        self.applied = 0
+        self.saw = None
+        self._counters = counters
+
+    def apply(self, policy):
+        self.applied += 1
+        self.saw = getattr(sys.modules[self.module], "READY", None)
+        if self.error is not None:
+            raise self.error
+
+    def counters(self):
+        return self._counters
+
+
+@pytest.fixture
+def framework(tmp_path, monkeypatch):
+    """A package with a submodule, a data file and a slow start."""
+    package = tmp_path / NAME
+    package.mkdir()
+    (package / "__init__.py").write_text(f"import {NAME}.sub\nREADY = True\n")
+    (package / "sub.py").write_text("VALUE = 3\n")
+    (package / "data.txt").write_text("data")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = list(sys.meta_path)
+    yield package
+    sys.meta_path[:] = before
+    for name in [n for n in sys.modules if n.partition(".")[0] == NAME]:
+        del sys.modules[name]
+
+
+def test_nothing_happens_until_the_import_and_then_once(framework):
+    adapter = FakeAdapter()
+    hooks.install([adapter], policy())
+    assert adapter.applied == 0
+    importlib.import_module(NAME)
+    importlib.import_module(NAME)
+    assert (adapter.applied, adapter.saw) == (1, True)
+
+
+def test_a_framework_that_is_imported_already_is_applied_at_once(framework):
+    importlib.import_module(NAME)
+    adapter = FakeAdapter()
+    hooks.install([adapter], policy())
+    assert adapter.applied == 1
+
+
+def test_importing_a_submodule_first_applies_it_too(framework):
+    adapter = FakeAdapter()
+    hooks.install([adapter], policy())
+    assert importlib.import_module(f"{NAME}.sub").VALUE == 3
+    assert adapter.applied == 1
+
+
+def test_loader_resources_and_specs_are_as_without_the_hook(framework):
+    hooks.install([FakeAdapter()], policy())
+    assert importlib.util.find_spec(NAME).loader.__class__.__name__ == "SourceFileLoader"
+    module = importlib.import_module(NAME)
+    assert (importlib.resources.files(NAME) / "data.txt").read_text() == "data"
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    assert "exec_module" not in vars(module.__loader__)
+    assert module.__loader__.get_source(NAME).endswith("READY = True\n")
+
+
+def test_looking_for_a_spec_applies_nothing_and_spoils_nothing(framework):
+    adapter = FakeAdapter()
+    hooks.install([adapter], policy())
+    importlib.util.find_spec(NAME)
+    importlib.util.find_spec(NAME)
+    assert adapter.applied == 0
+    importlib.import_module(NAME)
+    assert adapter.applied == 1
+
+
+def test_a_zips_shared_loader_is_hooked_for_its_module_alone(tmp_path, monkeypatch):
+    archive = tmp_path / "a.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("zipped_framework.py", "import zipped_other\nREADY = True\n")
+        file.writestr("zipped_other.py", "")
+    monkeypatch.syspath_prepend(archive)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    adapter = FakeAdapter("zipped_framework")
+    hooks.install([adapter], policy())
+    importlib.import_module("zipped_framework")
+    assert (adapter.applied, adapter.saw) == (1, True)
+    del sys.modules["zipped_framework"], sys.modules["zipped_other"]
+
+
+def test_a_framework_that_is_not_installed_is_missing_as_ever(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    hooks.install([FakeAdapter("framework_not_there")], policy())
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("framework_not_there")
+    assert caught.value.name == "framework_not_there"
+
+
+def test_a_frameworks_own_import_error_passes_and_the_next_try_applies(framework):
+    adapter = FakeAdapter()
+    hooks.install([adapter], policy())
+    (framework / "__init__.py").write_text("raise ImportError('libcuda is missing')\n")
+    with pytest.raises(ImportError, match="libcuda is missing"):
+        importlib.import_module(NAME)
+    assert adapter.applied == 0
+    (framework / "__init__.py").write_text("READY = 'repaired' # another size\n")
+    importlib.invalidate_caches()
+    importlib.import_module(NAME)
+    assert (adapter.applied, adapter.saw) == (1, "repaired")
+
+
+def test_a_failure_fails_the_import_every_time_and_is_told_once(framework):
+    told = []
+    adapter = FakeAdapter(error=FrameworkError("fake", "1 GPU(s) allotted, 0 found"))
+    hooks.install([adapter], policy(), told.append)
+    for _ in range(2):
+        with pytest.raises(FrameworkError, match="0 found"):
+            importlib.import_module(NAME)
+    assert told == [adapter.error]
+    assert adapter.applied == 1
+
+
+def test_any_other_failure_becomes_a_framework_error(framework):
+    told = []
+    hooks.install([FakeAdapter(error=KeyError("x"))], policy(), told.append)
+    with pytest.raises(FrameworkError, match="could not apply the policy: KeyError") as caught:
+        importlib.import_module(NAME)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert told == [caught.value]
+
+
+def test_threads_that_import_at_once_all_wait_for_the_policy(framework):
+    adapter = FakeAdapter()
+    hooks.install([adapter], policy())
+    seen = []
+    start = threading.Barrier(8)
+
+    def work():
+        start.wait()
+        importlib.import_module(NAME)
+        seen.append(adapter.applied)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert seen == [1] * 8
+
+
+def test_counters_are_summed_and_unknown_only_where_all_are(monkeypatch):
+    monkeypatch.setitem(sys.modules, NAME, object())
+    torch = FakeAdapter(counters=Counters(1, 4, 2, 8, 3))
+    tensorflow = FakeAdapter(counters=Counters(10, None, 20, None))
+    idle = FakeAdapter(counters=None)
+    missing = FakeAdapter("framework_not_there", counters=Counters(9, 9, 9, 9))
+    assert hooks.collect_counters([torch, tensorflow, idle, missing]) == Counters(11, 14, 22, 28, 3)
+    assert hooks.collect_counters([tensorflow]) == Counters(10, None, 20, None)
+    assert hooks.collect_counters([idle, missing]) is None
+
+
+def test_frameworks_in_use_are_those_imported(monkeypatch):
+    for adapter in hooks.ADAPTERS.values():
+        monkeypatch.delitem(sys.modules, adapter.module, raising=False)
+    monkeypatch.setitem(sys.modules, "jax", object())
+    assert hooks.frameworks_in_use() == ("jax",)

@@ -1,0 +1,121 @@
+import functools
+import sys
+import types
+
+import pytest
+
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.registry import adapters_for, detect_frameworks, framework_version
+from tests.unit.frameworks.policies import policy
+
+
+def user_module(source, name="their_module", **given):
+    """Make a module as a user would write one, without importing any framework."""
+    module = types.ModuleType(name)
+    module.__dict__.update(given)
+    exec(compile(source, f"/home/them/{name}.py", "exec"), module.__dict__)
+    return module
+
+
+def fake(name):
+    return types.ModuleType(name)
+
+
+def test_adapters_are_those_named_else_all():
+    assert [a.name for a in adapters_for(policy(frameworks=("jax", "torch")))] == ["jax", "torch"]
+    assert len(adapters_for(policy())) == len(registry.ADAPTERS)
+    assert adapters_for(policy(frameworks=("none",))) == ()
+
+
+CASES = {
+    "an import in the body": "def f():\n import torch.nn as nn\n return nn",
+    "an import in a nested function": "def f():\n def g():\n  from torch import nn\n return g",
+    "an import in a helper": "def g():\n import torch\ndef f():\n return g()",
+    "an import in a comprehension": "def f():\n return [__import__ for _ in [1]] or (lambda: h())\ndef h():\n import torchvision",
+    "a class with a framework's method": "class N:\n def run(self):\n  import torch\ndef f():\n return N()",
+    "a default": "def g():\n import torch\ndef f(use=g):\n return use()",
+    "recursion": "def f():\n import torch\n return f()",
+}
+
+
+@pytest.mark.parametrize("source", CASES.values(), ids=list(CASES))
+def test_finds_torch_through(source):
+    assert detect_frameworks(user_module(source).f) == ("torch",)
+
+
+def test_finds_a_referenced_module_and_its_objects():
+    tensor = type("Tensor", (), {"__module__": "torch._tensor"})()
+    assert detect_frameworks(user_module("def f(): return T", T=fake("torch.nn")).f) == ("torch",)
+    assert detect_frameworks(user_module("def f(): return w", w=tensor).f) == ("torch",)
+
+
+def test_finds_the_base_of_a_users_class():
+    base = type("Module", (), {"__module__": "torch.nn.modules.module"})
+    module = user_module("class Net(Base): pass\ndef f(): return Net()", Base=base)
+    assert detect_frameworks(module.f) == ("torch",)
+
+
+def test_finds_a_closures_value():
+    module = user_module("def make(m):\n def f(): return m\n return f")
+    assert detect_frameworks(module.make(fake("cupy"))) == ("cupy",)
+
+
+def test_a_modules_own_imports_count_since_the_child_imports_it_whole():
+    assert detect_frameworks(user_module("def f(): pass", tf=fake("tensorflow")).f) == (
+        "tensorflow",
+    )
+
+
+def test_in_main_only_what_is_referred_to_travels():
+    module = user_module("def f(): return j\ndef g(): pass", "__main__", j=fake("jax"))
+    assert detect_frameworks(module.f) == ("jax",)
+    assert detect_frameworks(module.g) == ()
+
+
+def test_looks_through_partials_methods_decorators_and_tasks():
+    module = user_module("def f(self=None):\n import onnxruntime")
+    task = type("Task", (), {"__module__": "prefect.tasks"})()
+    task.fn = module.f
+
+    @functools.wraps(module.f)
+    def decorated():
+        return None
+
+    for fn in (functools.partial(module.f), types.MethodType(module.f, 1), decorated, task):
+        assert detect_frameworks(fn) == ("onnxruntime",)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ("tensorflow",)),
+        ({"KERAS_BACKEND": "torch"}, ("torch",)),
+        ({"KERAS_BACKEND": "numpy"}, ()),
+    ],
+)
+def test_keras_counts_as_its_backend(environ, expected):
+    module = user_module("def f():\n from keras import layers")
+    assert detect_frameworks(module.f, environ) == expected
+
+
+def test_finds_nothing_in_plain_code_and_odd_values():
+    module = user_module("import json, os\ndef f(x=1): return json.dumps(os.environ)")
+    for value in (module.f, len, 3, None, object(), types.SimpleNamespace(a=1)):
+        assert detect_frameworks(value) == ()
+
+
+def test_detection_imports_nothing_and_wakes_no_lazy_module():
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError(f"woke by {name}")
+
+    before = set(sys.modules)
+    module = user_module("def f():\n import jax\n return L.x", L=Lazy("tensorflow"))
+    assert detect_frameworks(module.f) == ("jax", "tensorflow")
+    assert set(sys.modules) == before
+
+
+def test_version_comes_from_metadata():
+    framework_version.cache_clear()
+    assert framework_version("cupy") == ""
+    assert framework_version("unheard of") == ""

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_gpu.reports.canvas import (
+    byte_ticks,
+    clean,
+    shorten,
+    text_width,
+    time_label,
+    time_ticks,
+)
+from prefect_gpu.reports.model import Mark, Sample
+from prefect_gpu.reports.timeline import (
+    OUTCOME_WORDS,
+    flow_gantt_svg,
+    outline,
+    task_timeline_svg,
+)
+from prefect_gpu.units import GIB, KIB, MIB
+from tests.fakes.reports import PLACED_AT, device, flow_reports, task_report
+
+NASTY = '<script>alert("x")</script> & `|` \x00\x1b \ud800 評価'
+
+
+def words(svg: str) -> list[str]:
+    root = ElementTree.fromstring(svg)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert not [e for e in root.iter() if e.tag.endswith("script")]
+    return ["".join(e.itertext()) for e in root.iter() if e.tag.endswith("text")]
+
+
+def numbers_are_on_paper(svg: str) -> None:
+    root = ElementTree.fromstring(svg)
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    for e in root.iter():
+        if e.tag.endswith(("text", "rect")):
+            assert 0 <= float(e.attrib["x"]) <= width, e.attrib
+            assert 0 <= float(e.attrib["y"]) <= height, e.attrib
+        if e.tag.endswith("rect"):
+            assert float(e.attrib["x"]) + float(e.attrib["width"]) <= width + 1
+            assert float(e.attrib["y"]) + float(e.attrib["height"]) <= height
+
+
+def test_a_timeline_says_peaks_budget_marks_and_units() -> None:
+    svg = task_timeline_svg(task_report())
+    found = words(svg)
+    for text in (
+        "process, peak 5.5GiB",
+        "frameworks held, peak 4.9GiB",
+        "frameworks allocated (live), peak 4.7GiB",
+        "budget 6GiB (tag)",
+        "load weights",
+        "train",
+        "done",
+        "starting",
+        "4 GiB",
+        "20 s",
+    ):
+        assert text in found
+    numbers_are_on_paper(svg)
+
+
+def test_the_same_report_gives_the_same_picture() -> None:
+    assert task_timeline_svg(task_report()) == task_timeline_svg(task_report())
+    assert flow_gantt_svg(flow_reports()) == flow_gantt_svg(flow_reports())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"samples": (), "marks": (), "peak_process_bytes": 0}, "too short to be measured"),
+        ({"budget_bytes": 139 * GIB, "budget_source": "probe"}, "▲ budget 139GiB (probe), above"),
+        ({"source": "host"}, "process (resident), peak"),
+        ({"source": "simulated"}, "process (simulated), peak"),
+        ({"devices": (device(), device(1))}, "budget 2 × 6GiB (tag)"),
+    ],
+    ids=["no samples", "a budget off the scale", "host memory", "simulated", "two devices"],
+)
+def test_a_timeline_is_honest_about(changes: dict[str, Any], says: str) -> None:
+    assert any(says in text for text in words(task_timeline_svg(task_report(**changes))))
+
+
+def test_user_text_cannot_break_out_of_a_picture() -> None:
+    report = task_report(task_run_name=NASTY, marks=(Mark(9, NASTY),), devices=(device(),))
+    assert "<script" not in task_timeline_svg(report)
+    assert any("script" in text for text in words(task_timeline_svg(report)))
+    words(flow_gantt_svg([report]))
+
+
+def test_marks_without_room_keep_their_line_and_lose_their_label() -> None:
+    crowd = tuple(Mark(10 + i / 100, f"step {i:04d}") for i in range(30))
+    report = task_report(
+        marks=(*crowd, Mark(44.5, "a name of some length at the end"), Mark(5, ""))
+    )
+    found = words(task_timeline_svg(report))
+    assert sum(text.startswith("step") for text in found) == 3
+    assert "a name of some length at the…" in found or any("some length" in t for t in found)
+    assert task_timeline_svg(report).count('stroke-dasharray="2 3"') == 32
+
+
+def test_an_outline_keeps_both_extremes_of_each_stretch() -> None:
+    samples = [Sample(i, 50 + (i == 577) * 40 - (i == 811) * 50) for i in range(1000)]
+    line = outline(samples, lambda s: s.process_bytes, 20)
+    assert len(line) <= 42
+    assert (577, 90) in line and (811, 0) in line and line[-1] == (999, 50)
+    assert line == sorted(line)
+
+
+def test_a_gantt_names_devices_and_outcomes_and_stays_on_paper() -> None:
+    svg = flow_gantt_svg(flow_reports())
+    found = words(svg)
+    assert {"device 0", "device 1", "NVIDIA H200 · 140GiB", "out of memory", "died"} <= {*found}
+    numbers_are_on_paper(svg)
+
+
+def test_a_gantt_of_nothing_says_so() -> None:
+    assert "no process was placed on a device" in words(flow_gantt_svg([]))
+    assert "no process was placed on a device" in words(flow_gantt_svg([task_report(devices=())]))
+
+
+def test_a_gantt_stacks_what_overlaps_and_reuses_tracks() -> None:
+    one_after_another = [task_report(placed_at=PLACED_AT + i * 100) for i in range(5)]
+    at_once = [task_report(placed_at=PLACED_AT + i) for i in range(5)]
+
+    def height(svg: str) -> float:
+        return float(ElementTree.fromstring(svg).attrib["height"])
+
+    assert height(flow_gantt_svg(at_once)) > height(flow_gantt_svg(one_after_another))
+
+
+def test_a_crowded_gantt_stays_bounded() -> None:
+    crowd = [
+        task_report(placed_at=PLACED_AT + i / 10, task_run_name=f"t{i}").compact()
+        for i in range(1600)
+    ]
+    svg = flow_gantt_svg(crowd)
+    words(svg)
+    assert svg.count("<rect") < 1520
+    assert float(ElementTree.fromstring(svg).attrib["height"]) < 4000
+
+
+def test_every_outcome_has_words_and_a_colour() -> None:
+    reports = [
+        task_report(outcome=outcome, placed_at=PLACED_AT + 60 * i, samples=())
+        for i, outcome in enumerate(OUTCOME_WORDS)
+    ]
+    found = words(flow_gantt_svg(reports))
+    assert {*OUTCOME_WORDS.values()} <= {*found}
+
+
+@given(st.floats(1, 2**44))
+def test_byte_ticks_are_few_round_and_within(top_bytes: float) -> None:
+    ticks = byte_ticks(top_bytes)
+    assert 1 <= len(ticks) <= 12
+    assert ticks[0] == (0, "0")
+    assert ticks[-1][0] <= top_bytes * 1.001
+
+
+@given(st.floats(0.05, 1e9))
+def test_time_ticks_are_few_and_within(end_s: float) -> None:
+    ticks = time_ticks(end_s)
+    assert 1 <= len(ticks) <= 18
+    assert ticks[-1][0] <= end_s * 1.001
+
+
+@pytest.mark.parametrize(
+    ("seconds", "label"),
+    [(0, "0"), (2.5, "2.5 s"), (90, "1:30 min"), (7500, "2:05 h")],
+    ids=str,
+)
+def test_moments_are_written_short(seconds: float, label: str) -> None:
+    assert time_label(seconds) == label
+
+
+def test_ticks_name_the_unit_that_fits() -> None:
+    assert byte_ticks(6 * GIB)[-1][1] == "6 GiB"
+    assert byte_ticks(300 * MIB)[1][1] == "100 MiB"
+    assert byte_ticks(10 * KIB)[-1][1] == "10 KiB"
+
+
+def test_text_is_cleaned_measured_and_cut() -> None:
+    assert clean(" a\n\tb\x00") == "a b�"
+    assert text_width("評", 10) > text_width("a", 10)
+    assert shorten("evaluate", 1000, 11) == "evaluate"
+    assert shorten("evaluate-resnet50", 70, 11).endswith("…")
+    assert shorten("evaluate-resnet50", 12, 11) == ""

@@ -266,9 +266,7 @@ class Attempt:
                 self._ticket,
             )
             framework_policy = replace(framework_policy, context_bytes=contexts)
-        self._context_bytes = max(
-            (contexts.get(name, 0) for name in self._frameworks), default=0
-        )
+        self._context_bytes = max((contexts.get(name, 0) for name in self._frameworks), default=0)
         cap = self._cap(framework_policy, placement)
         if isinstance(self._broker.reader, SimulatedReader):
             self._context_bytes = self._broker.reader.spec.context_bytes
@@ -416,7 +414,7 @@ class Attempt:
                 result = None
             else:
                 raise ProtocolError(f"a child asked for {question.method!r}, which is unknown")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
             answer = Answered(error=error)
         else:
             answer = Answered(result=result)
@@ -467,12 +465,22 @@ class Attempt:
         assert self._ticket is not None
         return max(0.0, at_s - self._ticket.placed_s)
 
-    def _open_value(self, ended: BodyEnded, data: bytearray) -> Any:
+    def _open_value(self, ended: BodyEnded, data: Any) -> Any:
         if not ended.raised:
             return values.loads(data, "return value")
         error = values.loads(data, "exception")
         if not isinstance(error, BaseException):
             raise ProtocolError(f"a child announced an exception and sent {error!r}")
+        if not isinstance(error, Exception):
+            # SystemExit and its like are meant for the process, which ends by them. In the parent
+            # they would end the flow.
+            said = f": {error}" if str(error) else ""
+            assert self._pid is not None
+            death = ChildDiedError(
+                self._facts.task_name, self._pid, f"was ended by {type(error).__name__}{said}"
+            )
+            death.__cause__ = ChildTraceback(ended.traceback)
+            raise death
         if ended.traceback:
             error.__cause__ = ChildTraceback(ended.traceback)
         raise error
@@ -539,9 +547,7 @@ class Attempt:
             context = self._context_bytes
             counters = self._counters
             peak_live = counters.peak_live_bytes if counters else series.peak_live_bytes
-            peak_reserved = (
-                counters.peak_reserved_bytes if counters else series.peak_reserved_bytes
-            )
+            peak_reserved = counters.peak_reserved_bytes if counters else series.peak_reserved_bytes
             if self._broker.kind == "nvml":
                 if peak_process and peak_reserved is not None and counters is not None:
                     context = max(0, peak_process - peak_reserved)
@@ -558,7 +564,7 @@ class Attempt:
                 flow_run_id=self._facts.flow_run_id,
                 pid=self._pid,
                 devices=ticket.placement.devices,
-                framework=",".join(self._used or self._frameworks) or "none",
+                framework=",".join(self._frameworks or self._used) or "none",
                 outcome=self._outcome,
                 attempt=self._number,
                 budget_bytes=self._budget_bytes(),

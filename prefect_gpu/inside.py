@@ -22,6 +22,8 @@ class Allocation:
     device_uuids: tuple[str, ...]
     #: Frameworks that adapters were applied for, as named by tags or found in the task.
     frameworks: tuple[str, ...]
+    #: Nobody else of ours is on its devices.
+    exclusive: bool = False
 
 
 _current: Allocation | None = None

@@ -36,10 +36,12 @@ from prefect.context import (
 from prefect.events import Event
 from prefect.events.clients import EventsClient
 from prefect.events.worker import EventsWorker
+from prefect.exceptions import CrashedRun
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
 from prefect.logging.loggers import patch_print
-from prefect.states import Crashed, Pending, Running
+from prefect.states import Crashed, Failed, Pending, Running
 from prefect.task_engine import run_task_sync
+from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu.policy import is_gpu_tag
@@ -47,6 +49,19 @@ from prefect_gpu.processes.messages import EventEmitted, LogEmitted
 
 #: Name of the state of a task that waits for a device.
 AWAITING = "AwaitingGPU"
+
+#: Attributes of tasks and flows that only the parent's engine calls.
+ONLY_HERE = (
+    "on_completion_hooks",
+    "on_failure_hooks",
+    "on_running_hooks",
+    "on_rollback_hooks",
+    "on_commit_hooks",
+    "on_cancellation_hooks",
+    "on_crashed_hooks",
+    "retry_condition_fn",
+    "cache_key_fn",
+)
 
 
 # Parent's side: the flow.
@@ -66,16 +81,23 @@ def context_tags() -> set[str]:
     return tags
 
 
-def flow_run_goes_on(context: FlowRunContext | None) -> bool:
+def flow_run_goes_on(context: FlowRunContext | None, runner: object) -> bool:
     """Tell whether a flow's function came to a good end (or there is none to ask).
 
     The engine tells a task runner of exceptions that end the flow *engine* only. A flow that raised
-    an ordinary exception is seen by its state, which the engine sets before the runner exits.
+    an ordinary exception is seen by its state, which the engine sets before the runner exits:
+    `Failed`, or, where the flow is retried, `AwaitingRetry` or already `Running` again.
+
+    Args:
+        context: Of the flow run that the runner's tasks were submitted in.
+        runner: The runner that ends. One that is not the flow's own (entered by hand, or in a
+            child's copy of the context) ends while its flow goes on.
     """
     if context is None or context.flow_run is None or context.flow_run.state is None:
         return True
-    state = context.flow_run.state
-    return bool(state.is_running() or state.is_completed())
+    if context.detached or context.task_runner is not runner:
+        return True
+    return bool(context.flow_run.state.is_completed())
 
 
 def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
@@ -97,10 +119,17 @@ class SharedClient:
         self._lock = threading.Lock()
         self._context: SyncClientContext | None = None
         self._own = contextlib.ExitStack()
+        self._closed = False
 
     def open(self) -> SyncClientContext:
-        """Give the client's context: the flow's, or one that is opened now, in the caller's flow."""
+        """Give the client's context: the flow's, or one that is opened now, in the caller's flow.
+
+        Raises:
+            RuntimeError: It was closed.
+        """
         with self._lock:
+            if self._closed:
+                raise RuntimeError("the client of this task runner is closed")
             if self._context is None:
                 self._context = SyncClientContext.get()
             if self._context is None:
@@ -118,6 +147,7 @@ class SharedClient:
     def close(self) -> None:
         """Close the client if it is ours."""
         with self._lock:
+            self._closed = True
             self._context = None
             self._own.close()
 
@@ -144,16 +174,14 @@ class _Entered:
 def with_body(
     task: Task[..., Any],
     body: Callable[..., Any],
-    never_retry: tuple[type[BaseException], ...],
-    retries: int | None = None,
+    hopeless: Callable[[object], bool],
 ) -> Task[..., Any]:
     """Give a copy of a task whose body is replaced, for Prefect's engine to run in a thread.
 
     Args:
         task: The user's task; it is not changed.
         body: Called in place of `task.fn`, with its arguments, synchronously.
-        never_retry: Errors after which a retry could only fail the same way.
-        retries: In place of the task's own; `None`: keep them.
+        hopeless: Tells of an error that a retry could only fail with again.
     """
     shadow = copy.copy(task)
 
@@ -166,29 +194,44 @@ def with_body(
     shadow.isgenerator = False
     # Counted by us from the body's first line, and ended by killing the process.
     shadow.timeout_seconds = None
-    if retries is not None:
-        shadow.retries = retries
-    shadow.retry_condition_fn = _retry_condition(task.retry_condition_fn, never_retry)
+    shadow.retry_condition_fn = _retry_condition(task.retry_condition_fn, hopeless)
     return shadow
 
 
 def _retry_condition(
-    condition: Callable[..., Any] | None, never_retry: tuple[type[BaseException], ...]
+    condition: Callable[..., Any] | None, hopeless: Callable[[object], bool]
 ) -> Callable[..., Any]:
-    def hopeless(state: State[Any]) -> bool:
-        return isinstance(state.data, never_retry)
+    # The last answer, kept for the engine's own question: see `may_still_retry`. One task run's
+    # engine runs in one thread.
+    answered: list[tuple[object, bool]] = []
+
+    def known(state: State[Any]) -> bool | None:
+        if hopeless(state.data):
+            return False
+        if answered and answered[0][0] is state.data:
+            return answered.pop()[1]
+        return True if condition is None else None
+
+    def keep(state: State[Any], answer: object) -> bool:
+        answered[:] = [(state.data, bool(answer))]
+        return bool(answer)
 
     if inspect.iscoroutinefunction(condition):
 
         async def check_async(task: Any, run: TaskRun, state: State[Any]) -> bool:
-            return not hopeless(state) and bool(await condition(task, run, state))
+            answer = known(state)
+            if answer is None:
+                answer = keep(state, await condition(task, run, state))
+            return answer
 
         return check_async
 
     def check(task: Any, run: TaskRun, state: State[Any]) -> bool:
-        if hopeless(state):
-            return False
-        return condition is None or bool(condition(task, run, state))
+        answer = known(state)
+        if answer is None:
+            assert condition is not None
+            answer = keep(state, condition(task, run, state))
+        return answer
 
     return check
 
@@ -249,12 +292,15 @@ def run_engine(
         # Prefect attached our BaseException; a flow that asks for the result must be able to catch
         # it as any other error.
         state.data = crash.error
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the thread's last frame
         # An exception in the future would be raised by its `wait`, which Prefect's runners never
-        # do: SystemExit of the body, or trouble of the engine itself, is a crash of this run alone.
+        # do: the end of the runner, or trouble of the engine itself, is a crash of this run alone.
         state = _state_of(seen_run())
         if state is None or not state.is_final():
             state = Crashed(message=f"Execution was interrupted: {error!r}", data=error)
+        if state.is_crashed() and not isinstance(state.data, Exception):
+            state.data = CrashedRun(state.message or str(error))
+            state.data.__cause__ = error
     assert state is not None
     return state
 
@@ -285,9 +331,33 @@ def current_task_run() -> TaskRun:
     return context.task_run
 
 
-def may_still_retry(task: Task[..., Any], task_run: TaskRun) -> bool:
-    """Tell whether the engine would run the body again after an exception."""
-    return task_run.run_count <= task.retries
+def may_still_retry(task_run: TaskRun, error: Exception) -> bool:
+    """Tell whether the engine would run the body again after an exception.
+
+    It asks the task's `retry_condition_fn`; the engine is given the same answer when it asks.
+
+    Args:
+        task_run: The thread's.
+        error: What the body is about to raise.
+    """
+    context = TaskRunContext.get()
+    assert context is not None
+    # The engine's copy of the task, from `with_body`.
+    task = context.task
+    if task_run.run_count > task.retries:
+        return False
+    condition: Any = task.retry_condition_fn
+    # As the engine words it.
+    state: State[Any] = Failed(
+        data=error, message=f"Task run encountered unexpected exception: {error!r}"
+    )
+    try:
+        if inspect.iscoroutinefunction(condition):
+            return bool(run_coro_as_sync(condition(task, task_run, state)))
+        return bool(condition(task, task_run, state))
+    except Exception:  # noqa: BLE001
+        # The user's: the engine calls it again, logs what it raised, and does not retry.
+        return False
 
 
 def show_awaiting(reason: str) -> None:
@@ -314,9 +384,7 @@ def _show(state: State[Any]) -> None:
     task_run.state_id = state.id
     task_run.state_type = state.type
     task_run.state_name = state.name
-    emit_task_run_state_change_event(
-        task_run=task_run, initial_state=before, validated_state=state
-    )
+    emit_task_run_state_change_event(task_run=task_run, initial_state=before, validated_state=state)
 
 
 # Parent's side: the child.
@@ -337,15 +405,43 @@ def context_for_child(task: Task[..., Any]) -> tuple[dict[str, Any], bool]:
     task_run_context = context.get("task_run_context")
     if run is not None and task_run_context:
         log_prints = run.log_prints
-        task_run_context["task"] = task
+        task_run_context["task"] = _travelling(task)
         # They travel once, as the call's arguments.
         task_run_context["parameters"] = {}
         _set_api_url(context, str(run.client.api_url))
+    flow_run_context = context.get("flow_run_context")
+    if flow_run_context and flow_run_context.get("flow") is not None:
+        flow_run_context["flow"] = _travelling(flow_run_context["flow"])
     tags = context.get("tags_context")
     if tags:
         # What a task submits from inside has tags of its own.
         tags["current_tags"] = {t for t in tags["current_tags"] if not is_gpu_tag(t)}
     return context, log_prints
+
+
+def _travelling(runnable: Any) -> Any:
+    """Give a copy of a task or flow for a child to know its run by: without what only runs here.
+
+    A flow's function may refer to anything that its script holds (locks, clients, models), and all
+    of it would be pickled, for each task, or refuse to be. The body itself travels in the call.
+    """
+    light = copy.copy(runnable)
+    light.__dict__.pop("__wrapped__", None)
+    light.fn = _runs_elsewhere
+    for name in ONLY_HERE:
+        if name in light.__dict__:
+            setattr(light, name, [] if name.endswith("_hooks") else None)
+    return light
+
+
+def _runs_elsewhere(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this copy only names the run; call the task or flow itself")
+
+
+def without_flow_parameters(context: dict[str, Any]) -> dict[str, Any]:
+    """Give a child's context for a flow whose own parameters cannot travel."""
+    flow_run_context = {**context.get("flow_run_context", {}), "parameters": {}}
+    return {**context, "flow_run_context": flow_run_context}
 
 
 def _set_api_url(context: dict[str, Any], url: str) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextvars import copy_context
+from dataclasses import replace
 from typing import Any
 
 from prefect import Task
@@ -33,7 +34,6 @@ from prefect_gpu.errors import (
     ChildDiedError,
     DeviceError,
     PlacementError,
-    PlacementTimeoutError,
     PolicyError,
     PrefectGPUError,
     ResultError,
@@ -55,6 +55,12 @@ CLOSING_S = 30.0
 
 #: Errors after which a retry could only fail the same way: the author or the machine must change.
 HOPELESS = (PolicyError, PlacementError, DeviceError, ResultError)
+
+
+def _is_hopeless(error: object) -> bool:
+    # What the body raised may pass, even if it could not be sent as it was.
+    own_error = isinstance(error, ResultError) and error.what == "exception"
+    return isinstance(error, HOPELESS) and not own_error
 
 
 class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
@@ -86,13 +92,13 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         headroom: str | None = None,
         reports: bool | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         if sys.platform == "win32":
             raise DeviceError(
                 "prefect_gpu does not run on Windows: it needs process groups and Unix sockets; "
                 "use Linux or WSL 2"
             )
-        given = {
+        given: dict[str, Any] = {
             "devices": None,
             "placement": placement,
             "max_processes": max_processes,
@@ -155,7 +161,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             run.close(failed=exc_type is not None)
         super().__exit__(exc_type, exc_value, traceback)
 
-    def submit(  # type: ignore[override]  # Prefect's overloads differ for async tasks only
+    def submit(
         self,
         task: Task[..., Any],
         parameters: dict[str, Any],
@@ -187,7 +193,7 @@ class _Running:
 
     def __init__(self, runner: GPUTaskRunner) -> None:
         self._runner = runner
-        self._threads = ThreadPoolTaskRunner(max_workers=sys.maxsize)
+        self._threads: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=sys.maxsize)
         self._threads_started = False
         # Engine threads wait for upstream futures and for devices, so there is no bound on them: a
         # bounded pool deadlocks as soon as waiting tasks fill it.
@@ -239,10 +245,17 @@ class _Running:
                 lambda: gpu_task.task_run,
             ),
         )
+        self._remember(future)
+        return PrefectConcurrentFuture(task_run_id=task_run_id, wrapped_future=future)
+
+    def _remember(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:
             self._futures.add(future)
         future.add_done_callback(self._forget)
-        return PrefectConcurrentFuture(task_run_id=task_run_id, wrapped_future=future)
+
+    def _unfinished(self) -> tuple[concurrent.futures.Future[Any], ...]:
+        with self._lock:
+            return tuple(self._futures)
 
     def _forget(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:
@@ -259,7 +272,9 @@ class _Running:
             if not self._threads_started:
                 self._threads.__enter__()
                 self._threads_started = True
-        return self._threads.submit(task, parameters, wait_for, dependencies)
+        future = self._threads.submit(task, parameters, wait_for, dependencies)
+        self._remember(future.wrapped_future)
+        return future
 
     def new_attempt(self, make: Callable[[Broker], Attempt]) -> Attempt:
         """Make an attempt that ends with this runner.
@@ -314,13 +329,19 @@ class _Running:
 
     def close(self, failed: bool) -> None:
         """See `GPUTaskRunner.__exit__`."""
-        failed = failed or not bridge.flow_run_goes_on(self._flow)
+        failed = failed or not bridge.flow_run_goes_on(self._flow, self._runner)
         if failed:
             self.cancel()
-        with self._lock:
-            futures = tuple(self._futures)
-        # The engines first: their tasks may still submit others, and all must reach their state.
-        concurrent.futures.wait(futures, CLOSING_S if failed else None)
+            if self._threads_started:
+                self._threads.cancel_all()
+            # All must reach their state. What does not (an engine that sleeps until its next retry)
+            # is left behind: its process is gone.
+            concurrent.futures.wait(self._unfinished(), CLOSING_S)
+        else:
+            # Tasks may submit others while these are waited for. Tasks in threads count too:
+            # Prefect's thread runner cancels those that still wait for what they depend on.
+            while unfinished := self._unfinished():
+                concurrent.futures.wait(unfinished)
         if self._threads_started:
             self._threads.__exit__(None, None, None)
         self._engines.shutdown(wait=not failed, cancel_futures=failed)
@@ -333,9 +354,7 @@ class _Running:
         if self._publisher is not None:
             name, flow_run_id = bridge.flow_of(self._flow)
             if self._reports:
-                self._publisher.publish_flow(
-                    self._reports, flow_name=name, flow_run_id=flow_run_id
-                )
+                self._publisher.publish_flow(self._reports, flow_name=name, flow_run_id=flow_run_id)
             self._publisher.close(CLOSING_S)
         self._client.close()
 
@@ -395,7 +414,7 @@ class _GPUTask:
 
     def shadow(self) -> Task[..., Any]:
         """Give the task as the engine runs it."""
-        return bridge.with_body(self._task, self._body, HOPELESS)
+        return bridge.with_body(self._task, self._body, _is_hopeless)
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         if self._problem is not None:
@@ -410,7 +429,7 @@ class _GPUTask:
         except ChildDiedError as death:
             # An exception is retried by the engine if retries are left; what is not an `Exception`
             # ends the run as crashed.
-            if bridge.may_still_retry(self._task, task_run):
+            if bridge.may_still_retry(task_run, death):
                 raise
             raise bridge.ChildCrash(death) from None
 
@@ -455,7 +474,12 @@ class _GPUTask:
         try:
             return values.dumps(call, "call", "call")
         except ResultError as error:
-            raise self._explain(args, kwargs, error) from error
+            named = self._explain(args, kwargs, error)
+            if named is not error:
+                raise named from error
+        # It is in what surrounds the call. A flow may have been given what only it can use.
+        context = bridge.without_flow_parameters(context)
+        return values.dumps(replace(call, context=context), "call", "call")
 
     def _explain(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], error: ResultError

@@ -17,17 +17,19 @@ from types import MappingProxyType
 from prefect_gpu.units import GIB, MIB
 
 #: Bytes used where a calibration failed: NVML less the allocator's own, one process on an H200,
-#: driver 580, CUDA 13, 2026-11-20 (FACTS.md). Other GPUs and drivers have 290 to 670 MiB.
+#: driver 580, CUDA 13, 2026-11-20. Other GPUs and drivers were seen to have 290 to 670 MiB.
 FALLBACK_CONTEXT_BYTES: Mapping[str, int] = MappingProxyType(
     {
-        "torch": 676 * MIB,  # torch 2.11, cuBLAS and cuDNN loaded
-        "tensorflow": int(1.2 * GIB),  # TensorFlow 2.21: 3260 MiB shown for a limit of 2048 MiB
-        "jax": 618 * MIB,  # the larger of 602 and 618 seen
-        "cupy": 588 * MIB,
+        # torch 2.11 after `calibrate`, which loads cuBLASLt and cuFFT too; 676 with cuBLAS alone.
+        "torch": 766 * MIB,
+        # TensorFlow 2.21: 3260 MiB shown for a limit of 2048 MiB (FACTS.md).
+        "tensorflow": int(1.2 * GIB),
+        "jax": 636 * MIB,  # JAX 0.11 after `calibrate`; 602 to 618 in a plain program (FACTS.md)
+        "cupy": 594 * MIB,  # CuPy 14 after `calibrate`; 588 in a plain program (FACTS.md)
     }
 )
 
-#: For a framework not measured: above the largest plain CUDA context that is known of (670 MiB).
+#: For a framework not measured (ONNX Runtime: 680 MiB after a small product, FACTS.md).
 DEFAULT_CONTEXT_BYTES = 700 * MIB
 
 

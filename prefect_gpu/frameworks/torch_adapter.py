@@ -95,7 +95,7 @@ class TorchAdapter:
         )
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: copy a CUDA storage to the host.
+        """Child: copy a CUDA storage to the host, and carry a bare one that pickle would lose.
 
         Storages, not tensors: tensors, views, parameters, modules and sparse tensors all reduce to
         storages, so each keeps its class, strides and `requires_grad`. A tensor wraps its storage in
@@ -111,7 +111,9 @@ class TorchAdapter:
             if untyped.device.type != "cuda":
                 return NotImplemented
             return _rebuild_typed, (untyped, value.dtype)
-        if isinstance(value, storage.UntypedStorage) and value.device.type == "cuda":
+        # On the host too: PyTorch pickles a bare storage (of a `uint16` tensor, say) so that it
+        # cannot be unpickled (2.11 and 2.13: "'UntypedStorage' has no attribute 'dtype'").
+        if isinstance(value, storage.UntypedStorage) and value.device.type in ("cuda", "cpu"):
             return reduce_storage(value)
         return NotImplemented
 
@@ -147,18 +149,24 @@ def reduce_storage(storage: Any) -> tuple[Any, ...]:
 
 
 def _rebuild_untyped(data: Any) -> Any:
-    """Parent: an `UntypedStorage` in host memory over `data`, bytes or a NumPy array of them."""
+    """Parent: a storage in host memory over `data`, bytes or a NumPy array of them.
+
+    Of `uint8`, as PyTorch itself rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
+    """
     torch = load("torch")
     if len(data) == 0:
-        return torch.UntypedStorage(0)
+        return _typed(torch, torch.UntypedStorage(0), torch.uint8)
     if not data.flags.writeable:  # A buffer that travelled out of band; PyTorch has no read-only.
         data = data.copy()
-    return torch.from_numpy(data).untyped_storage()
+    return _typed(torch, torch.from_numpy(data).untyped_storage(), torch.uint8)
 
 
-def _rebuild_typed(untyped: Any, dtype: Any) -> Any:
-    """Parent: what `_rebuild_tensor_v2` expects around a storage."""
-    torch = load("torch")
+def _rebuild_typed(storage: Any, dtype: Any) -> Any:
+    """Parent: what `_rebuild_tensor_v2` expects, over the memory of a rebuilt storage."""
+    return _typed(load("torch"), storage._untyped_storage, dtype)
+
+
+def _typed(torch: Any, untyped: Any, dtype: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 

@@ -5,16 +5,20 @@ library only, and nothing of this package until `sys.path` is the parent's: the 
 `prefect_gpu` on a path that this interpreter would not search.
 """
 
+import os
 import sys
 
 # The folder of this file, which the interpreter put there since it runs it by path; with `-P` or
-# `-I` it did not.
-if sys.path and sys.path[0].endswith("processes"):
+# `-I` it did not. `multiprocessing` imports this file as `__mp_main__` in what a body spawns, where
+# the path is the body's own.
+if __name__ == "__main__" and sys.path[:1] in (
+    [os.path.dirname(__file__)],
+    [os.path.dirname(os.path.realpath(__file__))],
+):
     del sys.path[0]
 
 import faulthandler
 import json
-import os
 import signal
 import struct
 
@@ -22,7 +26,10 @@ import struct
 def _read_exactly(descriptor: int, size_bytes: int) -> bytes:
     parts = []
     while size_bytes:
-        part = os.read(descriptor, size_bytes)
+        try:
+            part = os.read(descriptor, size_bytes)
+        except ConnectionResetError:
+            part = b""
         if not part:
             # The parent died before it said anything.
             os._exit(0)
@@ -41,7 +48,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(line_buffering=True, errors="backslashreplace")
+            # UTF-8 whatever the locale: it is what the parent takes it for.
+            reconfigure(encoding="utf-8", line_buffering=True, errors="backslashreplace")
     _, length = struct.unpack("!BQ", _read_exactly(descriptor, 9))
     boot = json.loads(_read_exactly(descriptor, length))
     sys.path[:] = boot["sys_path"]

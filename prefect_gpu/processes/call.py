@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,9 @@ def run_body(call: Call) -> Any:
     result = call.function(*call.args, **call.kwargs)
     if inspect.isawaitable(result):
         return asyncio.run(_await(result))
-    if isinstance(result, AsyncIterator) and inspect.isasyncgen(result):
+    if inspect.isasyncgen(result):
         return asyncio.run(_collect(result))
-    if isinstance(result, Iterator) and inspect.isgenerator(result):
+    if inspect.isgenerator(result):
         return list(result)
     return result
 

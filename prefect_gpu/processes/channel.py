@@ -5,58 +5,80 @@ The parent's end is in `launcher`; what is said is in `messages`.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
+import weakref
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import messages
-from prefect_gpu.processes.messages import HEADER, Answered, Asked
+from prefect_gpu.processes.messages import HEADER, Answered, Asked, Body
 
 
 class Channel:
-    """One stream to the parent."""
+    """One stream to the parent. It belongs to one process: a fork of it has none."""
 
     def __init__(self, descriptor: int) -> None:
         # What the body starts must not hold the stream open.
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         self._socket.setblocking(True)
+        self._identity = _identity(descriptor)
         self._sending = threading.Lock()
         self._asking = threading.Lock()
+        self._forked = False
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(itself))
 
     def send(self, message: Any) -> None:
-        """Send a small message.
+        """Send a small message. A fork of the child (a worker of a data loader) sends nothing.
 
         Raises:
-            OSError: The parent is gone.
+            OSError: The parent is gone, or the body closed the stream.
         """
+        if self._forked:
+            return
         data = messages.encode(message)
         with self._sending:
+            self._check()
             self._socket.sendall(data)
 
     def send_with_value(self, message: Any, value: bytes | memoryview) -> None:
         """Send a message and the value that it announces, with nothing between them."""
+        if self._forked:
+            return
         with self._sending:
+            self._check()
             self._socket.sendall(messages.encode(message))
             self._socket.sendall(messages.value_header(len(value)))
             self._socket.sendall(value)
 
-    def receive(self) -> bytearray:
+    def receive(self) -> Body:
         """Wait for the body of the next frame.
 
         Raises:
             EOFError: The parent is gone.
         """
-        _, length = HEADER.unpack(self._receive_exactly(HEADER.size))
-        return self._receive_exactly(length)
+        header = bytearray(HEADER.size)
+        self._fill(header)
+        _, length = HEADER.unpack(header)
+        body = messages.allocate_body(length)
+        self._fill(body)
+        return body
 
     def ask(self, method: str, **arguments: Any) -> Any:
         """Ask the parent something and wait for its answer.
 
         Raises:
+            RuntimeError: The caller is a fork of the child.
             BaseException: What the parent answered with.
         """
+        if self._forked:
+            raise RuntimeError(
+                f"{method} works in the process of a GPU task itself, not in one forked from it"
+            )
         with self._asking:
             self.send(Asked(method, arguments))
             answer = messages.decode(self.receive())
@@ -66,15 +88,39 @@ class Channel:
             raise answer.error
         return answer.result
 
-    def _receive_exactly(self, size_bytes: int) -> bytearray:
-        data = bytearray(size_bytes)
-        view = memoryview(data)
+    def _check(self) -> None:
+        """See that the descriptor is still ours: a body that closes all of them (to become a
+        daemon) and opens a file may have given the file our number.
+        """
+        if _identity(self._socket.fileno()) != self._identity:
+            raise OSError(errno.EBADF, "the body closed the channel to the parent process")
+
+    def _fill(self, body: Body) -> None:
+        view = memoryview(body)
         while len(view):
             got = self._socket.recv_into(view)
             if not got:
                 raise EOFError("the parent process is gone")
             view = view[got:]
-        return data
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _forget(channel: weakref.ref[Channel]) -> None:
+    """After a fork: two processes that write to one stream would garble it."""
+    forked = channel()
+    if forked is not None:
+        forked._forked = True
+        try:
+            forked._check()
+        except OSError:
+            # The number is another file's by now.
+            forked._socket.detach()
+        else:
+            forked._socket.close()
 
 
 _current: Channel | None = None

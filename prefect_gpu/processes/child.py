@@ -8,6 +8,7 @@ What the outcome means is the parent's business.
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import threading
 import traceback
@@ -21,6 +22,7 @@ from prefect_gpu.processes import values
 from prefect_gpu.processes.call import Call, run_body
 from prefect_gpu.processes.channel import Channel, set_current_channel
 from prefect_gpu.processes.messages import (
+    Body,
     BodyEnded,
     BodyStarted,
     CountersRead,
@@ -47,23 +49,23 @@ def main(descriptor: int) -> None:
                 facts.attempt,
                 facts.device_uuids,
                 facts.frameworks,
+                facts.exclusive,
             )
         )
-        adapters = registry.adapters_for(prepare.policy)
-        hooks.install(adapters, prepare.policy)
-        payload = channel.receive()
         if prepare.work == "calibrate":
             _calibrate(channel, prepare)
-            return
-        _run(channel, prepare, payload, adapters)
+        else:
+            _run(channel, prepare)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone; there is nobody to tell. The guardian ends the rest.
         os._exit(1)
 
 
 def _calibrate(channel: Channel, prepare: Prepare) -> None:
+    channel.receive()
     channel.send(BodyStarted())
     try:
+        hooks.install(registry.adapters_for(prepare.policy), prepare.policy)
         reserved = calibration.run_calibration(prepare.framework)
     except BaseException as error:
         data, _ = values.dump_exception(error)
@@ -78,20 +80,17 @@ def _calibrate(channel: Channel, prepare: Prepare) -> None:
         return
 
 
-def _run(
-    channel: Channel,
-    prepare: Prepare,
-    payload: bytearray,
-    adapters: tuple[FrameworkAdapter, ...],
-) -> None:
+def _run(channel: Channel, prepare: Prepare) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
+    adapters = registry.adapters_for(prepare.policy)
     watch = _CountersWatch(channel, adapters, prepare.counters_interval_s)
     raised: BaseException | None = None
     result: Any = None
     text = ""
     try:
-        call: Call = _load_call(payload)
-        del payload[:]
+        hooks.install(adapters, prepare.policy)
+        # No name for the bytes: they go as soon as they are read.
+        call = _load_call(channel.receive())
         with _surroundings(call, channel):
             watch.start()
             channel.send(BodyStarted())
@@ -106,7 +105,7 @@ def _run(
     if raised is None:
         try:
             data = values.dumps(result, "return value", "result", reducers)
-        except ResultError as error:
+        except BaseException as error:
             raised = error
             text = _format_traceback(error)
     if raised is not None:
@@ -133,12 +132,12 @@ def _host_peak_bytes() -> int:
     return 0
 
 
-def _load_call(payload: bytearray) -> Call:
+def _load_call(payload: Body) -> Call:
     try:
-        call: Call = values.pickle.loads(payload)
-    except ImportError as error:
+        call: Call = values.load_call(payload)
+    except (ImportError, AttributeError, pickle.UnpicklingError) as error:
         raise ResultError(
-            "function", "it", "function or argument that the child cannot import", str(error)
+            "call", "it", "function or argument that the child cannot import", str(error)
         ) from error
     return call
 
@@ -168,10 +167,14 @@ def _is_out_of_memory(error: BaseException, adapters: tuple[FrameworkAdapter, ..
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
-        if getattr(current, "__prefect_gpu_out_of_memory__", False):
-            return True
-        if any(adapter.is_out_of_memory(current) for adapter in adapters):
-            return True
+        try:
+            if getattr(current, "__prefect_gpu_out_of_memory__", False):
+                return True
+            if any(adapter.is_out_of_memory(current) for adapter in adapters):
+                return True
+        except Exception:
+            # An error of the user's whose own text or attributes raise: no adapter's.
+            pass
         seen.add(id(current))
         current = current.__cause__ or current.__context__
     return False

@@ -15,17 +15,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
+
+# `collections.abc` is loaded by `os` already; `-S` leaves `typing` out.
+from collections.abc import Collection, Mapping
 
 #: Variable that marks all processes of one child: its value is a path of tokens, outermost first.
 TOKEN_VARIABLE = "PREFECT_GPU_CHILD"
 
+#: Looks for processes that carry a token, each finding new ones, before it is left at that.
+_MOST_LOOKS = 20
 
-def pids_with_token(token: str) -> list[int]:
-    """Find processes whose environment carries `token`, anywhere in its path of tokens.
+
+def pids_with_tokens(tokens: Collection[str]) -> list[int]:
+    """Find processes whose environment carries one of `tokens`, anywhere in its path of tokens.
 
     Reads `/proc`; where there is none (macOS) it finds nothing.
     """
+    wanted = {token.encode() for token in tokens}
     found: list[int] = []
     try:
         names = os.listdir("/proc")
@@ -42,7 +48,7 @@ def pids_with_token(token: str) -> list[int]:
         prefix = TOKEN_VARIABLE.encode() + b"="
         for variable in variables:
             if variable.startswith(prefix):
-                if token.encode() in variable[len(prefix) :].split(b"/"):
+                if wanted.intersection(variable[len(prefix) :].split(b"/")):
                     found.append(int(name))
                 break
     return found
@@ -56,21 +62,31 @@ def kill_group(pid: int) -> None:
         pass
 
 
-def kill_all(children: dict[int, str]) -> None:
-    """Kill the groups of `children` (process id to token), then what else carries their tokens."""
-    for pid in children:
-        kill_group(pid)
-    # Twice more, since a process may start another while it is being found.
-    for _ in range(3):
-        stray = {pid for token in children.values() for pid in pids_with_token(token)}
-        if not stray:
+def kill_strays(tokens: Collection[str]) -> None:
+    """Kill whatever carries one of `tokens` in its environment, in whatever session it is.
+
+    Looks again until it finds nothing new, since a process may start another while it is being
+    found. What cleared its environment *and* left its group is not found.
+    """
+    killed: set[int] = set()
+    for _ in range(_MOST_LOOKS):
+        found = set(pids_with_tokens(tokens)) - killed
+        if not found:
             return
-        for pid in stray:
+        for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                pass
-        time.sleep(0.05)
+                continue
+        killed |= found
+
+
+def kill_all(children: Mapping[int, str]) -> None:
+    """Kill the groups of `children` (process id to token), then what else carries their tokens."""
+    for pid in children:
+        kill_group(pid)
+    if children:
+        kill_strays(children.values())
 
 
 def main() -> None:
@@ -87,12 +103,30 @@ def main() -> None:
                 break
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                words = line.decode().split()
-                if words[0].startswith("+"):
-                    children[int(words[0])] = words[1]
-                else:
-                    children.pop(-int(words[0]), None)
+                try:
+                    obey(line.decode(), children)
+                except (ValueError, IndexError):
+                    # Whatever it is, it must not end the one who ends the others.
+                    continue
     kill_all(children)
+
+
+def obey(line: str, children: dict[int, str]) -> None:
+    """Take one line: `+PID TOKEN` or `-PID`.
+
+    Raises:
+        ValueError: It is none.
+        IndexError: It is none.
+    """
+    words = line.split()
+    pid = int(words[0])
+    # The group of process 1 or 0 is never a child's.
+    if abs(pid) <= 1:
+        raise ValueError(line)
+    if words[0].startswith("-"):
+        children.pop(-pid, None)
+    else:
+        children[pid] = words[1]
 
 
 if __name__ == "__main__":

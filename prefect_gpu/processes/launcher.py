@@ -8,6 +8,7 @@ decided elsewhere.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +52,19 @@ SILENT_GRACE_S = 1.0
 #: Seconds between two looks for ended children where the system has no `pidfd_open` (macOS).
 POLL_S = 0.05
 
-_READ_BYTES = 1 << 20
+#: Bytes read from one channel before the others have their turn.
+_TURN_BYTES = 4 << 20
+
+#: Bytes that a channel's socket is asked to hold; the kernel gives less (208 KiB by default).
+_SOCKET_BYTES = 4 << 20
+
+#: Pieces of 64 KiB that are read from a stream whose process has ended: more than a pipe holds, and
+#: an end for what a process left behind that goes on writing.
+_LAST_PIECES = 32
+
+#: Seconds that a guardian must have lived to be replaced at once when it ends: one that cannot
+#: start must not be started again and again.
+_GUARDIAN_LIVED_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +73,9 @@ class _Child:
     """One child, as the launcher's thread knows it."""
 
     def __init__(self, spec: LaunchSpec, listener: Listener) -> None:
-        self.spec = spec
-        self.listener = listener
+        #: Given up once the child has it: a call may be large.
+        self.spec: LaunchSpec | None = spec
+        self._listener = listener
         self.token = uuid.uuid4().hex
         self.process: subprocess.Popen[bytes] | None = None
         self.channel: socket.socket | None = None
@@ -72,8 +87,17 @@ class _Child:
         self.stderr_tail = bytearray()
         self.value_arrived = False
         self.killed = False
-        #: Monotonic seconds at which it is killed if it still lives.
+        self.killed_because = ""
+        #: Monotonic seconds at which it is killed if it still lives, and why then.
         self.deadline: float | None = None
+        self.deadline_reason = ""
+
+    def tell(self, message: Any) -> None:
+        """Tell the listener. What it raises is its own trouble, not the launcher's."""
+        try:
+            self._listener(message)
+        except Exception:
+            logger.exception("a listener of a GPU task's process raised on %s", type(message))
 
 
 class _Handle:
@@ -98,21 +122,37 @@ class _Handle:
 
 
 class ProcessLauncher:
-    """Starts children on this machine. Its thread starts with the first child and stays."""
+    """Starts children on this machine. Its thread starts with the first child and stays.
 
-    def __init__(self) -> None:
+    After a fork of the parent the copy in the fork starts afresh, without children.
+
+    Args:
+        exit_grace_s: Seconds that a child may take to end once its value has arrived.
+        silent_grace_s: Seconds that a child may live after it has closed its channel.
+    """
+
+    def __init__(
+        self, exit_grace_s: float = EXIT_GRACE_S, silent_grace_s: float = SILENT_GRACE_S
+    ) -> None:
+        self._exit_grace_s = exit_grace_s
+        self._silent_grace_s = silent_grace_s
+        self._reset()
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(itself))
+
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
-        self._selector = selectors.DefaultSelector()
+        self._closing = False
+        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._children: set[_Child] = set()
-        self._guardian: subprocess.Popen[bytes] | None = None
+        self._guardian: _Guardian | None = None
         self.output = OutputForwarder(on_room=self._wake)
         self._held_back: set[_Child] = set()
-        os.register_at_fork(after_in_child=self._forget)
 
     # Any thread.
 
@@ -140,11 +180,41 @@ class ProcessLauncher:
             # Full: it is going to wake anyway. Closed: it is gone.
             return
 
-    def _forget(self) -> None:
-        """After a fork of the parent: the copy must not hold the guardian's pipe open."""
-        guard = self._guardian
-        if guard is not None and guard.stdin is not None:
-            guard.stdin.close()
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End all children, the guardian and the thread. It may be used again after that."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._closing = True
+        self._wake()
+        thread.join(timeout_s)
+        if not thread.is_alive():
+            self._close_own()
+            self._reset()
+
+    def forget(self) -> None:
+        """After a fork of the parent: be a launcher without children, and hold nothing of theirs.
+
+        The copy must not hold the guardian's pipe open, or the guardian would not see the parent end.
+        """
+        # Closed by number and never through the selector or a buffer: the kernel's set of watched
+        # files is shared with the parent, and a lock may have been held at the fork.
+        for child in self._children:
+            if child.channel is not None:
+                child.channel.close()
+            if child.pidfd is not None:
+                os.close(child.pidfd)
+            for stream in child.streams.values():
+                stream.close()
+        if self._guardian is not None:
+            self._guardian.close()
+        self._close_own()
+        self._reset()
+
+    def _close_own(self) -> None:
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
 
     # The launcher's thread.
 
@@ -153,9 +223,26 @@ class ProcessLauncher:
         while True:
             try:
                 self._turn()
+                if self._closing and self._close_down():
+                    return
             except Exception:
                 # One child's trouble must not take the others' channels with it.
                 logger.exception("the launcher of GPU tasks met an error; it goes on")
+
+    def _close_down(self) -> bool:
+        """End what there is; `True`: nothing is left."""
+        for child in self._children:
+            if not child.killed:
+                self.kill_child(child, "the runner was closed")
+        if self._children:
+            return False
+        guard, self._guardian = self._guardian, None
+        if guard is not None:
+            if guard.pidfd is not None:
+                self._unwatch(guard.pidfd)
+            guard.close()
+            guard.process.wait()
+        return True
 
     def _turn(self) -> None:
         for key, mask in self._selector.select(self._patience()):
@@ -169,7 +256,8 @@ class ProcessLauncher:
         self._look_at_clock()
 
     def _patience(self) -> float | None:
-        waits = [c.deadline - time.monotonic() for c in self._children if c.deadline is not None]
+        now = time.monotonic()
+        waits = [c.deadline - now for c in self._children if c.deadline is not None]
         if any(c.pidfd is None for c in self._children):
             waits.append(POLL_S)
         if self._held_back:
@@ -188,9 +276,9 @@ class ProcessLauncher:
         for child in tuple(self._children):
             if child.deadline is not None and now >= child.deadline:
                 child.deadline = None
-                self.kill_child(child)
+                self.kill_child(child, child.deadline_reason)
             if child.pidfd is None and child.process is not None:
-                if _has_ended(child.process.pid):
+                if _has_ended(child.process):
                     self._finish(child)
 
     def _launch(self, child: _Child) -> None:
@@ -198,54 +286,81 @@ class ProcessLauncher:
             self._guard()
             self._spawn(child)
         except Exception as error:
-            child.listener(ChildRefused(error))
+            self._drop(child)
+            child.tell(ChildRefused(error))
             return
         assert child.process is not None
         self._children.add(child)
-        child.listener(ChildStarted(child.process.pid))
+        child.tell(ChildStarted(child.process.pid))
+
+    def _drop(self, child: _Child) -> None:
+        """Leave nothing of a child that could not be started in full."""
+        if child.pidfd is not None:
+            self._unwatch(child.pidfd)
+            os.close(child.pidfd)
+            child.pidfd = None
+        self._close_channel(child)
+        process = child.process
+        if process is not None:
+            guardian.kill_group(process.pid)
+            process.wait()
+            self._tell_guardian(f"-{process.pid}")
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    self._unwatch(stream)
+                    stream.close()
 
     def _guard(self) -> None:
         """Start the guardian, or start it again if somebody killed it."""
-        if self._guardian is not None and self._guardian.poll() is None:
+        if self._guardian is not None and self._guardian.process.poll() is None:
             return
-        environment = {k: v for k, v in os.environ.items() if k != guardian.TOKEN_VARIABLE}
-        self._guardian = subprocess.Popen(
-            [sys.executable, "-I", "-S", guardian.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env=environment,
-            cwd="/",
-        )
+        self._drop_guardian()
+        self._guardian = guard = _Guardian()
+        if guard.pidfd is not None:
+            self._selector.register(
+                guard.pidfd, selectors.EVENT_READ, lambda mask: self._guardian_ended()
+            )
         for child in self._children:
             if child.process is not None:
                 self._tell_guardian(f"+{child.process.pid} {child.token}")
 
+    def _guardian_ended(self) -> None:
+        guard = self._guardian
+        lived_s = time.monotonic() - guard.started_s if guard is not None else 0.0
+        self._drop_guardian()
+        if self._children and lived_s >= _GUARDIAN_LIVED_S:
+            self._guard()
+
+    def _drop_guardian(self) -> None:
+        guard, self._guardian = self._guardian, None
+        if guard is not None:
+            if guard.pidfd is not None:
+                self._unwatch(guard.pidfd)
+            guard.close()
+            # It is dead, or deaf: then it must not act on what it knew.
+            guard.process.kill()
+            guard.process.wait()
+
     def _tell_guardian(self, line: str) -> None:
         guard = self._guardian
-        assert guard is not None and guard.stdin is not None
-        try:
-            guard.stdin.write(line.encode() + b"\n")
-            guard.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            # It was killed; the next launch starts another and tells it all.
-            return
+        if guard is not None and not guard.tell(line):
+            # Killed or stopped; the next launch starts another and tells it all.
+            self._drop_guardian()
 
     def _spawn(self, child: _Child) -> None:
-        spec = child.spec
-        ours, theirs = socket.socketpair()
-        try:
-            environment = dict(os.environ)
-            for name, value in spec.environment.items():
-                if value is None:
-                    environment.pop(name, None)
-                else:
-                    environment[name] = value
-            outer = environment.get(guardian.TOKEN_VARIABLE)
-            environment[guardian.TOKEN_VARIABLE] = (
-                f"{outer}/{child.token}" if outer else child.token
-            )
+        spec, child.spec = child.spec, None
+        assert spec is not None
+        # First all that can fail for what the spec holds: then there is no process to undo.
+        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv}).encode()
+        call = memoryview(spec.call)
+        child.outgoing.append(memoryview(HEADER.pack(messages.BOOT, len(boot)) + boot))
+        child.outgoing.append(memoryview(messages.encode(spec.prepare)))
+        child.outgoing.append(memoryview(messages.value_header(len(call))))
+        child.outgoing.append(call)
+        child.channel, theirs = socket.socketpair()
+        with theirs:
+            for end in (child.channel, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             child.process = subprocess.Popen(
                 [
                     sys.executable,
@@ -257,26 +372,19 @@ class ProcessLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                # Raw: what a fork or a slow reader leaves in a buffer of Python's is lost.
+                bufsize=0,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=environment,
+                env=_child_environment(spec, child.token),
                 cwd=spec.cwd or None,
             )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
         # Told before the child hears anything: it does nothing until then, and ends by itself if
         # its channel closes first.
         self._tell_guardian(f"+{child.process.pid} {child.token}")
-        ours.setblocking(False)
-        child.channel = ours
-        try:
-            child.pidfd = os.pidfd_open(child.process.pid)
-        except (AttributeError, OSError):
-            child.pidfd = None
-        else:
+        child.channel.setblocking(False)
+        child.pidfd = _open_pidfd(child.process.pid)
+        if child.pidfd is not None:
             self._selector.register(
                 child.pidfd, selectors.EVENT_READ, lambda mask: self._finish(child)
             )
@@ -285,12 +393,6 @@ class ProcessLauncher:
         for stream in child.streams.values():
             os.set_blocking(stream.fileno(), False)
         self._watch_streams(child)
-        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv}).encode()
-        child.outgoing.append(memoryview(HEADER.pack(messages.BOOT, len(boot)) + boot))
-        child.outgoing.append(memoryview(messages.encode(spec.prepare)))
-        call = memoryview(spec.call)
-        child.outgoing.append(memoryview(messages.value_header(len(call))))
-        child.outgoing.append(call)
         self._watch_channel(child)
 
     def _watch_channel(self, child: _Child) -> None:
@@ -325,7 +427,9 @@ class ProcessLauncher:
             self._watch_channel(child)
 
     def _write(self, child: _Child) -> None:
-        assert child.channel is not None
+        if child.channel is None:
+            # Its end was seen in the same turn.
+            return
         try:
             while child.outgoing:
                 head = child.outgoing[0]
@@ -342,34 +446,40 @@ class ProcessLauncher:
         self._watch_channel(child)
 
     def _read(self, child: _Child) -> bool:
-        """Read what a child sent; `False`: nothing more can come."""
-        if child.channel is None:
-            return False
-        try:
-            data = child.channel.recv(_READ_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        if not data:
-            self._close_channel(child)
-            if not child.value_arrived and child.deadline is None:
-                child.deadline = time.monotonic() + SILENT_GRACE_S
-            return False
-        try:
-            for kind, body in child.frames.feed(data):
-                if kind == messages.VALUE:
-                    child.value_arrived = True
-                    child.deadline = time.monotonic() + EXIT_GRACE_S
-                    child.listener(ValueArrived(body))
-                else:
-                    child.listener(messages.decode(body))
-        except ProtocolError as error:
-            child.listener(ChildRefused(error))
-            self._close_channel(child)
-            self.kill_child(child)
-            return False
-        return True
+        """Read what a child sent, for one turn; `False`: nothing more can come."""
+        taken_bytes = 0
+        while child.channel is not None and taken_bytes < _TURN_BYTES:
+            try:
+                size_bytes = child.channel.recv_into(child.frames.room)
+            except BlockingIOError:
+                return False
+            except OSError:
+                size_bytes = 0
+            if not size_bytes:
+                self._close_channel(child)
+                if not child.value_arrived and child.deadline is None:
+                    child.deadline = time.monotonic() + self._silent_grace_s
+                    child.deadline_reason = "it closed its channel to the parent and lived on"
+                return False
+            taken_bytes += size_bytes
+            try:
+                frame = child.frames.filled(size_bytes)
+                if frame is not None:
+                    self._take_frame(child, *frame)
+            except ProtocolError as error:
+                child.tell(ChildRefused(error))
+                self._close_channel(child)
+                self.kill_child(child, "it sent what is no message")
+        return child.channel is not None
+
+    def _take_frame(self, child: _Child, kind: int, body: messages.Body) -> None:
+        if kind != messages.VALUE:
+            child.tell(messages.decode(body))
+            return
+        child.value_arrived = True
+        child.deadline = time.monotonic() + self._exit_grace_s
+        child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
+        child.tell(ValueArrived(body))
 
     def _read_stream(self, child: _Child, name: StreamName, last: bool = False) -> bool:
         """Read what a child printed; `False`: nothing more can come now."""
@@ -410,20 +520,20 @@ class ProcessLauncher:
             except (ProcessLookupError, PermissionError):
                 return
 
-    def kill_child(self, child: _Child) -> None:
-        """Kill a child and all that it started. The launcher's thread only."""
+    def kill_child(self, child: _Child, because: str = "") -> None:
+        """Kill a child and all that it started. The launcher's thread only.
+
+        Args:
+            child: Which; one that has ended is left alone.
+            because: Why, if it is the launcher's own doing.
+        """
         if child not in self._children or child.process is None:
             return
+        if not child.killed:
+            child.killed_because = because
         child.killed = True
         guardian.kill_group(child.process.pid)
-        self._kill_strays(child)
-
-    def _kill_strays(self, child: _Child) -> None:
-        for pid in guardian.pids_with_token(child.token):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+        guardian.kill_strays((child.token,))
 
     def _finish(self, child: _Child) -> None:
         """A child has ended: take what it still said, end what it left, and tell."""
@@ -436,12 +546,13 @@ class ProcessLauncher:
         guardian.kill_group(child.process.pid)
         code = child.process.wait()
         if child.killed or code != 0:
-            self._kill_strays(child)
+            guardian.kill_strays((child.token,))
         while self._read(child):
             pass
         for name in tuple(child.streams):
-            while self._read_stream(child, name, last=True):
-                pass
+            for _ in range(_LAST_PIECES):
+                if not self._read_stream(child, name, last=True):
+                    break
         self._held_back.discard(child)
         for stream in child.streams.values():
             self._unwatch(stream)
@@ -452,7 +563,7 @@ class ProcessLauncher:
         self._children.discard(child)
         self._tell_guardian(f"-{child.process.pid}")
         tail = child.stderr_tail.decode("utf-8", errors="replace")
-        child.listener(ChildExited(code, tail, truncated))
+        child.tell(ChildExited(code, tail, truncated, child.killed_because))
 
     def _close_channel(self, child: _Child) -> None:
         if child.channel is not None:
@@ -475,23 +586,101 @@ def interpreter_flags() -> list[str]:
     return flags
 
 
-def _has_ended(pid: int) -> bool:
-    """Tell whether a child of ours has ended, without reaping it."""
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Tell whether a child of ours has ended, if possible without reaping it."""
     try:
-        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        waitid = os.waitid
+    except AttributeError:
+        # macOS before Python 3.13.
+        return process.poll() is not None
+    try:
+        return waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return True
-    return result is not None
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """Open a descriptor that tells when a process ends; `None`: the system has none left, or none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _child_environment(spec: LaunchSpec, token: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    for name, value in spec.environment.items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    outer = environment.get(guardian.TOKEN_VARIABLE)
+    environment[guardian.TOKEN_VARIABLE] = f"{outer}/{token}" if outer else token
+    return environment
+
+
+class _Guardian:
+    """The guardian's process and the pipe to it."""
+
+    def __init__(self) -> None:
+        # Not the guardian of an outer child: that must be able to end *us*, and leave this one to
+        # end our children.
+        environment = {k: v for k, v in os.environ.items() if k != guardian.TOKEN_VARIABLE}
+        self.started_s = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guardian.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+            env=environment,
+            cwd="/",
+        )
+        assert self.process.stdin is not None
+        self._pipe = self.process.stdin
+        # 1,000 lines fit in the pipe: only one that was stopped lets it fill.
+        os.set_blocking(self._pipe.fileno(), False)
+        self.pidfd = _open_pidfd(self.process.pid)
+
+    def tell(self, line: str) -> bool:
+        """Write a line, all or nothing; `False`: it does not hear."""
+        try:
+            return bool(self._pipe.write(line.encode() + b"\n"))
+        except (OSError, ValueError):
+            return False
+
+    def close(self) -> None:
+        """Let go of it; it then ends what it still knows of."""
+        self._pipe.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def _forget(launcher: weakref.ref[ProcessLauncher]) -> None:
+    forked = launcher()
+    if forked is not None:
+        forked.forget()
 
 
 _lock = threading.Lock()
-_launcher: tuple[int, ProcessLauncher] | None = None
+_launcher: ProcessLauncher | None = None
 
 
 def process_launcher() -> ProcessLauncher:
-    """Give the one launcher of this Python process; a fork of it gets its own."""
+    """Give the one launcher of this Python process; in a fork of it, a fresh one."""
     global _launcher
     with _lock:
-        if _launcher is None or _launcher[0] != os.getpid():
-            _launcher = os.getpid(), ProcessLauncher()
-        return _launcher[1]
+        if _launcher is None:
+            _launcher = ProcessLauncher()
+            atexit.register(_launcher.close)
+        return _launcher
+
+
+def _unlock_after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock_after_fork)

@@ -10,11 +10,12 @@ It does not know sockets, processes or Prefect.
 
 from __future__ import annotations
 
+import mmap
 import pickle
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
@@ -26,6 +27,13 @@ SMALL: Final = 1
 VALUE: Final = 2
 #: Only parent to child, and first: JSON that the bootstrap reads before it can import anything.
 BOOT: Final = 3
+
+#: Bytes from which a body gets memory of its own from the system: it is not filled with zeros first,
+#: and goes back to the system as soon as nobody holds it.
+MAPPED_BYTES: Final = 1 << 20
+
+#: A body: bytes that pickle reads in place.
+Body: TypeAlias = bytearray | mmap.mmap
 
 #: Bytes of a frame that we believe. A longer one is garbage on the stream, not a message.
 LONGEST_FRAME_BYTES: Final = 1 << 44
@@ -122,6 +130,19 @@ class BodyEnded:
     host_peak_bytes: int = 0
 
 
+#: Every class that may come as a small message.
+_MESSAGES: Final = (
+    Prepare,
+    Answered,
+    BodyStarted,
+    LogEmitted,
+    EventEmitted,
+    CountersRead,
+    Asked,
+    BodyEnded,
+)
+
+
 def encode(message: Any) -> bytes:
     """Frame a small message."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -133,20 +154,72 @@ def value_header(size_bytes: int) -> bytes:
     return HEADER.pack(VALUE, size_bytes)
 
 
+def allocate_body(size_bytes: int) -> Body:
+    """Give memory for a body.
+
+    Raises:
+        ProtocolError: There is not so much.
+    """
+    try:
+        if size_bytes < MAPPED_BYTES:
+            return bytearray(size_bytes)
+        # Private, not Python's default of shared: the system may then use huge pages.
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (MemoryError, OSError, OverflowError) as error:
+        raise ProtocolError(f"a message of {size_bytes} bytes finds no memory: {error}") from error
+
+
 class FrameReader:
-    """Turns bytes, in whatever pieces they come, into frames."""
+    """Turns bytes, in whatever pieces they come, into frames.
+
+    Bytes are received straight into the memory of the frame that they belong to: `room` says where
+    the next ones go, `filled` that they are there.
+    """
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._header = memoryview(bytearray(HEADER.size))
         self._kind: int | None = None
-        self._length = 0
+        self._body: Body = bytearray()
+        self._room = self._header
 
     @property
     def truncated(self) -> bool:
         """Whether the stream stands inside a frame."""
-        return self._kind is not None or bool(self._buffer)
+        return self._kind is not None or len(self._room) < HEADER.size
 
-    def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, bytearray]]:
+    @property
+    def room(self) -> memoryview:
+        """Where the next bytes go; never empty, never past the end of a frame."""
+        return self._room
+
+    def filled(self, size_bytes: int) -> tuple[int, Body] | None:
+        """Say that so many bytes of `room` were written.
+
+        Returns:
+            Kind and body of the frame that is complete with them, or `None`.
+
+        Raises:
+            ProtocolError: The bytes are not a frame.
+        """
+        self._room = self._room[size_bytes:]
+        if len(self._room):
+            return None
+        if self._kind is None:
+            kind, length = HEADER.unpack(self._header)
+            if kind not in (SMALL, VALUE, BOOT) or length > LONGEST_FRAME_BYTES:
+                raise ProtocolError(
+                    f"a child sent a frame of kind {kind} and length {length}; something "
+                    f"other than prefect_gpu wrote to its channel"
+                )
+            self._kind, self._body = kind, allocate_body(length)
+            if length:
+                self._room = memoryview(self._body)
+                return None
+        frame = self._kind, self._body
+        self._kind, self._body, self._room = None, bytearray(), self._header
+        return frame
+
+    def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, Body]]:
         """Take what arrived and give the frames that are complete with it.
 
         Yields:
@@ -155,37 +228,26 @@ class FrameReader:
         Raises:
             ProtocolError: The bytes are not a frame.
         """
-        self._buffer += data
-        while True:
-            if self._kind is None:
-                if len(self._buffer) < HEADER.size:
-                    return
-                kind, length = HEADER.unpack_from(self._buffer)
-                if kind not in (SMALL, VALUE, BOOT) or length > LONGEST_FRAME_BYTES:
-                    raise ProtocolError(
-                        f"a child sent a frame of kind {kind} and length {length}; something "
-                        f"other than prefect_gpu wrote to its channel"
-                    )
-                self._kind, self._length = kind, length
-                del self._buffer[: HEADER.size]
-            if len(self._buffer) < self._length:
-                return
-            if len(self._buffer) == self._length:
-                body, self._buffer = self._buffer, bytearray()
-            else:
-                body = self._buffer[: self._length]
-                del self._buffer[: self._length]
-            kind, self._kind = self._kind, None
-            yield kind, body
+        rest = memoryview(data)
+        while len(rest):
+            size_bytes = min(len(rest), len(self._room))
+            self._room[:size_bytes] = rest[:size_bytes]
+            rest = rest[size_bytes:]
+            frame = self.filled(size_bytes)
+            if frame is not None:
+                yield frame
 
 
-def decode(body: bytes | bytearray) -> Any:
+def decode(body: bytes | Body) -> Any:
     """Read a small message.
 
     Raises:
         ProtocolError: The bytes are not one.
     """
     try:
-        return pickle.loads(body)
+        message = pickle.loads(body)
     except Exception as error:
         raise ProtocolError(f"a child sent a message that cannot be read: {error!r}") from error
+    if not isinstance(message, _MESSAGES):
+        raise ProtocolError(f"a child sent a {type(message).__name__}, which is no message")
+    return message

@@ -83,7 +83,9 @@ class OutputForwarder:
                     size += len(part)
                 dropped, self._dropped_bytes = self._dropped_bytes, 0
             if dropped:
-                parts.append(f"\n[prefect_gpu: {dropped} bytes of output dropped, stream stalled]\n")
+                parts.append(
+                    f"\n[prefect_gpu: {dropped} bytes of output dropped, stream stalled]\n"
+                )
             self._write(stream, "".join(parts))
             with self._condition:
                 self._pending_bytes -= size

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prefect_gpu.processes.messages import Prepare
+from prefect_gpu.processes.messages import Body, Prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ChildRefused:
 class ValueArrived:
     """The value that a `BodyEnded` announced."""
 
-    data: bytearray = field(repr=False)
+    data: Body = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class ChildExited:
     stderr_tail: str
     #: The stream ended inside a message.
     truncated: bool = False
+    #: Why the launcher itself killed it; empty: it did not, or was asked to.
+    killed_because: str = ""
 
 
 #: Gets every message of one child in order, on the launcher's thread: it must not block.

@@ -14,12 +14,14 @@ import os
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
 
 from prefect_gpu.errors import ResultError
+from prefect_gpu.processes.messages import Body
 
 #: A function that may give a pickle reduction for a value, or `NotImplemented`.
 Reducer = Callable[[Any], Any]
@@ -27,7 +29,12 @@ Reducer = Callable[[Any], Any]
 #: Deepest path that is looked for when something cannot be pickled.
 _DEEPEST = 8
 
-_importable: dict[str, bool] = {}
+#: By module name: the identity of the module that was asked about, and the answer. Prefect loads
+#: script after script under one name.
+_importable: dict[str, tuple[int, bool]] = {}
+
+#: In a child: classes that came with the call, and exist in the parent.
+_from_parent: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def is_importable(module_name: str) -> bool:
@@ -35,10 +42,11 @@ def is_importable(module_name: str) -> bool:
 
     The module is one of `sys.modules`. One that was loaded by path, or made by hand, is not.
     """
+    identity = id(sys.modules.get(module_name))
     known = _importable.get(module_name)
-    if known is None:
-        known = _importable[module_name] = _find(module_name)
-    return known
+    if known is None or known[0] != identity:
+        known = _importable[module_name] = identity, _find(module_name)
+    return known[1]
 
 
 def _find(module_name: str) -> bool:
@@ -81,17 +89,50 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
 
     def reducer_override(self, obj: Any) -> Any:
         """Decide how one object is pickled; `NotImplemented` leaves it to pickle."""
-        if isinstance(obj, (type, types.FunctionType)):
-            name = getattr(obj, "__module__", None)
+        if isinstance(obj, (type, types.FunctionType, types.ModuleType)):
+            if isinstance(obj, type) and obj in _from_parent:
+                return _own_class, (_tracker_ids()[obj],)
+            attribute = "__name__" if isinstance(obj, types.ModuleType) else "__module__"
+            name = getattr(obj, attribute, None)
             if isinstance(name, str) and name in sys.modules and name != "__main__":
                 if not is_importable(name):
-                    cloudpickle.register_pickle_by_value(sys.modules[name])
+                    _register_by_value(sys.modules[name])
         else:
             for reduce in self._reducers:
                 reduction = reduce(obj)
                 if reduction is not NotImplemented:
                     return reduction
         return super().reducer_override(obj)
+
+
+def _register_by_value(module: types.ModuleType) -> None:
+    # Cloudpickle takes only a module that `sys.modules` has under the module's own name.
+    if sys.modules.get(module.__name__) is module:
+        cloudpickle.register_pickle_by_value(module)
+
+
+def _tracker_ids() -> Mapping[type, str]:
+    # Cloudpickle keeps one id for each class that it sent by value, so that two copies of it that
+    # arrive are one class.
+    return cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # type: ignore[no-any-return]
+
+
+def _own_class(tracker_id: str) -> type:
+    """Give the class of this process that was once sent under `tracker_id`."""
+    found: type = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[tracker_id]
+    return found
+
+
+def load_call(data: bytes | Body) -> Any:
+    """In a child: unpickle the call.
+
+    The classes in it that the child cannot import are the parent's own from then on: they go back by
+    name alone. Sent by value, as cloudpickle would, they would set every attribute of the parent's
+    class anew: its class variables to the child's, its methods to copies with other globals.
+    """
+    call = pickle.loads(data)
+    _from_parent.update(_tracker_ids())
+    return call
 
 
 def dumps(value: Any, what: str, name: str, reducers: tuple[Reducer, ...] = ()) -> memoryview:
@@ -118,7 +159,7 @@ def dumps(value: Any, what: str, name: str, reducers: tuple[Reducer, ...] = ()) 
     return buffer.getbuffer()
 
 
-def loads(data: bytes | bytearray | memoryview, what: str) -> Any:
+def loads(data: bytes | memoryview | Body, what: str) -> Any:
     """Unpickle a value from the other side.
 
     Raises:
@@ -143,13 +184,13 @@ def dump_exception(
         data = dumps(error, "exception", "exception", reducers)
         # Many classes pickle and then fail to unpickle: their constructor takes other arguments
         # than it passed on.
-        pickle.loads(data)
+        again = pickle.loads(data)
+        if not isinstance(again, BaseException):
+            raise TypeError(f"it comes back as a {_type_name(again)}")
     except Exception as problem:
         reason = problem.reason if isinstance(problem, ResultError) else _short(problem)
         where = problem.where if isinstance(problem, ResultError) else "exception"
-        type_name = (
-            problem.type_name if isinstance(problem, ResultError) else _type_name(error)
-        )
+        type_name = problem.type_name if isinstance(problem, ResultError) else _type_name(error)
         if where != "exception":
             where += f" of {_type_name(error)}"
         said = f"{reason}; it said: {_short(error)}"
@@ -162,7 +203,10 @@ def _type_name(value: object) -> str:
 
 
 def _short(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = f"{type(error).__name__}, whose text cannot be had"
     return text if len(text) <= 500 else text[:500] + "…"
 
 
@@ -189,9 +233,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".{key}", part
 
 
-def _find_culprit(
-    value: Any, name: str, reducers: tuple[Reducer, ...]
-) -> tuple[str, Any]:
+def _find_culprit(value: Any, name: str, reducers: tuple[Reducer, ...]) -> tuple[str, Any]:
     """Follow the first part that does not pickle, down to the smallest."""
     for _ in range(_DEEPEST):
         for suffix, part in _parts(value):

@@ -47,13 +47,15 @@ def text_width(text: str, size: float) -> float:
     return size * (0.58 * (len(text) - wide) + 1.05 * wide)
 
 
-def shorten(text: str, width: float, size: float) -> str:
+def shorten(text: str, width: float, size: float, *, keep_end: bool = False) -> str:
     """Cut text to `width` pixels with an ellipsis; empty where not even four letters fit."""
     if text_width(text, size) <= width:
         return text
     while text and text_width(text + "…", size) > width:
-        text = text[:-1]
-    return text.rstrip() + "…" if len(text) >= 4 else ""
+        text = text[1:] if keep_end else text[:-1]
+    if len(text) < 4:
+        return ""
+    return "…" + text.lstrip(" -_") if keep_end else text.rstrip(" -_") + "…"
 
 
 def byte_ticks(top_bytes: float, steps: int = 5) -> list[tuple[float, str]]:
@@ -67,7 +69,7 @@ def byte_ticks(top_bytes: float, steps: int = 5) -> list[tuple[float, str]]:
     return [(i * step * factor, f"{i * step:g} {unit}" if i else "0") for i in range(count + 1)]
 
 
-def time_ticks(end_s: float, steps: int = 8) -> list[tuple[float, str]]:
+def time_ticks(end_s: float, steps: int = 6) -> list[tuple[float, str]]:
     """Give about `steps` round moments from 0 to `end_s`, each with its label."""
     rough = end_s / steps
     step = next((s for s in _NICE_SECONDS if s >= rough * 0.999), _NICE_SECONDS[-1])
@@ -158,7 +160,7 @@ class Canvas:
         y: float,
         text: str,
         *,
-        size: float = 12,
+        size: float = 13,
         fill: str = INK,
         anchor: str = "start",
         bold: bool = False,

@@ -112,11 +112,12 @@ def task_markdown(report: TaskReport) -> str:
     if note := _SOURCE_NOTES[report.source]:
         parts.append(f"> {note}")
     parts.append(image(f"Memory of {report.task_run_name} over time", task_timeline_svg(report)))
-    parts.append(_table(("", ""), _facts(report)))
+    parts.append(_table(("Task run", escape(report.task_run_name)), _facts(report)))
     if report.marks:
         parts.append("### Phases")
         parts.append(_phases(report))
-    raw = [(f"`{key}`", escape(value, 500)) for key, value in report.metadata().items()]
+    raw = [("`pid`", str(report.pid))]
+    raw += [(f"`{key}`", escape(value, 500)) for key, value in report.metadata().items()]
     parts += [
         "<details>\n<summary>Raw numbers, in bytes and seconds</summary>",
         _table(("field", "value"), raw),
@@ -368,8 +369,8 @@ def _now_words(group: Sequence[TaskReport]) -> str:
     sizes = sorted({size for _, size in budgets})
     sources = ", ".join(sorted({source for source, _ in budgets}))
     if len(sizes) == 1:
-        return f"{format_bytes(sizes[0])} ({sources})"
-    return f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])} ({sources})"
+        return f"{format_bytes(sizes[0])}, {sources}"
+    return f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {sources}"
 
 
 def _flow_waste(reports: Sequence[TaskReport]) -> str:
@@ -386,29 +387,29 @@ def _flow_waste(reports: Sequence[TaskReport]) -> str:
 
 
 def _every_process(reports: Sequence[TaskReport]) -> str:
-    heads = ("#", "task run", "outcome", "device", "budget", "peak", "used", "live")
-    times = ("queued", "start", "run")
+    # Few columns: the v1 UI neither wraps cells nor is its page wide. The rest is in each task
+    # run's own report.
+    heads = ("#", "task run", "outcome", "on", "peak of budget", "queued", "run")
     rows = [
         (
             str(number),
             escape(r.task_run_name) + _attempt_words(r),
-            OUTCOME_WORDS[r.outcome]
-            if r.outcome == "completed"
-            else f"**{OUTCOME_WORDS[r.outcome]}**",
+            "completed" if r.outcome == "completed" else f"**{OUTCOME_WORDS[r.outcome]}**",
             ", ".join(str(device.index) for device in r.devices) or "–",
-            f"{format_bytes(r.budget_bytes)} ({r.budget_source})",
-            format_bytes(r.peak_process_bytes),
-            _percent(r.peak_process_bytes, r.budget_total_bytes),
-            _bytes_or_dash(r.peak_live_bytes),
+            f"{_of_budget(r)}, {r.budget_source}",
             format_seconds(r.queued_s),
-            format_seconds(r.start_s),
             format_seconds(r.run_s),
         )
         for number, r in enumerate(reports[:ROW_LIMIT], 1)
     ]
-    table = _table((*heads, *times), rows, right=(0, 5, 6, 7, 8, 9, 10))
+    table = _table(heads, rows, right=(0, 5, 6))
     left = len(reports) - ROW_LIMIT
     return table if left <= 0 else f"{table}\n\n… and {left} more processes, not shown."
+
+
+def _of_budget(report: TaskReport) -> str:
+    peak, budget = report.peak_process_bytes, report.budget_total_bytes
+    return f"{format_bytes(peak)} of {format_bytes(budget)} ({_percent(peak, budget)})"
 
 
 def _who(report: TaskReport) -> str:

@@ -24,7 +24,9 @@ from prefect_gpu.reports.model import Outcome, Sample, TaskReport
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
-WIDTH = 960
+#: The v2 UI's column is 580 pixels in a window of 1280 and 800 in one of 1600; a wider image would
+#: be scaled down until its text cannot be read.
+WIDTH = 720
 
 PROCESS = "#3b82f6"
 PROCESS_EDGE = "#2563eb"
@@ -91,7 +93,7 @@ def task_timeline_svg(report: TaskReport) -> str:
     Takes about 1 ms. The time axis starts when the task was placed.
     """
     marks = sorted(report.marks, key=lambda mark: mark.at_s)
-    left, right = 78, WIDTH - 24
+    left, right = 74, WIDTH - 20
     rows, spots = _place_marks(
         [mark.name for mark in marks], [mark.at_s for mark in marks], _end_s(report), left, right
     )
@@ -159,7 +161,7 @@ def task_timeline_svg(report: TaskReport) -> str:
     for spot in spots:
         if spot.text:
             x = spot.x + (4 if spot.anchor == "start" else -4)
-            canvas.text(x, 62 + 17 * spot.row, spot.text, size=11, anchor=spot.anchor, halo=True)
+            canvas.text(x, 62 + 17 * spot.row, spot.text, size=12, anchor=spot.anchor, halo=True)
 
     words = f"budget {_budget_words(report)}"
     if off_scale:
@@ -176,15 +178,15 @@ def task_timeline_svg(report: TaskReport) -> str:
         canvas.path([(left, y), (right, y)], stroke=BUDGET, width=1.5, dash="7 4")
         canvas.text(right - 8, y - 7, words, fill=BUDGET, anchor="end", bold=True, halo=True)
 
-    names = (_process_words(report), "frameworks held", "frameworks allocated (live)")
-    x = float(left)
+    names = (_process_words(report), "held by framework", "live")
+    x = 20.0
     for (_, colour, line), name, peak_bytes in zip(series, names, peaks, strict=True):
         if line:
             tall = 10 if line is process else 4
             canvas.rect(x, 28 - tall / 2, 16, tall, colour, radius=2)
             label = f"{name}, peak {format_bytes(peak_bytes)}"
-            canvas.text(x + 22, 32, label)
-            x += 22 + text_width(label, 12) + 22
+            canvas.text(x + 22, 33, label)
+            x += 22 + text_width(label, 13) + 12
     return canvas.svg()
 
 
@@ -225,8 +227,8 @@ def _place_marks(
     spots: list[_Spot] = []
     for name, at_s in zip(names, moments, strict=True):
         x = left + (right - left) * min(1.0, max(0.0, at_s / end_s))
-        text = shorten(clean(name), 170, 11)
-        width = text_width(text, 11) + 4
+        text = shorten(clean(name), 170, 12)
+        width = text_width(text, 12) + 4
         # Right of its line; left of it where the chart ends.
         anchor, begin = ("start", x) if x + width <= right else ("end", x - width)
         row = next((i for i, taken in enumerate(taken_to) if text and begin >= taken), None)
@@ -246,13 +248,13 @@ def _time_axis(
         canvas.path([(x_of(at_s), y), (x_of(at_s), y + 5)], stroke=MUTED, width=1)
         near_edge = x_of(at_s) > WIDTH - 50
         canvas.text(
-            WIDTH - 24 if near_edge else x_of(at_s),
+            WIDTH - 20 if near_edge else x_of(at_s),
             y + 19,
             label,
             fill=MUTED,
             anchor="end" if near_edge else "middle",
         )
-    canvas.text(WIDTH - 24, y + 38, title, size=11, fill=MUTED, anchor="end")
+    canvas.text(WIDTH - 20, y + 38, title, size=12, fill=MUTED, anchor="end")
 
 
 def flow_gantt_svg(reports: Sequence[TaskReport]) -> str:
@@ -269,7 +271,7 @@ def flow_gantt_svg(reports: Sequence[TaskReport]) -> str:
         {device for _, report in numbered for device in report.devices},
         key=lambda device: (device.host, device.index, device.uuid),
     )
-    left, right = 176, WIDTH - 24
+    left, right = 158, WIDTH - 20
     top = 52
     lanes = [_Lane(device, numbered, start) for device in devices]
     bottom = top + sum(lane.height for lane in lanes) + (0 if lanes else 40)
@@ -381,11 +383,14 @@ def _draw_lane(
     device = lane.device
     canvas.path([(16, y), (right, y)], stroke="#d1d5db", width=1)
     room = left - 34
-    canvas.text(20, y + 22, shorten(f"device {device.index}", room, 13), size=13, bold=True)
-    total = f" · {format_bytes(device.total_bytes)}"
-    name = shorten(clean(device.name), room - text_width(total, 12), 12)
-    canvas.text(20, y + 39, name + total)
-    canvas.text(20, y + 55, shorten(clean(device.uuid), room, 10.5), size=10.5, fill=MUTED)
+    canvas.text(20, y + 22, f"device {device.index}", size=14, bold=True)
+    name = clean(device.name)
+    if text_width(name, 12) > room:
+        name = shorten(name.removeprefix("NVIDIA "), room, 12)
+    canvas.text(20, y + 40, name, size=12)
+    size = format_bytes(device.total_bytes)
+    canvas.text(20 + room, y + 22, size, size=12, fill=MUTED, anchor="end")
+    canvas.text(20, y + 57, shorten(clean(device.uuid), room, 11), size=11, fill=MUTED)
 
     for number, report, at_s, track in lane.bars:
         x = x_of(at_s)
@@ -409,7 +414,7 @@ def _draw_lane(
         (15, f"peak reserved {format_bytes(lane.peak_reserved)}", MUTED),
         (0, f"peak used {format_bytes(peak_used)}", PROCESS_EDGE),
     ):
-        canvas.text(left - 10, floor - above, words, size=10.5, fill=colour, anchor="end")
+        canvas.text(left - 10, floor - above, words, size=11, fill=colour, anchor="end")
 
 
 def _stairs(
@@ -465,15 +470,17 @@ def _draw_bar(
         canvas.path(area, fill=colour, opacity=0.32)
     if height < 12:
         return
-    room = width - 10
+    room = width - 8
     for label in (f"{number}  {name}{words}", f"{number}{words}", f"{number}"):
-        if text_width(label, 11) <= room:
+        if text_width(label, 12) <= room:
             break
     else:
         return
-    if label == f"{number}{words}" and not words and room > 70:
-        label = shorten(f"{number}  {name}", room, 11)
-    canvas.text(x + 5, y + height / 2 + 4, label, size=11)
+    if label == f"{number}{words}" and not words and room > 60:
+        # Its end tells a task run from its siblings: they share the task's name.
+        label = f"{number}  "
+        label += shorten(name, room - text_width(label, 12), 12, keep_end=True)
+    canvas.text(x + 4, y + height / 2 + 4, label, size=12)
 
 
 def _gantt_legend(canvas: Canvas, outcomes: Set[Outcome]) -> None:
@@ -484,9 +491,9 @@ def _gantt_legend(canvas: Canvas, outcomes: Set[Outcome]) -> None:
         label = OUTCOME_WORDS[outcome]
         canvas.rect(x, 19, 16, 12, colour, opacity=0.5, outline=colour, radius=2)
         canvas.text(x + 22, 29, label)
-        x += 22 + text_width(label, 12) + 16
+        x += 22 + text_width(label, 13) + 10
     for label, colour, opacity in (("reserved", "#94a3b8", 0.35), ("used", PROCESS, 0.75)):
-        width = 22 + text_width(label, 12)
+        width = 22 + text_width(label, 13)
         canvas.rect(x + 10, 19, 16, 12, colour, opacity=opacity)
         canvas.text(x + 32, 29, label)
-        x += width + 16
+        x += width + 10

@@ -31,10 +31,16 @@ CHROMIUM = next(
     "",
 )
 #: No sandbox: tests run as root in containers. The rest keeps it from calling anyone.
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking --disable-component-update --disable-sync"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 PATIENCE_MS = 60_000
 
 
@@ -65,9 +71,11 @@ def artifact_id(api_url: str, key: str) -> UUID:
     """Find the newest artifact of a key."""
     import httpx
 
-    answer = httpx.get(f"{api_url}/artifacts/{key}/latest", timeout=30)
+    # Not `/artifacts/KEY/latest`: the id that it gives is the collection's, which has no page.
+    wanted = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC", "limit": 1}
+    answer = httpx.post(f"{api_url}/artifacts/filter", json=wanted, timeout=30)
     answer.raise_for_status()
-    return UUID(answer.json()["id"])
+    return UUID(answer.json()[0]["id"])
 
 
 def open_artifact(page: Page, api_url: str, artifact: UUID, ui: UI = "v2") -> Seen:
@@ -99,7 +107,9 @@ def save(page: Page, out: Path, limit_bytes: int = 150_000) -> None:
     picture: Any = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     out.parent.mkdir(parents=True, exist_ok=True)
     for colours in (256, 128, 64, 32):
-        picture.quantize(colours, dither=Image.Dither.NONE).save(out, optimize=True)
+        picture.quantize(colours, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            out, optimize=True
+        )
         if out.stat().st_size <= limit_bytes:
             return
 

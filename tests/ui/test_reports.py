@@ -16,7 +16,7 @@ from tests.fakes.reports import flow_reports, task_report
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("PIL.Image", reason="pillow is not installed")
 
-from tests.ui.capture import (  # noqa: E402
+from tests.ui.capture import (
     CHROMIUM,
     UI,
     artifact_id,
@@ -24,7 +24,7 @@ from tests.ui.capture import (  # noqa: E402
     open_artifact,
     save,
 )
-from tests.ui.server import running_server  # noqa: E402
+from tests.ui.server import running_server
 
 pytestmark = [
     pytest.mark.ui,
@@ -58,7 +58,7 @@ def test_a_task_report_shows_its_numbers_and_its_chart(
     with browser_page() as page:
         seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"), ui)
         save(page, pictures / f"task-report-{ui}.png")
-    assert seen.image_widths == [960]
+    assert seen.image_widths == [720]
     assert "it needed 5.5GiB of its 6GiB budget (92%)" in seen.text
     assert "Peak held by the framework" in seen.text
     assert "load weights" in seen.text
@@ -72,7 +72,7 @@ def test_a_flow_report_shows_every_process_and_the_devices(
     with browser_page() as page:
         seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-flow-nightly"), ui)
         save(page, pictures / f"flow-report-{ui}.png")
-    assert seen.image_widths == [960]
+    assert seen.image_widths == [720]
     assert "16 of 19 processes completed" in seen.text
     assert "gpu:memory=5.5GiB" in seen.text
     assert "evaluate-vit-b16-int8" in seen.text
@@ -82,4 +82,4 @@ def test_a_chart_reads_in_a_dark_page(api_url: str, pictures: Path) -> None:
     with browser_page(dark=True) as page:
         seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"))
         save(page, pictures / "task-report-dark.png")
-    assert seen.image_widths == [960]
+    assert seen.image_widths == [720]

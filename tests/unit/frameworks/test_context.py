@@ -63,7 +63,7 @@ def test_the_default_path_follows_the_xdg_specification(monkeypatch, tmp_path, b
 
 
 def test_fallbacks():
-    assert fallback_context_bytes("torch") == 676 * MIB
+    assert fallback_context_bytes("torch") == 766 * MIB
     assert fallback_context_bytes("tensorflow") > 1200 * MIB
     assert fallback_context_bytes("something else") == 700 * MIB
 

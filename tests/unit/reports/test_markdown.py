@@ -35,7 +35,27 @@ def headline(report: TaskReport) -> str:
 
 def test_metadata_has_every_field_of_the_design_as_a_short_string() -> None:
     metadata = task_report().metadata()
-    assert [*metadata] == ["schema", "task_key", "device_uuid", "device_name", "framework", "outcome", "attempt", "budget_bytes", "budget_source", "peak_process_bytes", "peak_live_bytes", "peak_reserved_bytes", "context_bytes", "leaked_bytes", "queued_s", "start_s", "run_s", "samples", "source"]
+    assert [*metadata] == [
+        "schema",
+        "task_key",
+        "device_uuid",
+        "device_name",
+        "framework",
+        "outcome",
+        "attempt",
+        "budget_bytes",
+        "budget_source",
+        "peak_process_bytes",
+        "peak_live_bytes",
+        "peak_reserved_bytes",
+        "context_bytes",
+        "leaked_bytes",
+        "queued_s",
+        "start_s",
+        "run_s",
+        "samples",
+        "source",
+    ]
     assert all(isinstance(value, str) and len(value) < 500 for value in metadata.values())
     assert task_report(peak_live_bytes=None).metadata()["peak_live_bytes"] == "unknown"
 
@@ -181,7 +201,7 @@ def test_a_flow_report_calls_leaks_and_failures_out_first() -> None:
 
 def test_a_flow_report_advises_only_where_the_tag_does_not_fit() -> None:
     text = flow_markdown(flow_reports())
-    assert "| evaluate | 5.4GiB to 140GiB (learned, probe) | `gpu:memory=5.5GiB` |" in text
+    assert "| evaluate | 5.4GiB to 140GiB, learned, probe | `gpu:memory=5.5GiB` |" in text
     assert "`gpu:memory=6.9GiB` | largest peak 6.2GiB, of a run that died |" in text
     fitting = task_report(peak_process_bytes=int(5.45 * GIB))
     assert "Nothing to change" in flow_markdown([fitting])

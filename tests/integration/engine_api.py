@@ -1,0 +1,115 @@
+"""What the API says about runs, asked until it says it: states reach it seconds late."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterTaskRunId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.client.schemas.objects import Artifact, State, TaskRun
+
+#: Seconds after which what the API was waited for will never come.
+PATIENCE_S = 60.0
+
+#: Two devices on paper.
+TWO = "simulated:2x8GiB"
+#: One.
+ONE = "simulated:1x8GiB"
+
+
+def until(ask: Callable[[], Any], what: str = "") -> Any:
+    """Ask until the answer is true, and give it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (answer := ask()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"never came: {what or ask}; the last answer was {answer!r}")
+        time.sleep(0.1)  # noqa: TID251 - polls the API
+    return answer
+
+
+def task_run(run_id: UUID) -> TaskRun:
+    """Give a task run once the API shows it as final."""
+    with get_client(sync_client=True) as client:
+
+        def ask() -> TaskRun | None:
+            try:
+                run = client.read_task_run(run_id)
+            except Exception:
+                return None
+            return run if run.state is not None and run.state.is_final() else None
+
+        found: TaskRun = until(ask, f"final state of task run {run_id}")
+        return found
+
+
+def history(run_id: UUID) -> list[State[Any]]:
+    """Give all states of a task run in order, once it is final."""
+    task_run(run_id)
+    with get_client(sync_client=True) as client:
+        states = client.read_task_run_states(run_id)
+    return sorted(states, key=lambda state: state.timestamp)
+
+
+def names(run_id: UUID) -> list[str]:
+    """Give the names of all states of a task run in order, once it is final."""
+    return [state.name or "" for state in history(run_id)]
+
+
+def logs(flow_run_id: UUID, wanted: Iterable[str]) -> dict[str, Any]:
+    """Give the log of a flow run by message, once all wanted messages are in it."""
+    wanted = set(wanted)
+    with get_client(sync_client=True) as client:
+
+        def ask() -> dict[str, Any] | None:
+            found = {
+                log.message: log
+                for log in client.read_logs(
+                    LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])), limit=200
+                )
+            }
+            return found if wanted <= set(found) else None
+
+        answer: dict[str, Any] = until(ask, f"log messages {wanted}")
+        return answer
+
+
+def artifacts(
+    *, task_run_id: UUID | None = None, flow_run_id: UUID | None = None, count: int
+) -> list[Artifact]:
+    """Give the artifacts of a run, oldest first, once there are so many."""
+    asked = ArtifactFilter(
+        task_run_id=ArtifactFilterTaskRunId(any_=[task_run_id]) if task_run_id else None,
+        flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]) if flow_run_id else None,
+    )
+    with get_client(sync_client=True) as client:
+
+        def ask() -> list[Artifact] | None:
+            found = client.read_artifacts(artifact_filter=asked)
+            return found if len(found) >= count else None
+
+        found: list[Artifact] = until(ask, f"{count} artifacts")
+    return sorted(found, key=lambda artifact: artifact.created or 0)
+
+
+def children() -> list[int]:
+    """Give the GPU tasks' processes below this one."""
+    import psutil
+
+    found = []
+    for process in psutil.Process(os.getpid()).children(recursive=True):
+        try:
+            if any("bootstrap.py" in word for word in process.cmdline()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,265 @@
+"""Programs of users, run for real: an environment, a process, and what is left of it.
+
+Every program is a process of its own against one Prefect server. All that it starts carries a mark
+in its environment, so that what survives it can be found whatever session it moved to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+#: Breaks a deadlock; no program here takes a quarter of it on two cores.
+LIMIT_S = 120.0
+
+#: Names a run in the environment of all its processes.
+MARK = "PREFECT_GPU_TEST_RUN"
+
+#: A flow that says all went well only if what it was told of its children holds: values and errors
+#: of classes defined beside it keep their identity, globals and helpers are there, and each body
+#: ran in a process of its own.
+TASKS = '''
+import os
+import sys
+
+from prefect import flow, task
+
+from prefect_gpu import GPUTaskRunner, current_allocation, gpu
+
+with open(os.environ["MODULE_RUNS"], "a") as file:
+    file.write(f"{os.getpid()} {__name__}\\n")
+
+SCALE = 10
+PARENT = os.getpid()
+
+
+class HostError(Exception):
+    def __init__(self, text, code):
+        super().__init__(text, code)
+        self.code = code
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+
+def scaled(x):
+    return x * SCALE
+
+
+@task(tags=gpu(memory="64MiB", framework="none"))
+def make(x):
+    print(f"child prints {x}")
+    assert current_allocation() is not None
+    return Point(scaled(x)), os.getpid()
+
+
+@task(tags=gpu(memory="64MiB", framework="none"))
+def fail(point):
+    if isinstance(point, Point):
+        raise HostError("from the child", point.x)
+
+
+def check(made):
+    assert all(isinstance(point, Point) for point, _ in made), made
+    assert [point.x for point, _ in made] == [10, 20]
+    pids = {pid for _, pid in made}
+    assert len(pids) == 2 and os.getpid() not in pids, pids
+
+
+@flow(task_runner=GPUTaskRunner(devices="host"))
+def host_flow():
+    check(make.map([1, 2]).result())
+    try:
+        fail.submit(Point(7)).result()
+    except HostError as error:
+        assert isinstance(error, HostError) and error.code == 7
+        return "all arrived"
+
+
+@flow(task_runner=GPUTaskRunner(devices="host"))
+async def async_host_flow():
+    futures = make.map([1, 2])
+    check([future.result() for future in futures])
+    try:
+        fail.submit(Point(7)).result()
+    except HostError as error:
+        assert isinstance(error, HostError) and error.code == 7
+        return "all arrived"
+'''
+
+#: What `TASKS` prints when it is followed by this.
+CALL = '\nprint("RESULT", host_flow())\n'
+SCRIPT = TASKS + CALL
+ARRIVED = "RESULT all arrived"
+
+
+class Workplace:
+    """A folder for one test's programs, and the environment they run in.
+
+    Args:
+        folder: Empty, of the test's own.
+        api_url: Of the Prefect server; `None`: the program is to bring its own.
+    """
+
+    def __init__(self, folder: Path, api_url: str | None) -> None:
+        self.folder = folder
+        self.token = uuid.uuid4().hex
+        #: One line for each time that the module level of `TASKS` ran.
+        self.module_runs = folder / "module-runs.txt"
+        self.environment = _environment(folder, api_url)
+        self.environment[MARK] = self.token
+        self.environment["MODULE_RUNS"] = str(self.module_runs)
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file of the program's."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def run(
+        self,
+        *arguments: str,
+        stdin: str | None = None,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        expect: int | None = 0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run this Python with arguments to its end; it must leave no process behind."""
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            input=stdin,
+            cwd=cwd or self.folder,
+            env={**self.environment, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        if expect is not None:
+            assert done.returncode == expect, f"{done.stdout}\n{done.stderr}"
+        return done
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        """Start this Python with arguments, as the leader of a group as under a terminal."""
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            text=True,
+            start_new_session=True,
+            **options,
+        )
+
+    def runs(self) -> list[tuple[int, str]]:
+        """Give process id and module name for each time that the module level of `TASKS` ran."""
+        lines = self.module_runs.read_text(encoding="utf-8").splitlines()
+        return [(int(pid), name) for pid, name in (line.split() for line in lines)]
+
+    def processes(self) -> dict[int, str]:
+        """Find what lives of the runs in this workplace: process id to command line."""
+        return {pid: command for pid, command in _marked(self.token) if pid != os.getpid()}
+
+    def wait_until_gone(self, limit_s: float) -> float:
+        """Wait until no process is left; give the seconds it took."""
+        began = time.monotonic()
+        wait_for(lambda: not self.processes(), limit_s, lambda: f"left: {self.processes()}")
+        return time.monotonic() - began
+
+    def kill_all(self) -> dict[int, str]:
+        """End what is left; give what it was."""
+        left = self.processes()
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        return left
+
+
+@contextmanager
+def workplace(folder: Path, api_url: str | None) -> Iterator[Workplace]:
+    """Give a workplace that leaves nothing behind, and fails if it would have."""
+    place = Workplace(folder, api_url)
+    try:
+        yield place
+        # The guardian looks for strays for a moment after its parent's end.
+        place.wait_until_gone(5.0)
+    finally:
+        place.kill_all()
+
+
+def wait_for(
+    condition: Callable[[], bool],
+    limit_s: float = LIMIT_S,
+    explain: Callable[[], str] = lambda: "",
+) -> None:
+    """Poll until a condition holds.
+
+    Raises:
+        AssertionError: It did not in time.
+    """
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {limit_s:g} s; {explain()}")
+        time.sleep(0.01)
+
+
+def lines_of(path: Path) -> Sequence[str]:
+    """Read a file's lines; none if there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return ()
+
+
+def _environment(folder: Path, api_url: str | None) -> dict[str, str]:
+    dropped = ("PREFECT_", "PYTEST_", "PYTHONDONTWRITEBYTECODE", "COV_CORE", MARK)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+    paths = [str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
+    home = folder / "home"
+    environment.update(
+        PREFECT_HOME=str(home / "prefect"),
+        PREFECT_SERVER_ANALYTICS_ENABLED="false",
+        DO_NOT_TRACK="1",
+        # Where IPython and Jupyter would otherwise write into the user's home.
+        IPYTHONDIR=str(home / "ipython"),
+        JUPYTER_RUNTIME_DIR=str(home / "jupyter"),
+        PYTHONPATH=os.pathsep.join(paths),
+    )
+    if api_url is not None:
+        environment["PREFECT_API_URL"] = api_url
+    return environment
+
+
+def _marked(token: str) -> Iterator[tuple[int, str]]:
+    wanted = f"{MARK}={token}".encode()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if wanted not in file.read().split(b"\0"):
+                    continue
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                command = file.read().replace(b"\0", b" ").decode(errors="replace")
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # A process that ended and was not reaped runs nothing.
+                if file.read().rpartition(b") ")[2].startswith(b"Z"):
+                    continue
+        except OSError:
+            continue
+        yield int(name), command

@@ -1,0 +1,156 @@
+"""However a flow ends, the processes of its GPU tasks end with it, and the API knows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterName,
+)
+
+from tests.integration.kill_flow import (
+    CHILDREN,
+    LIMIT_S,
+    SLEEPERS,
+    kill_flow,
+    read_pids,
+    start_sleepers,
+)
+from tests.integration.programs import Workplace, wait_for, workplace
+
+#: Seconds in which children end. They take a third of it here; the rest is for a loaded machine.
+CHILDREN_S = 2.0
+
+#: Seconds in which the flow's own process ends: its last states and reports still go to the API.
+PROCESS_S = 30.0
+
+
+@pytest.fixture
+def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
+    with workplace(tmp_path, prefect_server) as made:
+        yield made
+
+
+def flow_state(name: str) -> str:
+    with get_client(sync_client=True) as client:
+        (run,) = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+        )
+        return run.state_type.value if run.state_type else ""
+
+
+def task_states(name: str) -> list[str]:
+    with get_client(sync_client=True) as client:
+        (run,) = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+        )
+        tasks = client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+        )
+    return sorted(t.state_type.value if t.state_type else "" for t in tasks)
+
+
+def wait_for_states(name: str, flow: set[str], tasks: set[str], count: int) -> None:
+    # Task-run states reach the API seconds late.
+    def arrived() -> bool:
+        seen = task_states(name)
+        return flow_state(name) in flow and len(seen) == count and set(seen) <= tasks
+
+    wait_for(arrived, 20.0, lambda: f"flow {flow_state(name)}, tasks {task_states(name)}")
+
+
+def test_kill_9_leaves_nothing(place: Workplace) -> None:
+    running, seconds = kill_flow(place)
+    print(f"kill -9 of a flow with {CHILDREN} tasks: none left after {seconds:.2f} s")
+    assert seconds < LIMIT_S
+    assert sorted(running.pids.values()) == ["child"] * CHILDREN + ["helper", "session"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_to_the_flow_ends_its_children(place: Workplace, signum: int) -> None:
+    name = f"signalled-{place.token}"
+    running = start_sleepers(place, 3, name)
+    began = time.monotonic()
+    if signum == signal.SIGINT:
+        # Ctrl-C reaches the whole foreground group.
+        os.killpg(running.process.pid, signum)
+    else:
+        running.process.send_signal(signum)
+    seconds = running.wait_until_none_left(began, PROCESS_S)
+    _, errors = running.process.communicate(timeout=PROCESS_S)
+    ended = time.monotonic() - began
+    print(f"{signal.Signals(signum).name}: children {seconds:.2f} s, process {ended:.2f} s")
+    assert running.process.returncode != 0
+    assert seconds < CHILDREN_S, errors
+    wait_for_states(name, {"CRASHED", "CANCELLED"}, {"CRASHED", "CANCELLED"}, 3)
+
+
+def test_ctrl_c_at_a_terminal(place: Workplace) -> None:
+    place.write("sleepers.py", SLEEPERS)
+    # A terminal of its own; Ctrl-C is typed once all sleep.
+    place.write(
+        "terminal.py",
+        """
+import os, pty, select, sys, time
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, "sleepers.py", *sys.argv[1:]])
+typed = False
+while True:
+    if select.select([terminal], [], [], 0.05)[0]:
+        try:
+            if not os.read(terminal, 65536):
+                break
+        except OSError:
+            break
+    if not typed and os.path.exists("type-now"):
+        os.write(terminal, b"\\x03")
+        typed = True
+sys.exit(0 if os.waitpid(pid, 0)[1] else 9)
+""",
+    )
+    name = f"typed-{place.token}"
+    process = place.start("terminal.py", "3", "wait", name, stdout=subprocess.DEVNULL)
+    pids = read_pids(place, 5, process)
+    began = time.monotonic()
+    place.write("type-now", "")
+    wait_for(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), PROCESS_S
+    )
+    seconds = time.monotonic() - began
+    process.communicate(timeout=PROCESS_S)
+    print(f"Ctrl-C: children {seconds:.2f} s, process {time.monotonic() - began:.2f} s")
+    assert process.returncode == 0
+    assert seconds < CHILDREN_S
+    wait_for_states(name, {"CRASHED", "CANCELLED"}, {"CRASHED", "CANCELLED"}, 3)
+
+
+def test_a_flow_that_raises_ends_its_children(place: Workplace) -> None:
+    name = f"raised-{place.token}"
+    running = start_sleepers(place, 3, name, end="raise")
+    # The flow raises within a hundredth of a second of the last child's note.
+    seconds = running.wait_until_none_left(time.monotonic(), PROCESS_S)
+    _, errors = running.process.communicate(timeout=PROCESS_S)
+    print(f"a flow that raises: children {seconds:.2f} s")
+    assert running.process.returncode == 1
+    assert "the flow ends here" in errors
+    assert seconds < CHILDREN_S
+    wait_for_states(name, {"FAILED"}, {"CRASHED", "CANCELLED"}, 3)
+
+
+def test_a_parent_that_exits_at_once_ends_its_children(place: Workplace) -> None:
+    running = start_sleepers(place, 3, f"exited-{place.token}", end="exit")
+    seconds = running.wait_until_none_left(time.monotonic(), PROCESS_S)
+    running.process.communicate(timeout=PROCESS_S)
+    print(f"os._exit: children {seconds:.2f} s")
+    assert running.process.returncode == 7
+    assert seconds < CHILDREN_S

@@ -197,8 +197,8 @@ class Attempt:
             self.finished.set()
             raise
         try:
-            spec = self._prepare(placement)
-            self._handle = self._launcher.start(spec, self._hear)
+            # No name for the spec: the launcher lets go of the call once the child has it.
+            self._handle = self._launcher.start(self._prepare(placement), self._hear)
             self._launched.set()
             return self._follow()
         except BaseException as error:
@@ -253,6 +253,7 @@ class Attempt:
             caching=policy.caching,
             cpus=policy.cpus or max(1, _cores() // max(1, self._broker.processes)),
             frameworks=self._named,
+            shares={s.name: s.fraction for s in policy.frameworks if s.fraction is not None},
         )
         contexts: dict[str, int] = {}
         if self._broker.kind == "nvml" and policy.allocation != "growth":
@@ -496,7 +497,9 @@ class Attempt:
                 f"last seen holding {format_bytes(seen[-1].process_bytes)} of its "
                 f"{format_bytes(self._budget_bytes())} budget"
             )
-        if exited.code == -signal.SIGKILL:
+        if exited.killed_because:
+            detail.append(f"prefect_gpu killed it since {exited.killed_because}")
+        elif exited.code == -signal.SIGKILL:
             detail.append(
                 "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9"
             )
@@ -579,6 +582,7 @@ class Attempt:
                 run_s=max(0.0, ended_s - started_s),
                 placed_at=self._placed_at,
                 samples=series.samples,
+                sample_count=series.count,
                 source=source,
                 error=self._error,
                 wasted_byte_seconds=series.wasted_byte_seconds(ended_s - placed_s),

@@ -10,30 +10,30 @@ One `Broker` serves all runners of a Python process that have the same device sp
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 import os
-import queue as queues
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.sampler import Sampler
-from prefect_gpu.errors import DeviceError, PlacementTimeoutError, PrefectGPUError
-from prefect_gpu.ledger import PROCESS_LEDGER
-from prefect_gpu.scheduling.ledger import Ledger
-from prefect_gpu.scheduling.memory import (
-    Room,
-    judge_recovery,
-    measure,
-    ownerless_bytes,
-    survey,
+from prefect_gpu.errors import (
+    DeviceError,
+    PlacementError,
+    PlacementTimeoutError,
+    PrefectGPUError,
 )
+from prefect_gpu.ledger import PROCESS_LEDGER
+from prefect_gpu.recovery import RecoveryWatch
+from prefect_gpu.scheduling.ledger import Ledger, LedgerView
+from prefect_gpu.scheduling.memory import Room, measure, survey_all
 from prefect_gpu.scheduling.model import (
     Device,
+    DeviceKey,
     DeviceKind,
     Placement,
     Reading,
@@ -41,27 +41,17 @@ from prefect_gpu.scheduling.model import (
     Reservation,
 )
 from prefect_gpu.scheduling.placement import PlacementStyle
-from prefect_gpu.scheduling.queue import HostRoom, decide, explain, order_key
-from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds
+from prefect_gpu.scheduling.queue import HostRoom, RequestQueue, Shape, decide, explain
+from prefect_gpu.ticket import Ticket as Ticket
+from prefect_gpu.units import GIB, MIB, format_seconds
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which a reservation outlives its process at most, waiting for the memory to be back.
-#: Measured: 0 to 0.13 s on an H200; up to 1.5 s reported elsewhere; a zombie may keep it for ever.
-RECOVERY_S = 5.0
-
-#: Seconds between two looks while memory is waited for.
-RECOVERY_POLL_S = 0.02
-
-#: A reading older than this (seconds) is not decided on; a new one is asked for first.
+#: A reading that came longer ago than this (seconds) is not decided on; a new one is asked for first.
 FRESH_S = 0.5
 
 #: Seconds without a reading after which a driver is said to be silent.
 SILENT_S = 5.0
-
-#: Difference between what the driver shows in use and what its processes hold, by which a device
-#: may differ from before without anything having leaked: the driver's bookkeeping.
-LEAK_TOLERANCE_BYTES = 2 * MIB
 
 #: Kept free on a device for what nobody counts, by kind of device. On the host the system and
 #: other programs grow at any time.
@@ -80,34 +70,6 @@ def next_sequence() -> int:
     return next(_sequences)
 
 
-@dataclass
-class Ticket:
-    """One request, from its submission until its memory is back. Made by `Broker.submit`."""
-
-    request: Request
-    #: Set when it was placed or refused, and again when it was withdrawn.
-    decided: threading.Event = field(default_factory=threading.Event)
-    placement: Placement | None = None
-    error: PrefectGPUError | None = None
-    #: Monotonic seconds when it was placed.
-    placed_s: float = 0.0
-    #: Process that holds what was reserved; `None`: none yet, or no longer.
-    pid: int | None = None
-    #: Whether the body has begun: what the process needs of the machine's memory is then taken.
-    running: bool = False
-    #: Bytes that its own counters (plus context) give, where the device cannot tell.
-    stand_in_bytes: int = 0
-    #: Called with (monotonic seconds, bytes on all its devices) at every reading while it runs.
-    on_measured: Callable[[float, int], None] | None = None
-    #: Called with the bytes that did not come back (`None`: cannot be told), once.
-    on_recovered: Callable[[int | None], None] | None = None
-    #: Ownerless bytes of its devices when it was placed.
-    ownerless_before: dict[str, int | None] = field(default_factory=dict)
-    #: Monotonic seconds when its process ended; `None`: it has not.
-    ended_s: float | None = None
-    ended_pid: int | None = None
-
-
 class Broker:
     """Hands out devices. Its thread starts with the first request and sleeps while idle.
 
@@ -119,6 +81,7 @@ class Broker:
         headroom_bytes: Kept free on each device; `None`: by kind of device.
         held_by_parent: What the GPU task around this process holds.
         clock: Time.
+        read_host_available: Gives the bytes of the machine's memory that new processes could use.
     """
 
     def __init__(
@@ -130,6 +93,7 @@ class Broker:
         headroom_bytes: int | None = None,
         held_by_parent: tuple[Reservation, ...] = (),
         clock: Clock | None = None,
+        read_host_available: Callable[[], int] = read_host_available_bytes,
     ) -> None:
         self.reader = reader
         self.devices: tuple[Device, ...] = reader.devices()
@@ -144,21 +108,43 @@ class Broker:
         )
         self._held_by_parent = held_by_parent
         self._clock = clock or RealClock()
-        self._commands: queues.SimpleQueue[Callable[[], None]] = queues.SimpleQueue()
-        # All below: the broker's thread only, but for reading single values.
-        self._queue: list[Ticket] = []
-        self._possible: set[str] = set()
-        self._placed: dict[str, Ticket] = {}
-        self._ending: dict[str, Ticket] = {}
-        self._reading: Reading | None = None
-        self._ownerless_told: dict[str, int] = {}
-        self._set_aside: dict[str, str] = {}
-        self._context_told = False
-        self._wants_reading = False
-        self._lock = threading.Lock()
+        #: Guards all below. What others do not expect to be called under it (the tickets' callbacks,
+        #: a release, which calls the ledger's watchers) goes into `_calls`.
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._sampler = Sampler(reader, self._roots, self._on_reading, clock=self._clock)
-        self._end_watch = ledger.watch(lambda: self._commands.put(self._schedule))
+        self._closed = False
+        #: Something has changed that may let a request start.
+        self._dirty = False
+        #: Readings that the thread has not looked at.
+        self._arrived: list[Reading] = []
+        #: Done by the thread, in this order, without the lock.
+        self._calls: list[Callable[[], object]] = []
+        self._queue = RequestQueue()
+        #: Those in the queue, by request id.
+        self._waiting: dict[str, Ticket] = {}
+        self._placed: dict[str, Ticket] = {}
+        self._recovery = RecoveryWatch()
+        #: Shapes of requests in the queue that are known to be possible.
+        self._possible: set[Shape] = set()
+        self._reading: Reading | None = None
+        #: Monotonic seconds when it came. Its own time is when it began, and a driver may be slow.
+        self._reading_came_s = 0.0
+        self._wants_reading = False
+        #: The last survey of that reading; `None`: something has changed since.
+        self._rooms: list[Room] | None = None
+        #: What each device could promise at the last reading, by which requests were checked.
+        self._usable: tuple[int, ...] = ()
+        #: Devices that do not work, and why.
+        self._set_aside: dict[DeviceKey, str] = {}
+        self._context_told = False
+        self._sampler = Sampler(
+            reader,
+            self._roots,
+            self._on_reading,
+            clock=self._clock,
+            read_host_available=read_host_available,
+        )
+        self._end_watch = ledger.watch(self._look_again)
 
     # Any thread.
 
@@ -166,6 +152,11 @@ class Broker:
     def processes(self) -> int:
         """Processes that hold a device now."""
         return len(self._placed)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def submit(
         self,
@@ -183,7 +174,7 @@ class Broker:
         Args other than those: `sequence` is from `next_sequence`, `None` takes the next.
 
         Returns:
-            A ticket whose `decided` is set once it has a `placement` or an `error`.
+            A ticket that is `decided` once it has a `placement` or an `error`.
         """
         ticket = Ticket(
             Request(
@@ -199,7 +190,19 @@ class Broker:
                 host_bytes=host_bytes,
             )
         )
-        self._do(lambda: self._enqueue(ticket))
+        with self._changed:
+            if self._closed:
+                self._decide(ticket)
+                return ticket
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="prefect-gpu-broker", daemon=True
+                )
+                self._thread.start()
+            self._queue.add(ticket.request)
+            self._waiting[ticket.request.id] = ticket
+            self._sampler.set_active(True)
+            self._wake()
         return ticket
 
     def wait(
@@ -210,67 +213,107 @@ class Broker:
         first_s: float = 1.0,
         again_s: float = 30.0,
     ) -> Placement:
-        """Block until a request is placed.
+        """Block until a request is placed. Where it raises, nothing is held for the request.
 
         Args:
             ticket: From `submit`.
             limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
-            on_waiting: Told why it waits, after `first_s` and, if the reason changed, every
-                `again_s`.
+            on_waiting: Told why it waits. What it raises ends the wait.
+            first_s: Seconds after which `on_waiting` is told first.
+            again_s: Seconds after which it is told again, if the reason changed.
 
         Raises:
             PlacementError: It can never be placed, or was not in time.
-            Withdrawn: `withdraw` was called.
+            Withdrawn: `withdraw` or `close` was called.
         """
-        began = self._clock.now()
-        patience = first_s
+        try:
+            return self._wait(ticket, limit_s, on_waiting, first_s, again_s)
+        except BaseException:
+            # Nobody would ever end what is placed for somebody who has stopped waiting.
+            self.withdraw(ticket)
+            self.end(ticket)
+            raise
+
+    def _wait(
+        self,
+        ticket: Ticket,
+        limit_s: float | None,
+        on_waiting: Callable[[str], None],
+        first_s: float,
+        again_s: float,
+    ) -> Placement:
+        began_s = self._clock.now()
+        tell_s = began_s + first_s
         told = ""
-        while True:
-            if limit_s is not None:
-                patience = min(patience, began + limit_s - self._clock.now())
-            if ticket.decided.wait(max(0.0, patience)):
-                break
-            if limit_s is not None and self._clock.now() - began >= limit_s:
-                reason = self.explain(ticket)
-                self.withdraw(ticket)
-                if ticket.placement is None:
+        while not self._decided_by(
+            ticket, tell_s if limit_s is None else min(tell_s, began_s + limit_s)
+        ):
+            reason = self.explain(ticket)
+            if limit_s is not None and self._clock.now() - began_s >= limit_s:
+                if self.withdraw(ticket):
                     raise PlacementTimeoutError(
                         f"gpu:wait={format_seconds(limit_s)} is over: {ticket.request.task_name!r} "
                         f"still waited for {reason}"
                     )
+                # It was decided at the last moment.
                 break
-            reason = self.explain(ticket)
             if reason != told:
                 on_waiting(reason)
                 told = reason
-            patience = again_s
+            tell_s = self._clock.now() + again_s
         if ticket.error is not None:
             raise ticket.error
         if ticket.placement is None:
             raise Withdrawn(ticket.request.task_name)
         return ticket.placement
 
+    def _decided_by(self, ticket: Ticket, until_s: float) -> bool:
+        """Wait for a decision; `False`: there was none in time."""
+        with ticket.changed:
+            while not ticket.decided:
+                left_s = until_s - self._clock.now()
+                if left_s <= 0:
+                    return False
+                self._clock.wait(ticket.changed, left_s)
+            return True
+
     def explain(self, ticket: Ticket) -> str:
         """Say why a request waits."""
-        reading = self._reading
-        if reading is None:
-            return "the first reading of the devices"
-        silent_s = self._clock.now() - reading.at_s
-        if reading.error or silent_s > SILENT_S:
-            why = reading.error or f"nothing heard for {format_seconds(silent_s)}"
-            return f"the devices to answer ({why})"
-        waiting = [other.request for other in tuple(self._queue)]
-        return explain(ticket.request, waiting, self._survey(reading), self._host_room(reading))
+        with self._changed:
+            reading = self._reading
+            if reading is None:
+                return "the first reading of the devices"
+            silent_s = self._clock.now() - self._reading_came_s
+            if reading.error or silent_s > SILENT_S:
+                why = reading.error or f"nothing heard for {format_seconds(silent_s)}"
+                return f"the devices to answer ({why})"
+            try:
+                return explain(
+                    ticket.request, self._queue, self._survey(reading), self._host_room(reading)
+                )
+            except PlacementError as error:
+                # About to be refused.
+                return error.problem
 
-    def withdraw(self, ticket: Ticket) -> None:
-        """Give up waiting; without effect once it was placed."""
-        done = threading.Event()
-        self._do(lambda: (self._drop(ticket), done.set())[0])
-        done.wait()
+    def withdraw(self, ticket: Ticket) -> bool:
+        """Give up waiting; without effect once it was placed.
+
+        Returns:
+            Whether it still waited.
+        """
+        with self._changed:
+            if self._waiting.pop(ticket.request.id, None) is None:
+                return False
+            self._queue.remove(ticket.request)
+            self._decide(ticket)
+            # It may have been what blocked others.
+            self._wake()
+            return True
 
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Say which process holds what was reserved."""
         ticket.pid = pid
+        self._ledger.attach(ticket.request.id, pid)
 
     def refresh(self) -> None:
         """Ask for a reading of the devices now."""
@@ -280,106 +323,136 @@ class Broker:
         """Say that the process of a placed request is gone (or never came).
 
         Its reservation is released when the device shows the memory back, or after `RECOVERY_S`;
-        then `on_recovered` is called.
+        then `on_recovered` is called. Without effect on others, and the second time.
         """
-        self._do(lambda: self._begin_recovery(ticket))
+        with self._changed:
+            if self._placed.pop(ticket.request.id, None) is None:
+                return
+            ticket.ended_s = self._clock.now()
+            ticket.ended_pid, ticket.pid = ticket.pid, None
+            if not self._closed:
+                if ticket.ended_pid is None:
+                    # No process ever came: there is nothing to wait for.
+                    self._calls.append(partial(self._release, ticket, 0))
+                else:
+                    self._recovery.begin(ticket, ticket.ended_s)
+                self._wake()
+                return
+        self._release(ticket, None if ticket.ended_pid else 0)
 
     def close(self) -> None:
-        """Stop the threads. Requests that wait are withdrawn."""
+        """Stop the threads. Requests that wait are withdrawn; nobody waits for memory any more."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
         self._end_watch()
         self._sampler.stop()
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            self._commands.put(self._stop)
+        if thread is not None and thread is not threading.current_thread():
             thread.join()
-        self.reader.close()
 
-    def _do(self, command: Callable[[], object]) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="prefect-gpu-broker", daemon=True
-                )
-                self._thread.start()
-        self._commands.put(lambda: (command(), None)[1])
+    def _wake(self) -> None:
+        self._dirty = True
+        self._changed.notify_all()
+
+    def _look_again(self) -> None:
+        with self._changed:
+            self._wake()
 
     def _on_reading(self, reading: Reading) -> None:
-        self._commands.put(lambda: self._take_reading(reading))
+        with self._changed:
+            self._arrived.append(reading)
+            self._changed.notify_all()
 
     def _roots(self) -> list[int]:
-        own = [os.getpid()] if self._held_by_parent else []
-        tickets = [*tuple(self._placed.values()), *tuple(self._ending.values())]
-        return own + [pid for t in tickets if (pid := t.pid or t.ended_pid) is not None]
+        with self._changed:
+            own = [os.getpid()] if self._held_by_parent else []
+            tickets = (*self._placed.values(), *self._recovery.ending)
+            pids = [pid for t in tickets if (pid := t.pid or t.ended_pid) is not None]
+        # Those of other brokers of this process too: what they hold is not foreign.
+        return list(dict.fromkeys([*own, *pids, *self._ledger.view().processes]))
 
-    # The broker's thread.
+    # The broker's thread. With the lock held, but for `_run` and `_release`.
 
     def _run(self) -> None:
         while True:
-            try:
-                command = self._commands.get(timeout=RECOVERY_POLL_S if self._ending else None)
-            except queues.Empty:
-                self._sampler.refresh()
-                continue
-            try:
-                command()
-            except _Stop:
+            with self._changed:
+                self._wait_for_work()
+                try:
+                    self._step()
+                except Exception:
+                    logger.exception("the broker of GPU devices met an error; it goes on")
+                calls, self._calls = self._calls, []
+                closed = self._closed
+            for call in calls:
+                try:
+                    call()
+                except Exception:
+                    # Whoever is told may fail; the others must be told all the same.
+                    logger.exception("a GPU task could not take what it was told of its memory")
+            if closed:
                 return
-            except Exception:
-                logger.exception("the broker of GPU devices met an error; it goes on")
 
-    def _stop(self) -> None:
-        for ticket in tuple(self._queue):
-            self._drop(ticket)
-        raise _Stop
+    def _wait_for_work(self) -> None:
+        while not (self._arrived or self._dirty or self._closed):
+            left_s: float | None = None
+            poll_s = self._recovery.poll_s
+            if poll_s is not None:
+                left_s = poll_s - self._clock.now()
+                if left_s <= 0:
+                    return
+            self._clock.wait(self._changed, left_s)
 
-    def _enqueue(self, ticket: Ticket) -> None:
-        bisect.insort(self._queue, ticket, key=lambda t: order_key(t.request))
-        self._sampler.set_active(True)
+    def _step(self) -> None:
+        """Look at all that has come, and carry out what follows from it."""
+        self._dirty = False
+        self._rooms = None
+        arrived, self._arrived = self._arrived, []
+        if self._closed:
+            self._shut_down()
+            return
+        for reading in arrived:
+            self._take_reading(reading)
+        self._poll_recovery()
         self._schedule()
+        self._sampler.set_active(bool(self._queue or self._placed or self._recovery.ending))
 
-    def _drop(self, ticket: Ticket) -> None:
-        if ticket in self._queue:
-            self._queue.remove(ticket)
-            self._possible.discard(ticket.request.id)
-            ticket.decided.set()
-            self._schedule()
+    def _shut_down(self) -> None:
+        for ticket in self._waiting.values():
+            self._decide(ticket)
+        self._waiting.clear()
+        self._queue = RequestQueue()
+        self._release_all(self._recovery.end_all())
 
-    def _begin_recovery(self, ticket: Ticket) -> None:
-        request_id = ticket.request.id
-        if self._placed.pop(request_id, None) is None:
-            return
-        ticket.ended_s = self._clock.now()
-        ticket.ended_pid, ticket.pid = ticket.pid, None
-        if ticket.ended_pid is None:
-            # No process ever came: there is nothing to wait for.
-            self._release(ticket, 0)
-            return
-        self._ending[request_id] = ticket
-        self._sampler.refresh()
+    # Readings.
 
     def _take_reading(self, reading: Reading) -> None:
         self._reading = reading
+        self._reading_came_s = self._clock.now()
         self._wants_reading = False
-        if not reading.error:
-            self._tell_measured(reading)
-            self._tell_foreign_context(reading)
-            self._tell_set_aside(reading)
-            self._look_for_recovery(reading)
-        elif self._ending:
-            self._give_up_recovery()
-        self._schedule()
-        self._sampler.set_active(bool(self._queue or self._placed or self._ending))
+        if reading.error:
+            return
+        usable = tuple(snapshot.usable_bytes for snapshot in reading.snapshots)
+        if usable != self._usable:
+            # A device that did not work at first tells only now what its driver keeps.
+            self._usable = usable
+            self._possible.clear()
+        self._tell_measured(reading)
+        self._tell_foreign_context(reading)
+        self._tell_set_aside(reading)
+        self._release_all(self._recovery.look(reading, self._placed.values()))
 
     def _tell_measured(self, reading: Reading) -> None:
+        measured = self._measure(reading, self._ledger.view())
         totals: dict[str, int] = {}
-        for snapshot in reading.snapshots:
-            if not snapshot.error:
-                for request_id, size in self._measure(reading, snapshot.device).items():
-                    totals[request_id] = totals.get(request_id, 0) + size
+        for sizes in measured.values():
+            for request_id, size in sizes.items():
+                totals[request_id] = totals.get(request_id, 0) + size
         for request_id, ticket in self._placed.items():
             if ticket.on_measured is not None and ticket.pid is not None:
-                ticket.on_measured(reading.at_s, totals.get(request_id, 0))
+                self._calls.append(
+                    partial(ticket.on_measured, reading.at_s, totals.get(request_id, 0))
+                )
 
     def _tell_foreign_context(self, reading: Reading) -> None:
         if self._context_told or self.kind != "nvml" or self._held_by_parent:
@@ -395,81 +468,37 @@ class Broker:
 
     def _tell_set_aside(self, reading: Reading) -> None:
         for snapshot in reading.snapshots:
-            uuid = snapshot.device.uuid
-            if snapshot.error and self._set_aside.get(uuid) != snapshot.error:
+            key, uuid = snapshot.device.key, snapshot.device.uuid
+            if snapshot.error and self._set_aside.get(key) != snapshot.error:
                 logger.warning("device %s is set aside: %s", uuid, snapshot.error)
-            elif not snapshot.error and uuid in self._set_aside:
+                self._set_aside[key] = snapshot.error
+            elif not snapshot.error and self._set_aside.pop(key, ""):
                 logger.info("device %s answers again", uuid)
-                del self._set_aside[uuid]
-            if snapshot.error:
-                self._set_aside[uuid] = snapshot.error
 
-    def _look_for_recovery(self, reading: Reading) -> None:
-        by_uuid = {s.device.uuid: s for s in reading.snapshots}
-        for ticket in tuple(self._ending.values()):
-            assert ticket.placement is not None and ticket.ended_s is not None
-            assert ticket.ended_pid is not None
-            if reading.at_s < ticket.ended_s:
-                continue
-            looks = [
-                judge_recovery(
-                    by_uuid[device.uuid],
-                    ticket.ended_pid,
-                    ticket.ownerless_before.get(device.uuid),
-                    LEAK_TOLERANCE_BYTES,
-                )
-                for device in ticket.placement.devices
-            ]
-            overdue = reading.at_s - ticket.ended_s >= RECOVERY_S
-            if all(look.complete for look in looks) or overdue:
-                known = [look.missing_bytes for look in looks if look.missing_bytes is not None]
-                self._finish_recovery(ticket, sum(known) if len(known) == len(looks) else None)
+    def _poll_recovery(self) -> None:
+        now_s = self._clock.now()
+        self._release_all(self._recovery.give_up(now_s, self._reading, self._placed.values()))
+        if self._recovery.poll(now_s):
+            self._sampler.refresh()
 
-    def _give_up_recovery(self) -> None:
-        for ticket in tuple(self._ending.values()):
-            assert ticket.ended_s is not None
-            if self._clock.now() - ticket.ended_s >= RECOVERY_S:
-                self._finish_recovery(ticket, None)
-
-    def _finish_recovery(self, ticket: Ticket, leaked_bytes: int | None) -> None:
-        del self._ending[ticket.request.id]
-        if leaked_bytes:
-            logger.warning(
-                "%s of device memory did not come back within %s of the end of task %r "
-                "(pid %s); the device's free memory is counted without it",
-                format_bytes(leaked_bytes),
-                format_seconds(RECOVERY_S),
-                ticket.request.task_name,
-                ticket.ended_pid,
-            )
-            # Told once: those who run beside it must not be blamed for the same bytes.
-            for other in (*self._placed.values(), *self._ending.values()):
-                for uuid, before in other.ownerless_before.items():
-                    now = self._ownerless(uuid)
-                    if before is not None and now is not None:
-                        other.ownerless_before[uuid] = max(before, now)
-        self._release(ticket, leaked_bytes)
+    def _release_all(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self._calls.append(partial(self._release, ticket, ticket.missing_bytes))
 
     def _release(self, ticket: Ticket, leaked_bytes: int | None) -> None:
+        # First, whatever becomes of the telling. The ledger's watch has us look at the queue again.
+        self._ledger.release(ticket.request.id)
         if ticket.on_recovered is not None:
             ticket.on_recovered(leaked_bytes)
-        # The ledger's watch schedules again.
-        self._ledger.release(ticket.request.id)
 
-    def _ownerless(self, uuid: str) -> int | None:
-        reading = self._reading
-        if reading is None:
-            return None
-        for snapshot in reading.snapshots:
-            if snapshot.device.uuid == uuid:
-                return ownerless_bytes(snapshot)
-        return None
+    # Decisions.
 
     def _schedule(self) -> None:
         if not self._queue:
+            self._possible.clear()
             return
         reading = self._reading
-        if reading is None or self._clock.now() - reading.at_s > FRESH_S:
+        if reading is None or self._clock.now() - self._reading_came_s > FRESH_S:
             if not self._wants_reading:
                 self._wants_reading = True
                 self._sampler.refresh()
@@ -479,8 +508,8 @@ class Broker:
         while True:
             view = self._ledger.view()
             decisions = decide(
-                [ticket.request for ticket in self._queue],
-                self._survey(reading, view.reservations),
+                self._queue,
+                self._survey(reading, view),
                 self._host_room(reading),
                 self._style,
                 self._held_by_parent,
@@ -489,79 +518,89 @@ class Broker:
             promises = [r for _, placement in decisions.placements for r in placement.reservations]
             if not promises or self._ledger.try_reserve(view.version, promises):
                 break
-        tickets = {ticket.request.id: ticket for ticket in self._queue}
+            # Another broker has written meanwhile: what was free may be no more.
+            self._rooms = None
         for request, error in decisions.refusals:
-            self._decide(tickets[request.id], None, error)
+            self._queue.remove(request)
+            self._decide(self._waiting.pop(request.id), error=error)
         for request, placement in decisions.placements:
-            self._decide(tickets[request.id], placement, None)
-        self._possible.update(ticket.request.id for ticket in self._queue)
-
-    def _decide(
-        self, ticket: Ticket, placement: Placement | None, error: PrefectGPUError | None
-    ) -> None:
-        self._queue.remove(ticket)
-        self._possible.discard(ticket.request.id)
-        ticket.placement, ticket.error = placement, error
-        if placement is not None:
+            self._queue.remove(request)
+            ticket = self._waiting.pop(request.id)
             ticket.placed_s = self._clock.now()
-            ticket.ownerless_before = {d.uuid: self._ownerless(d.uuid) for d in placement.devices}
-            self._placed[ticket.request.id] = ticket
-        ticket.decided.set()
+            ticket.placement = placement
+            self._recovery.take_baseline(ticket, reading)
+            self._placed[request.id] = ticket
+            self._decide(ticket, placement)
+        self._possible = set(self._queue.shapes)
+        if promises:
+            self._rooms = None
+
+    @staticmethod
+    def _decide(
+        ticket: Ticket,
+        placement: Placement | None = None,
+        error: PrefectGPUError | None = None,
+    ) -> None:
+        with ticket.changed:
+            ticket.placement, ticket.error = placement, error
+            ticket.decided = True
+            ticket.changed.notify_all()
 
     # Readings turned into what scheduling takes.
 
-    def _measure(self, reading: Reading, device: Device) -> dict[str, int]:
-        snapshot = next(s for s in reading.snapshots if s.device.uuid == device.uuid)
-        stand_ins: dict[str, int] = {}
+    def _measure(self, reading: Reading, view: LedgerView) -> Mapping[DeviceKey, Mapping[str, int]]:
+        """Say what our requests hold, by device and request id."""
+        roots: dict[DeviceKey, dict[int, str]] = {}
+        # Processes of other brokers: those that the ledger names.
+        pids = {request_id: pid for pid, request_id in view.processes.items()}
+        for reservation in view.reservations:
+            request_id = reservation.request_id
+            other = pids.get(request_id)
+            if other is not None and request_id not in self._placed:
+                roots.setdefault(reservation.device_key, {})[other] = request_id
         # The task around us, if there is one: what this process holds is not foreign.
-        roots = {
-            os.getpid(): r.request_id
-            for r in self._held_by_parent
-            if r.device_uuid == device.uuid
-        }
-        for ticket in (*tuple(self._placed.values()), *tuple(self._ending.values())):
+        for reservation in self._held_by_parent:
+            roots.setdefault(reservation.device_key, {})[os.getpid()] = reservation.request_id
+        stand_ins: dict[str, int] = {}
+        for ticket in (*self._placed.values(), *self._recovery.ending):
             pid = ticket.pid or ticket.ended_pid
             if pid is None or ticket.placement is None:
                 continue
-            if all(d.uuid != device.uuid for d in ticket.placement.devices):
-                continue
-            roots[pid] = ticket.request.id
+            devices = ticket.placement.devices
+            for device in devices:
+                roots.setdefault(device.key, {})[pid] = ticket.request.id
             if ticket.pid is not None:
-                stand_ins[ticket.request.id] = ticket.stand_in_bytes // len(
-                    ticket.placement.devices
-                )
-        return measure(snapshot, roots, stand_ins)
+                stand_ins[ticket.request.id] = ticket.stand_in_bytes // len(devices)
+        return {
+            key: measure(snapshot, roots[key], stand_ins)
+            for snapshot in reading.snapshots
+            if not snapshot.error and (key := snapshot.device.key) in roots
+        }
 
-    def _survey(
-        self, reading: Reading, reservations: tuple[Reservation, ...] | None = None
-    ) -> list[Room]:
-        promised = self._ledger.view().reservations if reservations is None else reservations
-        return [
-            survey(
-                snapshot,
-                (*promised, *self._held_by_parent),
-                {} if snapshot.error else self._measure(reading, snapshot.device),
+    def _survey(self, reading: Reading, view: LedgerView | None = None) -> list[Room]:
+        if self._rooms is None:
+            view = view or self._ledger.view()
+            self._rooms = survey_all(
+                reading.snapshots,
+                (*view.reservations, *self._held_by_parent),
+                self._measure(reading, view),
                 self._headroom_bytes,
             )
-            for snapshot in reading.snapshots
-        ]
+        return self._rooms
 
     def _host_room(self, reading: Reading) -> HostRoom:
-        placed = tuple(self._placed.values())
         return HostRoom(
             available_bytes=reading.host_available_bytes,
-            promised_bytes=sum(t.request.host_bytes for t in placed if not t.running),
-            processes=len(placed),
+            promised_bytes=sum(
+                t.request.host_bytes for t in self._placed.values() if not t.running
+            ),
+            processes=len(self._placed),
             max_processes=self._max_processes,
         )
 
 
 class Withdrawn(Exception):  # noqa: N818  # not an error: somebody gave up waiting
     """A request was withdrawn while it waited."""
-
-
-class _Stop(Exception):  # noqa: N818
-    """Ends the broker's thread."""
 
 
 _shared_lock = threading.Lock()
@@ -579,6 +618,6 @@ def shared_broker(key: object, make: Callable[[], Broker]) -> Broker:
     own = (os.getpid(), key)
     with _shared_lock:
         broker = _shared.get(own)
-        if broker is None:
+        if broker is None or broker.closed:
             broker = _shared[own] = make()
         return broker

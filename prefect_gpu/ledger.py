@@ -20,13 +20,21 @@ class ProcessLedger:
         self._lock = threading.Lock()
         self._version = 0
         self._reservations: dict[str, tuple[Reservation, ...]] = {}
+        self._pids: dict[str, int] = {}
+        #: Made at most once a change: it is asked for far more often.
+        self._view: LedgerView | None = None
         self._watchers: list[Callable[[], None]] = []
 
     def view(self) -> LedgerView:
         """Give all reservations and the version that they stand at."""
         with self._lock:
-            held = tuple(r for group in self._reservations.values() for r in group)
-            return LedgerView(self._version, held)
+            if self._view is None:
+                self._view = LedgerView(
+                    self._version,
+                    tuple(r for group in self._reservations.values() for r in group),
+                    {pid: request_id for request_id, pid in self._pids.items()},
+                )
+            return self._view
 
     def try_reserve(self, version: int, reservations: Sequence[Reservation]) -> bool:
         """Write all reservations if `version` still stands; else write none."""
@@ -37,14 +45,25 @@ class ProcessLedger:
                 group = self._reservations.get(reservation.request_id, ())
                 self._reservations[reservation.request_id] = (*group, reservation)
             self._version += 1
+            self._view = None
             return True
+
+    def attach(self, request_id: str, pid: int) -> None:
+        """Say which process holds what was promised; it replaces one that was named before."""
+        with self._lock:
+            if request_id in self._reservations:
+                # No new version: what was promised to whom stays as it is.
+                self._pids[request_id] = pid
+                self._view = None
 
     def release(self, request_id: str) -> None:
         """Take back all reservations of one request; unknown ones are ignored."""
         with self._lock:
             if self._reservations.pop(request_id, None) is None:
                 return
+            self._pids.pop(request_id, None)
             self._version += 1
+            self._view = None
             watchers = list(self._watchers)
         for changed in watchers:
             changed()

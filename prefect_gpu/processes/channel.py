@@ -89,9 +89,8 @@ class Channel:
         return answer.result
 
     def _check(self) -> None:
-        """See that the descriptor is still ours: a body that closes all of them (to become a
-        daemon) and opens a file may have given the file our number.
-        """
+        """See that the descriptor is still ours."""
+        # A body that closes all of them, and then opens a file, may have given it our number.
         if _identity(self._socket.fileno()) != self._identity:
             raise OSError(errno.EBADF, "the body closed the channel to the parent process")
 

@@ -9,6 +9,7 @@ decided elsewhere.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
 import os
@@ -145,10 +146,6 @@ class ProcessLauncher:
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        for end in (self._wake_in, self._wake_out):
-            end.setblocking(False)
         self._children: set[_Child] = set()
         self._guardian: _Guardian | None = None
         self.output = OutputForwarder(on_room=self._wake)
@@ -161,6 +158,7 @@ class ProcessLauncher:
         child = _Child(spec, listener)
         with self._lock:
             if self._thread is None:
+                self._open()
                 self._thread = threading.Thread(
                     target=self._run, name="prefect-gpu-launcher", daemon=True
                 )
@@ -174,11 +172,20 @@ class ProcessLauncher:
         self._wake()
 
     def _wake(self) -> None:
+        if self._thread is None:
+            return
         try:
             self._wake_in.send(b"!")
         except (BlockingIOError, OSError):
             # Full: it is going to wake anyway. Closed: it is gone.
             return
+
+    def _open(self) -> None:
+        """Open what the thread waits on; a launcher that starts nothing holds no descriptor."""
+        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End all children, the guardian and the thread. It may be used again after that."""
@@ -197,6 +204,8 @@ class ProcessLauncher:
 
         The copy must not hold the guardian's pipe open, or the guardian would not see the parent end.
         """
+        if self._thread is None:
+            return
         # Closed by number and never through the selector or a buffer: the kernel's set of watched
         # files is shared with the parent, and a lock may have been held at the fork.
         for child in self._children:
@@ -206,8 +215,12 @@ class ProcessLauncher:
                 os.close(child.pidfd)
             for stream in child.streams.values():
                 stream.close()
+            if child.process is not None:
+                # Not a child of the fork's: nothing to wait for, or to warn of.
+                child.process.returncode = 0
         if self._guardian is not None:
             self._guardian.close()
+            self._guardian.process.returncode = 0
         self._close_own()
         self._reset()
 
@@ -221,13 +234,17 @@ class ProcessLauncher:
     def _run(self) -> None:
         self._selector.register(self._wake_out, selectors.EVENT_READ, self._drain_wakes)
         while True:
-            try:
-                self._turn()
-                if self._closing and self._close_down():
-                    return
-            except Exception:
-                # One child's trouble must not take the others' channels with it.
-                logger.exception("the launcher of GPU tasks met an error; it goes on")
+            self._turn()
+            if self._closing and self._close_down():
+                return
+
+    @staticmethod
+    def _attempt(step: Callable[[], None]) -> None:
+        """Take one step. One child's trouble must not keep the others' from being seen to."""
+        try:
+            step()
+        except Exception:
+            logger.exception("the launcher of GPU tasks met an error; it goes on")
 
     def _close_down(self) -> bool:
         """End what there is; `True`: nothing is left."""
@@ -246,14 +263,14 @@ class ProcessLauncher:
 
     def _turn(self) -> None:
         for key, mask in self._selector.select(self._patience()):
-            key.data(mask)
+            self._attempt(functools.partial(key.data, mask))
         while self._commands:
-            self._commands.popleft()()
+            self._attempt(self._commands.popleft())
         if self._held_back and not self.output.full:
             for child in tuple(self._held_back):
                 self._watch_streams(child)
             self._held_back.clear()
-        self._look_at_clock()
+        self._attempt(self._look_at_clock)
 
     def _patience(self) -> float | None:
         now = time.monotonic()
@@ -282,15 +299,17 @@ class ProcessLauncher:
                     self._finish(child)
 
     def _launch(self, child: _Child) -> None:
+        # Before there is anything of it: a fork in between must know what to let go of.
+        self._children.add(child)
         try:
             self._guard()
             self._spawn(child)
         except Exception as error:
+            self._children.discard(child)
             self._drop(child)
             child.tell(ChildRefused(error))
             return
         assert child.process is not None
-        self._children.add(child)
         child.tell(ChildStarted(child.process.pid))
 
     def _drop(self, child: _Child) -> None:
@@ -336,10 +355,10 @@ class ProcessLauncher:
         if guard is not None:
             if guard.pidfd is not None:
                 self._unwatch(guard.pidfd)
-            guard.close()
-            # It is dead, or deaf: then it must not act on what it knew.
+            # It is dead, or deaf: then it must not see its pipe close and act on what it knew.
             guard.process.kill()
             guard.process.wait()
+            guard.close()
 
     def _tell_guardian(self, line: str) -> None:
         guard = self._guardian

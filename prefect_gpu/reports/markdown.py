@@ -396,7 +396,7 @@ def _every_process(reports: Sequence[TaskReport]) -> str:
             escape(r.task_run_name) + _attempt_words(r),
             "completed" if r.outcome == "completed" else f"**{OUTCOME_WORDS[r.outcome]}**",
             ", ".join(str(device.index) for device in r.devices) or "–",
-            f"{_of_budget(r)}, {r.budget_source}",
+            _of_budget(r) + (", probe" if r.budget_source == "probe" else ""),
             format_seconds(r.queued_s),
             format_seconds(r.run_s),
         )

@@ -90,7 +90,7 @@ def _amount(point: tuple[float, int]) -> int:
 def task_timeline_svg(report: TaskReport) -> str:
     """Draw one process's memory over time, with its budget and its phase marks.
 
-    Takes about 1 ms. The time axis starts when the task was placed.
+    Takes about 2.6 ms (178 samples, two shared cores). The time axis starts when the task was placed.
     """
     marks = sorted(report.marks, key=lambda mark: mark.at_s)
     left, right = 74, WIDTH - 20
@@ -261,8 +261,8 @@ def flow_gantt_svg(reports: Sequence[TaskReport]) -> str:
     """Draw what ran where and when, with each device's memory below its bars.
 
     A bar is one process: as long as it held its reservation, filled by the share of it that it
-    used. Bars are numbered in the order of `reports`, as in the flow's table. Takes about 3 ms for
-    50 processes.
+    used. Bars are numbered in the order of `reports`, as in the flow's table. Takes about 4
+    ms for 19 processes.
     """
     numbered = [(i, report) for i, report in enumerate(reports, 1) if report.devices]
     start = min((report.placed_at for _, report in numbered), default=0.0)

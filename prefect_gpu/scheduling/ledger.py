@@ -7,8 +7,8 @@ Python process is in `prefect_gpu.ledger`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from prefect_gpu.scheduling.model import Reservation
@@ -20,6 +20,9 @@ class LedgerView:
 
     version: int
     reservations: tuple[Reservation, ...]
+    #: Process id to the request that it runs for: what such a process holds is not foreign, whoever
+    #: of us started it.
+    processes: Mapping[int, str] = field(default_factory=dict)
 
 
 class Ledger(Protocol):
@@ -35,6 +38,10 @@ class Ledger(Protocol):
         Returns:
             Whether they were written.
         """
+        ...
+
+    def attach(self, request_id: str, pid: int) -> None:
+        """Say which process holds what was promised; it replaces one that was named before."""
         ...
 
     def release(self, request_id: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Reservation
+from prefect_gpu.scheduling.model import Device, DeviceKey, DeviceSnapshot, Reservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,9 @@ def measure(
     """
     measured: dict[str, int] = {}
     untold: set[str] = set()
+    listed = 0
     for process in snapshot.processes:
+        listed += process.used_bytes or 0
         request_id = roots.get(process.root_pid) if process.root_pid is not None else None
         if request_id is None:
             continue
@@ -74,10 +76,16 @@ def measure(
             untold.add(request_id)
         else:
             measured[request_id] = measured.get(request_id, 0) + process.used_bytes
+    # What no process is listed with is all that a stand-in can stand for: a task that computes on
+    # the first of its two devices holds nothing on the second, whatever its counters say.
+    unlisted = max(0, snapshot.used_bytes - listed)
     for request_id in roots.values():
-        stand_in = stand_ins.get(request_id, 0)
-        if stand_in and (request_id in untold or request_id not in measured):
-            measured[request_id] = max(stand_in, measured.get(request_id, 0))
+        if request_id in untold or request_id not in measured:
+            known = measured.get(request_id, 0)
+            added = min(unlisted, max(0, stand_ins.get(request_id, 0) - known))
+            if added:
+                measured[request_id] = known + added
+                unlisted -= added
     return measured
 
 
@@ -96,9 +104,7 @@ def survey(
         headroom_bytes: Kept free for what nobody counts.
     """
     device = snapshot.device
-    ours = tuple(
-        r for r in reservations if r.device_uuid == device.uuid and r.host == device.host
-    )
+    ours = tuple(r for r in reservations if r.device_key == device.key)
     promised = {r.request_id: r.reserved_bytes for r in ours}
     counted = sum(
         max(promised.get(request_id, 0), measured.get(request_id, 0))
@@ -113,6 +119,27 @@ def survey(
         capacity_bytes=max(0, snapshot.usable_bytes - headroom_bytes),
         reservations=ours,
     )
+
+
+def survey_all(
+    snapshots: Iterable[DeviceSnapshot],
+    reservations: Iterable[Reservation],
+    measured: Mapping[DeviceKey, Mapping[str, int]],
+    headroom_bytes: int,
+) -> list[Room]:
+    """Work out what each of many devices has free; see `survey`."""
+    held: dict[DeviceKey, list[Reservation]] = {}
+    for reservation in reservations:
+        held.setdefault(reservation.device_key, []).append(reservation)
+    return [
+        survey(
+            snapshot,
+            held.get(snapshot.device.key, ()),
+            measured.get(snapshot.device.key, {}),
+            headroom_bytes,
+        )
+        for snapshot in snapshots
+    ]
 
 
 def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:

@@ -11,6 +11,9 @@ from typing import Literal
 
 DeviceKind = Literal["nvml", "host", "simulated"]
 
+#: Host and UUID of a device.
+DeviceKey = tuple[str, str]
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -33,6 +36,11 @@ class Device:
     #: What tells device models and drivers apart where contexts differ by them:
     #: "580.159.04"; empty for host and simulated devices.
     driver: str = ""
+
+    @property
+    def key(self) -> DeviceKey:
+        """What tells it from every other device: a UUID is unique on its host only."""
+        return self.host, self.uuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +75,7 @@ class DeviceSnapshot:
     @property
     def used_bytes(self) -> int:
         """Bytes that processes hold, known or not: all that is neither free nor the driver's."""
-        return max(
-            0, self.device.total_bytes - self.system_reserved_bytes - self.free_bytes
-        )
+        return max(0, self.device.total_bytes - self.system_reserved_bytes - self.free_bytes)
 
     @property
     def usable_bytes(self) -> int:
@@ -138,6 +144,11 @@ class Reservation:
     exclusive: bool = False
     #: For messages.
     task_name: str = ""
+
+    @property
+    def device_key(self) -> DeviceKey:
+        """Which device, as `Device.key` has it."""
+        return self.host, self.device_uuid
 
 
 @dataclass(frozen=True, slots=True)

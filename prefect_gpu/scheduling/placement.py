@@ -5,12 +5,13 @@ Pure choice among rooms. In which order requests are looked at is decided in `qu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import bisect
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import Room
-from prefect_gpu.scheduling.model import Device, Placement, Request, Reservation
+from prefect_gpu.scheduling.model import DeviceKey, Placement, Request, Reservation
 from prefect_gpu.units import GIB, MIB, format_bytes
 
 #: Among devices that fit: the emptiest, or the fullest.
@@ -29,9 +30,9 @@ def select_rooms(request: Request, rooms: Sequence[Room]) -> list[Room]:
     """
     if not request.devices:
         return list(rooms)
-    chosen: list[Room] = []
+    chosen: dict[DeviceKey, Room] = {}
     for name in request.devices:
-        matches = [room for room in rooms if _is_named(room.device, name)]
+        matches = _find_named(name, rooms)
         if len(matches) != 1:
             problem = "names no device" if not matches else "names more than one device"
             raise PlacementError(
@@ -39,19 +40,26 @@ def select_rooms(request: Request, rooms: Sequence[Room]) -> list[Room]:
                 f"{len(rooms) - 1}, or the beginning of a UUID",
                 tuple(f"{room.device.index}: {room.device.uuid}" for room in rooms),
             )
-        if matches[0] in chosen:
+        (match,) = matches
+        if match.device.key in chosen:
             raise PlacementError(
-                f"gpu:device={','.join(request.devices)} names device {matches[0].device.uuid} "
+                f"gpu:device={','.join(request.devices)} names device {match.device.uuid} "
                 f"twice; name each device once"
             )
-        chosen.append(matches[0])
-    return chosen
+        chosen[match.device.key] = match
+    return list(chosen.values())
 
 
-def _is_named(device: Device, name: str) -> bool:
+def _find_named(name: str, rooms: Sequence[Room]) -> list[Room]:
     if name.isdigit():
-        return device.index == int(name)
-    return device.uuid.lower().startswith(name.lower())
+        index = int(name)
+        if index < len(rooms) and rooms[index].device.index == index:
+            return [rooms[index]]
+        return [room for room in rooms if room.device.index == index]
+    name = name.lower()
+    found = [room for room in rooms if room.device.uuid.lower().startswith(name)]
+    # SIM-1 is all of one name and the beginning of SIM-10.
+    return [room for room in found if room.device.uuid.lower() == name] or found
 
 
 def need_bytes(request: Request, room: Room) -> int | None:
@@ -87,8 +95,14 @@ def check_possible(
             f"count or name other devices",
             tuple(describe_capacity(room) for room in eligible),
         )
-    fitting = [room for room in eligible if (need_bytes(request, room) or 0) <= room.capacity_bytes]
+    fitting = [room for room in eligible if _fits_empty(request, room)]
     if len(fitting) < request.count:
+        if request.memory is None and not fitting:
+            raise PlacementError(
+                f"no device here has memory left to give beside its headroom, so "
+                f"{request.task_name!r} can never start; lower the headroom or name other devices",
+                tuple(describe_capacity(room) for room in eligible),
+            )
         need = max(need_bytes(request, room) or 0 for room in eligible)
         largest = max(eligible, key=lambda room: room.capacity_bytes)
         problem = (
@@ -101,10 +115,10 @@ def check_possible(
             f"gpu:memory={format_bytes(need)} is {problem}; lower the tag or name other devices",
             tuple(describe_capacity(room) for room in eligible),
         )
-    held = {(r.host, r.device_uuid): r for r in held_by_parent}
+    held = {reservation.device_key: reservation for reservation in held_by_parent}
     if not held:
         return
-    beside = [room for room in fitting if _fits_beside(request, room, held.get(_key(room.device)))]
+    beside = [room for room in fitting if _fits_beside(request, room, held.get(room.device.key))]
     if len(beside) < request.count:
         raise PlacementError(
             f"{request.task_name!r} was submitted from inside a GPU task and could never start "
@@ -112,16 +126,24 @@ def check_possible(
             f"another device",
             tuple(
                 f"{room.device.uuid}: the outer task holds "
-                f"{format_bytes(held[_key(room.device)].reserved_bytes)} of "
+                f"{format_bytes(held[room.device.key].reserved_bytes)} of "
                 f"{format_bytes(room.capacity_bytes)}"
                 for room in fitting
-                if _key(room.device) in held
+                if room.device.key in held
             ),
         )
 
 
-def _key(device: Device) -> tuple[str, str]:
-    return device.host, device.uuid
+def could_hold(request: Request, room: Room, held_by_parent: Iterable[Reservation] = ()) -> bool:
+    """Tell whether a device could hold a request once all that runs there, but a parent, is gone."""
+    if not _fits_empty(request, room):
+        return False
+    key = room.device.key
+    return all(_fits_beside(request, room, r) for r in held_by_parent if r.device_key == key)
+
+
+def _fits_empty(request: Request, room: Room) -> bool:
+    return 0 < room.capacity_bytes >= (need_bytes(request, room) or 0)
 
 
 def _fits_beside(request: Request, room: Room, held: Reservation | None) -> bool:
@@ -135,9 +157,7 @@ def _fits_beside(request: Request, room: Room, held: Reservation | None) -> bool
 
 def fits_now(request: Request, room: Room) -> bool:
     """Tell whether one device can hold a request now."""
-    if room.snapshot.error:
-        return False
-    if any(reservation.exclusive for reservation in room.reservations):
+    if not _is_open(room):
         return False
     need = need_bytes(request, room)
     if (need is None or request.exclusive) and room.reservations:
@@ -147,28 +167,114 @@ def fits_now(request: Request, room: Room) -> bool:
     return need <= room.free_bytes
 
 
-def choose_devices(
-    request: Request, rooms: Sequence[Room], style: PlacementStyle = "spread"
-) -> Placement | None:
-    """Pick devices that can hold a request now.
+def _is_open(room: Room) -> bool:
+    """Tell whether a device can take anything: it works, and nobody has it to himself."""
+    if room.snapshot.error:
+        return False
+    return not any(reservation.exclusive for reservation in room.reservations)
+
+
+class Choices:
+    """The devices that can still be chosen in one pass over the queue, the preferred first.
+
+    It changes as the pass goes on: `take` books a placement, `block` withholds devices for a request
+    that waits for them. Sorted once, so that a choice costs little however many devices there are.
 
     Args:
-        request: What is asked; `check_possible` has passed.
-        rooms: The devices that it may be placed on, read in one tick.
-        style: `spread` takes the emptiest that fits: on large devices tasks slow each other down
-            long before memory runs out. `pack` takes the fullest.
-
-    Returns:
-        The placement with its reservations, all devices or none, or `None`: wait and ask again.
+        rooms: All devices, read in one tick.
+        style: `spread` prefers the emptiest that fits: on large devices tasks slow each other down
+            long before memory runs out. `pack` prefers the fullest.
     """
-    fitting = [room for room in rooms if fits_now(request, room)]
-    if len(fitting) < request.count:
+
+    def __init__(self, rooms: Sequence[Room], style: PlacementStyle = "spread") -> None:
+        self._sign = -1 if style == "spread" else 1
+        self._places = {room.device.key: place for place, room in enumerate(rooms)}
+        #: By place; `None`: cannot be chosen any more.
+        self._rooms: list[Room | None] = [room if _is_open(room) else None for room in rooms]
+        #: Free bytes (negative for `spread`) and place of each that can be chosen.
+        self._order = sorted(
+            (self._sign * room.free_bytes, place)
+            for place, room in enumerate(self._rooms)
+            if room is not None
+        )
+        #: All devices are of one size: what one could hold, each could.
+        self.alike = len({(room.device.total_bytes, room.capacity_bytes) for room in rooms}) == 1
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def choose(self, request: Request, among: Collection[Room] | None = None) -> Placement | None:
+        """Pick devices that can hold a request now.
+
+        Args:
+            request: What is asked; `check_possible` has passed.
+            among: The devices that its author named, in his order; `None`: any.
+
+        Returns:
+            The placement with its reservations, all devices or none, or `None`: wait and ask again.
+        """
+        chosen: list[Room] = []
+        for room in self._preferred(request) if among is None else self._now(among):
+            if fits_now(request, room):
+                chosen.append(room)
+                if len(chosen) == request.count:
+                    return _place(request, chosen)
         return None
-    if not request.devices:
-        sign = -1 if style == "spread" else 1
-        fitting.sort(key=lambda room: (sign * _left(request, room), room.device.index))
-    chosen = fitting[: request.count]
-    budgets = tuple(_budget(request, room) for room in chosen)
+
+    def take(self, placement: Placement) -> None:
+        """Book what a placement promises."""
+        for reservation in placement.reservations:
+            place = self._places[reservation.device_key]
+            room = self._rooms[place]
+            assert room is not None
+            self._remove(place, room)
+            room = room.after(reservation)
+            if _is_open(room):
+                self._rooms[place] = room
+                bisect.insort(self._order, (self._sign * room.free_bytes, place))
+
+    def block(self, rooms: Iterable[Room]) -> None:
+        """Withhold devices from all that ask later in this pass."""
+        for room in rooms:
+            place = self._places[room.device.key]
+            current = self._rooms[place]
+            if current is not None:
+                self._remove(place, current)
+
+    def _remove(self, place: int, room: Room) -> None:
+        del self._order[bisect.bisect_left(self._order, (self._sign * room.free_bytes, place))]
+        self._rooms[place] = None
+
+    def _now(self, rooms: Iterable[Room]) -> Iterator[Room]:
+        """Give the rooms as this pass has left them."""
+        for room in rooms:
+            current = self._rooms[self._places[room.device.key]]
+            if current is not None:
+                yield current
+
+    def _preferred(self, request: Request) -> Iterator[Room]:
+        """Give the rooms that may hold a request, the preferred first."""
+        if isinstance(request.memory, float) and not self.alike:
+            rooms = [room for room in self._rooms if room is not None]
+            yield from sorted(rooms, key=lambda room: self._sign * _left(request, room))
+            return
+        first, last = 0, len(self._order)
+        if request.memory is not None and self._order:
+            some = self._rooms[self._order[0][1]]
+            assert some is not None
+            need = need_bytes(request, some) or 0
+            if self._sign < 0:
+                last = bisect.bisect_right(self._order, (-need, len(self._rooms)))
+            else:
+                first = bisect.bisect_left(self._order, (need, -1))
+        for position in range(first, last):
+            room = self._rooms[self._order[position][1]]
+            assert room is not None
+            yield room
+
+
+def _place(request: Request, rooms: Sequence[Room]) -> Placement:
+    budgets = tuple(_budget(request, room) for room in rooms)
     alone = request.exclusive or request.memory is None
     reservations = tuple(
         Reservation(
@@ -179,9 +285,23 @@ def choose_devices(
             exclusive=alone,
             task_name=request.task_name,
         )
-        for room, budget in zip(chosen, budgets, strict=True)
+        for room, budget in zip(rooms, budgets, strict=True)
     )
-    return Placement(request.id, tuple(room.device for room in chosen), budgets, reservations)
+    return Placement(request.id, tuple(room.device for room in rooms), budgets, reservations)
+
+
+def choose_devices(
+    request: Request, rooms: Sequence[Room], style: PlacementStyle = "spread"
+) -> Placement | None:
+    """Pick devices for one request alone; see `Choices.choose`.
+
+    Args:
+        request: What is asked; `check_possible` has passed.
+        rooms: The devices that it may be placed on, read in one tick; in the author's order where
+            he named devices.
+        style: `spread` or `pack`.
+    """
+    return Choices(rooms, style).choose(request, rooms if request.devices else None)
 
 
 def _budget(request: Request, room: Room) -> int:
@@ -220,11 +340,13 @@ def describe_wait(request: Request, rooms: Sequence[Room]) -> str:
     broken = [room for room in rooms if room.snapshot.error]
     if len(broken) == len(rooms):
         return f"{amount} on {where}; {broken[0].device.uuid}: {broken[0].snapshot.error}"
-    if None in needs or request.exclusive:
+    alone = None in needs or request.exclusive
+    if alone or not any(_is_open(room) for room in rooms):
         holders = sorted({r.task_name for room in rooms for r in room.reservations})
         if holders:
             named = ", ".join(holders[:3]) + (" and others" if len(holders) > 3 else "")
-            return f"{amount} on {where}; running there: {named}"
+            there = "running there" if alone else "running there alone"
+            return f"{amount} on {where}; {there}: {named}"
     # To 64 MiB: a message that changes with every allocation of somebody else tells nothing more.
     most = max(0, max(room.free_bytes for room in rooms if not room.snapshot.error))
     return f"{amount} on {where}; most free {format_bytes(most - most % (64 * MIB))}"

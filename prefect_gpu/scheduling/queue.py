@@ -6,16 +6,19 @@ device is chosen is in `placement`, how free memory is worked out in `memory`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import bisect
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import Placement, Request, Reservation
 from prefect_gpu.scheduling.placement import (
+    Choices,
     PlacementStyle,
     check_possible,
-    choose_devices,
+    could_hold,
     describe_wait,
     select_rooms,
 )
@@ -35,9 +38,14 @@ class HostRoom:
     #: Most of them at a time.
     max_processes: int
 
+    @property
+    def full(self) -> bool:
+        """Whether no process at all may start now."""
+        return self.processes >= self.max_processes
+
     def refusal(self, request: Request) -> str:
         """Say why no process may start for `request` now; empty: it may."""
-        if self.processes >= self.max_processes:
+        if self.full:
             return f"{self.processes} processes run, and max_processes is {self.max_processes}"
         left = self.available_bytes - self.promised_bytes
         # With nothing of ours running, waiting would not bring memory back: an estimate alone must
@@ -72,73 +80,237 @@ def order_key(request: Request) -> tuple[int, int]:
     return -request.priority, request.sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """All of a request that says which devices can hold it: equal shapes have equal chances."""
+
+    memory: int | float | None
+    #: 1 byte and 100 % are equal numbers.
+    is_fraction: bool
+    count: int
+    devices: tuple[str, ...]
+    exclusive: bool
+
+    @classmethod
+    def of(cls, request: Request) -> Shape:
+        """Give the shape of a request."""
+        return cls(
+            request.memory,
+            isinstance(request.memory, float),
+            request.count,
+            request.devices,
+            request.exclusive,
+        )
+
+
+class Lane:
+    """The waiting requests of one shape, in the order of `order_key`.
+
+    If the first of them must wait, so must the others: a look at the queue costs as much as there
+    are lanes, not requests.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        #: Those before `_first` are gone. They are cut off in bulk: moving 100,000 entries for each
+        #: that starts would be most of its cost.
+        self._requests: list[Request] = []
+        self._first = 0
+
+    def __len__(self) -> int:
+        return len(self._requests) - self._first
+
+    def __getitem__(self, position: int) -> Request:
+        return self._requests[self._first + position]
+
+    def __iter__(self) -> Iterator[Request]:
+        return (self._requests[i] for i in range(self._first, len(self._requests)))
+
+    def add(self, request: Request) -> None:
+        """Put a request in its place; behind those with an equal key."""
+        bisect.insort(self._requests, request, lo=self._first, key=order_key)
+
+    def remove(self, request: Request) -> bool:
+        """Take a request out; tell whether it was there."""
+        place = self._bisect(request)
+        while place < len(self._requests) and self._requests[place].id != request.id:
+            if order_key(self._requests[place]) != order_key(request):
+                return False
+            place += 1
+        if place == len(self._requests):
+            return False
+        if place > self._first:
+            del self._requests[place]
+            return True
+        self._first += 1
+        if self._first * 2 > len(self._requests):
+            del self._requests[: self._first]
+            self._first = 0
+        return True
+
+    def count_before(self, request: Request) -> int:
+        """Count those whose turn is before that of a request, of this lane or another."""
+        return self._bisect(request) - self._first
+
+    def _bisect(self, request: Request) -> int:
+        return bisect.bisect_left(self._requests, order_key(request), lo=self._first, key=order_key)
+
+
+class RequestQueue:
+    """The waiting requests, by shape. Not safe to use from several threads at once.
+
+    Args:
+        requests: Those that wait from the beginning, in any order.
+    """
+
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
+        self._lanes: dict[Shape, Lane] = {}
+        for request in requests:
+            self.add(request)
+
+    def __len__(self) -> int:
+        return sum(len(lane) for lane in self._lanes.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
+    def __iter__(self) -> Iterator[Request]:
+        return heapq.merge(*self._lanes.values(), key=order_key)
+
+    @property
+    def shapes(self) -> Collection[Shape]:
+        """The shapes of those who wait."""
+        return self._lanes.keys()
+
+    @property
+    def lanes(self) -> Collection[Lane]:
+        """One lane for each shape; none is empty."""
+        return self._lanes.values()
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn."""
+        shape = Shape.of(request)
+        lane = self._lanes.get(shape)
+        if lane is None:
+            lane = self._lanes[shape] = Lane(shape)
+        lane.add(request)
+
+    def remove(self, request: Request) -> bool:
+        """Take a request out; tell whether it was there."""
+        shape = Shape.of(request)
+        lane = self._lanes.get(shape)
+        if lane is None or not lane.remove(request):
+            return False
+        if not lane:
+            del self._lanes[shape]
+        return True
+
+
 def decide(
-    queue: Sequence[Request],
+    queue: RequestQueue,
     rooms: Sequence[Room],
     host: HostRoom,
     style: PlacementStyle = "spread",
     held_by_parent: Iterable[Reservation] = (),
-    checked: frozenset[str] | set[str] = frozenset(),
+    checked: Collection[Shape] = frozenset(),
 ) -> Decisions:
     """Decide who starts now and who never can.
 
-    A request that is blocked blocks those behind it on the devices that it could use.
+    A request that is blocked blocks those behind it on the devices that it could use; one that the
+    machine's own memory blocks blocks all, since all need of it.
 
     Args:
-        queue: Waiting requests, sorted by `order_key`.
-        rooms: All devices, read in one tick.
+        queue: Waiting requests; left as it is.
+        rooms: All devices, read in one tick, in the order of their index.
         host: The machine's own memory and processes.
         style: `spread` or `pack`.
         held_by_parent: What the GPU task around this process holds, if there is one.
-        checked: Ids of requests that are known to be possible.
+        checked: Shapes that are known to be possible.
     """
-    current = {room.device.uuid: room for room in rooms}
-    blocked: set[str] = set()
+    held = tuple(held_by_parent)
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
-    held = tuple(held_by_parent)
-    for request in queue:
-        if request.id not in checked:
-            try:
-                check_possible(request, rooms, held)
-            except PlacementError as error:
-                refusals.append((request, error))
+    #: The next of each lane: its order, the lane's number (no two are equal), its place in the lane.
+    heads: list[tuple[tuple[int, int], int, int]] = []
+    lanes = list(queue.lanes)
+    for number, lane in enumerate(lanes):
+        if lane.shape not in checked:
+            impossible = _refuse(lane, rooms, held)
+            if impossible:
+                refusals += impossible
                 continue
-        if len(blocked) == len(current):
-            # Nobody behind can start; go on only to refuse what is impossible.
-            continue
-        eligible = [current[room.device.uuid] for room in select_rooms(request, rooms)]
-        usable = [room for room in eligible if room.device.uuid not in blocked]
-        placement = (
-            None if host.refusal(request) else choose_devices(request, usable, style)
-        )
+        heads.append((order_key(lane[0]), number, 0))
+    heapq.heapify(heads)
+    choices = Choices(rooms, style)
+    named: dict[int, list[Room]] = {}
+    while heads and choices and not host.full:
+        _, number, place = heads[0]
+        lane = lanes[number]
+        request = lane[place]
+        if request.devices and number not in named:
+            named[number] = select_rooms(request, rooms)
+        placement = choices.choose(request, named.get(number))
         if placement is None:
-            blocked.update(room.device.uuid for room in eligible)
-            if host.refusal(request):
-                blocked.update(current)
+            if choices.alike and not request.devices and not held:
+                # It blocks every device: a shortcut past asking each of a thousand.
+                break
+            choices.block(
+                room for room in named.get(number, rooms) if could_hold(request, room, held)
+            )
+            heapq.heappop(heads)
             continue
-        for reservation in placement.reservations:
-            current[reservation.device_uuid] = current[reservation.device_uuid].after(reservation)
+        if host.refusal(request):
+            break
+        choices.take(placement)
         host = host.after(request)
         placements.append((request, placement))
+        if place + 1 < len(lane):
+            heapq.heapreplace(heads, (order_key(lane[place + 1]), number, place + 1))
+        else:
+            heapq.heappop(heads)
     return Decisions(tuple(placements), tuple(refusals))
 
 
-def explain(
-    request: Request, queue: Sequence[Request], rooms: Sequence[Room], host: HostRoom
-) -> str:
-    """Say why a request waits, in one line that a person can act on."""
-    reason = host.refusal(request)
-    eligible = select_rooms(request, rooms)
-    if not reason:
-        reason = describe_wait(request, eligible)
-    mine = {room.device.uuid for room in eligible}
-    ahead = 0
-    for other in queue:
-        if order_key(other) >= order_key(request):
+def _refuse(
+    lane: Lane, rooms: Sequence[Room], held: Sequence[Reservation]
+) -> list[tuple[Request, PlacementError]]:
+    """Refuse all of a lane if the first of it is impossible."""
+    refusals: list[tuple[Request, PlacementError]] = []
+    for request in lane:
+        try:
+            check_possible(request, rooms, held)
+        except PlacementError as error:
+            refusals.append((request, error))
+        else:
             break
-        if not other.devices or mine & {r.device.uuid for r in select_rooms(other, rooms)}:
-            ahead += 1
+    return refusals
+
+
+def explain(request: Request, queue: RequestQueue, rooms: Sequence[Room], host: HostRoom) -> str:
+    """Say why a request waits, in one line that a person can act on.
+
+    Raises:
+        PlacementError: It names devices that are not there.
+    """
+    eligible = select_rooms(request, rooms)
+    reason = host.refusal(request) or describe_wait(request, eligible)
+    mine = {room.device.key for room in eligible}
+    ahead = sum(
+        before
+        for lane in queue.lanes
+        if (before := lane.count_before(request)) and _overlap(lane[0], rooms, mine)
+    )
     if ahead:
         reason += f"; {ahead} ahead in the queue"
     return reason
+
+
+def _overlap(request: Request, rooms: Sequence[Room], mine: Collection[tuple[str, str]]) -> bool:
+    """Tell whether a request may use one of some devices."""
+    if not request.devices:
+        return True
+    try:
+        return any(room.device.key in mine for room in select_rooms(request, rooms))
+    except PlacementError:
+        # It will be refused at the next look.
+        return False

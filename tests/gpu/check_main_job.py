@@ -120,8 +120,14 @@ def main() -> int:
         before = observer.used()
         observer.start()
         flow = subprocess.Popen(
-            [sys.executable, "flows/evaluate_models.py", "--devices", "nvml"]
-            + ["--epochs", arguments.epochs],
+            [
+                sys.executable,
+                "flows/evaluate_models.py",
+                "--devices",
+                "nvml",
+                "--epochs",
+                arguments.epochs,
+            ],
             env=environment,
             cwd=ROOT,
         )

@@ -231,6 +231,7 @@ def _environment(folder: Path, api_url: str | None) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     paths = [str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
     home = folder / "home"
+    home.mkdir()
     environment.update(
         PREFECT_HOME=str(home / "prefect"),
         PREFECT_SERVER_ANALYTICS_ENABLED="false",

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 from prefect import get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterId,
-    FlowRunFilterName,
-)
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort, TaskRunSort
 
 from tests.integration.kill_flow import (
     CHILDREN,
@@ -40,21 +39,29 @@ def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
         yield made
 
 
+def read_run(client: SyncPrefectClient, name: str) -> FlowRun:
+    # Without `sort` and `limit` the synchronous client of 3.8.8 sends nulls, which the API refuses.
+    (run,) = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])),
+        sort=FlowRunSort.START_TIME_DESC,
+        limit=5,
+    )
+    return run
+
+
 def flow_state(name: str) -> str:
     with get_client(sync_client=True) as client:
-        (run,) = client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name]))
-        )
-        return run.state_type.value if run.state_type else ""
+        state = read_run(client, name).state_type
+    return state.value if state else ""
 
 
 def task_states(name: str) -> list[str]:
     with get_client(sync_client=True) as client:
-        (run,) = client.read_flow_runs(
-            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name]))
-        )
+        run = read_run(client, name)
         tasks = client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])),
+            sort=TaskRunSort.ID_DESC,
+            limit=50,
         )
     return sorted(t.state_type.value if t.state_type else "" for t in tasks)
 

@@ -106,12 +106,14 @@ def save(page: Page, out: Path, limit_bytes: int = 150_000) -> None:
     page.wait_for_timeout(500)
     picture: Any = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     out.parent.mkdir(parents=True, exist_ok=True)
+    picture.save(out, optimize=True)
     for colours in (256, 128, 64, 32):
-        picture.quantize(colours, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-            out, optimize=True
-        )
         if out.stat().st_size <= limit_bytes:
             return
+        fewer = picture.quantize(
+            colours, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
+        fewer.save(out, optimize=True)
 
 
 def main() -> None:

@@ -241,6 +241,7 @@ def test_a_compact_report_is_small_and_keeps_the_numbers() -> None:
     assert small.metadata() == report.metadata()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**42))
 def test_a_readable_size_is_at_least_what_was_asked_and_not_much_more(size: int) -> None:
     given_bytes = parse_bytes(readable_size(size))

@@ -1,0 +1,45 @@
+"""One request for devices and what became of it, as the broker and whoever waits share it.
+
+Values only: who places it and ends it is `broker`, whether its memory is back `recovery`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.scheduling.model import DeviceKey, Placement, Request
+
+
+@dataclass
+class Ticket:
+    """One request, from its submission until its memory is back. Made by `Broker.submit`."""
+
+    request: Request
+    #: Notified when it is decided.
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    #: It was placed, refused or withdrawn.
+    decided: bool = False
+    placement: Placement | None = None
+    error: PrefectGPUError | None = None
+    #: Monotonic seconds when it was placed.
+    placed_s: float = 0.0
+    #: Process that holds what was reserved; `None`: none yet, or no longer.
+    pid: int | None = None
+    #: Whether the body has begun: what the process needs of the machine's memory is then taken.
+    running: bool = False
+    #: Bytes that its own counters (plus context) give, where the device cannot tell.
+    stand_in_bytes: int = 0
+    #: Called with (monotonic seconds, bytes on all its devices) at every reading while it runs.
+    on_measured: Callable[[float, int], None] | None = None
+    #: Called with the bytes that did not come back (`None`: cannot be told), once.
+    on_recovered: Callable[[int | None], None] | None = None
+    #: Ownerless bytes of its devices when it was placed, and what others leaked there since.
+    ownerless_before: dict[DeviceKey, int | None] = field(default_factory=dict)
+    #: Monotonic seconds when its process ended; `None`: it has not.
+    ended_s: float | None = None
+    ended_pid: int | None = None
+    #: Bytes that the last look since then missed; `None`: cannot be told.
+    missing_bytes: int | None = None

@@ -1,0 +1,281 @@
+"""What children do in these tests. Imported by them, so nothing heavy, and no pytest."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+from prefect_gpu.processes import channel
+
+FOREVER_S = 600
+
+
+def add(a: int, b: int = 0) -> int:
+    return a + b
+
+
+def blob(size_bytes: int) -> bytes:
+    return bytes(size_bytes)
+
+
+def length(data: bytes) -> int:
+    return len(data)
+
+
+class OddError(Exception):
+    """Raised with one argument, rebuilt with another number of them."""
+
+    def __init__(self, left: str, right: str) -> None:
+        super().__init__(f"{left}-{right}")
+
+
+class LockedError(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no pickle")
+
+
+def fail(kind: str) -> None:
+    if kind == "plain":
+        raise KeyError("missing")
+    if kind == "odd":
+        raise OddError("left", "right")
+    if kind == "locked":
+        raise LockedError("it said this")
+    if kind == "mute":
+        raise MuteError
+    sys.exit(7)
+
+
+def locked_model() -> dict[str, Any]:
+    class Model:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    return {"score": 1.0, "model": Model()}
+
+
+class Rude:
+    def __reduce__(self) -> Any:
+        raise SystemExit(5)
+
+
+def rude() -> Rude:
+    return Rude()
+
+
+def leave(code: int) -> None:
+    os._exit(code)
+
+
+def die(signum: int) -> None:
+    if signum == signal.SIGSEGV:
+        ctypes.string_at(0)
+    os.kill(os.getpid(), signum)
+    time.sleep(FOREVER_S)
+
+
+def hang_at_exit(how: str) -> str:
+    if how == "thread":
+        threading.Thread(target=time.sleep, args=(FOREVER_S,)).start()
+    else:
+        atexit.register(time.sleep, FOREVER_S)
+    return "kept"
+
+
+def ignore_sigterm(path: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    touch(path)
+    time.sleep(FOREVER_S)
+
+
+def touch(path: str) -> None:
+    with open(path + ".part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(path + ".part", path)
+
+
+def wait_long(path: str) -> None:
+    touch(path)
+    time.sleep(FOREVER_S)
+
+
+def close_everything(then_live: bool) -> int:
+    os.closerange(0, 256)
+    if then_live:
+        time.sleep(FOREVER_S)
+    return 1
+
+
+def close_and_reuse(path: str) -> int:
+    """Close the channel, and have a file take its number."""
+    own = channel.current_channel()
+    assert own is not None
+    number = own._socket.fileno()
+    os.close(number)
+    file = os.open(path, os.O_CREAT | os.O_WRONLY)
+    if file != number:
+        os.dup2(file, number)
+    return 1
+
+
+def write_raw(data: bytes, then_die: bool) -> None:
+    own = channel.current_channel()
+    assert own is not None
+    own._socket.sendall(data)
+    if then_die:
+        os._exit(0)
+    time.sleep(FOREVER_S)
+
+
+def print_much(stream: str, size_bytes: int) -> int:
+    target = getattr(sys, stream)
+    line = "x" * 99 + "\n"
+    for _ in range(size_bytes // (100 * 100)):
+        target.write(line * 100)
+    return size_bytes
+
+
+def print_bytes(data: bytes) -> None:
+    os.write(1, data)
+
+
+def print_text(text: str) -> None:
+    print(text)
+    print(text, file=sys.stderr)
+
+
+_SLEEPER = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
+
+
+def start_others(folder: str, then: str) -> list[int]:
+    """Start one in the group, one in a session of its own, one as a daemon."""
+    pids = []
+    for name, options in (("group", {}), ("session", {"start_new_session": True})):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SLEEPER, f"{folder}/{name}"],
+            **options,  # type: ignore[call-overload]
+        )
+        process.returncode = 0  # no warning that it is still running
+        pids.append(process.pid)
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        daemon = os.fork()
+        if daemon:
+            os.write(writing, str(daemon).encode())
+            os._exit(0)
+        touch(f"{folder}/daemon")
+        time.sleep(FOREVER_S)
+        os._exit(0)
+    os.wait()
+    pids.append(int(os.read(reading, 20)))
+    while not all(os.path.exists(f"{folder}/{name}") for name in ("group", "session", "daemon")):
+        time.sleep(0.01)
+    with open(f"{folder}/pids", "w") as file:
+        file.write(" ".join(map(str, pids)))
+    if then == "die":
+        os._exit(4)
+    if then == "live":
+        touch(f"{folder}/ready")
+        time.sleep(FOREVER_S)
+    return pids
+
+
+def square(number: int) -> int:
+    # A worker that logs as a task does must not garble its parent's stream.
+    own = channel.current_channel()
+    if own is not None:
+        from prefect_gpu.processes.messages import LogEmitted
+
+        own.send(LogEmitted({"from": "worker"}))
+    print("worker", number)
+    return number * number
+
+
+def ask_in_worker(_: int) -> str:
+    own = channel.current_channel()
+    assert own is not None
+    try:
+        own.ask("anything")
+    except RuntimeError as error:
+        return str(error)
+    return "answered"
+
+
+def use_pool(method: str, function: Any = square) -> list[Any]:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork in a process with threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            return list(pool.map(function, [1, 2, 3]))
+
+
+def fork_and_return() -> int:
+    """A fork that goes on with the body's return: only the original's value counts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return 1
+    return 2
+
+
+def look_around() -> dict[str, Any]:
+    import test_process_marker
+
+    return {
+        "seen_at_import": test_process_marker.SEEN,
+        "path": list(sys.path),
+        "argv": list(sys.argv),
+        "cwd": os.getcwd(),
+        "flags": tuple(sys.flags),
+        "dev": sys.flags.dev_mode,
+        "warnoptions": list(sys.warnoptions),
+        "stdin": sys.stdin.read(),
+        "encoding": sys.stdout.encoding,
+    }
+
+
+def warn_and_leave() -> list[str]:
+    return list(sys.warnoptions)
+
+
+async def add_async(a: int, b: int) -> int:
+    return a + b
+
+
+def count(n: int) -> Any:
+    yield from range(n)
+
+
+def ask_parent() -> Any:
+    own = channel.current_channel()
+    assert own is not None
+    return own.ask("sum", a=1, b=2)
+
+
+def hold_channel_in_thread() -> str:
+    """A daemon thread that is in a blocking read at exit."""
+    own = channel.current_channel()
+    assert own is not None
+    threading.Thread(target=own.receive, daemon=True).start()
+    return "done"

@@ -1,0 +1,217 @@
+"""What travels by value, what by name, and how what cannot travel is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from prefect_gpu.errors import ResultError
+from prefect_gpu.processes import values
+
+SOURCE = """
+import threading
+class MyError(Exception):
+    seen = 0
+    def double(self):
+        return twice(self.args[0])
+def twice(number):
+    return 2 * number
+def fail(number):
+    MyError.seen = 99
+    raise MyError(number)
+"""
+
+
+@pytest.fixture
+def by_path(tmp_path: Path) -> Iterator[types.ModuleType]:
+    """A module as Prefect loads a flow of a deployment: by path, its folder not on `sys.path`."""
+    path = tmp_path / "flow_by_path.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("flow_by_path", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["flow_by_path"] = module
+    spec.loader.exec_module(module)
+    yield module
+    if "flow_by_path" in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.unregister_pickle_by_value(module)
+    del sys.modules["flow_by_path"]
+
+
+class Locked:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class TwoArguments(Exception):
+    def __init__(self, left: str, right: str) -> None:
+        super().__init__(left + right)
+
+
+class Changeling(Exception):
+    def __reduce__(self) -> Any:
+        return str, ("no exception",)
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+    def __reduce__(self) -> Any:
+        raise ValueError("stays here")
+
+
+def test_importable_is_what_a_fresh_interpreter_would_find(by_path: types.ModuleType) -> None:
+    assert values.is_importable("json.decoder")
+    assert values.is_importable("sys")
+    assert not values.is_importable("__main__")
+    assert not values.is_importable("flow_by_path")
+    assert not values.is_importable("flow_by_path.part")
+    assert not values.is_importable("no_such_module")
+
+
+def test_a_module_by_path_that_hides_an_importable_one_is_not_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    for folder in (tmp_path, tmp_path / "here"):
+        (folder / "twin_module.py").write_text("def f(): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "here"))
+    module = types.ModuleType("twin_module")
+    module.__file__ = str(tmp_path / "twin_module.py")
+    monkeypatch.setitem(sys.modules, "twin_module", module)
+    assert not values.is_importable("twin_module")
+    # Loaded again under the same name, from where it would be found.
+    other = types.ModuleType("twin_module")
+    other.__file__ = str(tmp_path / "here" / "twin_module.py")
+    monkeypatch.setitem(sys.modules, "twin_module", other)
+    assert values.is_importable("twin_module")
+
+
+def test_a_finder_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def find_spec(self, *args: object) -> None:
+            raise RuntimeError
+
+    module = types.ModuleType("made_by_hand")
+    monkeypatch.setitem(sys.modules, "made_by_hand", module)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), object(), *sys.meta_path])
+    assert not values.is_importable("made_by_hand")
+
+
+def test_functions_and_modules_by_path_travel_by_value(by_path: types.ModuleType) -> None:
+    data = bytes(values.dumps((by_path.twice, by_path), "call", "call"))
+    del sys.modules["flow_by_path"]
+    try:
+        twice, module = pickle.loads(data)
+        assert twice(4) == 8
+        assert module.twice(5) == 10
+    finally:
+        sys.modules["flow_by_path"] = by_path
+
+
+def test_importable_functions_travel_by_name() -> None:
+    data = bytes(values.dumps(pickle.dumps, "call", "call"))
+    assert len(data) < 60
+
+
+def test_a_class_that_came_with_the_call_goes_back_as_the_parents_own(
+    by_path: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its identity nor its attributes change: `except MyError` holds in the flow."""
+    monkeypatch.setattr(values, "_from_parent", values.weakref.WeakSet())
+    fail = values.load_call(values.dumps(by_path.fail, "call", "call"))
+    # Of the parent's own, in this one process: loading the call set it anew.
+    method = by_path.MyError.double
+    with pytest.raises(Exception, match="3") as caught:
+        fail(3)
+    by_path.MyError.seen = 1
+    data, whole = values.dump_exception(caught.value)
+    back = values.loads(bytes(data), "exception")
+    assert whole
+    assert type(back) is by_path.MyError
+    assert by_path.MyError.seen == 1
+    assert by_path.MyError.double is method
+    assert back.double() == 6
+
+
+def test_reducers_are_asked_for_what_is_no_class_and_no_function() -> None:
+    def reduce(value: object) -> Any:
+        return (str, ("host copy",)) if isinstance(value, Locked) else NotImplemented
+
+    assert values.loads(values.dumps([Locked(), 1], "it", "it", (reduce,)), "it") == [
+        "host copy",
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"model": Locked()}, "result['model'].lock"),
+        ([1, (2, threading.Lock())], "result[1][1]"),
+        ({"set": {1, threading.get_ident}, "lock": threading.Lock()}, "result['lock']"),
+        (ValueError("x", threading.Lock()), "result.args[1]"),
+        (threading.Lock(), "result"),
+    ],
+)
+def test_what_cannot_be_pickled_is_named_by_its_path(value: object, path: str) -> None:
+    with pytest.raises(ResultError) as caught:
+        values.dumps(value, "return value", "result")
+    assert caught.value.where == path
+    assert caught.value.type_name == "_thread.lock"
+
+
+def test_a_culprit_is_not_followed_for_ever() -> None:
+    value: Any = threading.Lock()
+    for _ in range(20):
+        value = [value]
+    with pytest.raises(ResultError) as caught:
+        values.dumps(value, "return value", "result")
+    assert caught.value.where == "result" + "[0]" * 8
+
+
+def test_an_exception_arrives_as_it_is() -> None:
+    data, whole = values.dump_exception(ValueError("limit", 3))
+    assert whole
+    assert values.loads(data, "exception").args == ("limit", 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "type_name", "says"),
+    [
+        (TwoArguments("left", "right"), "TwoArguments", "leftright"),
+        (Changeling("was one"), "Changeling", "comes back as a builtins.str"),
+        (Wordless(), "Wordless", "whose text cannot be had"),
+        (ValueError("x" * 1000, threading.Lock()), "_thread.lock", "ValueError"),
+    ],
+)
+def test_an_exception_that_would_not_arrive_is_told_of(
+    error: Exception, type_name: str, says: str
+) -> None:
+    data, whole = values.dump_exception(error)
+    told = values.loads(data, "exception")
+    assert not whole
+    assert isinstance(told, ResultError)
+    assert told.type_name.endswith(type_name)
+    assert says in str(told)
+    assert len(str(told)) < 2000
+
+
+def test_bytes_that_are_no_value_are_an_error() -> None:
+    with pytest.raises(ResultError, match="cannot be rebuilt"):
+        values.loads(b"nonsense", "return value")
+
+
+def test_origins() -> None:
+    assert not values._same_file(None, "x")
+    assert values._same_file("/tmp/../tmp/x", "/tmp/x")

@@ -1,0 +1,245 @@
+"""How much is free, and what did not come back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from prefect_gpu.scheduling.memory import (
+    Recovery,
+    judge_recovery,
+    measure,
+    ownerless_bytes,
+    survey,
+    survey_all,
+)
+from prefect_gpu.scheduling.model import DeviceSnapshot, ProcessUse
+from prefect_gpu.units import GIB, MIB
+from tests.unit.scheduling.values import promise, request, room, snapshot
+
+OURS, CHILD, OTHER = 100, 101, 1
+
+
+def use(pid: int, gib: float | None, root: int | None = None) -> ProcessUse:
+    return ProcessUse(pid, root, None if gib is None else int(gib * GIB))
+
+
+@pytest.mark.parametrize(
+    ("taken", "promised", "measured", "headroom_gib", "free_gib"),
+    [
+        pytest.param(snapshot(), [], {}, 0, 24, id="an empty device is free"),
+        pytest.param(snapshot(), [], {}, 1, 23, id="headroom is kept"),
+        pytest.param(snapshot(reserved_gib=1), [], {}, 0, 23, id="the driver's part is not ours"),
+        pytest.param(snapshot(used_gib=5), [], {}, 0, 19, id="others count as they are"),
+        pytest.param(
+            snapshot(), [6], {}, 0, 18, id="what is not yet allocated counts at its reservation"
+        ),
+        pytest.param(
+            snapshot(used_gib=4),
+            [6],
+            {"t0": 4},
+            0,
+            18,
+            id="what is within its reservation is not counted twice",
+        ),
+        pytest.param(
+            snapshot(used_gib=8),
+            [6],
+            {"t0": 8},
+            0,
+            16,
+            id="who took more than was reserved counts at what it took",
+        ),
+        pytest.param(
+            snapshot(used_gib=9), [6], {"t0": 4}, 0, 13, id="the rest of what is used is foreign"
+        ),
+        pytest.param(
+            snapshot(used_gib=10),
+            [6, 3],
+            {"t0": 4, "t1": 5},
+            0,
+            24 - 6 - 5 - 1,
+            id="each of ours counts by itself",
+        ),
+        pytest.param(
+            snapshot(used_gib=3), [], {"gone": 3}, 0, 21, id="ours without a reservation counts"
+        ),
+        pytest.param(
+            snapshot(used_gib=20),
+            [10],
+            {},
+            0,
+            -6,
+            id="others who took what was promised leave less than nothing",
+        ),
+        pytest.param(
+            replace(snapshot(), free_bytes=2 * GIB),
+            [],
+            {"t0": 24},
+            0,
+            0,
+            id="measured beyond what is used leaves no more than that",
+        ),
+    ],
+)
+def test_free_memory(
+    taken: DeviceSnapshot,
+    promised: list[float],
+    measured: dict[str, float],
+    headroom_gib: float,
+    free_gib: float,
+) -> None:
+    reservations = [promise(gib=gib, by=f"t{i}") for i, gib in enumerate(promised)]
+    found = survey(
+        taken,
+        [*reservations, promise(index=7, gib=9), promise(gib=9, by="far", host="elsewhere")],
+        {key: int(gib * GIB) for key, gib in measured.items()},
+        int(headroom_gib * GIB),
+    )
+    assert found.free_bytes == int(free_gib * GIB)
+    assert found.reservations == tuple(reservations)
+
+
+def test_the_driver_is_never_promised_more_than_it_has() -> None:
+    # `used` understates: the driver has less free than our sums say.
+    taken = DeviceSnapshot(snapshot().device, 0.0, 3 * GIB, 0)
+    assert survey(taken, (), {"t": 2 * GIB}, 0).free_bytes == 3 * GIB
+
+
+def test_all_devices_get_their_own_promises() -> None:
+    rooms = survey_all(
+        [snapshot(0), snapshot(0, host="elsewhere"), snapshot(1)],
+        [promise(0, 2, by="a"), promise(0, 3, by="b", host="elsewhere")],
+        {("node", "SIM-1"): {"c": 4 * GIB}},
+        0,
+    )
+    assert [r.free_bytes // GIB for r in rooms] == [22, 21, 20]
+
+
+def test_a_room_after_a_promise_has_that_much_less() -> None:
+    after = room(gib=24).after(promise(gib=10))
+    assert (after.free_bytes, after.reservations) == (14 * GIB, (promise(gib=10),))
+
+
+@pytest.mark.parametrize(
+    ("used_gib", "processes", "stand_ins", "measured"),
+    [
+        pytest.param(3, [use(OURS, 3, OURS)], {}, {"mine": 3}, id="the child itself"),
+        pytest.param(
+            5, [use(OURS, 3, OURS), use(CHILD, 2, OURS)], {}, {"mine": 5}, id="and those it started"
+        ),
+        pytest.param(3, [use(OTHER, 3)], {}, {}, id="somebody else is not ours"),
+        pytest.param(3, [use(9, 3, 9)], {}, {}, id="a root that is not on this device is not ours"),
+        pytest.param(3, [use(OURS, None, OURS)], {}, {}, id="WSL and no counters: unknown"),
+        pytest.param(
+            3, [use(OURS, None, OURS)], {"mine": 2}, {"mine": 2}, id="WSL: its counters stand in"
+        ),
+        pytest.param(3, [], {"mine": 2}, {"mine": 2}, id="a container: its counters stand in"),
+        pytest.param(
+            0, [], {"mine": 2}, {}, id="a second device that it does not use holds nothing of it"
+        ),
+        pytest.param(
+            3,
+            [use(OTHER, 2)],
+            {"mine": 2},
+            {"mine": 1},
+            id="no more than what nobody is listed with",
+        ),
+        pytest.param(
+            4,
+            [use(OURS, 3, OURS), use(CHILD, None, OURS)],
+            {"mine": 4},
+            {"mine": 4},
+            id="half of it told: the larger counts",
+        ),
+        pytest.param(
+            3, [use(OURS, 3, OURS)], {"mine": 9}, {"mine": 3}, id="what the driver tells goes first"
+        ),
+    ],
+)
+def test_attributing_memory(
+    used_gib: float,
+    processes: list[ProcessUse],
+    stand_ins: dict[str, float],
+    measured: dict[str, float],
+) -> None:
+    taken = snapshot(used_gib=used_gib, processes=tuple(processes))
+    found = measure(taken, {OURS: "mine"}, {k: int(v * GIB) for k, v in stand_ins.items()})
+    assert found == {key: int(gib * GIB) for key, gib in measured.items()}
+
+
+def test_memory_that_nobody_holds() -> None:
+    assert ownerless_bytes(snapshot(used_gib=5, processes=(use(OTHER, 2),))) == 3 * GIB
+    assert ownerless_bytes(snapshot(used_gib=5, processes=(use(OTHER, None),))) is None
+    assert ownerless_bytes(snapshot(error="lost")) is None
+    taken = snapshot(used_gib=5)
+    host = replace(taken, device=replace(taken.device, kind="host"))
+    assert ownerless_bytes(host) is None
+
+
+@pytest.mark.parametrize(
+    ("taken", "before_gib", "found"),
+    [
+        pytest.param(snapshot(), 0, (True, 0), id="all is back"),
+        pytest.param(snapshot(used_gib=2), 2, (True, 0), id="an old leak is not blamed on it"),
+        pytest.param(snapshot(used_gib=3), 2, (False, 1), id="a new leak is"),
+        pytest.param(
+            snapshot(used_gib=3, processes=(use(OTHER, 3),)),
+            0,
+            (True, 0),
+            id="somebody who came meanwhile is not a leak",
+        ),
+        pytest.param(
+            snapshot(used_gib=1), 4, (True, 0), id="an old leak that went away is no matter"
+        ),
+        pytest.param(
+            snapshot(used_gib=2, processes=(use(CHILD, 2, OURS),)),
+            0,
+            (False, 2),
+            id="a helper that lives on still holds it",
+        ),
+        pytest.param(
+            snapshot(processes=(use(CHILD, 0, OURS),)),
+            0,
+            (False, 0),
+            id="a helper that holds nothing is still waited for",
+        ),
+        pytest.param(snapshot(error="lost"), 0, (False, None), id="a lost device cannot tell"),
+        pytest.param(
+            snapshot(used_gib=3), None, (True, None), id="without a baseline: cannot be told"
+        ),
+        pytest.param(
+            snapshot(used_gib=3, processes=(use(CHILD, None, OURS),)),
+            0,
+            (False, 0),
+            id="WSL: a helper is still listed",
+        ),
+    ],
+)
+def test_recovery(
+    taken: DeviceSnapshot, before_gib: float | None, found: tuple[bool, float | None]
+) -> None:
+    before = None if before_gib is None else int(before_gib * GIB)
+    complete, missing_gib = found
+    missing = None if missing_gib is None else int(missing_gib * GIB)
+    assert judge_recovery(taken, OURS, before, 2 * MIB) == Recovery(complete, missing)
+
+
+def test_the_drivers_own_bookkeeping_is_no_leak() -> None:
+    taken = replace(snapshot(), free_bytes=24 * GIB - 2 * MIB)
+    assert judge_recovery(taken, OURS, 0, 2 * MIB) == Recovery(True, 0)
+
+
+def test_host_memory_is_back_when_its_processes_are_gone() -> None:
+    taken = snapshot(used_gib=9, processes=(use(CHILD, 2, OURS),))
+    taken = replace(taken, device=replace(taken.device, kind="host"))
+    assert judge_recovery(taken, OURS, None, 0) == Recovery(False, 2 * GIB)
+    assert judge_recovery(replace(taken, processes=()), OURS, None, 0) == Recovery(True, 0)
+
+
+def test_what_a_request_needs_of_a_device() -> None:
+    there = snapshot(gib=10).device
+    assert request(share=0.4).need_bytes(there) == 4 * GIB
+    assert request(gib=3).need_bytes(there) == 3 * GIB
+    assert request().need_bytes(there) is None

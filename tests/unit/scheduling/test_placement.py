@@ -1,0 +1,361 @@
+"""Which devices a request gets: now, later or never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefect_gpu.errors import PlacementError
+from prefect_gpu.scheduling.memory import Room
+from prefect_gpu.scheduling.model import Request
+from prefect_gpu.scheduling.placement import (
+    Choices,
+    PlacementStyle,
+    check_possible,
+    choose_devices,
+    could_hold,
+    describe_wait,
+    select_rooms,
+)
+from prefect_gpu.units import GIB
+from tests.unit.scheduling.values import promise, request, room
+
+TWO = [room(0), room(1)]
+BUSY = room(0, held=[promise(0, 10)])
+ALONE = room(0, held=[promise(0, 10, exclusive=True)])
+LOST = room(0, error="GPU is lost")
+MIXED = [room(0, 80), room(1, 24)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "rooms", "style", "indices", "budgets_gib"),
+    [
+        pytest.param(request(6), TWO, "spread", [0], [6], id="of equals the first"),
+        pytest.param(request(6), TWO, "pack", [0], [6], id="of equals the first, packed too"),
+        pytest.param(
+            request(6), [BUSY, room(1)], "spread", [1], [6], id="spread takes the emptiest"
+        ),
+        pytest.param(request(6), [BUSY, room(1)], "pack", [0], [6], id="pack takes the fullest"),
+        pytest.param(
+            request(20), [BUSY, room(1)], "pack", [1], [20], id="pack takes the fullest that fits"
+        ),
+        pytest.param(request(15), [BUSY], "spread", None, [], id="what does not fit waits"),
+        pytest.param(request(14), [BUSY], "spread", [0], [14], id="what just fits starts"),
+        pytest.param(
+            request(share=0.4), MIXED, "spread", [0], [32], id="a share is of that device"
+        ),
+        pytest.param(
+            request(share=0.4), MIXED, "pack", [1], [9.6], id="pack by what would be left"
+        ),
+        pytest.param(
+            request(share=0.5),
+            [room(0, 80, used_gib=50), room(1, 24)],
+            "spread",
+            [1],
+            [12],
+            id="a share fits where it fits",
+        ),
+        pytest.param(
+            request(share=1.0),
+            [room(0, headroom_gib=1)],
+            "spread",
+            [0],
+            [23],
+            id="100 % is all that can be promised",
+        ),
+        pytest.param(
+            request(share=1.0),
+            [room(0, used_gib=1)],
+            "spread",
+            None,
+            [],
+            id="100 % waits while others use it",
+        ),
+        pytest.param(
+            request(),
+            [BUSY, room(1)],
+            "spread",
+            [1],
+            [24],
+            id="without a budget: a device to itself",
+        ),
+        pytest.param(request(), [BUSY], "spread", None, [], id="without a budget none to share"),
+        pytest.param(
+            request(),
+            [room(0, used_gib=4)],
+            "spread",
+            [0],
+            [20],
+            id="others' memory is not in its budget",
+        ),
+        pytest.param(
+            request(),
+            [room(0, used_gib=23)],
+            "spread",
+            None,
+            [],
+            id="a whole device with next to nothing free is none",
+        ),
+        pytest.param(
+            request(), [room(0, 2)], "spread", [0], [2], id="a small device is enough for itself"
+        ),
+        pytest.param(request(6), [ALONE], "spread", None, [], id="nobody joins who is alone"),
+        pytest.param(
+            request(6, exclusive=True), [BUSY], "spread", None, [], id="exclusive joins nobody"
+        ),
+        pytest.param(
+            request(6, exclusive=True),
+            [BUSY, room(1)],
+            "pack",
+            [1],
+            [6],
+            id="exclusive goes where nobody is",
+        ),
+        pytest.param(
+            request(6), [LOST, room(1)], "spread", [1], [6], id="a lost device is passed over"
+        ),
+        pytest.param(request(6), [LOST], "spread", None, [], id="a lost device alone: wait"),
+        pytest.param(request(6, count=2), TWO, "spread", [0, 1], [6, 6], id="two devices"),
+        pytest.param(
+            request(16, count=2), [BUSY, room(1)], "spread", None, [], id="two devices or none"
+        ),
+        pytest.param(
+            request(1, count=2),
+            [BUSY, room(1), room(2, used_gib=1)],
+            "spread",
+            [1, 2],
+            [1, 1],
+            id="the two emptiest",
+        ),
+        pytest.param(
+            request(share=0.5, count=2),
+            MIXED,
+            "spread",
+            [0, 1],
+            [40, 12],
+            id="each has its own share",
+        ),
+        pytest.param(
+            request(6, devices=("1", "0"), count=2),
+            TWO,
+            "spread",
+            [1, 0],
+            [6, 6],
+            id="named devices keep their order",
+        ),
+        pytest.param(
+            request(6, devices=("0", "1")),
+            [BUSY, room(1)],
+            "spread",
+            [0],
+            [6],
+            id="of named ones the first that fits",
+        ),
+        pytest.param(
+            request(20, devices=("0", "1")),
+            [BUSY, room(1)],
+            "spread",
+            [1],
+            [20],
+            id="of named ones the next if it does not",
+        ),
+    ],
+)
+def test_choice(
+    asked: Request,
+    rooms: list[Room],
+    style: PlacementStyle,
+    indices: list[int] | None,
+    budgets_gib: list[float],
+) -> None:
+    placement = choose_devices(asked, select_rooms(asked, rooms), style)
+    if indices is None:
+        assert placement is None
+        return
+    assert placement is not None
+    assert [device.index for device in placement.devices] == indices
+    assert placement.budget_bytes == tuple(int(gib * GIB) for gib in budgets_gib)
+    assert [
+        (r.request_id, r.device_key, r.reserved_bytes, r.exclusive) for r in placement.reservations
+    ] == [
+        (asked.id, device.key, budget, asked.exclusive or asked.memory is None)
+        for device, budget in zip(placement.devices, placement.budget_bytes, strict=True)
+    ]
+
+
+def test_two_of_40_percent_run_together_and_a_third_waits() -> None:
+    choices = Choices([room(0)])
+    for _ in range(2):
+        placement = choices.choose(request(share=0.4))
+        assert placement is not None
+        choices.take(placement)
+    assert choices.choose(request(share=0.4)) is None
+
+
+def test_who_has_a_device_alone_takes_it_from_the_choices() -> None:
+    choices = Choices(TWO)
+    placement = choices.choose(request())
+    assert placement is not None
+    choices.take(placement)
+    assert len(choices) == 1
+    choices.block(TWO)
+    assert not choices
+    assert choices.choose(request(1)) is None
+    assert choices.choose(request(1), TWO) is None
+
+
+def test_naming_devices() -> None:
+    many = [room(i) for i in range(12)]
+    chosen = select_rooms(request(1, devices=("3", "sim-11", "SIM-1")), many)
+    assert [r.device.index for r in chosen] == [3, 11, 1]
+    # Devices of a runner keep their index where only some are looked at.
+    assert select_rooms(request(1, devices=("3",)), many[2:]) == [many[3]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "rooms", "says"),
+    [
+        pytest.param(
+            request(1, devices=("7",)), TWO, "gpu:device=7 names no device", id="no such index"
+        ),
+        pytest.param(
+            request(1, devices=("GPU",)), TWO, "gpu:device=GPU names no device", id="no such UUID"
+        ),
+        pytest.param(
+            request(1, devices=("SIM",)), TWO, "names more than one", id="a prefix of several"
+        ),
+        pytest.param(
+            request(1, devices=("0", "SIM-0")), TWO, "twice", id="one device under two names"
+        ),
+        pytest.param(
+            request(1, count=3),
+            TWO,
+            "more devices than there are (2 here)",
+            id="more than there are",
+        ),
+        pytest.param(
+            request(1, count=2, devices=("1",)), TWO, "(1 named)", id="more than are named"
+        ),
+        pytest.param(
+            request(25), TWO, "gpu:memory=25GiB is larger than any device", id="larger than each"
+        ),
+        pytest.param(
+            request(24), [room(0, headroom_gib=1)], "23GiB usable", id="headroom is not to be had"
+        ),
+        pytest.param(
+            request(30, count=2), MIXED, "only 1 could hold it", id="too large for the second"
+        ),
+        pytest.param(
+            request(30, devices=("1",)),
+            MIXED,
+            "largest: SIM-1, 24GiB",
+            id="too large for the named",
+        ),
+        pytest.param(
+            request(), [room(0, 1, headroom_gib=2)], "lower the headroom", id="nothing but headroom"
+        ),
+        pytest.param(
+            request(share=0.5),
+            [room(0, 1, headroom_gib=2)],
+            "larger than any",
+            id="a share of nothing",
+        ),
+        pytest.param(
+            request(30),
+            [room(0, error="lost")],
+            "SIM-0: lost",
+            id="the reason of a lost device is told",
+        ),
+    ],
+)
+def test_never(asked: Request, rooms: list[Room], says: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        check_possible(asked, rooms)
+    assert says in str(caught.value)
+
+
+OUTER = promise(0, 20, by="outer")
+OUTER_ALONE = promise(0, 20, by="outer", exclusive=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rooms", "held", "possible"),
+    [
+        pytest.param(request(4), TWO[:1], OUTER, True, id="it fits beside its parent"),
+        pytest.param(request(5), TWO[:1], OUTER, False, id="it does not fit beside its parent"),
+        pytest.param(request(5), TWO, OUTER, True, id="another device is there for it"),
+        pytest.param(request(5, count=2), TWO, OUTER, False, id="it needs its parent's device too"),
+        pytest.param(request(1), TWO[:1], OUTER_ALONE, False, id="its parent is alone there"),
+        pytest.param(request(), TWO[:1], OUTER, False, id="it wants the device to itself"),
+        pytest.param(request(1, exclusive=True), TWO[:1], OUTER, False, id="it is exclusive"),
+    ],
+)
+def test_beside_a_parent(asked: Request, rooms: list[Room], held: Any, possible: bool) -> None:
+    assert sum(could_hold(asked, each, [held]) for each in rooms) >= (
+        asked.count if possible else 0
+    )
+    if possible:
+        check_possible(asked, rooms, [held])
+    else:
+        with pytest.raises(PlacementError, match=r"from inside a GPU task.*holds 20GiB of 24GiB"):
+            check_possible(asked, rooms, [held])
+
+
+@pytest.mark.parametrize(
+    ("asked", "rooms", "says"),
+    [
+        pytest.param(request(15), [BUSY], "15GiB on SIM-0; most free 14GiB", id="one device"),
+        pytest.param(
+            request(25), TWO, "25GiB on any of 2 devices; most free 24GiB", id="any of several"
+        ),
+        pytest.param(
+            request(25, count=2),
+            TWO,
+            "25GiB on 2 of 2 devices; most free 24GiB",
+            id="several of them",
+        ),
+        pytest.param(
+            request(share=0.5),
+            MIXED,
+            "12GiB or 40GiB on any of 2 devices; most free 80GiB",
+            id="shares differ",
+        ),
+        pytest.param(
+            request(),
+            [BUSY],
+            "a device to itself on SIM-0; running there: task other",
+            id="who is in the way",
+        ),
+        pytest.param(
+            request(2, exclusive=True),
+            [room(0, held=[promise(0, 1, by=n) for n in "abcd"])],
+            "2GiB and nobody else on SIM-0; running there: task a, task b, task c and others",
+            id="many are in the way",
+        ),
+        pytest.param(
+            request(1),
+            [ALONE],
+            "1GiB on SIM-0; running there alone: task other",
+            id="who has it alone",
+        ),
+        pytest.param(
+            request(),
+            [room(0, used_gib=23)],
+            "a device to itself on SIM-0; most free 1GiB",
+            id="others' memory is in the way",
+        ),
+        pytest.param(request(1), [LOST], "1GiB on SIM-0; SIM-0: GPU is lost", id="a lost device"),
+        pytest.param(
+            request(25),
+            [LOST, room(1)],
+            "25GiB on any of 2 devices; most free 24GiB",
+            id="one of them lost",
+        ),
+        pytest.param(
+            request(1), [room(0, used_gib=23.97)], "1GiB on SIM-0; most free 0B", id="to 64 MiB"
+        ),
+    ],
+)
+def test_saying_what_is_waited_for(asked: Request, rooms: list[Room], says: str) -> None:
+    assert describe_wait(asked, rooms) == says

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
@@ -491,8 +491,27 @@ class _GPUTask:
                 values.dumps(value, "argument", name)
             except ResultError as named:
                 return named
-        try:
-            values.dumps(self._task.fn, "function", self._task.name)
-        except ResultError as named:
-            return named
+        for where, value in _held_by(self._task.fn, self._task.name):
+            try:
+                values.dumps(value, "function", where)
+            except ResultError as named:
+                return named
         return error
+
+
+def _held_by(function: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Give what travels with a function by value, each under its name, and itself last."""
+    inner = function
+    while isinstance(inner, functools.partial):
+        yield f"{name}.args", inner.args
+        yield f"{name}.keywords", inner.keywords
+        inner = inner.func
+    if inspect.ismethod(inner):
+        yield f"{name}.__self__", inner.__self__
+        inner = inner.__func__
+    if inspect.isfunction(inner):
+        variables = inspect.getclosurevars(inner)
+        for held in (variables.nonlocals, variables.globals):
+            for variable, value in held.items():
+                yield f"{variable} (used in {name})", value
+    yield name, function

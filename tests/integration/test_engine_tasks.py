@@ -1,0 +1,402 @@
+"""Kinds of tasks and flows, and everything of Prefect's that surrounds a body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import prefect
+import pytest
+from prefect import allow_failure, flow, get_run_logger, tags, task, unmapped
+from prefect.artifacts import create_markdown_artifact
+from prefect.events import emit_event
+from prefect.futures import as_completed, wait
+from prefect.task_runners import ThreadPoolTaskRunner
+from tests.integration import engine_api as api
+
+from prefect_gpu import GPUTaskRunner, current_allocation, gpu
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+SMALL = gpu(memory="64MiB")
+RUNNER = GPUTaskRunner(devices=api.TWO, reports=False)
+
+
+class Model:
+    """A user's class with tasks for methods."""
+
+    def __init__(self, bias: int) -> None:
+        self.bias = bias
+
+    @task(tags=SMALL)
+    def add(self, x: int) -> tuple[int, int]:
+        return x + self.bias, os.getpid()
+
+    @classmethod
+    @task(tags=SMALL)
+    def name(cls) -> tuple[str, int]:
+        return cls.__name__, os.getpid()
+
+    @staticmethod
+    @task(tags=SMALL)
+    def double(x: int) -> tuple[int, int]:
+        return 2 * x, os.getpid()
+
+
+def scaled(factor: int, x: int) -> tuple[int, int]:
+    """Used through `functools.partial`."""
+    return factor * x, os.getpid()
+
+
+def test_every_kind_of_body_runs_in_a_process_of_its_own() -> None:
+    @task(tags=SMALL)
+    async def async_body(x: int) -> tuple[int, int]:
+        await asyncio.sleep(0)
+        return x, os.getpid()
+
+    @task(tags=SMALL)
+    def generates() -> Iterator[int]:
+        yield from (1, 2, os.getpid())
+
+    @task(tags=SMALL)
+    async def async_generates() -> AsyncIterator[int]:
+        for item in (3, 4, os.getpid()):
+            yield item
+
+    free = 10
+
+    @task(tags=SMALL)
+    def closure(x: int) -> tuple[int, int]:
+        return x + free, os.getpid()
+
+    kept: dict[str, Any] = {}
+
+    @flow(task_runner=RUNNER)
+    def everything() -> None:
+        model = Model(100)
+        made = task(functools.partial(scaled, 7), name="made", tags=SMALL)
+        kept["sync"] = {
+            "async": async_body.submit(1).result(),
+            "closure": closure.submit(1),
+            "method": model.add.submit(1),
+            "class": Model.name.submit(),
+            "static": Model.double.submit(4),
+            "lambda": task(lambda x: (x, os.getpid()), name="anonymous", tags=SMALL).submit(5),
+            "partial": made.submit(2),
+        }
+        kept["generators"] = [generates.submit().result(), async_generates.submit().result()]
+        kept["mapped"] = async_body.map([1, 2]).result()
+        kept["sync"] = {k: getattr(f, "result", lambda f=f: f)() for k, f in kept["sync"].items()}
+
+    everything()
+    values = {k: v for k, (v, _) in kept["sync"].items()}
+    assert values == {
+        "async": 1,
+        "closure": 11,
+        "method": 101,
+        "class": "Model",
+        "static": 8,
+        "lambda": 5,
+        "partial": 14,
+    }
+    pids = [pid for _, pid in kept["sync"].values()]
+    pids += [items[-1] for items in kept["generators"]] + [pid for _, pid in kept["mapped"]]
+    assert [items[:2] for items in kept["generators"]] == [[1, 2], [3, 4]]
+    assert [value for value, _ in kept["mapped"]] == [1, 2]
+    assert len(set(pids)) == len(pids) and os.getpid() not in pids
+    assert api.children() == []
+
+
+def test_async_flows_and_how_results_go_from_task_to_task() -> None:
+    @task(tags=SMALL)
+    async def one(x: int) -> int:
+        return x + 1
+
+    @task(tags=SMALL)
+    def total(nested: dict[str, list[int]], scale: int = 1) -> int:
+        return sum(nested["xs"]) * scale
+
+    @task
+    def in_thread(x: int) -> tuple[int, int, Any]:
+        return x, os.getpid(), current_allocation()
+
+    @task(tags=SMALL)
+    def fails() -> None:
+        raise ValueError("as asked")
+
+    @task(tags=SMALL)
+    def tolerant(x: Any) -> str:
+        return type(x).__name__
+
+    order: list[str] = []
+
+    @task
+    def note(name: str) -> None:
+        order.append(name)
+
+    kept: dict[str, Any] = {}
+
+    @flow(task_runner=RUNNER)
+    async def awaits() -> int:
+        first = one.map([1, 2])
+        second = one.map(first)
+        summed = total.submit({"xs": list(second)}, scale=2)
+        thread = in_thread.submit(summed)
+        noted = note.submit("late", wait_for=[summed])
+        broken = fails.submit()
+        kept["tolerant"] = tolerant.submit(allow_failure(broken))
+        kept["upstream"] = tolerant.submit(broken)
+        kept["unmapped"] = total.map(unmapped({"xs": [1]}), scale=[3, 4]).result()
+        kept["state"] = one.submit(4, return_state=True)
+        kept["done"] = sorted(future.result() for future in as_completed([*first, *second]))
+        kept["waited"] = wait([noted, kept["tolerant"], kept["upstream"]])
+        kept["thread"] = thread.result()
+        with pytest.raises(ValueError, match="as asked"):
+            broken.result()
+        return summed.result()
+
+    assert asyncio.run(awaits()) == 14
+    assert order == ["late"]
+    assert kept["unmapped"] == [3, 4]
+    assert kept["state"].is_completed() and kept["state"].result() == 5
+    assert kept["done"] == [2, 3, 3, 4]
+    assert kept["thread"] == (14, os.getpid(), None)
+    assert kept["tolerant"].result() == "ValueError"
+    assert kept["upstream"].state.name == "NotReady"
+    assert not kept["waited"].not_done
+
+
+def test_logs_prints_ids_artifacts_events_and_tags_belong_to_the_task_run() -> None:
+    @task(
+        tags=[*SMALL, "mine"],
+        log_prints=True,
+        task_run_name="eval-{name}-{size}",
+        persist_result=True,
+    )
+    def observed(name: str, size: int) -> dict[str, Any]:
+        get_run_logger().info("logged in %s", name)
+        print(f"printed in {name}")
+        artifact = create_markdown_artifact("# here", key=f"from-child-{os.getpid()}")
+        event = emit_event("prefect-gpu.tested", {"prefect.resource.id": f"test.{name}"})
+        return {
+            "task_run": prefect.runtime.task_run.id,
+            "name": prefect.runtime.task_run.name,
+            "task": prefect.runtime.task_run.task_name,
+            "flow_run": prefect.runtime.flow_run.id,
+            "flow": prefect.runtime.flow_run.flow_name,
+            "parameters": prefect.runtime.flow_run.parameters,
+            "tags": prefect.runtime.task_run.tags,
+            "artifact": artifact,
+            "event": event is not None and str(event.id),
+        }
+
+    hooks: list[tuple[str, str]] = []
+    lock = threading.Lock()
+
+    @observed.on_completion
+    def _completed(task: Any, run: Any, state: Any) -> None:
+        with lock:
+            hooks.append((run.name, state.name))
+
+    @observed.on_running
+    async def _running(task: Any, run: Any, state: Any) -> None:
+        hooks.append((run.name, state.name))
+
+    kept: dict[str, Any] = {}
+
+    # The flow closes over a lock, and is given one: neither is the tasks' business.
+    @flow(task_runner=RUNNER, validate_parameters=False)
+    def watches(held: Any) -> None:
+        with lock, tags("from-context"):
+            future = observed.submit("a", size=3)
+        kept["id"], kept["result"] = future.task_run_id, future.result()
+        kept["flow_run"] = prefect.runtime.flow_run.id
+        kept["persisted"] = future.state.data
+
+    with tags("around-the-flow"):
+        watches(threading.Lock())
+    result = kept["result"]
+    assert result["task_run"] == str(kept["id"])
+    assert result["name"] == "eval-a-3"
+    assert result["task"] == "observed"
+    assert result["flow_run"] == kept["flow_run"]
+    assert result["flow"] == "watches"
+    assert ("eval-a-3", "Running") in hooks or len(hooks) == 2
+    assert ("eval-a-3", "Completed") in hooks
+    run = api.task_run(kept["id"])
+    assert run.name == "eval-a-3"
+    assert {*SMALL, "mine", "from-context", "around-the-flow"} <= set(run.tags)
+    logs = api.logs(run.flow_run_id, ["logged in a", "printed in a"])  # type: ignore[arg-type]
+    assert {logs[m].task_run_id for m in ("logged in a", "printed in a")} == {kept["id"]}
+    found = api.artifacts(task_run_id=kept["id"], count=1)
+    assert [artifact.id for artifact in found] == [result["artifact"]]
+    assert kept["persisted"].result == result
+    with prefect.get_client(sync_client=True) as client:
+
+        def emitted() -> bool:
+            body = {
+                "filter": {
+                    "event": {"name": ["prefect-gpu.tested"]},
+                    "occurred": {
+                        "since": "2020-01-01T00:00:00Z",
+                        "until": "2100-01-01T00:00:00Z",
+                    },
+                }
+            }
+            events = client.request("POST", "/events/filter", json=body).json()["events"]
+            mine = [e for e in events if e["id"] == result["event"]]
+            related = [r["prefect.resource.id"] for e in mine for r in e["related"]]
+            return f"prefect.task-run.{kept['id']}" in related
+
+        api.until(emitted, "the child's event")
+
+
+def test_nested_submits_from_a_gpu_task_and_from_a_thread() -> None:
+    @task(tags=SMALL)
+    def inner(x: int) -> tuple[int, int]:
+        return x * 2, os.getpid()
+
+    @task
+    def thread_inner() -> int:
+        return os.getpid()
+
+    @task(tags=gpu(memory="1GiB"))
+    def outer(x: int) -> dict[str, Any]:
+        gpu_future = inner.submit(x)
+        thread_future = thread_inner.submit()
+        return {
+            "inner": gpu_future.result(),
+            "thread": thread_future.result(),
+            "pid": os.getpid(),
+            "id": str(gpu_future.task_run_id),
+        }
+
+    @task
+    def from_thread(x: int) -> tuple[int, int]:
+        return inner.submit(x).result()
+
+    @task(tags=SMALL)
+    def calls_a_flow() -> int:
+        @flow(task_runner=ThreadPoolTaskRunner())
+        def small() -> int:
+            return thread_inner.submit().result()
+
+        return small()
+
+    kept: dict[str, Any] = {}
+
+    @flow(task_runner=RUNNER)
+    def nests() -> None:
+        futures = {
+            "outer": outer.submit(4),
+            "from_thread": from_thread.submit(5),
+            "flow": calls_a_flow.submit(),
+        }
+        kept.update({k: f.result() for k, f in futures.items()})
+        kept["outer_id"] = futures["outer"].task_run_id
+
+    nests()
+    value, pid = kept["outer"]["inner"]
+    assert value == 8
+    assert len({pid, kept["outer"]["pid"], os.getpid()}) == 3
+    assert kept["outer"]["thread"] == kept["outer"]["pid"]
+    assert kept["from_thread"][0] == 10 and kept["from_thread"][1] != os.getpid()
+    assert kept["flow"] != os.getpid()
+    from uuid import UUID
+
+    assert api.task_run(UUID(kept["outer"]["id"])).state_name == "Completed"
+
+
+def test_nested_gpu_tasks_on_the_machines_own_memory_know_what_their_parent_holds() -> None:
+    @task(tags=SMALL)
+    def inner() -> int:
+        return os.getpid()
+
+    @task(tags=gpu(memory="64MiB", exclusive=True))
+    def outer() -> str:
+        try:
+            inner.submit().result()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "ran"
+
+    @task(tags=SMALL)
+    def shares() -> int:
+        return inner.submit().result()
+
+    kept: dict[str, Any] = {}
+
+    @flow(task_runner=GPUTaskRunner(devices="host", reports=False))
+    def nests() -> None:
+        kept["shares"] = shares.submit().result()
+        kept["alone"] = outer.submit().result()
+
+    nests()
+    assert kept["shares"] != os.getpid()
+    assert kept["alone"].startswith("PlacementError") and "around" in kept["alone"]
+
+
+def test_flows_of_one_process_share_devices_and_reservations() -> None:
+    @task(tags=gpu(memory="6GiB"))
+    def big(name: str) -> tuple[str, float, float, str]:
+        import time
+
+        began = time.time()
+        time.sleep(0.3)
+        allocation = current_allocation()
+        assert allocation is not None
+        return name, began, time.time(), allocation.device_uuids[0]
+
+    # No budget: a device to itself.
+    @task(tags=["gpu"])
+    def unsaid(name: str) -> tuple[str, float, float, str]:
+        return big.fn(name)
+
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
+    def inner() -> list[Any]:
+        return big.map(["c", "d"]).result()
+
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
+    def outer() -> list[Any]:
+        futures = [big.submit("a"), unsaid.submit("b")]
+        return inner() + [future.result() for future in futures]
+
+    spans = sorted(outer(), key=lambda span: span[1])
+    assert {name for name, *_ in spans} == set("abcd")
+    for (_, _, ended, _), (_, began, _, _) in zip(spans, spans[1:], strict=False):
+        assert ended <= began
+
+
+def test_flow_retries_persistence_and_transactions() -> None:
+    from prefect.transactions import transaction
+
+    attempts: list[int] = []
+    rolled_back: list[str] = []
+
+    @task(tags=SMALL, persist_result=True)
+    def costly(x: int) -> int:
+        return os.getpid()
+
+    @costly.on_rollback
+    def _undo(txn: Any) -> None:
+        rolled_back.append("costly")
+
+    @flow(task_runner=RUNNER, retries=1, persist_result=True)
+    def twice(nonce: int) -> int:
+        pid = costly.submit(nonce).result()
+        attempts.append(pid)
+        if len(attempts) == 1:
+            raise ValueError("once")
+        with contextlib.suppress(RuntimeError), transaction():
+            costly.submit(nonce + 1).wait()
+            raise RuntimeError("roll back")
+        return pid
+
+    assert twice(os.getpid()) == attempts[0]
+    # The second attempt found what the first had kept.
+    assert attempts[0] == attempts[1]

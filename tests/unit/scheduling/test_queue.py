@@ -1,0 +1,311 @@
+"""Whose turn it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from prefect_gpu.scheduling.memory import Room
+from prefect_gpu.scheduling.model import Request, Reservation
+from prefect_gpu.scheduling.placement import PlacementStyle
+from prefect_gpu.scheduling.queue import (
+    Decisions,
+    HostRoom,
+    RequestQueue,
+    Shape,
+    decide,
+    explain,
+)
+from prefect_gpu.units import GIB
+from tests.unit.scheduling.values import host, promise, request, room
+
+TWO = [room(0), room(1)]
+
+
+def started(decisions: Decisions) -> list[tuple[str, list[int]]]:
+    return [(r.id, [d.index for d in p.devices]) for r, p in decisions.placements]
+
+
+def refused(decisions: Decisions) -> list[str]:
+    return [r.id for r, _ in decisions.refusals]
+
+
+def hungry(gib: float, name: str) -> Request:
+    return request(1, name=name, host_bytes=int(gib * GIB))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "rooms", "machine", "style", "starts"),
+    [
+        pytest.param([], TWO, host(), "spread", [], id="nobody waits"),
+        pytest.param(
+            [request(6, name=n) for n in "abc"],
+            TWO,
+            host(),
+            "spread",
+            [("a", [0]), ("b", [1]), ("c", [0])],
+            id="spread over the devices",
+        ),
+        pytest.param(
+            [request(6, name=n) for n in "abc"],
+            TWO,
+            host(),
+            "pack",
+            [("a", [0]), ("b", [0]), ("c", [0])],
+            id="packed on one",
+        ),
+        pytest.param(
+            [request(share=0.4, name=n) for n in "abc"],
+            TWO[:1],
+            host(),
+            "spread",
+            [("a", [0]), ("b", [0])],
+            id="two of 40 % together, a third waits",
+        ),
+        pytest.param(
+            [request(6, name="low"), request(6, name="high", priority=5)],
+            TWO[:1],
+            host(1, 0, 1),
+            "spread",
+            [("high", [0])],
+            id="priority goes first",
+        ),
+        pytest.param(
+            [request(6, name="late", sequence=8), request(6, name="early", sequence=7)],
+            TWO[:1],
+            host(1, 0, 1),
+            "spread",
+            [("early", [0])],
+            id="then first come, in whatever order they were added",
+        ),
+        pytest.param(
+            [request(name="a"), request(name="b"), request(1, name="c")],
+            TWO,
+            host(),
+            "spread",
+            [("a", [0]), ("b", [1])],
+            id="without budgets one on each device",
+        ),
+        pytest.param(
+            [request(1, name="a"), request(name="b"), request(1, name="c")],
+            TWO[:1],
+            host(),
+            "spread",
+            [("a", [0])],
+            id="who waits for a device alone blocks who would join the first",
+        ),
+        pytest.param(
+            [request(20, name="a"), request(20, name="b"), request(1, name="c")],
+            TWO[:1],
+            host(),
+            "spread",
+            [("a", [0])],
+            id="a blocked head blocks those behind it",
+        ),
+        pytest.param(
+            [
+                request(20, name="a", devices=("0",)),
+                request(20, name="b", devices=("0",)),
+                request(1, name="c"),
+            ],
+            TWO,
+            host(),
+            "spread",
+            [("a", [0]), ("c", [1])],
+            id="but not on devices that it could not use",
+        ),
+        pytest.param(
+            [request(60, name="a"), request(60, name="b"), request(1, name="c")],
+            [room(0, 80), room(1, 24)],
+            host(),
+            "spread",
+            [("a", [0]), ("c", [1])],
+            id="nor on those that are too small for it",
+        ),
+        pytest.param(
+            [
+                request(1, name="a", devices=("0",)),
+                request(1, count=2, name="b"),
+                request(1, name="c"),
+            ],
+            [room(0, held=[promise(0, 24)]), room(1)],
+            host(),
+            "spread",
+            [],
+            id="one that waits for two holds back both",
+        ),
+        pytest.param(
+            [request(6, name="a", devices=("0",)), request(6, name="b")],
+            [room(0, error="lost"), room(1)],
+            host(),
+            "spread",
+            [("b", [1])],
+            id="one that waits for a lost device lets others pass",
+        ),
+        pytest.param(
+            [request(6, name="a"), request(6, name="b")],
+            [room(0, error="lost"), room(1, error="lost")],
+            host(),
+            "spread",
+            [],
+            id="all lost: all wait",
+        ),
+        pytest.param(
+            [request(6, name="a")],
+            TWO,
+            host(max_processes=3, processes=3),
+            "spread",
+            [],
+            id="max_processes",
+        ),
+        pytest.param(
+            [hungry(40, "a"), hungry(40, "b"), hungry(1, "c")],
+            TWO,
+            host(64),
+            "spread",
+            [("a", [0])],
+            id="a head that the machine cannot hold blocks all: all need of it",
+        ),
+        pytest.param(
+            [hungry(99, "a")],
+            TWO,
+            host(64),
+            "spread",
+            [("a", [0])],
+            id="an estimate alone stops nobody",
+        ),
+        pytest.param(
+            [request(20, name="a", devices=("0",), host_bytes=99 * GIB), hungry(1, "b")],
+            [room(0, held=[promise(0, 10)]), room(1)],
+            host(64, processes=1),
+            "spread",
+            [("b", [1])],
+            id="a head that waits for its device leaves the machine to others",
+        ),
+        pytest.param(
+            [request(share=1.0, name="a"), request(1 / GIB, name="b")],
+            TWO,
+            host(),
+            "spread",
+            [("a", [0]), ("b", [1])],
+            id="100 % is not one byte",
+        ),
+    ],
+)
+def test_order(
+    waiting: Sequence[Request],
+    rooms: Sequence[Room],
+    machine: HostRoom,
+    style: PlacementStyle,
+    starts: list[tuple[str, list[int]]],
+) -> None:
+    queue = RequestQueue(waiting)
+    decisions = decide(queue, rooms, machine, style)
+    assert started(decisions) == starts
+    assert refused(decisions) == []
+    assert len(queue) == len(waiting), "deciding leaves the queue as it is"
+
+
+def test_the_impossible_is_refused_wherever_it_stands() -> None:
+    waiting = [
+        request(20, name="a"),
+        request(20, name="b"),
+        request(99, name="huge"),
+        request(99, name="huge too"),
+        request(1, devices=("9",), name="nowhere"),
+    ]
+    decisions = decide(RequestQueue(waiting), TWO[:1], host())
+    assert started(decisions) == [("a", [0])]
+    assert refused(decisions) == ["huge", "huge too", "nowhere"]
+
+
+def test_what_was_checked_is_not_checked_again() -> None:
+    huge = request(99)
+    assert refused(decide(RequestQueue([huge]), TWO, host(), checked={Shape.of(huge)})) == []
+
+
+OUTER = promise(0, 20, by="outer")
+
+
+def test_inside_a_gpu_task_only_what_fits_beside_it_starts() -> None:
+    rooms = [room(0, held=[OUTER]), room(1, 8)]
+    held: tuple[Reservation, ...] = (OUTER,)
+    waiting = [request(9, name="never"), request(5, name="a"), request(4, name="b")]
+    decisions = decide(RequestQueue(waiting), rooms, host(), held_by_parent=held)
+    assert refused(decisions) == ["never"]
+    assert started(decisions) == [("a", [1]), ("b", [0])]
+
+
+def test_a_nested_head_blocks_only_where_it_could_run_beside_its_parent() -> None:
+    full = room(1, held=[promise(1, 24)])
+    rooms = [room(0, held=[OUTER]), full]
+    waiting = [request(5, name="blocked"), request(4, name="b")]
+    decisions = decide(RequestQueue(waiting), rooms, host(), held_by_parent=(OUTER,))
+    assert started(decisions) == [("b", [0])]
+
+
+@pytest.mark.parametrize(
+    ("asked", "rooms", "machine", "says"),
+    [
+        pytest.param(request(25, sequence=3), TWO, host(), "25GiB on any of 2 devices; most free 24GiB; 2 ahead in the queue", id="devices, and who is ahead"),
+        pytest.param(request(1, devices=("1",), sequence=3), TWO, host(), "1GiB on SIM-1; most free 24GiB; 1 ahead in the queue", id="only those who could use its device"),
+        pytest.param(request(1, priority=9, sequence=3), TWO, host(), "1GiB on any of 2 devices; most free 24GiB", id="nobody is ahead"),
+        pytest.param(request(1, priority=9), TWO, host(processes=4, max_processes=4), "4 processes run, and max_processes is 4", id="max_processes"),
+        pytest.param(request(1, priority=9, host_bytes=9 * GIB), TWO, host(3, 1), "9GiB of the machine's own memory for its process; 3GiB available", id="host memory"),
+    ],
+)  # fmt: skip
+def test_saying_why(asked: Request, rooms: list[Room], machine: HostRoom, says: str) -> None:
+    waiting = [
+        request(1, sequence=0),
+        request(1, sequence=1, devices=("0",)),
+        request(1, sequence=2, devices=("77",)),
+        request(1, sequence=9),
+        asked,
+    ]
+    assert explain(asked, RequestQueue(waiting), rooms, machine) == says
+
+
+# The queue itself.
+
+
+def test_a_queue_gives_its_requests_in_order() -> None:
+    waiting = [
+        request(1, sequence=5, name="e"),
+        request(2, sequence=1, name="b"),
+        request(1, sequence=0, name="a"),
+        request(1, sequence=9, name="first", priority=1),
+        request(2, sequence=5, name="f"),
+    ]
+    queue = RequestQueue(waiting)
+    assert [r.id for r in queue] == ["first", "a", "b", "e", "f"]
+    assert (len(queue), len(queue.lanes), bool(queue)) == (5, 2, True)
+    for each in waiting:
+        assert queue.remove(each)
+        assert not queue.remove(each)
+    assert (len(queue), list(queue.shapes), bool(queue)) == (0, [], False)
+
+
+def test_requests_of_one_sequence_are_told_apart() -> None:
+    one, two, three = (request(1, sequence=4, name=n) for n in "abc")
+    queue = RequestQueue([one, two])
+    assert not queue.remove(three)
+    assert queue.remove(two)
+    assert not queue.remove(two)
+    queue.add(request(1, sequence=5, name="d"))
+    assert not queue.remove(two)
+    assert [r.id for r in queue] == ["a", "d"]
+
+
+def test_a_lane_gives_back_the_place_of_those_who_are_gone() -> None:
+    waiting = [request(1, sequence=n) for n in range(100)]
+    queue = RequestQueue(waiting)
+    (lane,) = queue.lanes
+    for gone, each in enumerate(waiting[:99], start=1):
+        assert queue.remove(each)
+        assert list(lane) == waiting[gone:]
+        assert lane.count_before(waiting[99]) == 99 - gone
+    early = request(1, sequence=-1)
+    queue.add(early)
+    assert [lane[0], lane[1]] == [early, waiting[99]]
+    assert len(lane._requests) <= 3

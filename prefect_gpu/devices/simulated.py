@@ -39,6 +39,9 @@ class SimulatedOutOfMemoryError(RuntimeError):
         live_bytes: What the process had allocated there.
     """
 
+    #: How the child knows an out-of-memory that belongs to no framework.
+    __prefect_gpu_out_of_memory__ = True
+
     def __init__(
         self,
         requested_bytes: int,

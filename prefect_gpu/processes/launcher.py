@@ -20,17 +20,24 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import guardian, messages
-from prefect_gpu.processes.messages import HEADER, FrameReader
-from prefect_gpu.processes.output import OutputForwarder, StreamName, decoder
+from prefect_gpu.processes.guard import Guard
+from prefect_gpu.processes.interpreter import (
+    child_environment,
+    has_ended,
+    interpreter_flags,
+    open_pidfd,
+)
+from prefect_gpu.processes.launched import LaunchedChild
+from prefect_gpu.processes.messages import HEADER
+from prefect_gpu.processes.output import OutputForwarder, StreamName
 from prefect_gpu.processes.spec import (
     ChildExited,
     ChildRefused,
@@ -70,41 +77,10 @@ _GUARDIAN_LIVED_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class _Child:
-    """One child, as the launcher's thread knows it."""
-
-    def __init__(self, spec: LaunchSpec, listener: Listener) -> None:
-        #: Given up once the child has it: a call may be large.
-        self.spec: LaunchSpec | None = spec
-        self._listener = listener
-        self.token = uuid.uuid4().hex
-        self.process: subprocess.Popen[bytes] | None = None
-        self.channel: socket.socket | None = None
-        self.pidfd: int | None = None
-        self.streams: dict[StreamName, IO[bytes]] = {}
-        self.decoders = {name: decoder() for name in ("stdout", "stderr")}
-        self.outgoing: deque[memoryview] = deque()
-        self.frames = FrameReader()
-        self.stderr_tail = bytearray()
-        self.value_arrived = False
-        self.killed = False
-        self.killed_because = ""
-        #: Monotonic seconds at which it is killed if it still lives, and why then.
-        self.deadline: float | None = None
-        self.deadline_reason = ""
-
-    def tell(self, message: Any) -> None:
-        """Tell the listener. What it raises is its own trouble, not the launcher's."""
-        try:
-            self._listener(message)
-        except Exception:
-            logger.exception("a listener of a GPU task's process raised on %s", type(message))
-
-
 class _Handle:
     """A `ChildHandle`: passes what is asked on to the launcher's thread."""
 
-    def __init__(self, launcher: ProcessLauncher, child: _Child) -> None:
+    def __init__(self, launcher: ProcessLauncher, child: LaunchedChild) -> None:
         self._launcher = launcher
         self._child = child
 
@@ -146,16 +122,16 @@ class ProcessLauncher:
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._children: set[_Child] = set()
-        self._guardian: _Guardian | None = None
+        self._children: set[LaunchedChild] = set()
+        self._guardian: Guard | None = None
         self.output = OutputForwarder(on_room=self._wake)
-        self._held_back: set[_Child] = set()
+        self._held_back: set[LaunchedChild] = set()
 
     # Any thread.
 
     def start(self, spec: LaunchSpec, listener: Listener) -> _Handle:
         """Start a child; `listener` hears `ChildStarted` or `ChildRefused` first."""
-        child = _Child(spec, listener)
+        child = LaunchedChild(spec, listener)
         with self._lock:
             if self._thread is None:
                 self._open()
@@ -295,10 +271,10 @@ class ProcessLauncher:
                 child.deadline = None
                 self.kill_child(child, child.deadline_reason)
             if child.pidfd is None and child.process is not None:
-                if _has_ended(child.process):
+                if has_ended(child.process):
                     self._finish(child)
 
-    def _launch(self, child: _Child) -> None:
+    def _launch(self, child: LaunchedChild) -> None:
         # Before there is anything of it: a fork in between must know what to let go of.
         self._children.add(child)
         try:
@@ -312,7 +288,7 @@ class ProcessLauncher:
         assert child.process is not None
         child.tell(ChildStarted(child.process.pid))
 
-    def _drop(self, child: _Child) -> None:
+    def _drop(self, child: LaunchedChild) -> None:
         """Leave nothing of a child that could not be started in full."""
         if child.pidfd is not None:
             self._unwatch(child.pidfd)
@@ -334,7 +310,7 @@ class ProcessLauncher:
         if self._guardian is not None and self._guardian.process.poll() is None:
             return
         self._drop_guardian()
-        self._guardian = guard = _Guardian()
+        self._guardian = guard = Guard()
         if guard.pidfd is not None:
             self._selector.register(
                 guard.pidfd, selectors.EVENT_READ, lambda mask: self._guardian_ended()
@@ -366,7 +342,7 @@ class ProcessLauncher:
             # Killed or stopped; the next launch starts another and tells it all.
             self._drop_guardian()
 
-    def _spawn(self, child: _Child) -> None:
+    def _spawn(self, child: LaunchedChild) -> None:
         spec, child.spec = child.spec, None
         assert spec is not None
         # First all that can fail for what the spec holds: then there is no process to undo.
@@ -395,14 +371,14 @@ class ProcessLauncher:
                 bufsize=0,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=_child_environment(spec, child.token),
+                env=child_environment(spec, child.token),
                 cwd=spec.cwd or None,
             )
         # Told before the child hears anything: it does nothing until then, and ends by itself if
         # its channel closes first.
         self._tell_guardian(f"+{child.process.pid} {child.token}")
         child.channel.setblocking(False)
-        child.pidfd = _open_pidfd(child.process.pid)
+        child.pidfd = open_pidfd(child.process.pid)
         if child.pidfd is not None:
             self._selector.register(
                 child.pidfd, selectors.EVENT_READ, lambda mask: self._finish(child)
@@ -414,7 +390,7 @@ class ProcessLauncher:
         self._watch_streams(child)
         self._watch_channel(child)
 
-    def _watch_channel(self, child: _Child) -> None:
+    def _watch_channel(self, child: LaunchedChild) -> None:
         if child.channel is None:
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.outgoing else 0)
@@ -430,7 +406,7 @@ class ProcessLauncher:
         except KeyError:
             self._selector.register(child.channel, wanted, ready)
 
-    def _watch_streams(self, child: _Child) -> None:
+    def _watch_streams(self, child: LaunchedChild) -> None:
         for name, stream in child.streams.items():
             if stream.fileno() not in self._selector.get_map():
                 self._selector.register(
@@ -439,13 +415,13 @@ class ProcessLauncher:
                     lambda mask, name=name: self._read_stream(child, name),
                 )
 
-    def send(self, child: _Child, data: memoryview) -> None:
+    def send(self, child: LaunchedChild, data: memoryview) -> None:
         """Send bytes to a child; dropped if it is gone. The launcher's thread only."""
         if child.channel is not None:
             child.outgoing.append(data)
             self._watch_channel(child)
 
-    def _write(self, child: _Child) -> None:
+    def _write(self, child: LaunchedChild) -> None:
         if child.channel is None:
             # Its end was seen in the same turn.
             return
@@ -464,7 +440,7 @@ class ProcessLauncher:
             child.outgoing.clear()
         self._watch_channel(child)
 
-    def _read(self, child: _Child) -> bool:
+    def _read(self, child: LaunchedChild) -> bool:
         """Read what a child sent, for one turn; `False`: nothing more can come."""
         taken_bytes = 0
         while child.channel is not None and taken_bytes < _TURN_BYTES:
@@ -491,7 +467,7 @@ class ProcessLauncher:
                 self.kill_child(child, "it sent what is no message")
         return child.channel is not None
 
-    def _take_frame(self, child: _Child, kind: int, body: messages.Body) -> None:
+    def _take_frame(self, child: LaunchedChild, kind: int, body: messages.Body) -> None:
         if kind != messages.VALUE:
             child.tell(messages.decode(body))
             return
@@ -500,7 +476,7 @@ class ProcessLauncher:
         child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
         child.tell(ValueArrived(body))
 
-    def _read_stream(self, child: _Child, name: StreamName, last: bool = False) -> bool:
+    def _read_stream(self, child: LaunchedChild, name: StreamName, last: bool = False) -> bool:
         """Read what a child printed; `False`: nothing more can come now."""
         stream = child.streams.get(name)
         if stream is None:
@@ -526,12 +502,12 @@ class ProcessLauncher:
             del child.stderr_tail[:-STDERR_TAIL_BYTES]
         return True
 
-    def _hold_back(self, child: _Child) -> None:
+    def _hold_back(self, child: LaunchedChild) -> None:
         for stream in child.streams.values():
             self._unwatch(stream)
         self._held_back.add(child)
 
-    def signal_child(self, child: _Child, signum: int) -> None:
+    def signal_child(self, child: LaunchedChild, signum: int) -> None:
         """Send a signal to a child's group, if it lives. The launcher's thread only."""
         if child in self._children and child.process is not None:
             try:
@@ -539,7 +515,7 @@ class ProcessLauncher:
             except (ProcessLookupError, PermissionError):
                 return
 
-    def kill_child(self, child: _Child, because: str = "") -> None:
+    def kill_child(self, child: LaunchedChild, because: str = "") -> None:
         """Kill a child and all that it started. The launcher's thread only.
 
         Args:
@@ -554,7 +530,7 @@ class ProcessLauncher:
         guardian.kill_group(child.process.pid)
         guardian.kill_strays((child.token,))
 
-    def _finish(self, child: _Child) -> None:
+    def _finish(self, child: LaunchedChild) -> None:
         """A child has ended: take what it still said, end what it left, and tell."""
         assert child.process is not None
         if child.pidfd is not None:
@@ -584,7 +560,7 @@ class ProcessLauncher:
         tail = child.stderr_tail.decode("utf-8", errors="replace")
         child.tell(ChildExited(code, tail, truncated, child.killed_because))
 
-    def _close_channel(self, child: _Child) -> None:
+    def _close_channel(self, child: LaunchedChild) -> None:
         if child.channel is not None:
             self._unwatch(child.channel)
             child.channel.close()
@@ -596,85 +572,6 @@ class ProcessLauncher:
             self._selector.unregister(file)
         except (KeyError, ValueError):
             return
-
-
-def interpreter_flags() -> list[str]:
-    """Give the flags that this interpreter was started with (`-W`, `-X`, `-O`, …)."""
-    # The function that multiprocessing uses for its own spawned children; there is no public one.
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return flags
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Tell whether a child of ours has ended, if possible without reaping it."""
-    try:
-        waitid = os.waitid
-    except AttributeError:
-        # macOS before Python 3.13.
-        return process.poll() is not None
-    try:
-        return waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True
-
-
-def _open_pidfd(pid: int) -> int | None:
-    """Open a descriptor that tells when a process ends; `None`: the system has none left, or none."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-
-
-def _child_environment(spec: LaunchSpec, token: str) -> dict[str, str]:
-    environment = dict(os.environ)
-    for name, value in spec.environment.items():
-        if value is None:
-            environment.pop(name, None)
-        else:
-            environment[name] = value
-    outer = environment.get(guardian.TOKEN_VARIABLE)
-    environment[guardian.TOKEN_VARIABLE] = f"{outer}/{token}" if outer else token
-    return environment
-
-
-class _Guardian:
-    """The guardian's process and the pipe to it."""
-
-    def __init__(self) -> None:
-        # Not the guardian of an outer child: that must be able to end *us*, and leave this one to
-        # end our children.
-        environment = {k: v for k, v in os.environ.items() if k != guardian.TOKEN_VARIABLE}
-        self.started_s = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guardian.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-            env=environment,
-            cwd="/",
-        )
-        assert self.process.stdin is not None
-        self._pipe = self.process.stdin
-        # 1,000 lines fit in the pipe: only one that was stopped lets it fill.
-        os.set_blocking(self._pipe.fileno(), False)
-        self.pidfd = _open_pidfd(self.process.pid)
-
-    def tell(self, line: str) -> bool:
-        """Write a line, all or nothing; `False`: it does not hear."""
-        try:
-            return bool(self._pipe.write(line.encode() + b"\n"))
-        except (OSError, ValueError):
-            return False
-
-    def close(self) -> None:
-        """Let go of it; it then ends what it still knows of."""
-        self._pipe.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
 
 
 def _forget(launcher: weakref.ref[ProcessLauncher]) -> None:

@@ -74,7 +74,7 @@ def logs(flow_run_id: UUID, wanted: Iterable[str]) -> dict[str, Any]:
             found = {
                 log.message: log
                 for log in client.read_logs(
-                    LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])), limit=200
+                    LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])), limit=200, offset=0
                 )
             }
             return found if wanted <= set(found) else None

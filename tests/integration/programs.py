@@ -136,6 +136,7 @@ class Workplace:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         expect: int | None = 0,
+        limit_s: float = LIMIT_S,
     ) -> subprocess.CompletedProcess[str]:
         """Run this Python with arguments to its end; it must leave no process behind."""
         done = subprocess.run(
@@ -145,7 +146,7 @@ class Workplace:
             env={**self.environment, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
         )
         if expect is not None:
             assert done.returncode == expect, f"{done.stdout}\n{done.stderr}"

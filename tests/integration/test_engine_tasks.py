@@ -338,7 +338,7 @@ def test_nested_gpu_tasks_on_the_machines_own_memory_know_what_their_parent_hold
 
     nests()
     assert kept["shares"] != os.getpid()
-    assert kept["alone"].startswith("PlacementError") and "around" in kept["alone"]
+    assert kept["alone"].startswith("PlacementError") and "from inside a GPU task" in kept["alone"]
 
 
 def test_flows_of_one_process_share_devices_and_reservations() -> None:

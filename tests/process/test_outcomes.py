@@ -340,7 +340,7 @@ def test_launches_from_many_threads_at_once(rig: Rig) -> None:
 
 def test_it_works_without_pidfds(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS."""
-    monkeypatch.setattr(launching, "_open_pidfd", lambda pid: None)
+    monkeypatch.setattr(launching, "open_pidfd", lambda pid: None)
     assert rig.call(bodies.add, 1) == 1
     monkeypatch.delattr(os, "waitid")
     assert rig.call(bodies.add, 2) == 2

@@ -1,0 +1,54 @@
+"""An interpreter like this one: its flags, its environment, and how its end is seen.
+
+Small facts about processes of the system that `launcher` and `guard` share. Neither starts children
+here, nor decides when one must end.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from prefect_gpu.processes import guardian
+from prefect_gpu.processes.spec import LaunchSpec
+
+
+def interpreter_flags() -> list[str]:
+    """Give the flags that this interpreter was started with (`-W`, `-X`, `-O`, …)."""
+    # The function that multiprocessing uses for its own spawned children; there is no public one.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Tell whether a child of ours has ended, if possible without reaping it."""
+    try:
+        waitid = os.waitid
+    except AttributeError:
+        # macOS before Python 3.13.
+        return process.poll() is not None
+    try:
+        return waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Open a descriptor that tells when a process ends; `None`: the system has none left, or none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def child_environment(spec: LaunchSpec, token: str) -> dict[str, str]:
+    """Give a child's environment: this process's, with what `spec` changes and the child's token."""
+    environment = dict(os.environ)
+    for name, value in spec.environment.items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    outer = environment.get(guardian.TOKEN_VARIABLE)
+    environment[guardian.TOKEN_VARIABLE] = f"{outer}/{token}" if outer else token
+    return environment

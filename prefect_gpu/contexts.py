@@ -88,7 +88,12 @@ class ContextMeter:
         return found
 
     def _context(
-        self, framework: str, device: Device, policy: FrameworkPolicy, broker: Broker, ticket: Ticket
+        self,
+        framework: str,
+        device: Device,
+        policy: FrameworkPolicy,
+        broker: Broker,
+        ticket: Ticket,
     ) -> int:
         key = _key(framework, device)
         known = self._store.get(key)
@@ -135,9 +140,7 @@ class ContextMeter:
         handle = self._launcher.start(
             LaunchSpec(
                 task_name=f"calibrate-{framework}",
-                environment=child_environment(
-                    alone, registry.adapters_for(alone), os.environ
-                ),
+                environment=child_environment(alone, registry.adapters_for(alone), os.environ),
                 prepare=Prepare(alone, facts, 1.0, work="calibrate", framework=framework),
                 argv=tuple(sys.argv),
                 sys_path=tuple(sys.path),
@@ -162,9 +165,7 @@ class ContextMeter:
             self._wait_for_exit(messages)
             ticket.pid = None
 
-    def _hear(
-        self, messages: queues.SimpleQueue[Any], broker: Broker, ticket: Ticket
-    ) -> int:
+    def _hear(self, messages: queues.SimpleQueue[Any], broker: Broker, ticket: Ticket) -> int:
         deadline = time.monotonic() + CALIBRATION_S
         ended: BodyEnded | None = None
         while True:

@@ -17,8 +17,8 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import copy_context
-from typing import Any
+from contextvars import ContextVar, copy_context
+from typing import Any, cast
 from uuid import UUID
 
 from prefect import Task, get_run_logger
@@ -34,8 +34,7 @@ from prefect.context import (
     serialize_context,
 )
 from prefect.events import Event
-from prefect.events.clients import EventsClient
-from prefect.events.worker import EventsWorker
+from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
 from prefect.exceptions import CrashedRun
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
 from prefect.logging.loggers import patch_print
@@ -467,19 +466,29 @@ def forward_log(log: dict[str, Any]) -> None:
 
 def forward_event(event: str) -> None:
     """Send on an event that a child emitted."""
-    EventsWorker.instance().send(Event.model_validate_json(event))
+    worker = EventsWorker.instance()
+    context = copy_context()
+    # What it is related to was attached in the child, which may have been in another run by then.
+    for variable in (FlowRunContext.__var__, TaskRunContext.__var__):
+        context.run(cast(ContextVar[Any], variable).set, None)
+    context.run(worker.send, Event.model_validate_json(event))
 
 
 # Child's side.
 
 
-class _ForwardingEventsClient(EventsClient):
-    """Hands a child's events to its channel."""
+class _EventQueue:
+    """Stands for the queue that Prefect's forwarding client puts events on.
+
+    The client must be Prefect's own class: `emit_event` drops events of clients it does not know.
+    """
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self._send = send
 
-    async def _emit(self, event: Event) -> None:
+    def put(self, item: tuple[str, Event]) -> None:
+        """Send an event to the parent."""
+        _, event = item
         self._send(EventEmitted(event.model_dump_json()))
 
 
@@ -495,7 +504,9 @@ def child_context(
         send: Takes messages to the parent.
     """
     set_api_log_sink(lambda log: send(LogEmitted(_as_json(log))))
-    EventsWorker.set_client_override(_ForwardingEventsClient, send=send)
+    EventsWorker.set_client_override(
+        ProcessPoolForwardingEventsClient, event_queue=_EventQueue(send)
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(_flush_events)
         stack.enter_context(hydrated_context(context))
@@ -506,7 +517,7 @@ def child_context(
 
 def _flush_events() -> None:
     with EventsWorker._instance_lock:
-        started = bool(EventsWorker._instances)
+        started = bool(cast(Any, EventsWorker)._instances)
     if started:
         EventsWorker.instance().wait_until_empty()
 

@@ -174,6 +174,7 @@ def judge_recovery(
     root_pid: int,
     ownerless_before: int | None,
     tolerance_bytes: int,
+    bookkeeping_bytes: int = 0,
 ) -> Recovery:
     """Tell whether a device shows the memory of an ended process back.
 
@@ -181,7 +182,9 @@ def judge_recovery(
         snapshot: A reading taken after the process ended.
         root_pid: The process.
         ownerless_before: `ownerless_bytes` of the device before the process started.
-        tolerance_bytes: Difference that is the driver's own bookkeeping.
+        tolerance_bytes: Difference on an otherwise empty device that is not worth a word.
+        bookkeeping_bytes: What the driver keeps for each process that it lists, beside what it
+            lists it with: others may have come since.
     """
     if snapshot.error:
         return Recovery(complete=False, missing_bytes=None)
@@ -193,6 +196,7 @@ def judge_recovery(
     if now is None or ownerless_before is None:
         return Recovery(complete=not lingering, missing_bytes=held if lingering else None)
     missing = held + max(0, now - ownerless_before)
-    if missing <= tolerance_bytes:
+    others = len(snapshot.processes) - len(lingering)
+    if missing <= tolerance_bytes + others * bookkeeping_bytes:
         missing = 0
     return Recovery(complete=not lingering and missing == 0, missing_bytes=missing)

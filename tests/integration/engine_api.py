@@ -74,7 +74,9 @@ def logs(flow_run_id: UUID, wanted: Iterable[str]) -> dict[str, Any]:
             found = {
                 log.message: log
                 for log in client.read_logs(
-                    LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])), limit=200, offset=0
+                    LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])),
+                    limit=200,
+                    offset=0,
                 )
             }
             return found if wanted <= set(found) else None
@@ -94,7 +96,13 @@ def artifacts(
     with get_client(sync_client=True) as client:
 
         def ask() -> list[Artifact] | None:
-            found = client.read_artifacts(artifact_filter=asked)
+            found = client.read_artifacts(
+                artifact_filter=asked,
+                flow_run_filter=None,
+                task_run_filter=None,
+                limit=None,
+                offset=0,
+            )
             return found if len(found) >= count else None
 
         found: list[Artifact] = until(ask, f"{count} artifacts")

@@ -27,7 +27,7 @@ CHILDREN = 8
 
 #: A flow whose tasks sleep; the first two have a process of their own each. Arguments: how many, and
 #: how the flow ends (`wait`, `raise`, `exit`).
-SLEEPERS = '''
+SLEEPERS = """
 import os
 import subprocess
 import sys
@@ -76,7 +76,7 @@ def sleepers():
 
 
 sleepers()
-'''
+"""
 
 
 @dataclass(frozen=True)

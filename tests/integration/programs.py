@@ -28,7 +28,7 @@ MARK = "PREFECT_GPU_TEST_RUN"
 #: A flow that says all went well only if what it was told of its children holds: values and errors
 #: of classes defined beside it keep their identity, globals and helpers are there, and each body
 #: ran in a process of its own.
-TASKS = '''
+TASKS = """
 import os
 import sys
 
@@ -97,7 +97,7 @@ async def async_host_flow():
     except HostError as error:
         assert isinstance(error, HostError) and error.code == 7
         return "all arrived"
-'''
+"""
 
 #: What `TASKS` prints when it is followed by this.
 CALL = '\nprint("RESULT", host_flow())\n'

@@ -295,9 +295,7 @@ def test_errors_travel_as_they_are_or_are_named() -> None:
         return "done"
 
     assert fails() == "done"
-    assert {future.state.type.value for n, future in kept.items() if n != "generator"} == {
-        "FAILED"
-    }
+    assert {future.state.type.value for n, future in kept.items() if n != "generator"} == {"FAILED"}
 
     def error(name: str) -> Any:
         return kept[name].result(raise_on_failure=False)

@@ -130,9 +130,7 @@ sys.exit(0 if os.waitpid(pid, 0)[1] else 9)
     pids = read_pids(place, 5, process)
     began = time.monotonic()
     place.write("type-now", "")
-    wait_for(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), PROCESS_S
-    )
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), PROCESS_S)
     seconds = time.monotonic() - began
     process.communicate(timeout=PROCESS_S)
     print(f"Ctrl-C: children {seconds:.2f} s, process {time.monotonic() - began:.2f} s")

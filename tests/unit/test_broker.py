@@ -206,7 +206,8 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
         rig.reader.during = lambda: None
         for broker in rig.brokers:
             broker.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("prefect-gpu")]
+    ours = {"prefect-gpu-broker", "prefect-gpu-sampler"}
+    assert not [thread for thread in threading.enumerate() if thread.name in ours]
 
 
 @pytest.fixture

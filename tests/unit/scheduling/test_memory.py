@@ -231,6 +231,15 @@ def test_the_drivers_own_bookkeeping_is_no_leak() -> None:
     assert judge_recovery(taken, OURS, 0, 2 * MIB) == Recovery(True, 0)
 
 
+def test_what_the_driver_keeps_for_each_process_it_lists_is_no_leak() -> None:
+    neighbours = (use(CHILD, 1, CHILD), use(OTHER, 1))
+    taken = replace(snapshot(used_gib=2, processes=neighbours), free_bytes=22 * GIB - 17 * MIB)
+    assert judge_recovery(taken, OURS, 0, 2 * MIB) == Recovery(False, 17 * MIB)
+    assert judge_recovery(taken, OURS, 0, 2 * MIB, 9 * MIB) == Recovery(True, 0)
+    lost = replace(taken, free_bytes=taken.free_bytes - GIB)
+    assert judge_recovery(lost, OURS, 0, 2 * MIB, 9 * MIB) == Recovery(False, GIB + 17 * MIB)
+
+
 def test_host_memory_is_back_when_its_processes_are_gone() -> None:
     taken = snapshot(used_gib=9, processes=(use(CHILD, 2, OURS),))
     taken = replace(taken, device=replace(taken.device, kind="host"))

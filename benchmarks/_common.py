@@ -50,8 +50,10 @@ def prefect_server(api_url: str | None = None) -> Iterator[str]:
         log = Path(home, "server.log")
         with log.open("w") as file:
             server = subprocess.Popen(
-                [sys.executable, "-m", "prefect", "server", "start", "--no-ui"]
-                + ["--host", "127.0.0.1", "--port", str(port)],
+                [
+                    *(sys.executable, "-m", "prefect", "server", "start", "--no-ui"),
+                    *("--host", "127.0.0.1", "--port", str(port)),
+                ],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

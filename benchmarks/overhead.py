@@ -3,7 +3,8 @@
 Prefect's engine runs there for every task, whatever the runner; a process for each task must not
 make the parent a bottleneck. Peers, on the same tasks (10 ms of sleep) in the same run: Prefect's
 `ThreadPoolTaskRunner`, which is the baseline, and its `ProcessPoolTaskRunner`. Ours runs on host
-devices, so any machine will do, with and without memory reports.
+devices, so any machine will do, with and without memory reports. All rows have the same tasks, tags
+included: Prefect asks its API about the concurrency limit of every tag.
 
     python benchmarks/overhead.py                          # 100 tasks, three times each
     python benchmarks/overhead.py --tasks 1000 --flow async --repeats 1
@@ -83,8 +84,7 @@ def measure_row(row: str, tasks: int, kind: str, max_processes: int | None) -> N
 
     from prefect_gpu import gpu
 
-    tags = gpu(memory="64MiB", framework="none") if row.startswith("ours") else []
-    work = task(body, name="work", tags=tags)
+    work = task(body, name="work", tags=gpu(memory="64MiB", framework="none"))
     runner = make_runner(row, max_processes)
 
     @flow(task_runner=runner)

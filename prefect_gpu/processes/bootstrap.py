@@ -18,6 +18,7 @@ if __name__ == "__main__" and sys.path[:1] in (
     del sys.path[0]
 
 import faulthandler
+import gc
 import json
 import signal
 import struct
@@ -40,6 +41,9 @@ def _read_exactly(descriptor: int, size_bytes: int) -> bytes:
 
 def main() -> None:
     """Read the first frame, become like the parent, and run the child."""
+    # Until the body begins nothing of what is imported becomes garbage: collecting took an eighth of
+    # the time to import Prefect (1.05 s of CPU, 0.92 without). `child` switches it on again.
+    gc.disable()
     descriptor = int(sys.argv[1])
     # The parent decides when this process ends; Ctrl-C is meant for the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

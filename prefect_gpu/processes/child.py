@@ -93,6 +93,7 @@ def _run(channel: Channel, prepare: Prepare) -> None:
         call = _load_call(channel.receive())
         with _surroundings(call, channel):
             watch.start()
+            _collect_garbage_again()
             channel.send(BodyStarted())
             try:
                 result = run_body(call)
@@ -130,6 +131,12 @@ def _host_peak_bytes() -> int:
     except OSError:
         pass
     return 0
+
+
+def _collect_garbage_again() -> None:
+    """Undo what the bootstrap did for the imports; what they made will stay, so it is set aside."""
+    gc.freeze()
+    gc.enable()
 
 
 def _load_call(payload: Body) -> Call:

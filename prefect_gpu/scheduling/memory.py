@@ -193,8 +193,12 @@ def judge_recovery(
     now = ownerless_bytes(snapshot)
     if snapshot.device.kind == "host":
         return Recovery(complete=not lingering, missing_bytes=held)
-    if now is None or ownerless_before is None:
+    if ownerless_before is None:
         return Recovery(complete=not lingering, missing_bytes=held if lingering else None)
+    if now is None:
+        # A process that is just ending is listed without bytes for a moment (seen on an H200): look
+        # again.
+        return Recovery(complete=False, missing_bytes=None)
     missing = held + max(0, now - ownerless_before)
     others = len(snapshot.processes) - len(lingering)
     if missing <= tolerance_bytes + others * bookkeeping_bytes:

@@ -33,7 +33,7 @@ def until(ask: Callable[[], Any], what: str = "") -> Any:
     while not (answer := ask()):
         if time.monotonic() > deadline:
             raise AssertionError(f"never came: {what or ask}; the last answer was {answer!r}")
-        time.sleep(0.1)  # noqa: TID251 - polls the API
+        time.sleep(0.1)
     return answer
 
 
@@ -96,13 +96,10 @@ def artifacts(
     with get_client(sync_client=True) as client:
 
         def ask() -> list[Artifact] | None:
-            found = client.read_artifacts(
-                artifact_filter=asked,
-                flow_run_filter=None,
-                task_run_filter=None,
-                limit=None,
-                offset=0,
+            answer = client.request(
+                "POST", "/artifacts/filter", json={"artifacts": asked.model_dump(mode="json")}
             )
+            found = [Artifact.model_validate(each) for each in answer.json()]
             return found if len(found) >= count else None
 
         found: list[Artifact] = until(ask, f"{count} artifacts")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,20 +136,22 @@ def main() -> int:
     from prefect.testing.utilities import prefect_test_harness
 
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    with prefect_test_harness(server_startup_timeout=120), tempfile.TemporaryDirectory() as folder:
-        with workplace(Path(folder), PREFECT_API_URL.value()) as place:
-            running, seconds = kill_flow(place)
-            kinds = [*running.pids.values()]
-            print(f"{platform.platform()}, Python {platform.python_version()}")
-            print(
-                f"a flow with {kinds.count('child')} running GPU tasks, "
-                f"{len(kinds) - kinds.count('child')} of which had started a process of their own "
-                f"({kinds.count('session')} in a session of its own): kill -9"
-            )
-            print(f"tasks' processes left after {seconds:.2f} s: {len(running.left())}")
-            time.sleep(max(0.0, LIMIT_S - seconds))
-            left = place.processes()
-            print(f"processes of any kind left after {LIMIT_S:g} s: {len(left)} {left or ''}")
+    with ExitStack() as stack:
+        stack.enter_context(prefect_test_harness(server_startup_timeout=120))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        place = stack.enter_context(workplace(folder, PREFECT_API_URL.value()))
+        running, seconds = kill_flow(place)
+        kinds = [*running.pids.values()]
+        print(f"{platform.platform()}, Python {platform.python_version()}")
+        print(
+            f"a flow with {kinds.count('child')} running GPU tasks, "
+            f"{len(kinds) - kinds.count('child')} of which had started a process of their own "
+            f"({kinds.count('session')} in a session of its own): kill -9"
+        )
+        print(f"tasks' processes left after {seconds:.2f} s: {len(running.left())}")
+        time.sleep(max(0.0, LIMIT_S - seconds))
+        left = place.processes()
+        print(f"processes of any kind left after {LIMIT_S:g} s: {len(left)} {left or ''}")
     return 1 if left or seconds > LIMIT_S else 0
 
 

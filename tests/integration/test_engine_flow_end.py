@@ -14,10 +14,10 @@ from typing import Any
 import cloudpickle
 import pytest
 from prefect import flow, task
-from tests.integration import engine_api as api
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.reports.publish import artifact_key
+from tests.integration import engine_api as api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -45,8 +45,9 @@ def test_a_flow_that_raises_ends_its_children_at_once(kind: str, tmp_path: Path)
         if len(kept) == 2:
             # The second attempt of the retried flow.
             raise ValueError("for good")
-        kept.extend([endless.submit(str(tmp_path)), queued.submit()])
+        kept.append(endless.submit(str(tmp_path)))
         api.until(lambda: list(tmp_path.iterdir()))
+        kept.append(queued.submit())
         raised_at.append(time.monotonic())
         raise ValueError("the flow's own")
 

@@ -14,7 +14,6 @@ import pytest
 from prefect import flow, task
 from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
 from prefect.states import Failed, State
-from tests.integration import engine_api as api
 
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.errors import (
@@ -23,6 +22,7 @@ from prefect_gpu.errors import (
     PlacementTimeoutError,
     ResultError,
 )
+from tests.integration import engine_api as api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -165,7 +165,7 @@ def test_a_timeout_counts_from_the_bodys_first_line_and_kills_the_process(tmp_pa
     assert [future.result() for future in kept["holds"]] == ["a", "b", "c"]
     state = kept["hangs"].state
     assert (state.type.value, state.name) == ("FAILED", "TimedOut")
-    with pytest.raises(ChildTimeoutError, match="longer than timeout_seconds=0.5"):
+    with pytest.raises(ChildTimeoutError, match=r"longer than timeout_seconds=0\.5"):
         kept["hangs"].result()
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -17,9 +18,9 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 from prefect.futures import as_completed, wait
 from prefect.task_runners import ThreadPoolTaskRunner
-from tests.integration import engine_api as api
 
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu
+from tests.integration import engine_api as api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -368,7 +369,7 @@ def test_flows_of_one_process_share_devices_and_reservations() -> None:
 
     spans = sorted(outer(), key=lambda span: span[1])
     assert {name for name, *_ in spans} == set("abcd")
-    for (_, _, ended, _), (_, began, _, _) in zip(spans, spans[1:], strict=False):
+    for (_, _, ended, _), (_, began, _, _) in itertools.pairwise(spans):
         assert ended <= began
 
 

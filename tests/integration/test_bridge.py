@@ -1,0 +1,265 @@
+"""One test for each name of Prefect outside its documented API: which change broke what."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.context import (
+    FlowRunContext,
+    SyncClientContext,
+    TagsContext,
+    TaskRunContext,
+    hydrated_context,
+    serialize_context,
+)
+from prefect.events import Event
+from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
+from prefect.logging.handlers import emit_api_log, set_api_log_sink
+from prefect.states import Completed
+from prefect.task_engine import run_task_sync
+from prefect.utilities.engine import emit_task_run_state_change_event
+
+from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu import prefect_bridge as bridge
+from prefect_gpu.processes.messages import EventEmitted, LogEmitted
+from tests.integration import engine_api as api
+
+
+def test_run_task_sync_takes_what_we_give_it() -> None:
+    parameters = set(inspect.signature(run_task_sync).parameters)
+    assert parameters >= {
+        "task", "task_run_id", "parameters", "wait_for", "return_type", "dependencies"
+    }, "run_task_sync changed: see prefect_bridge.run_engine"  # fmt: skip
+
+
+def test_state_events_take_what_we_give_them() -> None:
+    parameters = set(inspect.signature(emit_task_run_state_change_event).parameters)
+    assert parameters >= {"task_run", "initial_state", "validated_state"}, "see bridge._show"
+
+
+def test_task_run_ids_are_ordered_by_time() -> None:
+    first, second = bridge.new_task_run_id(), bridge.new_task_run_id()
+    # Milliseconds since the epoch, in the first 48 bits.
+    assert first.version == 7 and first.int >> 80 <= second.int >> 80, "see new_task_run_id"
+
+
+def test_the_log_sink_takes_logs_as_plain_data() -> None:
+    assert list(inspect.signature(emit_api_log).parameters) == ["log"], "see bridge.forward_log"
+    sent: list[Any] = []
+    with bridge.child_context({}, False, sent.append):
+        emit_api_log({"message": "said", "task_run_id": uuid4()})
+    set_api_log_sink(None)
+    EventsWorker.set_client_override(None)
+    (log,) = sent
+    assert isinstance(log, LogEmitted) and log.log["message"] == "said"
+    assert isinstance(log.log["task_run_id"], str)
+
+
+def test_emit_event_knows_the_forwarding_client() -> None:
+    from prefect.events import utilities
+
+    source = inspect.getsource(utilities.emit_event)
+    assert "ProcessPoolForwardingEventsClient" in source, "events of children would be dropped"
+    assert next(iter(inspect.signature(ProcessPoolForwardingEventsClient).parameters)) == (
+        "event_queue"
+    ), "see bridge._EventQueue"
+    sent: list[Any] = []
+    client = ProcessPoolForwardingEventsClient(bridge._EventQueue(sent.append))
+    event = Event(event="test", resource={"prefect.resource.id": "test"})
+
+    async def emit() -> None:
+        async with client:
+            await client.emit(event)
+
+    asyncio.run(emit())
+    (message,) = sent
+    assert isinstance(message, EventEmitted)
+    assert Event.model_validate_json(message.event).id == event.id
+    assert hasattr(EventsWorker, "_instances") and hasattr(EventsWorker, "_instance_lock"), (
+        "see bridge._flush_events"
+    )
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_the_serialised_context_has_the_keys_we_change() -> None:
+    seen: dict[str, Any] = {}
+    lock = threading.Lock()
+
+    @task(tags=["gpu:memory=1GiB", "mine"], log_prints=True)
+    def inside(x: int) -> None:
+        raw = serialize_context()
+        assert set(raw) >= {
+            "flow_run_context", "task_run_context", "tags_context", "settings_context"
+        }, "keys of the serialised context changed: see bridge.context_for_child"  # fmt: skip
+        assert set(raw["task_run_context"]) >= {"task", "task_run", "parameters"}
+        assert set(raw["flow_run_context"]) >= {"flow", "flow_run", "parameters"}
+        assert "api" in raw["settings_context"]["settings"], "see bridge._set_api_url"
+        assert "current_tags" in raw["tags_context"]
+        seen["context"], seen["log_prints"] = bridge.context_for_child(inside)
+        seen["environment"] = bridge.environment_for_child()
+        seen["run"] = bridge.current_task_run()
+        seen["flow"] = bridge.flow_of(bridge.flow_run_of_thread())
+        seen["client"] = str(SyncClientContext.get().client.api_url)  # type: ignore[union-attr]
+
+    @inside.on_failure
+    def _hook(*args: Any) -> None:
+        lock.acquire()
+
+    @flow
+    def around(held: int) -> None:
+        from prefect import tags
+
+        assert lock is not None
+        with tags("gpu:count=2", "kept"):
+            inside(held)
+
+    around(3)
+    context = seen["context"]
+    assert seen["log_prints"] is True
+    assert seen["environment"] == {"PREFECT_API_URL": seen["client"]}
+    assert context["settings_context"]["settings"]["api"]["url"] == seen["client"]
+    assert context["task_run_context"]["parameters"] == {}
+    light = context["task_run_context"]["task"]
+    assert light.name == "inside" and light is not inside and light.on_failure_hooks == []
+    assert inside.on_failure_hooks, "the task itself was changed"
+    assert context["flow_run_context"]["flow"].fn is bridge._runs_elsewhere
+    assert context["flow_run_context"]["parameters"] == {"held": 3}
+    assert bridge.without_flow_parameters(context)["flow_run_context"]["parameters"] == {}
+    assert "kept" in context["tags_context"]["current_tags"]
+    assert not any(t.startswith("gpu") for t in context["tags_context"]["current_tags"])
+    assert seen["flow"][0] == "around" and seen["flow"][1] == seen["run"].flow_run_id
+    with hydrated_context(context):
+        hydrated = TaskRunContext.get()
+        assert hydrated is not None and hydrated.task_run.id == seen["run"].id
+        flow_context = FlowRunContext.get()
+        assert flow_context is not None and flow_context.detached
+        assert "kept" in TagsContext.get().current_tags
+        # The runner of a child's copy ends while its flow goes on.
+        assert bridge.flow_run_goes_on(flow_context, flow_context.task_runner)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_state_of_our_own_counts_no_run_and_no_time() -> None:
+    seen: dict[str, Any] = {}
+
+    @task
+    def waits() -> None:
+        run = bridge.current_task_run()
+        bridge.show_running()
+        seen["before"] = (run.state_name, run.run_count)
+        bridge.show_awaiting("a device")
+        seen["awaiting"] = (run.state_type, run.state_name, run.state.message)  # type: ignore[union-attr]
+        bridge.show_running()
+        seen["after"] = (run.state_name, run.run_count)
+
+    @flow
+    def one() -> Any:
+        future = waits.submit()
+        future.wait()
+        seen["id"] = future.task_run_id
+
+    one()
+    assert seen["before"] == seen["after"] == ("Running", 1)
+    assert seen["awaiting"] == (StateType.PENDING, bridge.AWAITING, "Waiting for a device")
+    assert api.names(seen["id"]) == ["Pending", "Running", "AwaitingGPU", "Running", "Completed"]
+    assert api.task_run(seen["id"]).run_count == 1
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("outer", ["sync", "async", "none"])
+def test_the_shared_client_is_the_flows_or_one_that_is_closed(outer: str) -> None:
+    seen: dict[str, Any] = {}
+
+    def body() -> None:
+        before = SyncClientContext.get()
+        shared = bridge.SharedClient()
+        contexts = [shared.open(), shared.open()]
+        seen["same"] = contexts[0] is contexts[1]
+        seen["the flow's"] = contexts[0] is before
+        answers: list[Any] = []
+
+        def ask() -> None:
+            SyncClientContext.__var__.set(shared.open())
+            with SyncClientContext.get_or_create() as context, shared.lend() as client:
+                assert context.client is client
+                answers.append(client.api_healthcheck())
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seen["answers"] = answers
+        assert SyncClientContext.get() is before
+        client: SyncPrefectClient = contexts[0].client
+        shared.close()
+        shared.close()
+        seen["closed"] = client._client.is_closed
+        with pytest.raises(RuntimeError, match="closed"):
+            shared.open()
+
+    if outer == "sync":
+        flow(body)()
+    elif outer == "async":
+
+        @flow
+        async def around() -> None:
+            body()
+
+        asyncio.run(around())
+    else:
+        body()
+    assert seen["same"] and seen["answers"] == [None] * 8
+    # An open client is the flow's business.
+    assert seen["the flow's"] is (outer == "sync")
+    assert seen["closed"] is (outer != "sync")
+
+
+def test_a_retry_condition_is_asked_once_for_each_error() -> None:
+    asked: list[Any] = []
+
+    def once(task: Any, run: Any, state: Any) -> bool:
+        asked.append(state.data)
+        return False
+
+    check = bridge._retry_condition(once, lambda error: isinstance(error, KeyError))
+    error = ValueError()
+    states = [Completed(data=error), Completed(data=error), Completed(data=KeyError())]
+    assert [check(None, None, state) for state in states] == [False, False, False]
+    assert asked == [error]
+    assert bridge._retry_condition(None, lambda error: False)(None, None, states[0]) is True
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_children_talk_to_the_parents_server_and_hear_no_ctrl_c() -> None:
+    @task(tags=gpu(memory="64MiB"))
+    def looks() -> dict[str, Any]:
+        import signal
+
+        from prefect.settings import PREFECT_API_URL
+
+        return {
+            "settings": PREFECT_API_URL.value(),
+            "environment": os.environ.get("PREFECT_API_URL"),
+            "sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            "session": os.getsid(0) == os.getpid(),
+        }
+
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
+    def one() -> Any:
+        context = FlowRunContext.get()
+        assert context is not None
+        return looks.submit().result(), str(context.client.api_url)
+
+    seen, url = one()
+    assert seen["settings"].rstrip("/") == seen["environment"].rstrip("/") == url.rstrip("/")
+    assert seen["sigint"] and seen["session"]

@@ -107,7 +107,7 @@ class ContextMeter:
                 return known
             try:
                 size = self._calibrate(framework, policy, broker, ticket)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it was, a figure is assumed
                 size = fallback_context_bytes(framework)
                 logger.warning(
                     "the context of %s on %s could not be measured (%s); %s is assumed",

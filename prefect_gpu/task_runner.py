@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
+from uuid import UUID
 
 from prefect import Task
 from prefect.context import FlowRunContext
@@ -49,6 +50,7 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.scheduling.model import Reservation
 from prefect_gpu.settings import GPUSettings
+from prefect_gpu.start_gate import Passage, StartGate
 
 #: Seconds for which the end of a flow waits for children that were killed, and for the last reports.
 CLOSING_S = 30.0
@@ -201,6 +203,7 @@ class _Running:
             max_workers=sys.maxsize, thread_name_prefix="prefect-gpu-engine"
         )
         self._client = bridge.SharedClient()
+        self.gate = StartGate()
         self._lock = threading.Lock()
         self._attempts: set[Attempt] = set()
         self._futures: set[concurrent.futures.Future[Any]] = set()
@@ -235,14 +238,12 @@ class _Running:
         future: concurrent.futures.Future[Any] = self._engines.submit(
             context.run,
             functools.partial(
-                bridge.run_engine,
+                gpu_task.run,
                 self._client,
-                gpu_task.shadow(),
                 task_run_id,
                 parameters,
                 wait_for,
                 dependencies,
-                lambda: gpu_task.task_run,
             ),
         )
         self._remember(future)
@@ -408,15 +409,42 @@ class _GPUTask:
         self._problem = problem
         # Taken here, on the flow's thread: engine threads run in any order.
         self._sequence = next_sequence()
+        self._passage = Passage(None)
         self._processes = 0
         #: The engine's own object, once the body was called.
         self.task_run: Any = None
 
-    def shadow(self) -> Task[..., Any]:
+    def run(
+        self,
+        client: bridge.SharedClient,
+        task_run_id: UUID,
+        parameters: dict[str, Any],
+        wait_for: Iterable[PrefectFuture[Any]] | None,
+        dependencies: dict[str, set[Any]] | None,
+    ) -> Any:
+        """Run Prefect's engine to the task's final state, on a thread of its own."""
+        waits = wait_for or any(isinstance(value, PrefectFuture) for value in parameters.values())
+        # One that waits for others must not hold a place that they need.
+        self._passage = Passage(None) if waits else self._run.gate.enter()
+        try:
+            return bridge.run_engine(
+                client,
+                self._shadow(),
+                task_run_id,
+                parameters,
+                wait_for,
+                dependencies,
+                lambda: self.task_run,
+            )
+        finally:
+            self._passage.leave()
+
+    def _shadow(self) -> Task[..., Any]:
         """Give the task as the engine runs it."""
         return bridge.with_body(self._task, self._body, _is_hopeless)
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
+        self._passage.leave()
         if self._problem is not None:
             raise self._problem
         self.task_run = task_run = bridge.current_task_run()

@@ -45,6 +45,8 @@ class RecoveryWatch:
         self._poll_s = 0.0
         #: Devices that list none of our processes though one holds memory there (containers).
         self._hiding: set[DeviceKey] = set()
+        #: Devices that have listed a process of ours.
+        self._listing: set[DeviceKey] = set()
 
     @property
     def ending(self) -> Collection[Ticket]:
@@ -163,11 +165,15 @@ class RecoveryWatch:
         listed = {use.root_pid for s in reading.snapshots for use in s.processes}
         for snapshot in reading.snapshots:
             if any(use.root_pid is not None for use in snapshot.processes):
-                self._hiding.discard(snapshot.device.key)
+                self._listing.add(snapshot.device.key)
+        # One that has listed us hides nothing: a process that was just killed leaves the list before
+        # we hear of its end (seen on an H200).
+        self._hiding -= self._listing
         for ticket in placed:
             if ticket.pid is not None and ticket.stand_in_bytes and ticket.pid not in listed:
                 assert ticket.placement is not None
-                self._hiding.update(device.key for device in ticket.placement.devices)
+                keys = {device.key for device in ticket.placement.devices}
+                self._hiding |= keys - self._listing
 
 
 def _snapshot_of(reading: Reading, key: DeviceKey) -> DeviceSnapshot | None:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-from uuid import UUID
 
 from prefect_gpu.broker import Broker, Ticket, Withdrawn
 from prefect_gpu.contexts import ContextMeter
@@ -33,10 +32,10 @@ from prefect_gpu.errors import (
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
 from prefect_gpu.frameworks.environment import child_environment
+from prefect_gpu.inside import Allocation
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes import values
 from prefect_gpu.processes.messages import (
-    AllocationFacts,
     Answered,
     Asked,
     BodyEnded,
@@ -55,8 +54,8 @@ from prefect_gpu.processes.spec import (
     LaunchSpec,
     ValueArrived,
 )
-from prefect_gpu.reports.model import Outcome, Source, TaskReport
-from prefect_gpu.reports.series import Sample, SeriesBuilder
+from prefect_gpu.record import ProcessRecord, TaskFacts
+from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB, MIB, format_bytes
 
@@ -76,17 +75,6 @@ class CancelledByRunner(BaseException):
 
     def __str__(self) -> str:
         return "the flow ended first; the process of this GPU task was killed"
-
-
-@dataclass(frozen=True, slots=True)
-class TaskFacts:
-    """Which task run an attempt belongs to."""
-
-    task_name: str
-    task_key: str
-    task_run_id: UUID
-    task_run_name: str
-    flow_run_id: UUID | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +141,8 @@ class Attempt:
         self._cancelled = threading.Event()
         self._handle: ChildHandle | None = None
         self._launched = threading.Event()
-        self._pid: int | None = None
-        self._placed_at = 0.0
-        self._started_s: float | None = None
-        self._ended_s: float | None = None
-        self._context_bytes = 0
-        self._outcome: Outcome = "died"
-        self._error = ""
-        self._counters: Counters | None = None
-        self._used: tuple[str, ...] = ()
-        self._host_peak_bytes = 0
-        #: Guards the series: the broker's thread and the engine's both add to it.
-        self._lock = threading.Lock()
-        self._series = SeriesBuilder()
+        #: Once it was placed.
+        self._record: ProcessRecord | None = None
         #: Set when nothing of the process is left and its report was handed on.
         self.finished = threading.Event()
 
@@ -202,15 +179,20 @@ class Attempt:
             self._launched.set()
             return self._follow()
         except BaseException as error:
-            self._error = self._error or _first_line(error)
+            self._learned.error = self._learned.error or _first_line(error)
             if self._handle is not None:
-                if self._ended_s is None:
+                if self._learned.ended_s is None:
                     self._handle.kill()
             else:
                 # No process came of it.
-                self._outcome = "cancelled" if self._cancelled.is_set() else "failed"
+                self._learned.outcome = "cancelled" if self._cancelled.is_set() else "failed"
                 self._end()
             raise
+
+    @property
+    def _learned(self) -> ProcessRecord:
+        assert self._record is not None, "it was placed"
+        return self._record
 
     # Before there is a process.
 
@@ -235,8 +217,9 @@ class Attempt:
             placement = self._broker.wait(ticket, policy.wait_s, self._surroundings.on_waiting)
         except Withdrawn:
             raise CancelledByRunner from None
-        self._placed_at = time.time()
-        self._series = SeriesBuilder(sum(placement.budget_bytes))
+        self._record = ProcessRecord(
+            placement, ticket.placed_s, ticket.placed_s - ticket.request.submitted_s
+        )
         ticket.on_measured = self._take_measurement
         return placement
 
@@ -267,11 +250,13 @@ class Attempt:
                 self._ticket,
             )
             framework_policy = replace(framework_policy, context_bytes=contexts)
-        self._context_bytes = max((contexts.get(name, 0) for name in self._frameworks), default=0)
+        self._learned.context_bytes = max(
+            (contexts.get(name, 0) for name in self._frameworks), default=0
+        )
         cap = self._cap(framework_policy, placement)
         if isinstance(self._broker.reader, SimulatedReader):
-            self._context_bytes = self._broker.reader.spec.context_bytes
-        facts = AllocationFacts(
+            self._learned.context_bytes = self._broker.reader.spec.context_bytes
+        allocation = Allocation(
             budget_bytes=min(placement.budget_bytes),
             cap_bytes=min(cap) if cap else None,
             attempt=self._number,
@@ -288,7 +273,7 @@ class Attempt:
         return LaunchSpec(
             task_name=self._facts.task_name,
             environment=environment,
-            prepare=Prepare(framework_policy, facts, COUNTERS_INTERVAL_S),
+            prepare=Prepare(framework_policy, allocation, COUNTERS_INTERVAL_S),
             call=self._surroundings.dump_call(),
             cwd=_cwd(),
             argv=tuple(sys.argv),
@@ -314,7 +299,7 @@ class Attempt:
         if isinstance(message, ChildStarted):
             self._attach(message.pid)
         elif isinstance(message, BodyStarted):
-            self._started_s = time.monotonic()
+            self._learned.started_s = time.monotonic()
             if self._ticket is not None:
                 self._ticket.running = True
         elif isinstance(message, CountersRead):
@@ -322,13 +307,13 @@ class Attempt:
         elif isinstance(message, Asked):
             self._answer(message)
         elif isinstance(message, BodyEnded):
-            self._take_end(message)
+            self._learned.add_end(message)
         elif isinstance(message, ValueArrived):
             # Once more while it still holds what it used.
             self._broker.refresh()
         elif isinstance(message, ChildExited):
-            if self._outcome == "died":
-                self._error = describe_exit(message.code)
+            if self._learned.outcome == "died":
+                self._learned.error = describe_exit(message.code)
             self._end()
         self._messages.put(message)
 
@@ -341,19 +326,20 @@ class Attempt:
             message = self._next(deadline)
             if isinstance(message, _TimeUp):
                 assert self._timeout_s is not None
-                self._outcome = "timeout"
+                self._learned.outcome = "timeout"
                 reason = ChildTimeoutError(self._facts.task_name, self._timeout_s)
                 deadline = None
                 self._kill()
             elif message is None:
-                self._outcome = "cancelled"
+                self._learned.outcome = "cancelled"
                 reason = CancelledByRunner()
                 deadline = None
                 self._kill()
             elif isinstance(message, BodyStarted):
                 self._surroundings.on_running()
-                if self._timeout_s is not None and self._started_s is not None:
-                    deadline = self._started_s + self._timeout_s
+                started_s = self._learned.started_s
+                if self._timeout_s is not None and started_s is not None:
+                    deadline = started_s + self._timeout_s
             elif isinstance(message, BodyEnded):
                 ended = message
                 deadline = None
@@ -361,7 +347,7 @@ class Attempt:
                 # The value is kept whatever becomes of the process; it ends by itself.
                 return self._open_value(ended, message.data)
             elif isinstance(message, ChildRefused):
-                self._outcome = "failed"
+                self._learned.outcome = "failed"
                 reason = message.error
                 if not isinstance(message.error, ProtocolError):
                     self._end()
@@ -386,7 +372,7 @@ class Attempt:
         self._handle.kill()
 
     def _attach(self, pid: int) -> None:
-        self._pid = pid
+        self._learned.pid = pid
         ticket = self._ticket
         assert ticket is not None and ticket.placement is not None
         self._broker.attach(ticket, pid)
@@ -402,14 +388,14 @@ class Attempt:
             reader.attach(pid, uuids, cap)
 
     def _answer(self, question: Asked) -> None:
-        reader = self._broker.reader
+        reader, pid = self._broker.reader, self._learned.pid
         try:
-            if not isinstance(reader, SimulatedReader) or self._pid is None:
+            if not isinstance(reader, SimulatedReader) or pid is None:
                 raise ProtocolError(
                     f"{question.method} is for simulated devices; these are {self._broker.kind}"
                 )
             if question.method == "simulated_allocate":
-                result: Any = reader.allocate(self._pid, **question.arguments)
+                result: Any = reader.allocate(pid, **question.arguments)
             elif question.method == "simulated_free":
                 reader.free(**question.arguments)
                 result = None
@@ -429,42 +415,15 @@ class Attempt:
     def _take_measurement(self, at_s: float, size_bytes: int) -> None:
         """Take a reading of the process's devices, on the broker's thread."""
         live: int | None = None
-        reader = self._broker.reader
-        if isinstance(reader, SimulatedReader) and self._pid is not None:
-            live = sum(c.live_bytes for c in reader.root_counters(self._pid).values())
-        with self._lock:
-            self._series.add(Sample(self._since_placed(at_s), size_bytes, live, live))
+        reader, pid = self._broker.reader, self._learned.pid
+        if isinstance(reader, SimulatedReader) and pid is not None:
+            live = sum(c.live_bytes for c in reader.root_counters(pid).values())
+        self._learned.add_reading(at_s, size_bytes, live)
 
     def _take_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
-        self._counters = counters
-        self._used = frameworks
+        self._learned.add_counters(counters, frameworks)
         if self._ticket is not None and counters.reserved_bytes is not None:
-            self._ticket.stand_in_bytes = counters.reserved_bytes + self._context_bytes
-        with self._lock:
-            self._series.add(
-                Sample(
-                    self._since_placed(time.monotonic()),
-                    None,
-                    counters.live_bytes,
-                    counters.reserved_bytes,
-                )
-            )
-
-    def _take_end(self, ended: BodyEnded) -> None:
-        self._ended_s = time.monotonic()
-        if ended.counters is not None:
-            self._take_counters(ended.counters, ended.frameworks)
-        self._used = ended.frameworks
-        self._host_peak_bytes = ended.host_peak_bytes
-        if not ended.raised:
-            self._outcome = "completed"
-        else:
-            self._outcome = "oom" if ended.out_of_memory else "failed"
-            self._error = ended.traceback.strip().rpartition("\n")[2]
-
-    def _since_placed(self, at_s: float) -> float:
-        assert self._ticket is not None
-        return max(0.0, at_s - self._ticket.placed_s)
+            self._ticket.stand_in_bytes = counters.reserved_bytes + self._learned.context_bytes
 
     def _open_value(self, ended: BodyEnded, data: Any) -> Any:
         if not ended.raised:
@@ -476,9 +435,11 @@ class Attempt:
             # SystemExit and its like are meant for the process, which ends by them. In the parent
             # they would end the flow.
             said = f": {error}" if str(error) else ""
-            assert self._pid is not None
+            assert self._learned.pid is not None
             death = ChildDiedError(
-                self._facts.task_name, self._pid, f"was ended by {type(error).__name__}{said}"
+                self._facts.task_name,
+                self._learned.pid,
+                f"was ended by {type(error).__name__}{said}",
             )
             death.__cause__ = ChildTraceback(ended.traceback)
             raise death
@@ -489,13 +450,11 @@ class Attempt:
     def _death(self, exited: ChildExited) -> ChildDiedError:
         how = describe_exit(exited.code)
         detail = []
-        with self._lock:
-            samples = self._series.samples
-        seen = [s for s in samples if s.process_bytes is not None]
-        if seen:
+        seen = self._learned.last_process_bytes
+        if seen is not None:
             detail.append(
-                f"last seen holding {format_bytes(seen[-1].process_bytes)} of its "
-                f"{format_bytes(self._budget_bytes())} budget"
+                f"last seen holding {format_bytes(seen)} of its "
+                f"{format_bytes(self._learned.budget_bytes)} budget"
             )
         if exited.killed_because:
             detail.append(f"prefect_gpu killed it since {exited.killed_because}")
@@ -505,88 +464,38 @@ class Attempt:
             )
         if exited.truncated:
             detail.append("it died while sending")
-        assert self._pid is not None
+        assert self._learned.pid is not None
         return ChildDiedError(
-            self._facts.task_name, self._pid, how, "; ".join(detail), exited.stderr_tail
+            self._facts.task_name, self._learned.pid, how, "; ".join(detail), exited.stderr_tail
         )
-
-    def _budget_bytes(self) -> int:
-        assert self._ticket is not None and self._ticket.placement is not None
-        return min(self._ticket.placement.budget_bytes)
 
     # After it.
 
     def _end(self) -> None:
         """The process is gone, or never came: have its memory waited for."""
         assert self._ticket is not None
-        reader = self._broker.reader
-        if isinstance(reader, SimulatedReader) and self._pid is not None:
-            left = reader.detach(self._pid)
-            peak = sum(c.peak_live_bytes for c in left.values())
-            with self._lock:
-                self._series.add(Sample(self._since_placed(time.monotonic()), None, peak, peak))
-                self._host_peak_bytes = peak + self._context_bytes * len(left)
+        reader, pid = self._broker.reader, self._learned.pid
+        if isinstance(reader, SimulatedReader) and pid is not None:
+            left = reader.detach(pid)
+            live = sum(counters.peak_live_bytes for counters in left.values())
+            self._learned.add_peaks(live, live + self._learned.context_bytes * len(left))
         self._broker.end(self._ticket)
 
     def _finish(self, leaked_bytes: int | None) -> None:
         """Nothing of it is left: hand on the report, on the broker's thread."""
         try:
-            if self._pid is not None:
-                self._surroundings.on_report(self._report(leaked_bytes))
+            if self._learned.pid is not None:
+                report = self._learned.report(
+                    self._facts,
+                    self._broker.kind,
+                    self._number,
+                    "probe" if self._policy.memory is None else "tag",
+                    self._frameworks,
+                    leaked_bytes,
+                )
+                self._surroundings.on_report(report)
         finally:
             self.finished.set()
-
-    def _report(self, leaked_bytes: int | None) -> TaskReport:
-        ticket = self._ticket
-        assert ticket is not None and ticket.placement is not None
-        placed_s = ticket.placed_s
-        now = time.monotonic()
-        ended_s = self._ended_s or now
-        started_s = self._started_s or ended_s
-        with self._lock:
-            series = self._series
-            peak_process = series.peak_process_bytes or 0
-            source: Source = self._broker.kind
-            context = self._context_bytes
-            counters = self._counters
-            peak_live = counters.peak_live_bytes if counters else series.peak_live_bytes
-            peak_reserved = counters.peak_reserved_bytes if counters else series.peak_reserved_bytes
-            if self._broker.kind == "nvml":
-                if peak_process and peak_reserved is not None and counters is not None:
-                    context = max(0, peak_process - peak_reserved)
-                elif not peak_process and peak_reserved is not None:
-                    peak_process, source = peak_reserved + context, "framework"
-            else:
-                # A resident set that was gone before the next reading is known to the child.
-                peak_process = max(peak_process, self._host_peak_bytes)
-            return TaskReport(
-                task_name=self._facts.task_name,
-                task_key=self._facts.task_key,
-                task_run_id=self._facts.task_run_id,
-                task_run_name=self._facts.task_run_name,
-                flow_run_id=self._facts.flow_run_id,
-                pid=self._pid,
-                devices=ticket.placement.devices,
-                framework=",".join(self._frameworks or self._used) or "none",
-                outcome=self._outcome,
-                attempt=self._number,
-                budget_bytes=self._budget_bytes(),
-                budget_source="probe" if self._policy.memory is None else "tag",
-                peak_process_bytes=peak_process,
-                peak_live_bytes=peak_live,
-                peak_reserved_bytes=peak_reserved,
-                context_bytes=context,
-                leaked_bytes=leaked_bytes,
-                queued_s=placed_s - ticket.request.submitted_s,
-                start_s=started_s - placed_s,
-                run_s=max(0.0, ended_s - started_s),
-                placed_at=self._placed_at,
-                samples=series.samples,
-                sample_count=series.count,
-                source=source,
-                error=self._error,
-                wasted_byte_seconds=series.wasted_byte_seconds(ended_s - placed_s),
-            )
 
 
 class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised

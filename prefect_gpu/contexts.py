@@ -22,9 +22,10 @@ from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.context import ContextKey, ContextStore, fallback_context_bytes
 from prefect_gpu.frameworks.environment import child_environment
+from prefect_gpu.inside import Allocation
 from prefect_gpu.processes import values
 from prefect_gpu.processes.launcher import process_launcher
-from prefect_gpu.processes.messages import AllocationFacts, BodyEnded, Prepare
+from prefect_gpu.processes.messages import BodyEnded, Prepare
 from prefect_gpu.processes.spec import (
     ChildExited,
     ChildRefused,
@@ -135,13 +136,13 @@ class ContextMeter:
             caching=True,
             frameworks=(framework,),
         )
-        facts = AllocationFacts(alone.budget_bytes[0], None, 1, alone.device_uuids, (framework,))
+        allocation = Allocation(alone.budget_bytes[0], None, 1, alone.device_uuids, (framework,))
         messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
         handle = self._launcher.start(
             LaunchSpec(
                 task_name=f"calibrate-{framework}",
                 environment=child_environment(alone, registry.adapters_for(alone), os.environ),
-                prepare=Prepare(alone, facts, 1.0, work="calibrate", framework=framework),
+                prepare=Prepare(alone, allocation, 1.0, work="calibrate", framework=framework),
                 argv=tuple(sys.argv),
                 sys_path=tuple(sys.path),
             ),

@@ -27,7 +27,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from typing_extensions import Self
 
 from prefect_gpu import prefect_bridge as bridge
-from prefect_gpu.attempt import Attempt, CancelledByRunner, Surroundings, TaskFacts
+from prefect_gpu.attempt import Attempt, CancelledByRunner, Surroundings
 from prefect_gpu.broker import Broker, next_sequence, shared_broker
 from prefect_gpu.contexts import context_meter
 from prefect_gpu.devices.spec import DeviceSpec, open_reader, parse_spec
@@ -46,6 +46,7 @@ from prefect_gpu.policy import GPUPolicy, parse_tags
 from prefect_gpu.processes import values
 from prefect_gpu.processes.call import Call
 from prefect_gpu.processes.launcher import process_launcher
+from prefect_gpu.record import TaskFacts
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.scheduling.model import Reservation

@@ -42,17 +42,7 @@ def main(descriptor: int) -> None:
     set_current_channel(channel)
     try:
         prepare: Prepare = decode(channel.receive())
-        facts = prepare.allocation
-        inside.set_current_allocation(
-            inside.Allocation(
-                facts.budget_bytes,
-                facts.cap_bytes,
-                facts.attempt,
-                facts.device_uuids,
-                facts.frameworks,
-                facts.exclusive,
-            )
-        )
+        inside.set_current_allocation(prepare.allocation)
         if prepare.work == "calibrate":
             _calibrate(channel, prepare)
         else:

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.inside import Allocation
 
 HEADER: Final = struct.Struct("!BQ")
 
@@ -39,18 +40,6 @@ Body: TypeAlias = bytearray | mmap.mmap
 LONGEST_FRAME_BYTES: Final = 1 << 44
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationFacts:
-    """What `current_allocation()` shows inside the child."""
-
-    budget_bytes: int
-    cap_bytes: int | None
-    attempt: int
-    device_uuids: tuple[str, ...]
-    frameworks: tuple[str, ...]
-    exclusive: bool = False
-
-
 # Parent to child.
 
 
@@ -59,7 +48,7 @@ class Prepare:
     """First message: what must be in place before anything of the user's is imported."""
 
     policy: FrameworkPolicy
-    allocation: AllocationFacts
+    allocation: Allocation
     #: Seconds between two readings of the frameworks' counters.
     counters_interval_s: float
     #: "body": a call follows as a value. "calibrate": use the framework named, and answer.

@@ -13,10 +13,11 @@ import psutil
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.inside import Allocation
 from prefect_gpu.processes import values
 from prefect_gpu.processes.call import Call
 from prefect_gpu.processes.launcher import ProcessLauncher
-from prefect_gpu.processes.messages import AllocationFacts, BodyEnded, Prepare
+from prefect_gpu.processes.messages import BodyEnded, Prepare
 from prefect_gpu.processes.spec import (
     ChildExited,
     ChildRefused,
@@ -27,7 +28,7 @@ from prefect_gpu.processes.spec import (
 
 PREPARE = Prepare(
     FrameworkPolicy("host", ("host",), (1 << 30,), (1 << 30,)),
-    AllocationFacts(1 << 30, None, 1, ("host",), ()),
+    Allocation(1 << 30, None, 1, ("host",), ()),
     0.1,
 )
 

@@ -517,6 +517,19 @@ def test_where_no_process_is_listed_counters_stand_in_and_nothing_counts_as_leak
     assert rig.next_recovered() == ("b", 0)
 
 
+def test_a_process_that_left_the_list_before_its_end_was_heard_hides_nothing(rig: Rig) -> None:
+    """Seen on an H200: killed processes are gone from NVML before their parent knows."""
+    ticket = rig.place("a", 6)
+    rig.start(ticket, gib=4)
+    ticket.stand_in_bytes = 4 * GIB
+    rig.broker.read()
+    rig.reader.lists_processes = False
+    rig.broker.read()
+    rig.reader.lists_processes = True
+    rig.exit(ticket)
+    assert rig.next_recovered() == ("a", 0)
+
+
 def test_where_a_device_is_lost_nothing_can_be_told(
     make_rig: MakeRig, caplog: pytest.LogCaptureFixture
 ) -> None:

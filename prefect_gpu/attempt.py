@@ -35,6 +35,7 @@ from prefect_gpu.frameworks.environment import child_environment
 from prefect_gpu.inside import Allocation
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes import values
+from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.processes.messages import (
     Answered,
     Asked,
@@ -79,7 +80,10 @@ class CancelledByRunner(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What an attempt needs of whoever runs it, as functions. Called on the engine's thread."""
+    """What an attempt needs of whoever runs it, as functions. Called on the engine's thread.
+
+    `on_report` alone is called on the broker's.
+    """
 
     #: Pickles the call. Called once a device is had, so that arguments of waiting tasks are not
     #: held twice.
@@ -153,6 +157,10 @@ class Attempt:
         if ticket is not None:
             self._broker.withdraw(ticket)
         self._messages.put(None)
+        record, handle = self._record, self._handle
+        if record is not None and record.value_arrived and handle is not None:
+            # The engine's thread has gone on; the process may linger at its exit.
+            handle.kill()
 
     def run(self) -> Any:
         """Run the body in a process of its own.
@@ -239,9 +247,10 @@ class Attempt:
             shares={s.name: s.fraction for s in policy.frameworks if s.fraction is not None},
         )
         contexts: dict[str, int] = {}
-        if self._broker.kind == "nvml" and policy.allocation != "growth":
-            if self._cancelled.is_set():
-                raise CancelledByRunner
+        if self._broker.kind == "nvml" and policy.allocation == "growth":
+            # No cap depends on it, so it is not worth a calibration.
+            contexts = self._meter.known(placement.devices[0])
+        elif self._broker.kind == "nvml":
             contexts = self._meter.contexts(
                 self._frameworks,
                 placement.devices[0],
@@ -250,6 +259,8 @@ class Attempt:
                 self._ticket,
             )
             framework_policy = replace(framework_policy, context_bytes=contexts)
+        if self._cancelled.is_set():
+            raise CancelledByRunner
         self._learned.context_bytes = max(
             (contexts.get(name, 0) for name in self._frameworks), default=0
         )
@@ -277,7 +288,7 @@ class Attempt:
             call=self._surroundings.dump_call(),
             cwd=_cwd(),
             argv=tuple(sys.argv),
-            sys_path=tuple(os.path.abspath(p) if p == "" else p for p in sys.path),
+            sys_path=import_paths(),
         )
 
     def _cap(self, policy: FrameworkPolicy, placement: Placement) -> tuple[int, ...] | None:
@@ -309,8 +320,12 @@ class Attempt:
         elif isinstance(message, BodyEnded):
             self._learned.add_end(message)
         elif isinstance(message, ValueArrived):
+            self._learned.add_value()
             # Once more while it still holds what it used.
             self._broker.refresh()
+            if self._cancelled.is_set() and self._handle is not None:
+                # Nobody waits for the value, nor for a process that lingers at its exit.
+                self._handle.kill()
         elif isinstance(message, ChildExited):
             if self._learned.outcome == "died":
                 self._learned.error = describe_exit(message.code)
@@ -426,14 +441,20 @@ class Attempt:
             self._ticket.stand_in_bytes = counters.reserved_bytes + self._learned.context_bytes
 
     def _open_value(self, ended: BodyEnded, data: Any) -> Any:
+        try:
+            value = values.loads(data, "exception" if ended.raised else "return value")
+        except Exception as problem:
+            self._learned.outcome, self._learned.error = "failed", _first_line(problem)
+            raise
         if not ended.raised:
-            return values.loads(data, "return value")
-        error = values.loads(data, "exception")
+            return value
+        error = value
         if not isinstance(error, BaseException):
             raise ProtocolError(f"a child announced an exception and sent {error!r}")
         if not isinstance(error, Exception):
             # SystemExit and its like are meant for the process, which ends by them. In the parent
             # they would end the flow.
+            self._learned.outcome = "died"
             said = f": {error}" if str(error) else ""
             assert self._learned.pid is not None
             death = ChildDiedError(
@@ -451,10 +472,10 @@ class Attempt:
         how = describe_exit(exited.code)
         detail = []
         seen = self._learned.last_process_bytes
-        if seen is not None:
+        if seen:
             detail.append(
                 f"last seen holding {format_bytes(seen)} of its "
-                f"{format_bytes(self._learned.budget_bytes)} budget"
+                f"{format_bytes(self._learned.total_budget_bytes)} budget"
             )
         if exited.killed_because:
             detail.append(f"prefect_gpu killed it since {exited.killed_because}")
@@ -485,12 +506,15 @@ class Attempt:
         """Nothing of it is left: hand on the report, on the broker's thread."""
         try:
             if self._learned.pid is not None:
+                assert self._ticket is not None
+                if self._learned.ended_s is None:
+                    self._learned.ended_s = self._ticket.ended_s
                 report = self._learned.report(
                     self._facts,
                     self._broker.kind,
                     self._number,
                     "probe" if self._policy.memory is None else "tag",
-                    self._frameworks,
+                    tuple(name for name in self._named if name != "none"),
                     leaked_bytes,
                 )
                 self._surroundings.on_report(report)

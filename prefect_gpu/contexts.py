@@ -24,6 +24,7 @@ from prefect_gpu.frameworks.context import ContextKey, ContextStore, fallback_co
 from prefect_gpu.frameworks.environment import child_environment
 from prefect_gpu.inside import Allocation
 from prefect_gpu.processes import values
+from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.messages import BodyEnded, Prepare
 from prefect_gpu.processes.spec import (
@@ -82,11 +83,15 @@ class ContextMeter:
         found: dict[str, int] = {}
         for name in frameworks:
             found[name] = self._context(name, device, policy, broker, ticket)
+        return {**self.known(device), **found}
+
+    def known(self, device: Device) -> dict[str, int]:
+        """Give the context of every framework as it is known, or else a documented figure."""
+        contexts: dict[str, int] = {}
         for name in registry.ADAPTERS:
-            if name not in found:
-                known = self._store.get(_key(name, device))
-                found[name] = fallback_context_bytes(name) if known is None else known
-        return found
+            measured = self._store.get(_key(name, device))
+            contexts[name] = fallback_context_bytes(name) if measured is None else measured
+        return contexts
 
     def _context(
         self,
@@ -144,7 +149,7 @@ class ContextMeter:
                 environment=child_environment(alone, registry.adapters_for(alone), os.environ),
                 prepare=Prepare(alone, allocation, 1.0, work="calibrate", framework=framework),
                 argv=tuple(sys.argv),
-                sys_path=tuple(sys.path),
+                sys_path=import_paths(),
             ),
             messages.put,
         )
@@ -152,25 +157,41 @@ class ContextMeter:
         before, ticket.on_measured = ticket.on_measured, lambda at, size: shown.put((at, size))
         try:
             reserved = self._hear(messages, broker, ticket)
-            asked = time.monotonic()
-            broker.refresh()
-            while True:
-                at_s, process_bytes = shown.get(timeout=READING_S)
-                if at_s >= asked and process_bytes:
-                    return max(0, process_bytes - reserved)
-        except queues.Empty:
-            raise TimeoutError("the device shows no memory for the calibrated process") from None
+            return max(0, self._read(shown, broker) - reserved)
         finally:
             ticket.on_measured = before
             handle.kill()
-            self._wait_for_exit(messages)
-            ticket.pid = None
+            try:
+                self._wait_for_exit(messages)
+            finally:
+                ticket.pid = None
+
+    @staticmethod
+    def _read(shown: queues.SimpleQueue[tuple[float, int]], broker: Broker) -> int:
+        """Wait for a reading that shows the process.
+
+        Readings come all the time; where the device tells nothing of processes (WSL, containers),
+        none of them ever does.
+        """
+        asked = time.monotonic()
+        broker.refresh()
+        try:
+            while True:
+                left_s = asked + READING_S - time.monotonic()
+                at_s, process_bytes = shown.get(timeout=max(0.0, left_s))
+                if at_s >= asked and process_bytes:
+                    return process_bytes
+        except queues.Empty:
+            raise TimeoutError("the device shows no memory for the calibrated process") from None
 
     def _hear(self, messages: queues.SimpleQueue[Any], broker: Broker, ticket: Ticket) -> int:
         deadline = time.monotonic() + CALIBRATION_S
         ended: BodyEnded | None = None
         while True:
-            message = messages.get(timeout=max(0.0, deadline - time.monotonic()))
+            try:
+                message = messages.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queues.Empty:
+                raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
             if isinstance(message, ChildStarted):
                 broker.attach(ticket, message.pid)
             elif isinstance(message, BodyEnded):
@@ -181,6 +202,7 @@ class ContextMeter:
                     raise value
                 return int(value)
             elif isinstance(message, ChildRefused):
+                messages.put(message)
                 raise message.error
             elif isinstance(message, ChildExited):
                 messages.put(message)

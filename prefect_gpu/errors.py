@@ -45,6 +45,10 @@ class PolicyError(PrefectGPUError, ValueError):
         return f"{self.given}: {self.problem}; accepted: {self.accepted}"
 
 
+#: In place of a type's name, for a value that was pickled and cannot be unpickled.
+REBUILT = "value that cannot be rebuilt"
+
+
 class ResultError(PrefectGPUError):
     """A value that cannot travel between the parent and the child.
 
@@ -63,11 +67,19 @@ class ResultError(PrefectGPUError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return (
+        if self.type_name == REBUILT:
+            return (
+                f"the {self.what} of a GPU task cannot be rebuilt on the other side: {self.reason}"
+            )
+        text = (
             f"the {self.what} of a GPU task cannot be sent between processes: {self.where} is a "
-            f"{self.type_name}, which cannot be pickled ({self.reason}); return plain data, or "
-            f"write it to a file inside the task and return the path"
+            f"{self.type_name}, which cannot be pickled ({self.reason})"
         )
+        if self.what == "return value":
+            text += "; return plain data, or write it to a file inside the task and return the path"
+        elif self.what in ("argument", "function"):
+            text += "; make it inside the task, or pass what it is made from"
+        return text
 
 
 class CapacityError(PrefectGPUError):

@@ -14,7 +14,7 @@ from uuid import UUID
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
-from prefect_gpu.reports.series import Sample, SeriesBuilder
+from prefect_gpu.reports.series import Sample, SeriesBuilder, largest
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 
 
@@ -47,7 +47,13 @@ class ProcessRecord:
         #: Guards the series: the broker's thread, the launcher's and the engine's add to it.
         self._lock = threading.Lock()
         self._series = SeriesBuilder(sum(placement.budget_bytes))
-        self._counters: Counters | None = None
+        self._counted = False
+        self._peak_live_bytes: int | None = None
+        self._peak_reserved_bytes: int | None = None
+        #: How the body ended, as the child says; it counts once the value is here.
+        self._claimed: tuple[Outcome, str] = ("died", "")
+        #: The value has arrived whole.
+        self.value_arrived = False
         self._used: tuple[str, ...] = ()
         #: Most that it held, as itself or the simulated devices know it, in bytes.
         self._own_peak_bytes = 0
@@ -68,11 +74,19 @@ class ProcessRecord:
         return min(self._placement.budget_bytes)
 
     @property
+    def total_budget_bytes(self) -> int:
+        """Bytes on all its devices together."""
+        return sum(self._placement.budget_bytes)
+
+    @property
     def last_process_bytes(self) -> int | None:
-        """Bytes that its devices showed last; `None`: no reading has been taken."""
+        """Bytes on all its devices when they last showed any; `None`: they never did.
+
+        A process that was killed leaves the driver's list before its end is heard.
+        """
         with self._lock:
             samples = self._series.samples
-        return next((s.process_bytes for s in samples[::-1] if s.process_bytes is not None), None)
+        return next((s.process_bytes for s in samples[::-1] if s.process_bytes), None)
 
     def add_reading(self, at_s: float, process_bytes: int, live_bytes: int | None = None) -> None:
         """Take down what its devices show for it.
@@ -85,9 +99,16 @@ class ProcessRecord:
         self._add(at_s, process_bytes, live_bytes, live_bytes)
 
     def add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
-        """Take down what its frameworks say themselves."""
-        self._counters = counters
+        """Take down what its frameworks say themselves.
+
+        The body may reset their peaks, which are its own to read: the largest seen counts.
+        """
+        self._counted = True
         self._used = frameworks
+        for live in (counters.live_bytes, counters.peak_live_bytes):
+            self._peak_live_bytes = largest(self._peak_live_bytes, live)
+        for reserved in (counters.reserved_bytes, counters.peak_reserved_bytes):
+            self._peak_reserved_bytes = largest(self._peak_reserved_bytes, reserved)
         self._add(time.monotonic(), None, counters.live_bytes, counters.reserved_bytes)
 
     def add_peaks(self, live_bytes: int, process_bytes: int) -> None:
@@ -96,19 +117,23 @@ class ProcessRecord:
         self._add(time.monotonic(), None, live_bytes, live_bytes)
 
     def add_end(self, ended: BodyEnded) -> None:
-        """Take down how its body ended. One that was given up on before stays that."""
+        """Take down how its body ended, as the child says. It may still die sending its value."""
         self.ended_s = time.monotonic()
         if ended.counters is not None:
             self.add_counters(ended.counters, ended.frameworks)
         self._used = ended.frameworks
         self._own_peak_bytes = ended.host_peak_bytes
-        if self.outcome != "died":
-            return
         if not ended.raised:
-            self.outcome = "completed"
+            self._claimed = "completed", ""
         else:
-            self.outcome = "oom" if ended.out_of_memory else "failed"
-            self.error = ended.traceback.strip().rpartition("\n")[2]
+            error = ended.traceback.strip().rpartition("\n")[2]
+            self._claimed = "oom" if ended.out_of_memory else "failed", error
+
+    def add_value(self) -> None:
+        """Take down that the value is here whole: the outcome is what the child said."""
+        self.value_arrived = True
+        if self.outcome == "died":
+            self.outcome, self.error = self._claimed
 
     def _add(
         self, at_s: float, process: int | None, live: int | None, reserved: int | None
@@ -133,15 +158,17 @@ class ProcessRecord:
             kind: Of its devices.
             number: From 1: which process of the task run.
             budget_source: Where its budget came from.
-            frameworks: As tagged or detected; empty: those that it used.
+            frameworks: As tagged; empty: those that it used.
             leaked_bytes: What did not come back; `None`: cannot be told.
         """
         ended_s = time.monotonic() if self.ended_s is None else self.ended_s
         started_s = ended_s if self.started_s is None else self.started_s
         with self._lock:
-            series, counters = self._series, self._counters
-            peak_live = counters.peak_live_bytes if counters else series.peak_live_bytes
-            peak_reserved = counters.peak_reserved_bytes if counters else series.peak_reserved_bytes
+            series = self._series
+            peak_live = self._peak_live_bytes if self._counted else series.peak_live_bytes
+            peak_reserved = (
+                self._peak_reserved_bytes if self._counted else series.peak_reserved_bytes
+            )
             peak_process, context, source = self._add_up(kind, peak_reserved)
             return TaskReport(
                 task_name=facts.task_name,
@@ -178,9 +205,9 @@ class ProcessRecord:
         if kind != "nvml":
             # A resident set that was gone before the next reading is known to the child.
             return max(peak, self._own_peak_bytes), self.context_bytes, kind
-        if peak_reserved is None or self._counters is None:
+        if peak_reserved is None or not self._counted:
             return peak, self.context_bytes, kind
-        if peak:
+        if peak >= peak_reserved > 0:
             return peak, max(0, peak - peak_reserved), kind
-        # Too short to be seen, or on a device that tells nothing of processes.
+        # Too short to be seen whole, or on a device that tells nothing of processes.
         return peak_reserved + self.context_bytes, self.context_bytes, "framework"

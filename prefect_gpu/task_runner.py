@@ -35,6 +35,7 @@ from prefect_gpu.errors import (
     ChildDiedError,
     DeviceError,
     PlacementError,
+    PlacementTimeoutError,
     PolicyError,
     PrefectGPUError,
     ResultError,
@@ -63,7 +64,9 @@ HOPELESS = (PolicyError, PlacementError, DeviceError, ResultError)
 def _is_hopeless(error: object) -> bool:
     # What the body raised may pass, even if it could not be sent as it was.
     own_error = isinstance(error, ResultError) and error.what == "exception"
-    return isinstance(error, HOPELESS) and not own_error
+    # A device that was busy for as long as `gpu:wait` allows may be free the next time.
+    may_pass = own_error or isinstance(error, PlacementTimeoutError)
+    return isinstance(error, HOPELESS) and not may_pass
 
 
 class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
@@ -159,10 +162,13 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         """Wait for what runs; if the flow failed or was cancelled, end it at once."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.close(failed=exc_type is not None)
-        super().__exit__(exc_type, exc_value, traceback)
+        # Until all have ended they may still submit others.
+        try:
+            if self._run is not None:
+                self._run.close(failed=exc_type is not None)
+        finally:
+            self._run = None
+            super().__exit__(exc_type, exc_value, traceback)
 
     def submit(
         self,
@@ -342,8 +348,13 @@ class _Running:
         else:
             # Tasks may submit others while these are waited for. Tasks in threads count too:
             # Prefect's thread runner cancels those that still wait for what they depend on.
-            while unfinished := self._unfinished():
-                concurrent.futures.wait(unfinished)
+            try:
+                while unfinished := self._unfinished():
+                    concurrent.futures.wait(unfinished)
+            except BaseException:
+                # Ctrl-C, or a signal that Prefect turned into an exception.
+                self.close(failed=True)
+                raise
         if self._threads_started:
             self._threads.__exit__(None, None, None)
         self._engines.shutdown(wait=not failed, cancel_futures=failed)

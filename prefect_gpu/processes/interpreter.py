@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 from prefect_gpu.processes import guardian
 from prefect_gpu.processes.spec import LaunchSpec
+
+
+def import_paths() -> tuple[str, ...]:
+    """Give `sys.path` for a child, which may start in another folder: `""` is this one."""
+    # Python passes over entries that are not text (a `Path` that somebody appended); so do we.
+    return tuple(os.path.abspath(p) if p == "" else p for p in sys.path if isinstance(p, str))
 
 
 def interpreter_flags() -> list[str]:

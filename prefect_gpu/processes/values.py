@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from prefect_gpu.errors import ResultError
+from prefect_gpu.errors import REBUILT, ResultError
 from prefect_gpu.processes.messages import Body
 
 #: A function that may give a pickle reduction for a value, or `NotImplemented`.
@@ -168,7 +168,7 @@ def loads(data: bytes | memoryview | Body, what: str) -> Any:
     try:
         return pickle.loads(data)
     except Exception as error:
-        raise ResultError(what, "it", "value that cannot be rebuilt", _short(error)) from error
+        raise ResultError(what, "it", REBUILT, _short(error)) from error
 
 
 def dump_exception(

@@ -59,6 +59,7 @@ def test_without_counters_the_reading_stands_alone() -> None:
 def test_a_resident_set_that_no_reading_saw_is_the_childs_own() -> None:
     learned = record()
     learned.add_end(BodyEnded(raised=False, host_peak_bytes=2 * GIB))
+    learned.add_value()
     report = made_of(learned, "host")
     assert (report.peak_process_bytes, report.source) == (2 * GIB, "host")
     assert report.outcome == "completed"
@@ -75,6 +76,8 @@ def test_a_resident_set_that_no_reading_saw_is_the_childs_own() -> None:
 def test_the_outcome_is_how_the_body_ended(ended: BodyEnded, outcome: str) -> None:
     learned = record()
     learned.add_end(ended)
+    assert made_of(learned).outcome == "died", "it may still die sending its value"
+    learned.add_value()
     assert made_of(learned).outcome == outcome
 
 
@@ -82,6 +85,7 @@ def test_a_body_that_ends_just_after_it_was_given_up_on_stays_given_up() -> None
     learned = record()
     learned.outcome = "timeout"
     learned.add_end(BodyEnded(False))
+    learned.add_value()
     assert made_of(learned).outcome == "timeout"
 
 
@@ -90,4 +94,21 @@ def test_the_last_reading_is_what_a_death_is_told_with() -> None:
     assert learned.last_process_bytes is None
     learned.add_reading(1.0, GIB)
     learned.add_counters(counters(1, 2), ("torch",))
+    assert learned.last_process_bytes == GIB
+
+
+def test_peaks_that_the_body_reset_still_count() -> None:
+    learned = record()
+    learned.add_reading(1.0, 5 * GIB)
+    learned.add_counters(counters(3 * GIB, 4 * GIB), ("torch",))
+    learned.add_counters(counters(1 * GIB, 1 * GIB), ("torch",))
+    report = made_of(learned)
+    assert (report.peak_live_bytes, report.peak_reserved_bytes) == (3 * GIB, 4 * GIB)
+    assert report.context_bytes == 1 * GIB
+
+
+def test_a_killed_process_is_not_said_to_have_held_nothing() -> None:
+    learned = record()
+    learned.add_reading(1.0, GIB)
+    learned.add_reading(1.2, 0)
     assert learned.last_process_bytes == GIB

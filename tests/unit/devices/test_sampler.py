@@ -62,17 +62,24 @@ class Rig:
         assert self.published.empty()
 
 
+def samplers() -> set[threading.Thread]:
+    """The threads of samplers, those of other tests' runners in this process among them."""
+    return {t for t in threading.enumerate() if t.name == "prefect-gpu-sampler"}
+
+
 @pytest.fixture
 def rig() -> Iterator[Rig]:
+    before = samplers()
     rig = Rig()
     yield rig
     rig.sampler.stop()
-    assert not [t for t in threading.enumerate() if t.name == "prefect-gpu-sampler"]
+    assert not samplers() - before
 
 
 def test_no_thread_until_needed(rig: Rig) -> None:
+    before = samplers()
     rig.sampler.set_active(False)
-    assert not [t for t in threading.enumerate() if t.name == "prefect-gpu-sampler"]
+    assert samplers() == before
     assert rig.sampler.last_reading_at_s is None
 
 

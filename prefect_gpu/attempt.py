@@ -64,9 +64,9 @@ from prefect_gpu.units import GIB, MIB, format_bytes
 #: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
 COUNTERS_INTERVAL_S = 0.1
 
-#: What a child takes of the machine's own memory before its body has begun, by framework: resident
-#: set after importing and first use of the device, measured on an H200 (PyTorch 2.11: 1.0 GiB,
-#: TensorFlow 2.21: 1.6 GiB) and rounded; without a framework: Python and Prefect, 130 MiB.
+#: What a child is expected to take of the machine's own memory before its body has begun, by
+#: framework, beside `HOST_BYTES_LEAST` for Python and Prefect. Estimates, not measured: they only keep
+#: many processes from starting at once on a machine that is short of memory.
 HOST_BYTES = {"torch": 1 * GIB, "tensorflow": 3 * GIB // 2, "jax": 1 * GIB, "cupy": GIB // 2}
 HOST_BYTES_LEAST = 192 * MIB
 

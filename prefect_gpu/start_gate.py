@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 
-#: Threads in that stage at a time. A slot takes 5 to 20 ms on a local server, so 16 of them keep it
-#: busy.
+#: Threads in that stage at a time. With 16, 1,000 tagged tasks all started on a server with SQLite
+#: (`docs/evidence/scale-1000-sync.txt`); other numbers were not tried.
 STARTS = 16
 
 #: Seconds after which a thread goes on without a place. Those that hold one may be waiting for an

@@ -50,8 +50,8 @@ from prefect_gpu.processes.spec import (
 #: Bytes of standard error kept for the message about a death.
 STDERR_TAIL_BYTES = 64 * 1024
 
-#: Seconds that a child may take to end once its value has arrived. Tearing down a CUDA context
-#: takes up to half a second; a thread that hangs at exit takes for ever.
+#: Seconds that a child may take to end once its value has arrived: room for libraries to tear down
+#: (chosen, not measured), and an end for a thread that would hang for ever.
 EXIT_GRACE_S = 5.0
 
 #: Seconds that a child may live after it has closed its channel without a value.

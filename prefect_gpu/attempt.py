@@ -58,17 +58,17 @@ from prefect_gpu.processes.spec import (
 from prefect_gpu.record import ProcessRecord, TaskFacts
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.scheduling.model import Placement
-from prefect_gpu.units import GIB, MIB, format_bytes
+from prefect_gpu.units import MIB, format_bytes
 
 #: Seconds between two readings of a framework's counters in the child. The reading takes
 #: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
 COUNTERS_INTERVAL_S = 0.1
 
-#: What a child is expected to take of the machine's own memory before its body has begun, by
-#: framework, beside `HOST_BYTES_LEAST` for Python and Prefect. Estimates, not measured: they only keep
-#: many processes from starting at once on a machine that is short of memory.
-HOST_BYTES = {"torch": 1 * GIB, "tensorflow": 3 * GIB // 2, "jax": 1 * GIB, "cupy": GIB // 2}
-HOST_BYTES_LEAST = 192 * MIB
+#: What a child takes of the machine's own memory before its body has begun, by framework, beside
+#: `HOST_BYTES_LEAST` for Python and Prefect: private bytes after a calibration, 16 cores, H200
+#: (docs/evidence/gpu-host-memory.txt: torch 2.11, TensorFlow 2.21, JAX 0.11, CuPy 14).
+HOST_BYTES = {"torch": 1048 * MIB, "tensorflow": 1776 * MIB, "jax": 1264 * MIB, "cupy": 536 * MIB}
+HOST_BYTES_LEAST = 78 * MIB
 
 
 class CancelledByRunner(BaseException):

@@ -17,6 +17,7 @@ check() {
   [[ $code == 0 ]] || { failed=1; echo "FAILED with $code: $*" | tee -a "$file"; }
 }
 check gpu-bookkeeping "$python" -m tests.gpu.check_bookkeeping
+check gpu-host-memory "$python" -m tests.gpu.check_host_memory
 check gpu-main-job "$python" -m tests.gpu.check_main_job
 check gpu-tests "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu
 exit $failed

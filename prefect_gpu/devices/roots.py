@@ -110,7 +110,9 @@ class ProcessTable:
             stat = self.read_stat(pid)
             # A member is looked up again each time: its pid may be somebody else's by now.
             root = None if stat is None else self.root_of(pid, roots)
-            if stat is not None and root is not None:
+            # One that is dead and not yet reaped has no pages: it holds nothing, however long its
+            # parent takes to look.
+            if stat is not None and root is not None and stat.resident_pages:
                 uses.append(ProcessUse(pid, root, stat.resident_pages * self._page_bytes))
         return tuple(uses)
 

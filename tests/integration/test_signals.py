@@ -20,6 +20,7 @@ from tests.integration.kill_flow import (
     CHILDREN,
     LIMIT_S,
     SLEEPERS,
+    Running,
     kill_flow,
     read_pids,
     start_sleepers,
@@ -27,8 +28,8 @@ from tests.integration.kill_flow import (
 from tests.integration.programs import Workplace, wait_for, workplace
 
 #: Seconds in which children end: far below what the tasks would take by themselves, so that one which
-#: was not ended fails the test. How fast it is, is measured (`kill_flow`), not asserted: 0.5 to 1.4 s
-#: here, 2.4 s on a loaded machine.
+#: was not ended fails the test. How fast it is, is printed, not asserted: up to a second of it is Prefect's,
+#: which joins the thread of its heartbeat before it leaves the runner.
 CHILDREN_S = 20.0
 
 #: Seconds in which the flow's own process ends: its last states and reports still go to the API.
@@ -132,8 +133,7 @@ sys.exit(0 if os.waitpid(pid, 0)[1] else 9)
     pids = read_pids(place, 5, process)
     began = time.monotonic()
     place.write("type-now", "")
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), PROCESS_S)
-    seconds = time.monotonic() - began
+    seconds = Running(process, pids).wait_until_none_left(began, PROCESS_S)
     process.communicate(timeout=PROCESS_S)
     print(f"Ctrl-C: children {seconds:.2f} s, process {time.monotonic() - began:.2f} s")
     assert process.returncode == 0

@@ -170,3 +170,9 @@ def test_scans_take_a_bounded_share_of_the_time(
         clock.advance(0.25)
     # Half a second each: one in ten seconds.
     assert scans == 2
+
+
+def test_a_dead_process_that_nobody_has_reaped_holds_nothing(proc: FakeProc) -> None:
+    proc.add(104, parent=100, session=100, pages=0)
+    table = ProcessTable(proc.folder)
+    assert 104 not in [use.pid for use in table.resident([100])]

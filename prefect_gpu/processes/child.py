@@ -19,6 +19,7 @@ from prefect_gpu import inside
 from prefect_gpu.errors import ResultError
 from prefect_gpu.frameworks import calibration, hooks, registry
 from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory, parse_wanted_bytes
 from prefect_gpu.processes import values
 from prefect_gpu.processes.call import Call, run_body
 from prefect_gpu.processes.channel import Channel, set_current_channel
@@ -95,7 +96,7 @@ def _run(channel: Channel, prepare: Prepare) -> None:
     except BaseException as error:
         raised = error
         text = _format_traceback(error)
-    out_of_memory = raised is not None and _is_out_of_memory(raised, adapters)
+    out_of_memory = None if raised is None else _out_of_memory(raised, adapters)
     if raised is None:
         try:
             data = values.dumps(result, "return value", "result", reducers)
@@ -162,22 +163,25 @@ def _format_traceback(error: BaseException) -> str:
     return "".join(frames.format())
 
 
-def _is_out_of_memory(error: BaseException, adapters: tuple[FrameworkAdapter, ...]) -> bool:
+def _out_of_memory(
+    error: BaseException, adapters: tuple[FrameworkAdapter, ...]
+) -> OutOfMemory | None:
     """Look for an out-of-memory in an error and what caused it."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         try:
             if getattr(current, "__prefect_gpu_out_of_memory__", False):
-                return True
-            if any(adapter.is_out_of_memory(current) for adapter in adapters):
-                return True
+                return OutOfMemory("", parse_wanted_bytes(str(current)))
+            for adapter in adapters:
+                if adapter.is_out_of_memory(current):
+                    return OutOfMemory(adapter.name, parse_wanted_bytes(str(current)))
         except Exception:
             # An error of the user's whose own text or attributes raise: no adapter's.
             pass
         seen.add(id(current))
         current = current.__cause__ or current.__context__
-    return False
+    return None
 
 
 class _CountersWatch:

@@ -19,7 +19,9 @@ from typing import Any, Final, TypeAlias
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.inside import Allocation
+from prefect_gpu.reports.model import Mark, StepFacts
 
 HEADER: Final = struct.Struct("!BQ")
 
@@ -92,6 +94,10 @@ class CountersRead:
 
     counters: Counters
     frameworks: tuple[str, ...]
+    #: What the steps so far say; `None`: there was none.
+    steps: StepFacts | None = None
+    #: Marks and phases since the last message. Their times are seconds since the body's first line.
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +114,8 @@ class BodyEnded:
 
     #: `True`: the value is an exception to raise in the parent.
     raised: bool
-    #: The exception, or one of its causes, says that device memory ran out.
-    out_of_memory: bool = False
+    #: The exception, or one of its causes, says that device memory ran out; `None`: none does.
+    out_of_memory: OutOfMemory | None = None
     #: The traceback as text; empty if nothing was raised.
     traceback: str = ""
     #: Last counters, `None` where no framework was used.
@@ -117,6 +123,9 @@ class BodyEnded:
     frameworks: tuple[str, ...] = ()
     #: Largest resident set of the child so far, in bytes; 0: cannot be told.
     host_peak_bytes: int = 0
+    #: As in `CountersRead`.
+    steps: StepFacts | None = None
+    marks: tuple[Mark, ...] = ()
 
 
 #: Every class that may come as a small message.

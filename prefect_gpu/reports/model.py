@@ -13,7 +13,16 @@ from uuid import UUID
 from prefect_gpu.reports.series import COMPACT_SAMPLES, Sample, merge
 from prefect_gpu.scheduling.model import Device
 
-__all__ = ["SCHEMA", "BudgetSource", "Mark", "Outcome", "Sample", "Source", "TaskReport"]
+__all__ = [
+    "SCHEMA",
+    "BudgetSource",
+    "Mark",
+    "Outcome",
+    "Sample",
+    "Source",
+    "StepFacts",
+    "TaskReport",
+]
 
 #: Version of the metadata's meaning; rises when a field changes its meaning.
 SCHEMA = 1
@@ -38,6 +47,30 @@ class Mark:
     peak_allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     peak_reserved_bytes: int | None = None
+    #: Bytes that the driver showed for the process at its end; `None`: it tells nothing, or was not
+    #: asked.
+    process_bytes: int | None = None
+    #: Which step it belongs to, from 0.
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a body's steps (`step()`, or phases and marks that come again) say of its memory."""
+
+    #: Steps that are over.
+    count: int
+    #: Most that the frameworks had allocated up to the end of the first step.
+    first_live_bytes: int | None = None
+    #: The same in the steps after it, from the last one on in which the allocator had to give up its
+    #: cache; `None`: there was none.
+    steady_live_bytes: int | None = None
+    #: Median seconds of the steps after the first.
+    step_s: float | None = None
+    #: Times that the allocator had to give up its cache after the first step.
+    alloc_retries: int = 0
+    #: By how many bytes a step what is allocated at the ends of steps grows; `None`: too few steps.
+    growth_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +120,14 @@ class TaskReport:
     wasted_byte_seconds: float = 0.0
     #: Readings taken, before neighbours in `samples` were merged; 0: none was merged.
     sample_count: int = 0
+    #: Bytes that a framework could allocate at most; `None`: no cap.
+    cap_bytes: int | None = None
+    #: What an out-of-memory is put down to (`scheduling.ladder.Cause`); empty: there was none.
+    cause: str = ""
+    #: What it would have needed on one device, as its out-of-memory says; `None`: unknown.
+    wanted_bytes: int | None = None
+    #: What its steps say; `None`: it gave no evidence of steps.
+    steps: StepFacts | None = None
     #: Names the history that its budget came from and went into; empty: not told. A task with
     #: `gpu:learn_by` has several.
     history_key: str = ""

@@ -7,6 +7,7 @@ from uuid import UUID
 import pytest
 
 from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.record import ProcessRecord, TaskFacts
 from prefect_gpu.reports.model import TaskReport
@@ -70,7 +71,7 @@ def test_a_resident_set_that_no_reading_saw_is_the_childs_own() -> None:
     [
         pytest.param(BodyEnded(False), "completed", id="a value"),
         pytest.param(BodyEnded(True, traceback="...\nValueError: no"), "failed", id="an error"),
-        pytest.param(BodyEnded(True, out_of_memory=True), "oom", id="out of memory"),
+        pytest.param(BodyEnded(True, out_of_memory=OutOfMemory("torch")), "oom", id="out of memory"),
     ],
 )
 def test_the_outcome_is_how_the_body_ended(ended: BodyEnded, outcome: str) -> None:

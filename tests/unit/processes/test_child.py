@@ -94,15 +94,15 @@ def test_out_of_memory_is_found_in_an_error_and_in_its_causes() -> None:
     adapters: Any = (FakeAdapter(),)
     outer = ValueError("step failed")
     outer.__cause__ = RuntimeError("no memory")
-    assert child._is_out_of_memory(outer, adapters)
-    assert not child._is_out_of_memory(ValueError("other"), adapters)
+    assert child._out_of_memory(outer, adapters) is not None
+    assert child._out_of_memory(ValueError("other"), adapters) is None
     circle = ValueError("a")
     circle.__context__ = Wordless()
     circle.__context__.__context__ = circle
-    assert not child._is_out_of_memory(circle, adapters)
+    assert child._out_of_memory(circle, adapters) is None
     marked = ValueError("b")
     marked.__prefect_gpu_out_of_memory__ = True  # type: ignore[attr-defined]
-    assert child._is_out_of_memory(marked, adapters)
+    assert child._out_of_memory(marked, adapters) is not None
 
 
 def test_a_calibration_sends_its_number_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 The public names. Layering, from what users call to what decides; imports go down only:
 
     task_runner, cli
-        attempt, contexts, prefect_bridge
-            broker, reports, processes, devices, frameworks
-                scheduling, policy, settings
-                    errors, units
+        escalation
+            attempt
+                broker, budgets, contexts, prefect_bridge, reports, processes, devices, frameworks
+                    scheduling, policy, learn_by
+                        errors, units
 
 Prefect's server and its workers import this package to find integrations, so everything is imported
 on first use: no Prefect, no NVML and no framework here.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prefect_gpu.errors import (
+        BudgetExceededError,
         ChildDiedError,
         ChildTimeoutError,
         DeviceError,
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
         ProtocolError,
         ResultError,
     )
-    from prefect_gpu.inside import Allocation, current_allocation
+    from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
+    from prefect_gpu.inside import Allocation, current_allocation, mark, phase, step
     from prefect_gpu.policy import GPUPolicy, gpu
+    from prefect_gpu.remedies import find_batch_size, release_cached
     from prefect_gpu.task_runner import GPUTaskRunner
 
 __version__ = "0.1.0"
@@ -42,6 +46,12 @@ _HOMES = {
     "GPUPolicy": "policy",
     "Allocation": "inside",
     "current_allocation": "inside",
+    "phase": "inside",
+    "mark": "inside",
+    "step": "inside",
+    "find_batch_size": "remedies",
+    "release_cached": "remedies",
+    "onnxruntime_provider_options": "frameworks.onnxruntime_adapter",
     "PrefectGPUError": "errors",
     "PolicyError": "errors",
     "ResultError": "errors",
@@ -51,6 +61,7 @@ _HOMES = {
     "FrameworkError": "errors",
     "ChildDiedError": "errors",
     "ChildTimeoutError": "errors",
+    "BudgetExceededError": "errors",
     "ProtocolError": "errors",
 }
 
@@ -60,6 +71,12 @@ __all__ = [  # noqa: RUF022  # by importance
     "GPUPolicy",
     "current_allocation",
     "Allocation",
+    "phase",
+    "mark",
+    "step",
+    "find_batch_size",
+    "release_cached",
+    "onnxruntime_provider_options",
     "PrefectGPUError",
     "PolicyError",
     "ResultError",
@@ -69,6 +86,7 @@ __all__ = [  # noqa: RUF022  # by importance
     "FrameworkError",
     "ChildDiedError",
     "ChildTimeoutError",
+    "BudgetExceededError",
     "ProtocolError",
     "__version__",
 ]

@@ -10,6 +10,7 @@ It decides nothing about devices (`scheduling`), and knows no Prefect: what Pref
 
 from __future__ import annotations
 
+import functools
 import os
 import queue as queues
 import signal
@@ -21,17 +22,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect_gpu.broker import Broker, Ticket, Withdrawn
+from prefect_gpu.budgets import Grant
 from prefect_gpu.contexts import ContextMeter
+from prefect_gpu.devices.oom_kills import OomKills
 from prefect_gpu.devices.simulated import SimulatedReader
 from prefect_gpu.errors import (
+    BudgetExceededError,
     ChildDiedError,
     ChildTimeoutError,
     PrefectGPUError,
     ProtocolError,
 )
 from prefect_gpu.frameworks import registry
-from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.frameworks.adapter import AllocationMode, Counters, FrameworkPolicy
 from prefect_gpu.frameworks.environment import child_environment
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.inside import Allocation
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes import values
@@ -57,6 +62,7 @@ from prefect_gpu.processes.spec import (
 )
 from prefect_gpu.record import ProcessRecord, TaskFacts
 from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import MIB, format_bytes
 
@@ -96,6 +102,10 @@ class Surroundings:
     on_running: Callable[[], None]
     on_log: Callable[[dict[str, Any]], None]
     on_event: Callable[[str], None]
+    #: Told where it was placed.
+    on_placed: Callable[[Placement], None]
+    #: Logs a warning on the task run.
+    tell: Callable[[str], None]
     #: Given the report of the process, on a thread that must not be held up.
     on_report: Callable[[TaskReport], None]
 
@@ -106,10 +116,12 @@ class Attempt:
     Args:
         facts: Which task run.
         policy: What its tags ask for.
+        grant: What it gets of its devices.
         number: From 1: which process of the task run this is.
         sequence: Place of the task in the order of arrival: a retry does not go to the end.
         timeout_s: Seconds that the body may run; `None`: any.
         detected: Frameworks that the task was found to use, where tags name none.
+        sharing: Those of them that its own code uses: they share the budget.
         broker: Hands out devices.
         launcher: Starts processes.
         meter: Knows or measures contexts.
@@ -120,10 +132,12 @@ class Attempt:
         self,
         facts: TaskFacts,
         policy: GPUPolicy,
+        grant: Grant,
         number: int,
         sequence: int,
         timeout_s: float | None,
         detected: tuple[str, ...],
+        sharing: tuple[str, ...],
         broker: Broker,
         launcher: Launcher,
         meter: ContextMeter,
@@ -131,17 +145,23 @@ class Attempt:
     ) -> None:
         self._facts = facts
         self._policy = policy
+        self._grant = grant
         self._number = number
         self._sequence = sequence
         self._timeout_s = timeout_s
         self._named = tuple(share.name for share in policy.frameworks)
         self._frameworks = tuple(n for n in self._named or detected if n != "none")
+        self._sharing = sharing
         self._broker = broker
         self._launcher = launcher
         self._meter = meter
         self._surroundings = surroundings
         self._messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
         self._ticket: Ticket | None = None
+        #: What its frameworks may do with the budget; known once it was placed.
+        self._allocation: AllocationMode = "growth"
+        self._kills_before = 0
+        self._overshoot_told = False
         self._cancelled = threading.Event()
         self._handle: ChildHandle | None = None
         self._launched = threading.Event()
@@ -162,6 +182,39 @@ class Attempt:
             # The engine's thread has gone on; the process may linger at its exit.
             handle.kill()
 
+    @property
+    def ticket(self) -> Ticket | None:
+        """Its request for devices; `None`: it has not asked yet."""
+        return self._ticket
+
+    @property
+    def has_process(self) -> bool:
+        """Whether there was a process: only then is there a report."""
+        return self._record is not None and self._record.pid is not None
+
+    @property
+    def whole_device(self) -> bool:
+        """Whether it was given all that its devices had free."""
+        ticket = self._ticket
+        if ticket is None or ticket.placement is None:
+            return False
+        return any(ticket.request.need_bytes(d) is None for d in ticket.placement.devices)
+
+    @property
+    def out_of_memory(self) -> OutOfMemory | None:
+        """What the child saw when device memory ran out; `None`: it did not, or nobody knows."""
+        return None if self._record is None else self._record.out_of_memory
+
+    @property
+    def cap_bytes(self) -> int | None:
+        """Bytes that its frameworks could allocate on each device; `None`: no cap."""
+        return None if self._record is None else self._record.cap_bytes
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of the budget that were left for what no framework counts."""
+        return 0 if self._record is None else self._record.context_bytes
+
     def run(self) -> Any:
         """Run the body in a process of its own.
 
@@ -172,6 +225,7 @@ class Attempt:
             PlacementError: No device can hold it, or none was had in time.
             ChildDiedError: The process ended without an answer.
             ChildTimeoutError: The body ran too long.
+            BudgetExceededError: It took more than its budget, and `gpu:enforce=kill` says to end it.
             ResultError: The call or the value cannot travel.
             CancelledByRunner: `cancel` was called.
             BaseException: What the body raised.
@@ -209,7 +263,7 @@ class Attempt:
         host_bytes = HOST_BYTES_LEAST + sum(HOST_BYTES.get(n, 0) for n in self._frameworks)
         self._ticket = ticket = self._broker.submit(
             self._facts.task_name,
-            memory=policy.memory,
+            memory=self._grant.memory,
             count=policy.count,
             devices=policy.devices,
             exclusive=policy.exclusive,
@@ -222,14 +276,29 @@ class Attempt:
         if self._cancelled.is_set():
             self._broker.withdraw(ticket)
         try:
-            placement = self._broker.wait(ticket, policy.wait_s, self._surroundings.on_waiting)
+            placement = self._broker.wait(
+                ticket,
+                policy.wait_s,
+                self._surroundings.on_waiting,
+                waited_s=self._grant.waited_s,
+            )
         except Withdrawn:
             raise CancelledByRunner from None
         self._record = ProcessRecord(
             placement, ticket.placed_s, ticket.placed_s - ticket.request.submitted_s
         )
+        self._allocation = self._choose_allocation()
+        self._kills_before = kernel_kills().read()
         ticket.on_measured = self._take_measurement
+        self._surroundings.on_placed(placement)
         return placement
+
+    def _choose_allocation(self) -> AllocationMode:
+        """Say what frameworks do with the budget: they are held to one that is known."""
+        policy = self._policy
+        if "allocation" in policy.stated or not policy.caching:
+            return policy.allocation
+        return "growth" if self.whole_device else "limit"
 
     def _prepare(self, placement: Placement) -> LaunchSpec:
         policy = self._policy
@@ -239,17 +308,25 @@ class Attempt:
             device_uuids=tuple(device.uuid for device in placement.devices),
             total_bytes=tuple(device.total_bytes for device in placement.devices),
             budget_bytes=placement.budget_bytes,
-            allocation=policy.allocation,
+            allocation=self._allocation,
             allocator_options=dict(policy.allocator_options),
             caching=policy.caching,
             cpus=policy.cpus or max(1, _cores() // max(1, self._broker.processes)),
             frameworks=self._named,
+            detected=self._sharing,
             shares={s.name: s.fraction for s in policy.frameworks if s.fraction is not None},
         )
         contexts: dict[str, int] = {}
-        if self._broker.kind == "nvml" and policy.allocation == "growth":
+        learned = self._grant.contexts.get(placement.devices[0].name)
+        if self._broker.kind == "nvml" and self._allocation == "growth":
             # No cap depends on it, so it is not worth a calibration.
             contexts = self._meter.known(placement.devices[0])
+        elif self._broker.kind == "nvml" and learned:
+            # What its own runs were seen to have is closer than any calibration.
+            known = self._meter.known(placement.devices[0])
+            names = self._frameworks or tuple(known)
+            contexts = {**known, **{n: int(learned * framework_policy.share(n)) for n in names}}
+            framework_policy = replace(framework_policy, context_bytes=contexts)
         elif self._broker.kind == "nvml":
             contexts = self._meter.contexts(
                 self._frameworks,
@@ -261,10 +338,14 @@ class Attempt:
             framework_policy = replace(framework_policy, context_bytes=contexts)
         if self._cancelled.is_set():
             raise CancelledByRunner
-        self._learned.context_bytes = max(
-            (contexts.get(name, 0) for name in self._frameworks), default=0
+        self._learned.known_contexts = contexts
+        self._learned.context_bytes = (
+            learned
+            if learned and contexts
+            else max((contexts.get(name, 0) for name in self._frameworks), default=0)
         )
         cap = self._cap(framework_policy, placement)
+        self._learned.cap_bytes = min(cap) if cap else None
         if isinstance(self._broker.reader, SimulatedReader):
             self._learned.context_bytes = self._broker.reader.spec.context_bytes
         allocation = Allocation(
@@ -293,7 +374,7 @@ class Attempt:
 
     def _cap(self, policy: FrameworkPolicy, placement: Placement) -> tuple[int, ...] | None:
         """Bytes that this child's allocations may take on each device; `None`: no cap."""
-        if policy.allocation == "growth":
+        if self._allocation == "growth":
             return None
         if isinstance(self._broker.reader, SimulatedReader):
             context = self._broker.reader.spec.context_bytes
@@ -315,6 +396,7 @@ class Attempt:
                 self._ticket.running = True
         elif isinstance(message, CountersRead):
             self._take_counters(message.counters, message.frameworks)
+            self._learned.add_steps(message.steps, message.marks)
         elif isinstance(message, Asked):
             self._answer(message)
         elif isinstance(message, BodyEnded):
@@ -350,6 +432,8 @@ class Attempt:
                 reason = CancelledByRunner()
                 deadline = None
                 self._kill()
+            elif isinstance(message, _Overshot):
+                reason = self._take_overshoot(message) or reason
             elif isinstance(message, BodyStarted):
                 self._surroundings.on_running()
                 started_s = self._learned.started_s
@@ -374,6 +458,17 @@ class Attempt:
             elif isinstance(message, EventEmitted):
                 self._surroundings.on_event(message.event)
 
+    def _take_overshoot(self, over: _Overshot) -> BudgetExceededError | None:
+        error = BudgetExceededError(self._facts.task_name, over.budget_bytes, over.seen_bytes)
+        if self._policy.enforce != "kill":
+            self._surroundings.tell(f"{error}; gpu:enforce=kill would end it")
+            return None
+        self._learned.outcome = "oom"
+        self._learned.out_of_memory = OutOfMemory(
+            "", process_bytes=over.seen_bytes, says_own_cap=True
+        )
+        return error
+
     def _next(self, deadline: float | None) -> Any:
         if deadline is None:
             return self._messages.get()
@@ -397,7 +492,7 @@ class Attempt:
             context = reader.spec.context_bytes
             cap = (
                 None
-                if self._policy.allocation == "growth"
+                if self._allocation == "growth"
                 else tuple(max(1, b - context) for b in ticket.placement.budget_bytes)
             )
             reader.attach(pid, uuids, cap)
@@ -427,13 +522,34 @@ class Attempt:
 
     # What it learns.
 
-    def _take_measurement(self, at_s: float, size_bytes: int) -> None:
+    def _take_measurement(self, at_s: float, sizes_bytes: tuple[int, ...]) -> None:
         """Take a reading of the process's devices, on the broker's thread."""
+        size_bytes = sum(sizes_bytes)
         live: int | None = None
         reader, pid = self._broker.reader, self._learned.pid
         if isinstance(reader, SimulatedReader) and pid is not None:
             live = sum(c.live_bytes for c in reader.root_counters(pid).values())
         self._learned.add_reading(at_s, size_bytes, live)
+        if self._broker.kind != "host":
+            self._enforce(sizes_bytes)
+
+    def _enforce(self, sizes_bytes: tuple[int, ...]) -> None:
+        """Look whether the process as a whole keeps to its budget, on the broker's thread."""
+        ticket = self._ticket
+        if ticket is None or ticket.placement is None or self._overshoot_told:
+            return
+        alone = any(r.exclusive for r in ticket.placement.reservations)
+        if alone and self._policy.memory is None:
+            # All of a device that nobody else of ours is on: there is nothing to keep to.
+            return
+        for size, budget in zip(sizes_bytes, ticket.placement.budget_bytes, strict=True):
+            if size <= budget + OVERSHOOT_BYTES:
+                continue
+            self._overshoot_told = True
+            if self._policy.enforce == "kill" and self._handle is not None:
+                self._handle.kill()
+            self._messages.put(_Overshot(size, budget))
+            return
 
     def _take_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
         self._learned.add_counters(counters, frameworks)
@@ -479,7 +595,14 @@ class Attempt:
             )
         if exited.killed_because:
             detail.append(f"prefect_gpu killed it since {exited.killed_because}")
+        elif exited.code == -signal.SIGKILL and kernel_kills().read() > self._kills_before:
+            self._learned.cause = "host"
+            detail.append(
+                "the machine's own memory ran out: the kernel's counter of out-of-memory kills rose "
+                "while it ran"
+            )
         elif exited.code == -signal.SIGKILL:
+            self._learned.cause = "unknown"
             detail.append(
                 "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9"
             )
@@ -513,7 +636,7 @@ class Attempt:
                     self._facts,
                     self._broker.kind,
                     self._number,
-                    "probe" if self._policy.memory is None else "tag",
+                    self._grant.source,
                     tuple(name for name in self._named if name != "none"),
                     leaked_bytes,
                 )
@@ -533,8 +656,22 @@ class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
         return f"\n\nin the process of the GPU task:\n{self.text}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Overshot:
+    """Stands for a reading above the budget, in bytes on one device."""
+
+    seen_bytes: int
+    budget_bytes: int
+
+
 class _TimeUp:
     """Stands for a message that did not come in time."""
+
+
+@functools.cache
+def kernel_kills() -> OomKills:
+    """Give the counters of kills for want of the machine's memory, made at first use."""
+    return OomKills()
 
 
 def describe_exit(code: int) -> str:

@@ -35,12 +35,14 @@ from prefect_gpu.scheduling.model import (
     Device,
     DeviceKey,
     DeviceKind,
+    DeviceSnapshot,
+    Memory,
     Placement,
     Reading,
     Request,
     Reservation,
 )
-from prefect_gpu.scheduling.placement import PlacementStyle
+from prefect_gpu.scheduling.placement import PlacementStyle, select_rooms
 from prefect_gpu.scheduling.queue import HostRoom, RequestQueue, Shape, decide, explain
 from prefect_gpu.ticket import Ticket as Ticket
 from prefect_gpu.units import GIB, MIB, format_seconds
@@ -161,7 +163,7 @@ class Broker:
     def submit(
         self,
         task_name: str,
-        memory: int | float | None = None,
+        memory: Memory = None,
         count: int = 1,
         devices: tuple[str, ...] = (),
         exclusive: bool = False,
@@ -212,6 +214,7 @@ class Broker:
         on_waiting: Callable[[str], None],
         first_s: float = 1.0,
         again_s: float = 30.0,
+        waited_s: float = 0.0,
     ) -> Placement:
         """Block until a request is placed. Where it raises, nothing is held for the request.
 
@@ -221,13 +224,14 @@ class Broker:
             on_waiting: Told why it waits. What it raises ends the wait.
             first_s: Seconds after which `on_waiting` is told first.
             again_s: Seconds after which it is told again, if the reason changed.
+            waited_s: Seconds of `limit_s` that are gone already.
 
         Raises:
             PlacementError: It can never be placed, or was not in time.
             Withdrawn: `withdraw` or `close` was called.
         """
         try:
-            return self._wait(ticket, limit_s, on_waiting, first_s, again_s)
+            return self._wait(ticket, limit_s, on_waiting, first_s, again_s, waited_s)
         except BaseException:
             # Nobody would ever end what is placed for somebody who has stopped waiting.
             self.withdraw(ticket)
@@ -241,9 +245,10 @@ class Broker:
         on_waiting: Callable[[str], None],
         first_s: float,
         again_s: float,
+        waited_s: float,
     ) -> Placement:
-        began_s = self._clock.now()
-        tell_s = began_s + first_s
+        began_s = self._clock.now() - waited_s
+        tell_s = self._clock.now() + first_s
         told = ""
         while not self._decided_by(
             ticket, tell_s if limit_s is None else min(tell_s, began_s + limit_s)
@@ -314,6 +319,53 @@ class Broker:
         """Say which process holds what was reserved."""
         ticket.pid = pid
         self._ledger.attach(ticket.request.id, pid)
+
+    def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
+        """Give the devices that a task may use; all, where it names some that are not there."""
+        rooms = [Room(DeviceSnapshot(device, 0.0, 0), 0, 0, 0) for device in self.devices]
+        try:
+            chosen = select_rooms(Request("", "", 0, 0.0, devices=names), rooms)
+        except PlacementError:
+            # Asking for a placement says so.
+            return self.devices
+        return tuple(room.device for room in chosen)
+
+    def capacity_bytes(self, names: tuple[str, ...]) -> int:
+        """Give what the largest device that a task may use could ever promise, in bytes."""
+        keys = {device.key for device in self.eligible(names)}
+        with self._changed:
+            reading = self._reading
+            rooms = [] if reading is None or reading.error else self._survey(reading)
+        known = {r.device.key: r.capacity_bytes for r in rooms}
+        return max(
+            known.get(d.key, d.total_bytes - self._headroom_bytes)
+            for d in self.devices
+            if d.key in keys
+        )
+
+    def foreign_growth_bytes(self, ticket: Ticket, patience_s: float = 2.0) -> int:
+        """Read by how much others' memory has grown on a task's devices since it was placed.
+
+        Args:
+            ticket: Placed.
+            patience_s: Seconds to wait for a new reading; the last one counts where none comes.
+
+        Returns:
+            Bytes, on the device where they grew most; 0: they did not.
+        """
+        asked_s = self._clock.now()
+        self.refresh()
+        with self._changed:
+            while self._reading is None or self._reading.at_s < asked_s:
+                left_s = asked_s + patience_s - self._clock.now()
+                if left_s <= 0 or self._closed:
+                    break
+                self._clock.wait(self._changed, left_s)
+            reading = self._reading
+            rooms = [] if reading is None or reading.error else self._survey(reading)
+        now = {room.device.key: room.foreign_bytes for room in rooms}
+        growths = [now.get(key, before) - before for key, before in ticket.foreign_before.items()]
+        return max(0, *growths) if growths else 0
 
     def refresh(self) -> None:
         """Ask for a reading of the devices now."""
@@ -428,6 +480,8 @@ class Broker:
 
     def _take_reading(self, reading: Reading) -> None:
         self._reading = reading
+        # Those who wait for one.
+        self._changed.notify_all()
         self._reading_came_s = self._clock.now()
         self._wants_reading = False
         if reading.error:
@@ -444,15 +498,14 @@ class Broker:
 
     def _tell_measured(self, reading: Reading) -> None:
         measured = self._measure(reading, self._ledger.view())
-        totals: dict[str, int] = {}
-        for sizes in measured.values():
-            for request_id, size in sizes.items():
-                totals[request_id] = totals.get(request_id, 0) + size
         for request_id, ticket in self._placed.items():
-            if ticket.on_measured is not None and ticket.pid is not None:
-                self._calls.append(
-                    partial(ticket.on_measured, reading.at_s, totals.get(request_id, 0))
-                )
+            if ticket.on_measured is None or ticket.pid is None or ticket.placement is None:
+                continue
+            sizes = tuple(
+                measured.get(device.key, {}).get(request_id, 0)
+                for device in ticket.placement.devices
+            )
+            self._calls.append(partial(ticket.on_measured, reading.at_s, sizes))
 
     def _tell_foreign_context(self, reading: Reading) -> None:
         if self._context_told or self.kind != "nvml" or self._held_by_parent:
@@ -523,12 +576,16 @@ class Broker:
         for request, error in decisions.refusals:
             self._queue.remove(request)
             self._decide(self._waiting.pop(request.id), error=error)
+        foreign = {r.device.key: r.foreign_bytes for r in self._survey(reading)}
         for request, placement in decisions.placements:
             self._queue.remove(request)
             ticket = self._waiting.pop(request.id)
             ticket.placed_s = self._clock.now()
             ticket.placement = placement
             self._recovery.take_baseline(ticket, reading)
+            ticket.foreign_before = {
+                device.key: foreign[device.key] for device in placement.devices
+            }
             self._placed[request.id] = ticket
             self._decide(ticket, placement)
         self._possible = set(self._queue.shapes)

@@ -73,7 +73,6 @@ def _check(arguments: argparse.Namespace) -> str:
         [
             *_table(_policy_rows(policy)),
             "tags: " + " ".join(f'"{tag}"' for tag in policy.to_tags()),
-            *(f"note: {tag} has no effect in this version" for tag in policy.unenforced()),
         ]
     )
 

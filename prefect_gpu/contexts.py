@@ -154,7 +154,7 @@ class ContextMeter:
             messages.put,
         )
         shown: queues.SimpleQueue[tuple[float, int]] = queues.SimpleQueue()
-        before, ticket.on_measured = ticket.on_measured, lambda at, size: shown.put((at, size))
+        before, ticket.on_measured = ticket.on_measured, lambda at, sizes: shown.put((at, sizes[0]))
         try:
             reserved = self._hear(messages, broker, ticket)
             return max(0, self._read(shown, broker) - reserved)

@@ -10,6 +10,7 @@
     │   └── FrameworkError         a framework in the child cannot carry out the policy
     ├── ChildDiedError         the task or the operating system: the process is gone
     ├── ChildTimeoutError      the task: it ran longer than `timeout_seconds`
+    ├── BudgetExceededError    the task: its process took more device memory than its budget
     └── ProtocolError          us: a message that does not follow our own protocol
 
 It does not hold what a task itself raises: that travels unchanged.
@@ -20,6 +21,8 @@ unpickle.
 """
 
 from __future__ import annotations
+
+from prefect_gpu.units import format_bytes
 
 
 class PrefectGPUError(Exception):
@@ -181,6 +184,28 @@ class ChildTimeoutError(PrefectGPUError, TimeoutError):
         return (
             f"GPU task {self.task_name!r} ran longer than timeout_seconds={self.timeout_s:g}; "
             f"its process was killed"
+        )
+
+
+class BudgetExceededError(PrefectGPUError):
+    """The process of a task took more of a device than its budget.
+
+    Args:
+        task_name: Name of the task.
+        budget_bytes: Its budget on the device, the context included.
+        seen_bytes: What the device showed for it.
+    """
+
+    def __init__(self, task_name: str, budget_bytes: int, seen_bytes: int) -> None:
+        super().__init__(task_name, budget_bytes, seen_bytes)
+        self.task_name = task_name
+        self.budget_bytes = budget_bytes
+        self.seen_bytes = seen_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"the process of GPU task {self.task_name!r} held {format_bytes(self.seen_bytes)} of a "
+            f"device, above its budget of {format_bytes(self.budget_bytes)}"
         )
 
 

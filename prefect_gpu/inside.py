@@ -1,11 +1,18 @@
-"""What a task calls from inside: what it was given.
+"""What a task calls from inside: what it was given, and what it says of its own course.
 
-It shows facts; it neither measures nor changes anything. The child fills it in before the body runs.
+It shows facts and hands names on; it neither measures nor changes anything. The child fills it in
+before the body runs. What phases and steps are measured with is `prefect_gpu.processes.recorder`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+#: Characters that a name may have: it stands in a table and on a chart.
+LONGEST_NAME = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +45,97 @@ def set_current_allocation(allocation: Allocation | None) -> None:
     """Say what this process was given. For the child's start only."""
     global _current
     _current = allocation
+
+
+class Recorder(Protocol):
+    """Takes down phases, marks and steps. Safe to use from several threads; it never raises."""
+
+    def begin_phase(self, name: str) -> Any:
+        """Begin a phase; what it returns goes to `end_phase`."""
+        ...
+
+    def end_phase(self, phase: Any) -> None:
+        """End a phase."""
+        ...
+
+    def mark(self, name: str) -> None:
+        """Take down a moment."""
+        ...
+
+    def step(self) -> None:
+        """Take down that a step is over."""
+        ...
+
+
+_recorder: Recorder | None = None
+
+
+def set_current_recorder(recorder: Recorder | None) -> None:
+    """Say who takes down phases, marks and steps. For the child's start and end only."""
+    global _recorder
+    _recorder = recorder
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Name a part of the body: the report shows what was allocated and held in it.
+
+        with phase("forward"):
+            loss = model(batch)
+
+    Phases may nest and come again: the first name that comes a second time begins a new step each
+    time that it comes, unless the body calls `step`. The report keeps the first three steps and the
+    last. Nothing waits for the device: the seconds are the CPU's, which a GPU lags behind. Outside
+    of a GPU task it does nothing.
+
+    Raises:
+        ValueError: The name is empty, longer than 80 characters or no text.
+    """
+    _check_name("phase", name)
+    return _phase(name)
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    recorder = _recorder
+    if recorder is None:
+        yield
+        return
+    begun = recorder.begin_phase(name)
+    try:
+        yield
+    finally:
+        recorder.end_phase(begun)
+
+
+def mark(name: str) -> None:
+    """Name a moment of the body: the report shows what was allocated and held then.
+
+    Its peaks are those since the last mark. As to steps and seconds, see `phase`. Outside of a GPU
+    task it does nothing.
+
+    Raises:
+        ValueError: The name is empty, longer than 80 characters or no text.
+    """
+    _check_name("mark", name)
+    if _recorder is not None:
+        _recorder.mark(name)
+
+
+def step() -> None:
+    """Say that a step is over, at the end of each turn of a training or an inference loop.
+
+    From steps it is known what a body takes once it has warmed up: the next budget can be smaller
+    than what the first step took on an empty device. Outside of a GPU task it does nothing.
+    """
+    if _recorder is not None:
+        _recorder.step()
+
+
+def _check_name(function: str, name: object) -> None:
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"{function}({name!r}): the name must be text and not empty")
+    if len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"{function}({name!r}): the name has {len(name)} characters, {LONGEST_NAME} are "
+            f"allowed; give a shorter one"
+        )

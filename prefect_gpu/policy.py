@@ -39,10 +39,6 @@ Allocation = Literal["limit", "growth", "all"]
 OnOutOfMemory = Literal["escalate", "fail"]
 Enforcement = Literal["warn", "kill"]
 
-#: Keys that this version reads and keeps without acting on them. A share of a framework
-#: (`torch:70%`) belongs to them too.
-STORED_ONLY = ("oom", "enforce", "learn_by")
-
 
 @dataclass(frozen=True, slots=True)
 class GPUPolicy:
@@ -106,16 +102,6 @@ class GPUPolicy:
             ValueError: A field holds what no tag can say, such as an empty device or 0 bytes.
         """
         return ["gpu", *(tag for key in _KEYS for tag in key.tags(self) if self._says(key))]
-
-    def unenforced(self) -> tuple[str, ...]:
-        """Name the tags given that this version keeps without acting on them."""
-        told = [key for key in _KEYS if key.name in STORED_ONLY and self._says(key)]
-        shares = [
-            f"gpu:framework={write_share(share)}"
-            for share in self.frameworks
-            if share.fraction is not None
-        ]
-        return (*(tag for key in told for tag in key.tags(self)), *shares)
 
     def _says(self, key: _Key) -> bool:
         default: object = _DEFAULTS[key.field]
@@ -252,8 +238,7 @@ def tag_table_markdown() -> str:
     rows = ["| tag | meaning | default |", "|---|---|---|"]
     rows.append("| `gpu` | runs in its own process on one device; any tag below implies it | |")
     for key in _KEYS:
-        note = " *(kept, without effect in this version)*" if key.name in STORED_ONLY else ""
-        rows.append(f"| {key.example} | {key.meaning}{note} | {key.default} |")
+        rows.append(f"| {key.example} | {key.meaning} | {key.default} |")
     return "\n".join(rows) + "\n"
 
 
@@ -379,7 +364,7 @@ _KEYS = (
         "`gpu:memory=6GiB`, `=40%`",
         "the **budget**: bytes of the device *as NVML counts them, CUDA context included*, on each "
         "device it gets; a percentage is of that device's total",
-        "a device to itself",
+        "learned; the first time a device to itself",
     ),
     _Key(
         "count",
@@ -411,8 +396,7 @@ _KEYS = (
         f"{', '.join(FRAMEWORKS[:-1])} or none, with a share of the budget if several split it, as "
         "in torch:70%",
         "`gpu:framework=torch` (also `tensorflow`, `jax`, `cupy`, `onnxruntime`, `none`)",
-        "which adapters apply the policy; may repeat, and `torch:70%` splits a shared budget (the "
-        "split is kept, without effect in this version)",
+        "which adapters apply the policy; may repeat, and `torch:70%` splits a shared budget",
         "those the task imports",
         repeats=True,
     ),

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from uuid import UUID
 
 from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.context import ContextWatch
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.processes.messages import BodyEnded
-from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
+from prefect_gpu.reports.marks import MarkKeeper
+from prefect_gpu.reports.model import (
+    BudgetSource,
+    Mark,
+    Outcome,
+    Source,
+    StepFacts,
+    TaskReport,
+)
 from prefect_gpu.reports.series import Sample, SeriesBuilder, largest
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 
@@ -47,6 +58,7 @@ class ProcessRecord:
         #: Guards the series: the broker's thread, the launcher's and the engine's add to it.
         self._lock = threading.Lock()
         self._series = SeriesBuilder(sum(placement.budget_bytes))
+        self._context = ContextWatch()
         self._counted = False
         self._peak_live_bytes: int | None = None
         self._peak_reserved_bytes: int | None = None
@@ -55,18 +67,31 @@ class ProcessRecord:
         #: The value has arrived whole.
         self.value_arrived = False
         self._used: tuple[str, ...] = ()
+        self._steps: StepFacts | None = None
+        #: Their times are seconds since the body's first line.
+        self._marks = MarkKeeper()
         #: Most that it held, as itself or the simulated devices know it, in bytes.
         self._own_peak_bytes = 0
         #: Process id; `None`: there is no process yet.
         self.pid: int | None = None
         #: Bytes of context left out of its cap.
         self.context_bytes = 0
+        #: Contexts as they are known on its device, in bytes by framework.
+        self.known_contexts: Mapping[str, int] = {}
         #: Monotonic seconds of the body's first line and end; `None`: not yet.
         self.started_s: float | None = None
         self.ended_s: float | None = None
         self.outcome: Outcome = "died"
         #: One line of what went wrong.
         self.error = ""
+        #: Bytes that a framework could allocate at most on a device; `None`: no cap.
+        self.cap_bytes: int | None = None
+        #: What the child saw when device memory ran out; `None`: it did not, or nobody knows.
+        self.out_of_memory: OutOfMemory | None = None
+        #: What that is put down to (`scheduling.ladder.Cause`); empty: there was none.
+        self.cause = ""
+        #: Bytes on one device that it would have needed; `None`: unknown.
+        self.wanted_bytes: int | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -96,6 +121,8 @@ class ProcessRecord:
             process_bytes: Of the whole process, on all its devices.
             live_bytes: What it has allocated, where the devices know (simulated ones do).
         """
+        with self._lock:
+            self._context.add_reading(process_bytes)
         self._add(at_s, process_bytes, live_bytes, live_bytes)
 
     def add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
@@ -105,11 +132,24 @@ class ProcessRecord:
         """
         self._counted = True
         self._used = frameworks
+        with self._lock:
+            self._context.add_reserved(counters.reserved_bytes)
         for live in (counters.live_bytes, counters.peak_live_bytes):
             self._peak_live_bytes = largest(self._peak_live_bytes, live)
         for reserved in (counters.reserved_bytes, counters.peak_reserved_bytes):
             self._peak_reserved_bytes = largest(self._peak_reserved_bytes, reserved)
         self._add(time.monotonic(), None, counters.live_bytes, counters.reserved_bytes)
+
+    def add_steps(self, steps: StepFacts | None, marks: Iterable[Mark]) -> None:
+        """Take down what its steps show so far, and the marks that are new.
+
+        Args:
+            steps: `None`: there was none.
+            marks: Their times are seconds since the body's first line.
+        """
+        with self._lock:
+            self._steps = steps or self._steps
+            self._marks.extend(marks)
 
     def add_peaks(self, live_bytes: int, process_bytes: int) -> None:
         """Take down peaks that are known only at its end (simulated devices)."""
@@ -121,8 +161,10 @@ class ProcessRecord:
         self.ended_s = time.monotonic()
         if ended.counters is not None:
             self.add_counters(ended.counters, ended.frameworks)
+        self.add_steps(ended.steps, ended.marks)
         self._used = ended.frameworks
         self._own_peak_bytes = ended.host_peak_bytes
+        self.out_of_memory = ended.out_of_memory
         if not ended.raised:
             self._claimed = "completed", ""
         else:
@@ -165,10 +207,9 @@ class ProcessRecord:
         started_s = ended_s if self.started_s is None else self.started_s
         with self._lock:
             series = self._series
-            peak_live = self._peak_live_bytes if self._counted else series.peak_live_bytes
-            peak_reserved = (
-                self._peak_reserved_bytes if self._counted else series.peak_reserved_bytes
-            )
+            # Simulated devices know more than a child that died between two messages.
+            peak_live = largest(self._peak_live_bytes, series.peak_live_bytes)
+            peak_reserved = largest(self._peak_reserved_bytes, series.peak_reserved_bytes)
             peak_process, context, source = self._add_up(kind, peak_reserved)
             return TaskReport(
                 task_name=facts.task_name,
@@ -195,9 +236,19 @@ class ProcessRecord:
                 samples=series.samples,
                 sample_count=series.count,
                 source=source,
+                marks=self._placed_marks(started_s),
                 error=self.error,
                 wasted_byte_seconds=series.wasted_byte_seconds(ended_s - self._placed_s),
+                cap_bytes=self.cap_bytes,
+                cause=self.cause,
+                wanted_bytes=self.wanted_bytes,
+                steps=self._steps,
             )
+
+    def _placed_marks(self, started_s: float) -> tuple[Mark, ...]:
+        """Give the marks with their times since the placement."""
+        before_s = started_s - self._placed_s
+        return tuple(replace(m, at_s=m.at_s + before_s) for m in self._marks.marks())
 
     def _add_up(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
         """Give the process's peak, its context, and where the peak comes from."""
@@ -205,9 +256,17 @@ class ProcessRecord:
         if kind != "nvml":
             # A resident set that was gone before the next reading is known to the child.
             return max(peak, self._own_peak_bytes), self.context_bytes, kind
-        if peak_reserved is None or not self._counted:
-            return peak, self.context_bytes, kind
-        if peak >= peak_reserved > 0:
-            return peak, max(0, peak - peak_reserved), kind
+        context = self._context.seen_bytes()
+        if context is None and peak_reserved and peak >= peak_reserved:
+            context = peak - peak_reserved
+        if context is None:
+            context = self._assumed_context_bytes()
+        if peak_reserved is None or not self._counted or peak >= peak_reserved:
+            return peak, context, kind
         # Too short to be seen whole, or on a device that tells nothing of processes.
-        return peak_reserved + self.context_bytes, self.context_bytes, "framework"
+        return peak_reserved + context, context, "framework"
+
+    def _assumed_context_bytes(self) -> int:
+        """Give the context that was left out of its cap, or is known of what it turned out to use."""
+        known = (self.known_contexts.get(name, 0) for name in self._used)
+        return self.context_bytes or max(known, default=0)

@@ -29,6 +29,7 @@ from typing_extensions import Self
 from prefect_gpu import prefect_bridge as bridge
 from prefect_gpu.attempt import Attempt, CancelledByRunner, Surroundings
 from prefect_gpu.broker import Broker, next_sequence, shared_broker
+from prefect_gpu.budgets import BudgetBook, Grant, TaskIdentity
 from prefect_gpu.contexts import context_meter
 from prefect_gpu.devices.spec import DeviceSpec, open_reader, parse_spec
 from prefect_gpu.errors import (
@@ -40,17 +41,21 @@ from prefect_gpu.errors import (
     PrefectGPUError,
     ResultError,
 )
+from prefect_gpu.escalation import Escalation
 from prefect_gpu.frameworks.registry import detect_frameworks
 from prefect_gpu.inside import current_allocation
+from prefect_gpu.learn_by import digest_values
 from prefect_gpu.ledger import PROCESS_LEDGER, ProcessLedger
 from prefect_gpu.policy import GPUPolicy, parse_tags
 from prefect_gpu.processes import values
 from prefect_gpu.processes.call import Call
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.record import TaskFacts
+from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import Publisher
-from prefect_gpu.scheduling.model import Reservation
+from prefect_gpu.scheduling.ladder import Climb
+from prefect_gpu.scheduling.model import Placement, Reservation
 from prefect_gpu.settings import GPUSettings
 from prefect_gpu.start_gate import Passage, StartGate
 
@@ -212,11 +217,12 @@ class _Running:
         self._client = bridge.SharedClient()
         self.gate = StartGate()
         self._lock = threading.Lock()
-        self._attempts: set[Attempt] = set()
+        self._calls: set[Escalation] = set()
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._closing = False
         self._publisher: Publisher | None = None
         self._reports: list[TaskReport] = []
+        self._book: BudgetBook | None = None
         self._flow: FlowRunContext | None = None
         self._told: set[str] = set()
 
@@ -284,20 +290,32 @@ class _Running:
         self._remember(future.wrapped_future)
         return future
 
-    def new_attempt(self, make: Callable[[Broker], Attempt]) -> Attempt:
-        """Make an attempt that ends with this runner.
+    def new_call(self, make: Callable[[Broker, BudgetBook], Escalation]) -> Escalation:
+        """Make a call of a body that ends with this runner.
 
         Raises:
             CancelledByRunner: The runner is ending already.
             DeviceError: The devices cannot be opened.
         """
-        attempt = make(self._broker())
+        call = make(self._broker(), self._open_book())
         with self._lock:
             if self._closing:
                 raise CancelledByRunner
-            self._attempts = {a for a in self._attempts if not a.finished.is_set()}
-            self._attempts.add(attempt)
-        return attempt
+            self._calls = {c for c in self._calls if not c.finished}
+            self._calls.add(call)
+        return call
+
+    def _open_book(self) -> BudgetBook:
+        """Give the runner's book of budgets; its histories are those of the flow's API."""
+        with self._lock:
+            if self._book is None:
+                publisher = self._publisher
+                self._book = BudgetBook(
+                    MemoryHistory()
+                    if publisher is None
+                    else PrefectHistory(self._client.lend, publisher)
+                )
+            return self._book
 
     def _broker(self) -> Broker:
         runner = self._runner
@@ -331,9 +349,9 @@ class _Running:
         """End all processes of this runner, and let no new one start."""
         with self._lock:
             self._closing = True
-            attempts = tuple(self._attempts)
-        for attempt in attempts:
-            attempt.cancel()
+            calls = tuple(self._calls)
+        for call in calls:
+            call.cancel()
 
     def close(self, failed: bool) -> None:
         """See `GPUTaskRunner.__exit__`."""
@@ -359,10 +377,10 @@ class _Running:
             self._threads.__exit__(None, None, None)
         self._engines.shutdown(wait=not failed, cancel_futures=failed)
         with self._lock:
-            attempts = tuple(self._attempts)
-        for attempt in attempts:
-            attempt.finished.wait(CLOSING_S)
-        if attempts:
+            calls = tuple(self._calls)
+        for call in calls:
+            call.wait_finished(CLOSING_S)
+        if calls:
             process_launcher().output.flush(CLOSING_S)
         if self._publisher is not None:
             name, flow_run_id = bridge.flow_of(self._flow)
@@ -423,6 +441,7 @@ class _GPUTask:
         self._sequence = next_sequence()
         self._passage = Passage(None)
         self._processes = 0
+        self._climb = Climb()
         #: The engine's own object, once the body was called.
         self.task_run: Any = None
 
@@ -460,12 +479,15 @@ class _GPUTask:
         if self._problem is not None:
             raise self._problem
         self.task_run = task_run = bridge.current_task_run()
-        self._processes += 1
         try:
-            attempt = self._run.new_attempt(
-                lambda broker: self._attempt(broker, task_run, args, kwargs)
+            call = self._run.new_call(
+                lambda broker, book: self._call(broker, book, task_run, args, kwargs)
             )
-            return attempt.run()
+            try:
+                return call.run()
+            finally:
+                # A retry of Prefect's goes on from here.
+                self._climb = call.climb
         except ChildDiedError as death:
             # An exception is retried by the engine if retries are left; what is not an `Exception`
             # ends the run as crashed.
@@ -473,40 +495,80 @@ class _GPUTask:
                 raise
             raise bridge.ChildCrash(death) from None
 
-    def _attempt(
-        self, broker: Broker, task_run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Attempt:
+    def _call(
+        self,
+        broker: Broker,
+        book: BudgetBook,
+        task_run: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Escalation:
         task, policy = self._task, self._policy
         assert policy is not None
         logger = bridge.run_logger()
-        for tag in policy.unenforced():
-            self._run.tell_once(logger, f"{tag} is kept, and has no effect in this version yet")
-        return Attempt(
-            facts=TaskFacts(
-                task_name=task.name,
-                task_key=task.task_key,
-                task_run_id=task_run.id,
-                task_run_name=task_run.name,
-                flow_run_id=task_run.flow_run_id,
+        facts = TaskFacts(
+            task_name=task.name,
+            task_key=task.task_key,
+            task_run_id=task_run.id,
+            task_run_name=task_run.name,
+            flow_run_id=task_run.flow_run_id,
+        )
+        detected = () if policy.frameworks else detect_frameworks(task.fn)
+        sharing = detect_frameworks(task.fn, whole_modules=False) if detected else ()
+
+        def make(
+            grant: Grant,
+            on_placed: Callable[[Placement], None],
+            on_report: Callable[[TaskReport], None],
+        ) -> Attempt:
+            self._processes += 1
+            return Attempt(
+                facts=facts,
+                policy=policy,
+                grant=grant,
+                number=self._processes,
+                sequence=self._sequence,
+                timeout_s=task.timeout_seconds,
+                detected=detected,
+                sharing=sharing,
+                broker=broker,
+                launcher=process_launcher(),
+                meter=context_meter(),
+                surroundings=Surroundings(
+                    dump_call=lambda: self._dump_call(args, kwargs),
+                    environment=bridge.environment_for_child,
+                    on_waiting=bridge.show_awaiting,
+                    on_running=bridge.show_running,
+                    on_log=bridge.forward_log,
+                    on_event=bridge.forward_event,
+                    on_placed=on_placed,
+                    tell=logger.warning,
+                    on_report=on_report,
+                ),
+            )
+
+        return Escalation(
+            identity=TaskIdentity(
+                task.name,
+                getattr(task.fn, "__qualname__", type(task.fn).__qualname__),
+                digest_values(task.fn, policy.learn_by, self._arguments(args, kwargs))
+                if policy.learn_by
+                else "",
             ),
             policy=policy,
-            number=self._processes,
-            sequence=self._sequence,
-            timeout_s=task.timeout_seconds,
-            detected=() if policy.frameworks else detect_frameworks(task.fn),
+            climb=self._climb,
             broker=broker,
-            launcher=process_launcher(),
-            meter=context_meter(),
-            surroundings=Surroundings(
-                dump_call=lambda: self._dump_call(args, kwargs),
-                environment=bridge.environment_for_child,
-                on_waiting=bridge.show_awaiting,
-                on_running=bridge.show_running,
-                on_log=bridge.forward_log,
-                on_event=bridge.forward_event,
-                on_report=self._run.report,
-            ),
+            book=book,
+            make=make,
+            on_waiting=bridge.show_awaiting,
+            tell=logger.warning,
+            on_report=self._run.report,
         )
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = inspect.signature(self._task.fn).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
 
     def _dump_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> memoryview:
         context, log_prints = bridge.context_for_child(self._task)

@@ -32,10 +32,13 @@ class Ticket:
     running: bool = False
     #: Bytes that its own counters (plus context) give, where the device cannot tell.
     stand_in_bytes: int = 0
-    #: Called with (monotonic seconds, bytes on all its devices) at every reading while it runs.
-    on_measured: Callable[[float, int], None] | None = None
+    #: Called with monotonic seconds and the bytes on each of its devices, in the task's order, at
+    #: every reading while it runs.
+    on_measured: Callable[[float, tuple[int, ...]], None] | None = None
     #: Called with the bytes that did not come back (`None`: cannot be told), once.
     on_recovered: Callable[[int | None], None] | None = None
+    #: What others' processes held on its devices when it was placed, in bytes.
+    foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
     #: Ownerless bytes of its devices when it was placed, and what others leaked there since.
     ownerless_before: dict[DeviceKey, int | None] = field(default_factory=dict)
     #: Monotonic seconds when its process ended; `None`: it has not.

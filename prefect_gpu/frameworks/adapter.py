@@ -39,17 +39,29 @@ class FrameworkPolicy:
     cpus: int = 1
     #: Frameworks named by tags; empty: those that the task imports.
     frameworks: tuple[str, ...] = ()
+    #: Frameworks that the task was found to use, where tags name none.
+    detected: tuple[str, ...] = ()
     #: Fraction of the budget by framework name, from `gpu:framework=torch:70%`; those named by
     #: tags without one divide the rest equally.
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, framework: str) -> float:
-        """Fraction of each budget that is a framework's; 1 where frameworks are not named."""
+        """Fraction of each budget that is a framework's.
+
+        Those of the frameworks that tags name, or else of those that were detected, add up to 1 at
+        most. One that turns up beside them has what was promised to none of them. Where that is
+        nothing it has all: detection can be wrong, and without memory it would fail for certain.
+        Together they may then pass the budget, which readings of the driver show.
+        """
         if framework in self.shares:
             return self.shares[framework]
-        open_ended = [name for name in self.frameworks if name not in self.shares]
-        rest = max(0.0, 1.0 - sum(self.shares.values()))
-        return rest / max(1, len(open_ended)) if framework in open_ended else 1.0
+        expected = self.frameworks or self.detected
+        open_ended = [name for name in expected if name not in self.shares]
+        # Rounded: 0.6, 0.3 and 0.1 leave 1e-16.
+        rest = max(0.0, round(1.0 - sum(self.shares.values()), 6))
+        if framework in open_ended:
+            return rest / len(open_ended)
+        return 1.0 if open_ended else rest or 1.0
 
     def cap_bytes(self, framework: str) -> tuple[int, ...] | None:
         """Bytes on each device that a framework's allocator may take; `None`: no cap."""
@@ -101,6 +113,24 @@ class FrameworkAdapter(Protocol):
         """Child: read the allocator's counters; `None` before the framework touched a device.
 
         Must not initialise the device, and must not reset anything that user code may read.
+        """
+        ...
+
+    def sample(self) -> tuple[int, int] | None:
+        """Child: read bytes allocated now, and allocation retries so far, as cheaply as it goes.
+
+        Called every few milliseconds from a thread, so it reads nothing else.
+
+        Returns:
+            Both summed over the child's devices; retries are 0 where the allocator does not count
+            them. `None` as for `counters`, whose promises it keeps.
+        """
+        ...
+
+    def release_cached(self) -> None:
+        """Child: give the memory that the allocator keeps for later back to the driver.
+
+        Does nothing before the framework touched a device, nor where it never gives any back.
         """
         ...
 

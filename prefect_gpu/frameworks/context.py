@@ -6,6 +6,7 @@ broker's.
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import tempfile
@@ -26,10 +27,13 @@ FALLBACK_CONTEXT_BYTES: Mapping[str, int] = MappingProxyType(
         "tensorflow": int(1.2 * GIB),
         "jax": 636 * MIB,  # JAX 0.11 after `calibrate`; 602 to 618 in a plain program (FACTS.md)
         "cupy": 594 * MIB,  # CuPy 14 after `calibrate`; 588 in a plain program (FACTS.md)
+        # ONNX Runtime 1.31: 680 after a small product (FACTS.md), and 90 for cuDNN and cuFFT, which
+        # is what they added to torch.
+        "onnxruntime": 770 * MIB,
     }
 )
 
-#: For a framework not measured (ONNX Runtime: 680 MiB after a small product, FACTS.md).
+#: For any other framework.
 DEFAULT_CONTEXT_BYTES = 700 * MIB
 
 
@@ -54,6 +58,45 @@ class ContextKey:
 def fallback_context_bytes(framework: str) -> int:
     """Give the context to assume where none could be measured."""
     return FALLBACK_CONTEXT_BYTES.get(framework, DEFAULT_CONTEXT_BYTES)
+
+
+class ContextWatch:
+    """Sees the context of one process: what the device shows above what its allocators hold.
+
+    The two are read at different times by different processes, so each reading of the device is set
+    against the larger of the counters before and after it. It can then only be too small, and the
+    largest of many is right. For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._reserved_bytes: int | None = None
+        #: Readings since the last counters, in bytes: the newest.
+        self._pending: collections.deque[int] = collections.deque(maxlen=8)
+        self._seen_bytes: int | None = None
+
+    def add_reading(self, process_bytes: int) -> None:
+        """Take what the device shows for the process."""
+        if process_bytes and self._reserved_bytes is not None:
+            self._pending.append(process_bytes)
+
+    def add_reserved(self, reserved_bytes: int | None) -> None:
+        """Take what its allocators hold; `None`: they do not say."""
+        before, self._reserved_bytes = self._reserved_bytes, reserved_bytes
+        if before is not None and reserved_bytes is not None:
+            self._settle(max(before, reserved_bytes))
+        self._pending.clear()
+
+    def seen_bytes(self) -> int | None:
+        """Give the largest context seen so far; `None`: none."""
+        if self._reserved_bytes is not None:
+            # Counters come when they have changed: these still hold.
+            self._settle(self._reserved_bytes)
+        return self._seen_bytes
+
+    def _settle(self, reserved_bytes: int) -> None:
+        for process_bytes in self._pending:
+            if process_bytes > reserved_bytes > 0:
+                self._seen_bytes = max(self._seen_bytes or 0, process_bytes - reserved_bytes)
 
 
 class ContextStore:

@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
 from prefect_gpu.frameworks.values import host_value, is_named, load, loaded, says
 
 
@@ -40,14 +41,25 @@ class CupyAdapter:
         CuPy keeps no peak: `peak_live_bytes` is what is in use now, and whoever samples keeps the
         largest. Other devices than the current are not asked, since that makes a context there.
         """
-        cupy = loaded("cupy")
-        if cupy is None or not hasattr(cupy, "get_default_memory_pool"):
-            return None
-        return _read_counters(cupy)
+        cupy = _imported_cupy()
+        return None if cupy is None else _read_counters(cupy)
+
+    def sample(self) -> tuple[int, int] | None:
+        """Child: read what the default pool has in use, as `counters` does; it counts no retries."""
+        counters = self.counters()
+        return None if counters is None else (counters.live_bytes, 0)
+
+    def release_cached(self) -> None:
+        """Child: empty the default pool on the calling thread's device, and the pool of pinned memory."""
+        cupy = _imported_cupy()
+        if cupy is not None and _read_counters(cupy) is not None:
+            _release(cupy)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Recognise the pool's error and the driver's."""
         if is_named(error, ("cupy", "cupy_backends"), ("OutOfMemoryError",)):
+            return True
+        if looks_out_of_memory(error) == self.name:
             return True
         return is_named(
             error, ("cupy", "cupy_backends"), ("CUDARuntimeError", "CUBLASError", "CUDADriverError")
@@ -92,6 +104,20 @@ def _take_all(cupy: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
                 ) from error
 
 
+def _imported_cupy() -> Any:
+    """Give `cupy` once it has been imported, else `None`."""
+    cupy = loaded("cupy")
+    # Half of it may be imported, by another thread.
+    return cupy if hasattr(cupy, "get_default_memory_pool") else None
+
+
+def _release(cupy: Any) -> None:  # needs a GPU
+    # Plans of transforms keep their work areas in the pool.
+    cupy.fft.config.get_plan_cache().clear()
+    cupy.get_default_memory_pool().free_all_blocks()
+    cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+
 def _read_counters(cupy: Any) -> Counters | None:  # needs a GPU
     pool = cupy.get_default_memory_pool()
     try:
@@ -108,7 +134,5 @@ def _calibrate(cupy: Any) -> int:  # needs a GPU
     float((a @ a).sum())
     float(cupy.abs(cupy.fft.rfft2(a)).sum())
     del a
-    pool = cupy.get_default_memory_pool()
-    cupy.fft.config.get_plan_cache().clear()
-    pool.free_all_blocks()
-    return int(pool.total_bytes())
+    _release(cupy)
+    return int(cupy.get_default_memory_pool().total_bytes())

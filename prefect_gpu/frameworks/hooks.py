@@ -152,6 +152,28 @@ def collect_counters(adapters: Iterable[FrameworkAdapter] | None = None) -> Coun
     )
 
 
+def sample(adapters: Iterable[FrameworkAdapter] | None = None) -> tuple[int, int] | None:
+    """Read what the frameworks have allocated now, and their allocation retries so far.
+
+    The quick sibling of `collect_counters`, for a thread that asks every few milliseconds.
+
+    Args:
+        adapters: Which to ask; `None`: all.
+
+    Returns:
+        Both summed; a framework that does not count retries adds none. `None`: no framework has
+        touched a device.
+    """
+    live_bytes, retries, touched = 0, 0, False
+    for adapter in ADAPTERS.values() if adapters is None else adapters:
+        if adapter.module not in sys.modules:
+            continue
+        found = adapter.sample()
+        if found is not None:
+            live_bytes, retries, touched = live_bytes + found[0], retries + found[1], True
+    return (live_bytes, retries) if touched else None
+
+
 def _sum_known(pairs: list[tuple[int | None, int]]) -> int | None:
     if all(value is None for value, _ in pairs):
         return None

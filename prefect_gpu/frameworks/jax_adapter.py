@@ -10,6 +10,7 @@ from typing import Any
 
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
 from prefect_gpu.frameworks.values import host_value, is_named, load, loaded, says
 
 
@@ -61,15 +62,28 @@ class JaxAdapter:
 
     def counters(self) -> Counters | None:
         """Child: read XLA's allocator on every GPU, once a backend has started."""
-        jax = loaded("jax")
-        bridge = loaded("jax._src.xla_bridge")
-        # Asking jax for its devices would start a backend; there is no public way to look.
-        if jax is None or not getattr(bridge, "_backends", None):
-            return None
-        return _read_counters(jax)
+        jax = _started_jax()
+        return None if jax is None else _read_counters(jax)
+
+    def sample(self) -> tuple[int, int] | None:
+        """Child: read what XLA's allocators have in use; they count no retries."""
+        counters = self.counters()
+        return None if counters is None else (counters.live_bytes, 0)
+
+    def release_cached(self) -> None:
+        """Child: drop compiled programs and their constants; the next call compiles again.
+
+        XLA's allocator keeps its regions until the process ends, so nothing goes back to the driver
+        but what programs held outside of it; live arrays stay.
+        """
+        jax = _started_jax()
+        if jax is not None:
+            jax.clear_caches()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise XLA's error by its status; its class stands for every failure."""
+        """Recognise XLA's error by its status, since its class stands for every failure."""
+        if looks_out_of_memory(error) == self.name:
+            return True
         return is_named(error, ("jax", "jaxlib"), ("JaxRuntimeError", "XlaRuntimeError")) and says(
             error, "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY", "ALLOC_FAILED"
         )
@@ -88,6 +102,14 @@ class JaxAdapter:
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuDNN and cuFFT; needs preallocation off."""
         return _calibrate(load("jax"))
+
+
+def _started_jax() -> Any:
+    """Give `jax` once it has a backend, else `None`."""
+    jax = loaded("jax")
+    bridge = loaded("jax._src.xla_bridge")
+    # Asking jax for its devices would start a backend; there is no public way to look.
+    return jax if jax is not None and getattr(bridge, "_backends", None) else None
 
 
 def _read_counters(jax: Any) -> Counters | None:

@@ -89,19 +89,23 @@ def framework_version(framework: str) -> str:
     return ""
 
 
-def detect_frameworks(fn: Any, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def detect_frameworks(
+    fn: Any, environ: Mapping[str, str] | None = None, *, whole_modules: bool = True
+) -> tuple[str, ...]:
     """Tell which frameworks a function uses, by reading it.
 
     Args:
         fn: A function, method, partial, callable object or Prefect task.
         environ: For `KERAS_BACKEND`; `None`: this process's environment.
+        whole_modules: Count what the modules of functions import too, used or not: a child imports
+            them whole.
 
     Returns:
         Names as in `gpu:framework=`, sorted; empty: none found.
     """
     backend = (os.environ if environ is None else environ).get("KERAS_BACKEND", "tensorflow")
     found = set()
-    for root in _Walk().roots(fn):
+    for root in _Walk(whole_modules).roots(fn):
         name = backend if root == "keras" else FRAMEWORK_BY_ROOT.get(root)
         if name is not None and name in ADAPTERS:
             found.add(name)
@@ -111,7 +115,8 @@ def detect_frameworks(fn: Any, environ: Mapping[str, str] | None = None) -> tupl
 class _Walk:
     """One walk over a function and the user's own functions and classes that it reaches."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole_modules: bool) -> None:
+        self._whole_modules = whole_modules
         self._seen: set[int] = set()
 
     def roots(self, value: Any) -> Iterator[str]:
@@ -159,7 +164,7 @@ class _Walk:
             yield from self.roots(wrapped)
         # A function travels by reference to its module, which the child then imports whole; one
         # from `__main__` travels by value, without what it does not refer to.
-        if fn.__module__ != "__main__":
+        if self._whole_modules and fn.__module__ != "__main__":
             for value in list(fn.__globals__.values()):
                 if isinstance(value, ModuleType):
                     yield from self.roots(value)

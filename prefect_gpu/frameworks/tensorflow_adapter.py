@@ -12,6 +12,7 @@ from typing import Any
 
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory, says_host_memory
 from prefect_gpu.frameworks.values import host_value, is_named, load, loaded, says
 from prefect_gpu.units import MIB
 
@@ -59,17 +60,24 @@ class TensorFlowAdapter:
             return None
         return _read_counters(tf)
 
+    def sample(self) -> tuple[int, int] | None:
+        """Child: read what the GPU allocators have in use; they count no retries."""
+        counters = self.counters()
+        return None if counters is None else (counters.live_bytes, 0)
+
+    def release_cached(self) -> None:
+        """Do nothing: TensorFlow keeps its regions until the process ends."""
+
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise `ResourceExhaustedError`, and the driver's errors in other classes."""
+        """Recognise `ResourceExhaustedError` of a device, and the driver's errors in other classes."""
+        if says_host_memory(error):
+            return False
         if is_named(error, "tensorflow", ("ResourceExhaustedError",)):
             return True
+        if looks_out_of_memory(error) == self.name:
+            return True
         return is_named(error, "tensorflow", ("OpError",)) and says(
-            error,
-            "out of memory",
-            "CUDA_ERROR_OUT_OF_MEMORY",
-            "CUBLAS_STATUS_ALLOC_FAILED",
-            "CUDNN_STATUS_ALLOC_FAILED",
-            "RESOURCE_EXHAUSTED",
+            error, "out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED", "RESOURCE_EXHAUSTED"
         )
 
     def reduce_to_host(self, value: Any) -> Any:

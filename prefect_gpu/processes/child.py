@@ -10,16 +10,13 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import sys
-import threading
 import traceback
 from typing import Any
 
 from prefect_gpu import inside
 from prefect_gpu.errors import ResultError
 from prefect_gpu.frameworks import calibration, hooks, registry
-from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter
-from prefect_gpu.frameworks.out_of_memory import OutOfMemory, parse_wanted_bytes
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.processes import values
 from prefect_gpu.processes.call import Call, run_body
 from prefect_gpu.processes.channel import Channel, set_current_channel
@@ -27,10 +24,13 @@ from prefect_gpu.processes.messages import (
     Body,
     BodyEnded,
     BodyStarted,
-    CountersRead,
     Prepare,
     decode,
 )
+from prefect_gpu.processes.readings import Readings
+from prefect_gpu.processes.recorder import Recorder
+from prefect_gpu.processes.sampler import LiveSampler
+from prefect_gpu.processes.shortage import find_shortage
 
 
 def main(descriptor: int) -> None:
@@ -77,7 +77,10 @@ def _calibrate(channel: Channel, prepare: Prepare) -> None:
 def _run(channel: Channel, prepare: Prepare) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
     adapters = registry.adapters_for(prepare.policy)
-    watch = _CountersWatch(channel, adapters, prepare.counters_interval_s)
+    readings = Readings(prepare.policy, adapters)
+    recorder = _install_recorder(readings)
+    sampler = LiveSampler(channel, recorder, prepare.counters_interval_s)
+    shortage: OutOfMemory | None = None
     raised: BaseException | None = None
     result: Any = None
     text = ""
@@ -86,17 +89,25 @@ def _run(channel: Channel, prepare: Prepare) -> None:
         # No name for the bytes: they go as soon as they are read.
         call = _load_call(channel.receive())
         with _surroundings(call, channel):
-            watch.start()
+            sampler.start()
             _collect_garbage_again()
             channel.send(BodyStarted())
+            recorder.begin()
             try:
                 result = run_body(call)
+            except BaseException as error:
+                # At once: others take memory, and frames are let go.
+                shortage = find_shortage(error, adapters, readings)
+                raise
             finally:
-                watch.stop()
+                sampler.stop()
+            recorder.finish()
     except BaseException as error:
         raised = error
         text = _format_traceback(error)
-    out_of_memory = None if raised is None else _out_of_memory(raised, adapters)
+        # One while the call was read, or a framework put to use for it, counts as well.
+        shortage = shortage or find_shortage(error, adapters, readings)
+    inside.set_current_recorder(None)
     if raised is None:
         try:
             data = values.dumps(result, "return value", "result", reducers)
@@ -105,13 +116,33 @@ def _run(channel: Channel, prepare: Prepare) -> None:
             text = _format_traceback(error)
     if raised is not None:
         data, _ = values.dump_exception(raised, reducers)
-    counters, frameworks = watch.last()
+    counters, frameworks, steps, marks = sampler.last()
     channel.send_with_value(
         BodyEnded(
-            raised is not None, out_of_memory, text, counters, frameworks, _host_peak_bytes()
+            raised is not None,
+            shortage,
+            text,
+            counters,
+            frameworks,
+            _host_peak_bytes(),
+            steps,
+            marks,
         ),
         data,
     )
+
+
+def _install_recorder(readings: Readings) -> Recorder:
+    """Have `phase`, `mark` and `step` heard; in a fork (a worker of a data loader) they are not."""
+    recorder = Recorder(readings)
+    inside.set_current_recorder(recorder)
+
+    def forget() -> None:
+        inside.set_current_recorder(None)
+        recorder.renew_lock()
+
+    os.register_at_fork(after_in_child=forget)
+    return recorder
 
 
 def _host_peak_bytes() -> int:
@@ -161,61 +192,3 @@ def _format_traceback(error: BaseException) -> str:
     while len(frames.stack) > 1 and frames.stack[0].filename.startswith(own):
         frames.stack.pop(0)
     return "".join(frames.format())
-
-
-def _out_of_memory(
-    error: BaseException, adapters: tuple[FrameworkAdapter, ...]
-) -> OutOfMemory | None:
-    """Look for an out-of-memory in an error and what caused it."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        try:
-            if getattr(current, "__prefect_gpu_out_of_memory__", False):
-                return OutOfMemory("", parse_wanted_bytes(str(current)))
-            for adapter in adapters:
-                if adapter.is_out_of_memory(current):
-                    return OutOfMemory(adapter.name, parse_wanted_bytes(str(current)))
-        except Exception:
-            # An error of the user's whose own text or attributes raise: no adapter's.
-            pass
-        seen.add(id(current))
-        current = current.__cause__ or current.__context__
-    return None
-
-
-class _CountersWatch:
-    """Sends the frameworks' counters now and then, from a thread of its own."""
-
-    def __init__(
-        self, channel: Channel, adapters: tuple[FrameworkAdapter, ...], interval_s: float
-    ) -> None:
-        self._channel = channel
-        self._adapters = adapters
-        self._interval_s = interval_s
-        self._stopped = threading.Event()
-        self._last: Counters | None = None
-
-    def start(self) -> None:
-        threading.Thread(target=self._watch, name="prefect-gpu-counters", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def last(self) -> tuple[Counters | None, tuple[str, ...]]:
-        """Give the counters as they stand, and the frameworks that were used."""
-        try:
-            self._last = hooks.collect_counters(self._adapters) or self._last
-        except Exception as error:
-            print(f"prefect_gpu: counters cannot be read: {error!r}", file=sys.stderr)
-        return self._last, hooks.frameworks_in_use()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(self._interval_s):
-            before = self._last
-            counters, frameworks = self.last()
-            if counters is not None and counters != before:
-                try:
-                    self._channel.send(CountersRead(counters, frameworks))
-                except OSError:
-                    return

@@ -1,21 +1,31 @@
 """What a person reads: one process's report and one flow run's report, as GitHub markdown.
 
-It covers words and tables. Charts come from `timeline`; `publish` brings the text to Prefect. Both
-of Prefect's UIs strip inline `<svg>`, `style` and `class`, but show an image given as a `data:`
-URI (Prefect 3.8.8), so that is how charts travel.
+It covers words and tables. Charts come from `timeline`, what would help from `advice`, what to write in
+tags from `next_tags`; `publish` brings the text to Prefect.
 """
 
 from __future__ import annotations
 
-import base64
-import math
-import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
-from prefect_gpu.reports.canvas import clean
-from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
-from prefect_gpu.reports.timeline import OUTCOME_WORDS, flow_gantt_svg, task_timeline_svg
-from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds, parse_bytes
+from prefect_gpu.reports.advice import advise
+from prefect_gpu.reports.markup import escape, image, table
+from prefect_gpu.reports.model import (
+    CAUSE_WORDS,
+    BudgetSource,
+    Outcome,
+    Source,
+    StepFacts,
+    TaskReport,
+)
+from prefect_gpu.reports.next_tags import tags_table
+from prefect_gpu.reports.timeline import (
+    OUTCOME_WORDS,
+    flow_gantt_svg,
+    task_timeline_svg,
+)
+from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
+from prefect_gpu.units import GIB, format_bytes, format_seconds
 
 #: Rows of a flow's table. Beyond, the page gets slow to open (some 200 bytes a row); failures and
 #: leaks are listed apart and are never cut by this.
@@ -24,17 +34,8 @@ ROW_LIMIT = 1000
 #: Lines in each list of things that need attention.
 ATTENTION_LIMIT = 50
 
-#: Characters of an error and of a name that are shown.
+#: Characters of an error that are shown.
 ERROR_LIMIT = 1000
-NAME_LIMIT = 80
-
-#: Part that a tag adds to the largest peak seen: runs differ a little from one to the next.
-TAG_MARGIN = 1.1
-
-#: What has a meaning in the middle of a line; a user's text never starts one.
-_SPECIAL = re.compile(r"([\\`*_\[\]|~$])")
-#: GitHub's markdown makes a link of these wherever they stand.
-_AUTOLINK = re.compile(r"(?i)(https?|ftp)://|www\.|@")
 
 _SOURCE_NOTES: dict[Source, str] = {
     "nvml": "",
@@ -64,15 +65,6 @@ _BUDGET_WORDS: dict[BudgetSource, str] = {
     "probe": "a probe: the first run has the device to itself",
 }
 
-#: How a run ended that did not complete, after "a run that".
-_THAT: dict[Outcome, str] = {
-    "failed": "failed",
-    "oom": "ran out of memory",
-    "died": "died",
-    "timeout": "timed out",
-    "cancelled": "was cancelled",
-}
-
 _HEADLINES: dict[Outcome, str] = {
     "completed": "Completed",
     "failed": "Failed",
@@ -81,23 +73,6 @@ _HEADLINES: dict[Outcome, str] = {
     "timeout": "Timed out",
     "cancelled": "Was cancelled",
 }
-
-
-def escape(text: str, limit: int = NAME_LIMIT) -> str:
-    """Make a user's text safe inside a paragraph or a table cell: one line, no markup, no links."""
-    line = clean(text)
-    if len(line) > limit:
-        line = line[: limit - 1] + "…"
-    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    line = _SPECIAL.sub(r"\\\1", line)
-    # A zero-width joint keeps an address from turning into a link.
-    return _AUTOLINK.sub(lambda match: match[0][:-1] + "&#8203;" + match[0][-1], line)
-
-
-def image(alt: str, svg: str) -> str:
-    """Write a chart as a markdown image that carries its own data."""
-    data = base64.b64encode(svg.encode()).decode("ascii")
-    return f"![{escape(alt)}](data:image/svg+xml;base64,{data})"
 
 
 def task_markdown(report: TaskReport) -> str:
@@ -112,15 +87,16 @@ def task_markdown(report: TaskReport) -> str:
     if note := _SOURCE_NOTES[report.source]:
         parts.append(f"> {note}")
     parts.append(image(f"Memory of {report.task_run_name} over time", task_timeline_svg(report)))
-    parts.append(_table(("Task run", escape(report.task_run_name)), _facts(report)))
+    parts.append(table(("Task run", escape(report.task_run_name)), _facts(report)))
+    if advice := advise(report):
+        parts += ["### What would help", "\n".join(f"- {line}" for line in advice)]
     if report.marks:
-        parts.append("### Phases")
-        parts.append(_phases(report))
+        parts += ["### Phases", _phases(report)]
     raw = [("`pid`", str(report.pid))]
     raw += [(f"`{key}`", escape(value, 500)) for key, value in report.metadata().items()]
     parts += [
         "<details>\n<summary>Raw numbers, in bytes and seconds</summary>",
-        _table(("field", "value"), raw),
+        table(("field", "value"), raw),
         "</details>",
     ]
     return "\n\n".join(parts) + "\n"
@@ -162,6 +138,7 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
             "Budget",
             f"**{format_bytes(report.budget_bytes)}**{each}, {_BUDGET_WORDS[report.budget_source]}",
         ),
+        ("Cap", _cap_words(report)),
         (
             "Peak of the process",
             f"**{format_bytes(report.peak_process_bytes)}**, {_SOURCE_WORDS[report.source]}",
@@ -175,6 +152,8 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
             unknown if reserved is None else f"{format_bytes(reserved)}, its cache included",
         ),
         ("Context", f"{format_bytes(report.context_bytes)}, outside the framework's count"),
+        ("Steps", _step_words(report.steps)),
+        *([("Out of memory put down to", _oom_words(report))] if report.cause else []),
         ("Leaked", format_bytes(report.leaked_bytes) if report.leaked_bytes else leaked),
         (
             "Reserved in vain",
@@ -194,21 +173,52 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
     ]
 
 
+def _cap_words(report: TaskReport) -> str:
+    if report.cap_bytes is None:
+        return "none"
+    each = " on each device" if len(report.devices) > 1 else ""
+    return f"{format_bytes(report.cap_bytes)}{each}, what a framework could allocate"
+
+
+def _step_words(steps: StepFacts | None) -> str:
+    if steps is None:
+        return "none seen"
+    words = [f"{steps.count} over"]
+    if steps.first_live_bytes is not None:
+        words.append(f"up to {format_bytes(steps.first_live_bytes)} allocated in the first")
+    if steps.steady_live_bytes is not None:
+        words.append(f"{format_bytes(steps.steady_live_bytes)} in steady ones")
+    if steps.step_s is not None:
+        words.append(f"{format_seconds(steps.step_s)} each")
+    if steps.alloc_retries:
+        words.append(f"its cache given up {_many(steps.alloc_retries, 'time')}")
+    return ", ".join(words)
+
+
+def _oom_words(report: TaskReport) -> str:
+    words = CAUSE_WORDS.get(report.cause, escape(report.cause))
+    if report.wanted_bytes is not None:
+        words += f"; it would have needed {format_bytes(report.wanted_bytes)}"
+    return words
+
+
 def _phases(report: TaskReport) -> str:
     rows = [
         (
+            str(mark.step),
             escape(mark.name),
-            format_seconds(mark.at_s),
+            format_bytes(mark.allocated_bytes),
+            format_bytes(mark.peak_allocated_bytes),
+            format_bytes(mark.reserved_bytes),
+            format_bytes(mark.peak_reserved_bytes),
+            format_bytes(mark.process_bytes),
             "–" if mark.duration_s is None else format_seconds(mark.duration_s),
-            _bytes_or_dash(mark.allocated_bytes),
-            _bytes_or_dash(mark.peak_allocated_bytes),
-            _bytes_or_dash(mark.reserved_bytes),
-            _bytes_or_dash(mark.peak_reserved_bytes),
         )
         for mark in report.marks
     ]
-    heads = ("phase", "at", "took", "allocated", "peak allocated", "held", "peak held")
-    return _table(heads, rows, right=(1, 2, 3, 4, 5, 6))
+    process = "NVML" if report.source == "nvml" else "process"
+    heads = ("step", "phase", "allocated", "peak allocated", "reserved", "peak reserved", process)
+    return table((*heads, "took"), rows, right=(0, 2, 3, 4, 5, 6, 7))
 
 
 def flow_markdown(reports: Sequence[TaskReport], *, flow_name: str = "") -> str:
@@ -226,7 +236,7 @@ def flow_markdown(reports: Sequence[TaskReport], *, flow_name: str = "") -> str:
     if attention := _attention(reports):
         parts += ["### Needs attention", "\n".join(attention)]
     parts.append(image(f"Devices of {flow_name or 'the flow'} over time", flow_gantt_svg(reports)))
-    parts += ["### Tags for next time", _advice(reports)]
+    parts += ["### Tags for next time", tags_table(reports)]
     parts += ["### Reserved in vain", _flow_waste(reports)]
     parts += ["### Every process", _every_process(reports)]
     return "\n\n".join(parts) + "\n"
@@ -247,47 +257,6 @@ def flow_metadata(reports: Sequence[TaskReport]) -> dict[str, str]:
         "duration_s": f"{_duration_s(reports):.3f}",
         "source": ",".join(sorted({report.source for report in reports})),
     }
-
-
-def suggest_budget(reports: Sequence[TaskReport]) -> str | None:
-    """Say what to write after `gpu:memory=` for one task next time.
-
-    Args:
-        reports: Processes of that task.
-
-    Returns:
-        The largest peak on one device × 1.1, rounded up to a size that reads well; `None` where
-        no run completed with memory.
-    """
-    top = _largest(reports)
-    return readable_size(_peak_each(top) * TAG_MARGIN) if top else None
-
-
-def _largest(reports: Sequence[TaskReport]) -> TaskReport | None:
-    """Choose the process that a task's next budget must hold; `None` where that is not known."""
-    if not any(_peak_each(r) > 0 for r in reports if r.outcome == "completed"):
-        return None
-    # What a probe took on an empty device is up to 2.7 times what the task needs (FACTS.md), so a
-    # probe counts only where no run of the same history completed under a real budget.
-    proven = {
-        r.history_key for r in reports if r.outcome == "completed" and r.budget_source != "probe"
-    }
-    counted = [r for r in reports if r.budget_source != "probe" or r.history_key not in proven]
-    return max(counted, key=_peak_each)
-
-
-def _peak_each(report: TaskReport) -> float:
-    return report.peak_process_bytes / max(1, len(report.devices))
-
-
-def readable_size(size_bytes: float) -> str:
-    """Round up to a size for a tag: `2.1GiB`, `37GiB`, `320MiB`."""
-    if size_bytes > 992 * MIB:
-        step = 0.1 if size_bytes <= 10 * GIB else 0.5 if size_bytes <= 32 * GIB else 1
-        # Steps counted as a whole number first, so that 2.1 is not 2.1000000000000001.
-        steps = math.ceil(size_bytes / GIB / step - 1e-9)
-        return f"{round(steps * step, 1):g}GiB"
-    return f"{max(1, math.ceil(size_bytes / MIB / 32)) * 32}MiB"
 
 
 def _flow_headline(reports: Sequence[TaskReport]) -> str:
@@ -321,56 +290,24 @@ def _attention(reports: Sequence[TaskReport]) -> list[str]:
     ]
     failures = [
         f"- **{OUTCOME_WORDS[r.outcome].capitalize()}**: {_who(r)}"
+        + (f", put down to {_oom_words(r)}" if r.cause else "")
         + (f": {escape(r.error, 300)}" if r.error else "")
         for r in reports
         if r.outcome != "completed"
     ]
-    return [*_cut(leaks, "leaks"), *_cut(failures, "failures")]
+    above = [
+        f"- **Above its budget**: {_who(r)} took "
+        f"{format_bytes(r.peak_process_bytes - r.budget_total_bytes)} more than its "
+        f"{format_bytes(r.budget_total_bytes)}"
+        for r in reports
+        if r.peak_process_bytes - r.budget_total_bytes > OVERSHOOT_BYTES
+    ]
+    return [*_cut(leaks, "leaks"), *_cut(failures, "failures"), *_cut(above, "above their budget")]
 
 
 def _cut(lines: list[str], what: str) -> list[str]:
     left = len(lines) - ATTENTION_LIMIT
     return lines if left <= 0 else [*lines[:ATTENTION_LIMIT], f"- … and {left} more {what}"]
-
-
-def _advice(reports: Sequence[TaskReport]) -> str:
-    by_task: dict[str, list[TaskReport]] = {}
-    for report in reports:
-        by_task.setdefault(report.task_name, []).append(report)
-    rows = []
-    for name, group in sorted(by_task.items()):
-        top = _largest(group)
-        tags = {r.budget_bytes if r.budget_source == "tag" else 0 for r in group}
-        size = readable_size(_peak_each(top) * TAG_MARGIN) if top else ""
-        if top and not _fits(tags, parse_bytes(size)):
-            why = f"largest peak {format_bytes(top.peak_process_bytes)}"
-            if len(top.devices) > 1:
-                why += f" on {len(top.devices)} devices"
-            if top.outcome != "completed":
-                why += f", of a run that {_THAT[top.outcome]}"
-            if top.budget_source == "probe":
-                why += ", with a device to itself; less may do"
-            rows.append((escape(name), _now_words(group), f"`gpu:memory={size}`", why))
-        elif not top and any(report.outcome == "oom" for report in group):
-            most = format_bytes(max(r.budget_bytes for r in group))
-            rows.append((escape(name), _now_words(group), f"more than {most}", "none completed"))
-    if not rows:
-        return "Nothing to change: every tag fits what its task took."
-    return _table(("task", "budget now", "write", "because"), rows)
-
-
-def _fits(tags: Set[int], size_bytes: int) -> bool:
-    """Tell whether all runs had one tag that is near enough to leave alone."""
-    return all(abs(tag - size_bytes) <= 0.05 * size_bytes for tag in tags)
-
-
-def _now_words(group: Sequence[TaskReport]) -> str:
-    budgets = {(report.budget_source, report.budget_bytes) for report in group}
-    sizes = sorted({size for _, size in budgets})
-    sources = ", ".join(sorted({source for source, _ in budgets}))
-    if len(sizes) == 1:
-        return f"{format_bytes(sizes[0])}, {sources}"
-    return f"{format_bytes(sizes[0])} to {format_bytes(sizes[-1])}, {sources}"
 
 
 def _flow_waste(reports: Sequence[TaskReport]) -> str:
@@ -389,9 +326,9 @@ def _flow_waste(reports: Sequence[TaskReport]) -> str:
 def _every_process(reports: Sequence[TaskReport]) -> str:
     # Few columns: the v1 UI neither wraps cells nor is its page wide. The rest is in each task
     # run's own report.
-    heads = ("#", "task run", "outcome", "on", "peak of budget", "queued", "run")
+    heads = ["#", "task run", "outcome", "on", "peak of budget", "queued", "run"]
     rows = [
-        (
+        [
             str(number),
             escape(r.task_run_name) + _attempt_words(r),
             "completed" if r.outcome == "completed" else f"**{OUTCOME_WORDS[r.outcome]}**",
@@ -399,12 +336,16 @@ def _every_process(reports: Sequence[TaskReport]) -> str:
             _of_budget(r) + (", probe" if r.budget_source == "probe" else ""),
             format_seconds(r.queued_s),
             format_seconds(r.run_s),
-        )
+        ]
         for number, r in enumerate(reports[:ROW_LIMIT], 1)
     ]
-    table = _table(heads, rows, right=(0, 5, 6))
+    if any(report.cause for report in reports):
+        heads.append("cause")
+        for row, report in zip(rows, reports, strict=False):
+            row.append(CAUSE_WORDS.get(report.cause, escape(report.cause)) or "–")
+    text = table(heads, rows, right=(0, 5, 6))
     left = len(reports) - ROW_LIMIT
-    return table if left <= 0 else f"{table}\n\n… and {left} more processes, not shown."
+    return text if left <= 0 else f"{text}\n\n… and {left} more processes, not shown."
 
 
 def _of_budget(report: TaskReport) -> str:
@@ -438,10 +379,6 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole > 0 else "–"
 
 
-def _bytes_or_dash(size_bytes: int | None) -> str:
-    return "–" if size_bytes is None else format_bytes(size_bytes)
-
-
 def _duration_s(reports: Sequence[TaskReport]) -> float:
     start = min((report.placed_at for report in reports), default=0.0)
     return max((report.placed_at + report.held_s - start for report in reports), default=0.0)
@@ -449,10 +386,3 @@ def _duration_s(reports: Sequence[TaskReport]) -> float:
 
 def _many(count: int, one: str, several: str = "") -> str:
     return f"{count} {one if count == 1 else several or one + 's'}"
-
-
-def _table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()
-) -> str:
-    aligned = ["--:" if column in right else "---" for column in range(len(heads))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, aligned, *rows))

@@ -6,6 +6,7 @@ It covers the values and their published text form (`metadata`). It does not dra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 from uuid import UUID
@@ -14,6 +15,7 @@ from prefect_gpu.reports.series import COMPACT_SAMPLES, Sample, merge
 from prefect_gpu.scheduling.model import Device
 
 __all__ = [
+    "CAUSE_WORDS",
     "SCHEMA",
     "BudgetSource",
     "Mark",
@@ -26,6 +28,15 @@ __all__ = [
 
 #: Version of the metadata's meaning; rises when a field changes its meaning.
 SCHEMA = 1
+
+#: What an out-of-memory is put down to (`scheduling.ladder.Cause`).
+CAUSE_WORDS: Mapping[str, str] = {
+    "own_cap": "its own cap",
+    "foreign": "other people's processes",
+    "crowded": "tasks beside it",
+    "host": "the machine's own memory",
+    "unknown": "unknown",
+}
 
 Outcome = Literal["completed", "failed", "oom", "died", "timeout", "cancelled"]
 BudgetSource = Literal["tag", "learned", "probe"]
@@ -186,4 +197,7 @@ class TaskReport:
             "run_s": f"{self.run_s:.3f}",
             "samples": str(max(self.sample_count, len(self.samples))),
             "source": self.source,
+            "cap_bytes": "none" if self.cap_bytes is None else str(self.cap_bytes),
+            "cause": self.cause or "none",
+            "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
         }

@@ -1,7 +1,7 @@
 """Bring reports to Prefect's API as artifacts, without ever delaying or failing a task.
 
 It covers keys, the API calls and the thread that makes them. Text and numbers come from `markdown`
-and `model`; a task's history is kept elsewhere.
+and `model`; a task's history is `history`, which hands its calls to the same thread.
 """
 
 from __future__ import annotations
@@ -47,6 +47,14 @@ REQUEST_TIMEOUT_S = 15.0
 _VALUE_LIMIT = 500
 
 
+def bounded_settings(of: SettingsContext, timeout_s: float) -> SettingsContext:
+    """Give settings with a limit on how long one call of the API may take. Takes 20 ms of CPU."""
+    settings = of.settings.copy_with_update(
+        {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: timeout_s}
+    )
+    return SettingsContext(profile=of.profile, settings=settings)
+
+
 def artifact_key(prefix: str, name: str) -> str:
     """Make an artifact's key: lower-case letters, digits and single dashes, never empty.
 
@@ -76,7 +84,7 @@ def publish_task_report(report: TaskReport, client: SyncPrefectClient) -> None:
             type="markdown",
             description="What one GPU process had, took and needed, by prefect_gpu.",
             data=task_markdown(report),
-            metadata_=_cut(report.metadata()),
+            metadata_=cut_values(report.metadata()),
             task_run_id=report.task_run_id,
             flow_run_id=report.flow_run_id,
         )
@@ -107,13 +115,14 @@ def publish_flow_report(
             type="markdown",
             description="What ran on each device, and what to write in its tags next time.",
             data=flow_markdown(reports, flow_name=flow_name),
-            metadata_=_cut(flow_metadata(reports)),
+            metadata_=cut_values(flow_metadata(reports)),
             flow_run_id=flow_run_id,
         )
     )
 
 
-def _cut(metadata: dict[str, str]) -> dict[str, str]:
+def cut_values(metadata: dict[str, str]) -> dict[str, str]:
+    """Cut values to what Prefect takes."""
     return {key: value[:_VALUE_LIMIT] for key, value in metadata.items()}
 
 
@@ -163,18 +172,40 @@ class Publisher:
 
     def publish(self, report: TaskReport) -> None:
         """Take one process's report; return at once."""
-        self._put(lambda client: publish_task_report(report, client))
+        self.put(lambda client: publish_task_report(report, client))
 
     def publish_flow(
         self, reports: Sequence[TaskReport], *, flow_name: str, flow_run_id: UUID | None
     ) -> None:
         """Take a flow run's report; return at once."""
         kept = tuple(reports)
-        self._put(
+        self.put(
             lambda client: publish_flow_report(
                 kept, client, flow_name=flow_name, flow_run_id=flow_run_id
             )
         )
+
+    def put(self, job: Callable[[SyncPrefectClient], None]) -> None:
+        """Take any other call that brings one thing to the API; return at once.
+
+        It may be made again after a failure, and what is lost counts as a report that is lost.
+        """
+        with self._lock:
+            if self._closed or self._accepted - self._done >= WAITING_LIMIT:
+                self._lost += 1
+                self._last_error = self._last_error or (
+                    "it came after the flow had closed its reports"
+                    if self._closed
+                    else f"{WAITING_LIMIT} others were waiting for the API"
+                )
+                return
+            self._accepted += 1
+            self._queue.put(job)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="prefect-gpu-publisher", daemon=True
+                )
+                self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Publish what waits, then end the thread; give up after `timeout_s`, with one warning."""
@@ -200,32 +231,8 @@ class Publisher:
             "check that PREFECT_API_URL answers"
         )
 
-    def _put(self, job: Callable[[SyncPrefectClient], None]) -> None:
-        with self._lock:
-            if self._closed or self._accepted - self._done >= WAITING_LIMIT:
-                self._lost += 1
-                self._last_error = self._last_error or (
-                    "it came after the flow had closed its reports"
-                    if self._closed
-                    else f"{WAITING_LIMIT} others were waiting for the API"
-                )
-                return
-            self._accepted += 1
-            self._queue.put(job)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="prefect-gpu-publisher", daemon=True
-                )
-                self._thread.start()
-
     def _run(self) -> None:
-        settings = self._settings.settings.copy_with_update(
-            {
-                PREFECT_CLIENT_MAX_RETRIES: 0,
-                PREFECT_API_REQUEST_TIMEOUT: REQUEST_TIMEOUT_S,
-            }
-        )
-        with SettingsContext(profile=self._settings.profile, settings=settings):
+        with bounded_settings(self._settings, REQUEST_TIMEOUT_S):
             link = _Link(self._client_factory)
             answers = True
             while (job := self._queue.get()) is not None and not self._given_up:
@@ -255,13 +262,13 @@ class Publisher:
                 # Process boundary: the API, or a report that cannot be drawn, is not the flow's.
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
                 link.close()
-                if delay_s is None or not _may_pass(error):
+                if delay_s is None or not may_pass(error):
                     return text
             self._hurry.wait(delay_s)
         raise AssertionError("the last try has no delay")
 
 
-def _may_pass(error: Exception) -> bool:
+def may_pass(error: Exception) -> bool:
     """Tell whether trying again could help: not where the API answered that it will not."""
     if isinstance(error, PrefectHTTPStatusError):
         status = error.response.status_code

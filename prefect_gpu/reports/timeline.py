@@ -20,7 +20,7 @@ from prefect_gpu.reports.canvas import (
     text_width,
     time_ticks,
 )
-from prefect_gpu.reports.model import Outcome, Sample, TaskReport
+from prefect_gpu.reports.model import Mark, Outcome, Sample, TaskReport
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
@@ -53,6 +53,10 @@ OUTCOME_WORDS: Mapping[Outcome, str] = {
     "timeout": "timed out",
     "cancelled": "cancelled",
 }
+
+#: Tints of phases, one a name in the order of their coming, then from the first again. Pale enough
+#: to leave the lines above them readable.
+PHASE_TINTS = ("#f59e0b", "#10b981", "#6366f1", "#ec4899", "#64748b", "#06b6d4")
 
 #: Bars drawn one by one; a flow of more shows its longest.
 GANTT_LIMIT = 1500
@@ -94,9 +98,7 @@ def task_timeline_svg(report: TaskReport) -> str:
     """
     marks = sorted(report.marks, key=lambda mark: mark.at_s)
     left, right = 74, WIDTH - 20
-    rows, spots = _place_marks(
-        [mark.name for mark in marks], [mark.at_s for mark in marks], _end_s(report), left, right
-    )
+    rows, spots = _place_marks(marks, _end_s(report), left, right)
     top = 62 + 17 * rows
     bottom = top + 226
     height = bottom + 52
@@ -127,6 +129,7 @@ def task_timeline_svg(report: TaskReport) -> str:
         canvas.text(left - 10, y_of(size) + 4, label, fill=MUTED, anchor="end")
     _time_axis(canvas, _end_s(report), x_of, bottom, "time since the task was placed")
 
+    _draw_bands(canvas, marks, x_of, top, bottom)
     process = series[0][2]
     if process:
         ends = [(process[0][0], 0), *process, (process[-1][0], 0)]
@@ -153,10 +156,10 @@ def task_timeline_svg(report: TaskReport) -> str:
 
     for spot, mark in zip(spots, marks, strict=True):
         spot_y = 62 + 17 * spot.row - 10 if spot.text else top
-        canvas.path([(spot.x, spot_y), (spot.x, bottom)], stroke=MUTED, width=1, dash="2 3")
-        if mark.duration_s:
-            end_x = x_of(mark.at_s + mark.duration_s)
-            canvas.rect(spot.x, top - 5, max(1.5, end_x - spot.x), 3, MUTED)
+        # A phase has its band; of its line only what leads to its name is left.
+        end_y = bottom if mark.duration_s is None else top
+        if spot_y < end_y:
+            canvas.path([(spot.x, spot_y), (spot.x, end_y)], stroke=MUTED, width=1, dash="2 3")
     # Above all lines, so that the line of a later mark does not run through an earlier spot.
     for spot in spots:
         if spot.text:
@@ -190,6 +193,22 @@ def task_timeline_svg(report: TaskReport) -> str:
     return canvas.svg()
 
 
+def _draw_bands(
+    canvas: Canvas, marks: Sequence[Mark], x_of: Callable[[float], float], top: float, bottom: float
+) -> None:
+    """Draw each phase as a tinted stretch of the time axis, those of one name alike."""
+    tints: dict[str, str] = {}
+    for mark in marks:
+        if mark.duration_s is None:
+            continue
+        tint = tints.setdefault(mark.name, PHASE_TINTS[len(tints) % len(PHASE_TINTS)])
+        x = x_of(mark.at_s)
+        width = max(1.5, x_of(mark.at_s + mark.duration_s) - x)
+        words = f"{mark.name}, step {mark.step}, {format_seconds(mark.duration_s)}"
+        canvas.rect(x, top, width, bottom - top, tint, opacity=0.13)
+        canvas.rect(x, top - 5, width, 5, tint, title=words)
+
+
 def _process_words(report: TaskReport) -> str:
     if report.source == "host":
         return "process (resident)"
@@ -220,24 +239,46 @@ class _Spot:
 
 
 def _place_marks(
-    names: Sequence[str], moments: Sequence[float], end_s: float, left: float, right: float
+    marks: Sequence[Mark], end_s: float, left: float, right: float
 ) -> tuple[int, list[_Spot]]:
-    """Lay the labels of marks out in up to three rows; one that has no room has no text."""
-    taken_to = [left, left, left]
-    spots: list[_Spot] = []
-    for name, at_s in zip(names, moments, strict=True):
-        x = left + (right - left) * min(1.0, max(0.0, at_s / end_s))
-        text = shorten(clean(name), 170, 12)
+    """Lay the labels of marks out in up to three rows; one that has no room has no text.
+
+    Moments come first, then the longest phase of each name, then all others, longer ones first.
+    """
+    longest: dict[str, int] = {}
+    for index, mark in enumerate(marks):
+        other = marks[longest.setdefault(mark.name, index)]
+        if (mark.duration_s or 0.0) > (other.duration_s or 0.0):
+            longest[mark.name] = index
+
+    def rank(index: int) -> tuple[bool, bool, float]:
+        took_s = marks[index].duration_s
+        if took_s is None:
+            return False, False, 0.0
+        return True, index != longest[marks[index].name], -took_s
+
+    rows: tuple[list[tuple[float, float]], ...] = ([], [], [])
+    spots: dict[int, _Spot] = {}
+    for index in sorted(range(len(marks)), key=rank):
+        x = left + (right - left) * min(1.0, max(0.0, marks[index].at_s / end_s))
+        text = shorten(clean(marks[index].name), 170, 12)
         width = text_width(text, 12) + 4
         # Right of its line; left of it where the chart ends.
         anchor, begin = ("start", x) if x + width <= right else ("end", x - width)
-        row = next((i for i, taken in enumerate(taken_to) if text and begin >= taken), None)
-        if row is None:
-            spots.append(_Spot(x))
+        end = begin + width + 8
+        room = [
+            row
+            for row, taken in enumerate(rows)
+            if text and begin >= left and all(end <= a or begin >= b for a, b in taken)
+        ]
+        if room:
+            rows[room[0]].append((begin, end))
+            spots[index] = _Spot(x, room[0], text, anchor)
         else:
-            taken_to[row] = begin + width + 8
-            spots.append(_Spot(x, row, text, anchor))
-    return max((spot.row + 1 for spot in spots if spot.text), default=0), spots
+            spots[index] = _Spot(x)
+    return max((spot.row + 1 for spot in spots.values() if spot.text), default=0), [
+        spots[index] for index in range(len(marks))
+    ]
 
 
 def _time_axis(

@@ -172,8 +172,12 @@ def _need_bytes(run: PastRun, context_bytes: int) -> int:
     live = run.live_bytes if run.steady_live_bytes is None else run.steady_live_bytes
     if live is None:
         # No framework tells: the process as a whole is all that is known.
-        return int(run.process_bytes * LIVE_FACTOR)
-    return max(int(live * LIVE_FACTOR), live + LIVE_MARGIN_BYTES) + context_bytes
+        return _with_room(run.process_bytes)
+    return _with_room(live) + context_bytes
+
+
+def _with_room(live_bytes: int) -> int:
+    return max(int(live_bytes * LIVE_FACTOR), live_bytes + LIVE_MARGIN_BYTES)
 
 
 def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:

@@ -47,7 +47,7 @@ class Evidence:
     free_bytes: int | None = None
     #: By how much others' memory there had grown since the process was placed.
     foreign_growth_bytes: int = 0
-    #: The error says by itself that the process's own cap refused; `None`: it does not say.
+    #: The error says by itself whether the process's own cap refused; `None`: it does not say.
     says_own_cap: bool | None = None
     #: The device was its alone.
     alone: bool = False
@@ -59,14 +59,16 @@ def classify(evidence: Evidence) -> Cause:
     The cap is to blame if the device could have given what was asked; where it could not, whoever
     took more than he was promised: others, this process, or nobody, in this order.
     """
-    if evidence.says_own_cap is not None and evidence.says_own_cap:
+    if evidence.says_own_cap:
         return "own_cap"
+    # Unless the error says that something else refused.
+    capped = evidence.cap_bytes is not None and evidence.says_own_cap is None
     wanted = evidence.wanted_bytes or 0
     free = evidence.free_bytes
     if free is None:
         # Nobody asked the device: a process with a cap has probably hit it.
-        return "own_cap" if evidence.cap_bytes is not None else "crowded"
-    if evidence.cap_bytes is not None and free >= max(1, wanted):
+        return "own_cap" if capped else "crowded"
+    if capped and free >= max(1, wanted):
         return "own_cap"
     missing = max(1, wanted - free)
     if evidence.foreign_growth_bytes >= missing:
@@ -142,12 +144,13 @@ def next_rung(climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: in
         more = max(int(evidence.budget_bytes * OOM_FACTOR), int((needed or 0) * WANTED_FACTOR))
         return _give(replace(climb, shared=0), more, capacity_bytes, f"{budget} were not enough")
     shared = climb.shared + 1
-    if shared > MOST_SHARED or climb.whole_device:
+    if shared > MOST_SHARED:
         return f"the device ran full {shared} times though the task was within its {budget}{wanted}"
     taken = "other people's processes" if cause == "foreign" else "tasks beside it"
     reason = f"{taken} filled the device though it was within its {budget}"
     grown = replace(climb, shared=shared)
-    if shared == MOST_SHARED:
+    if shared == MOST_SHARED or climb.whole_device:
+        # A whole device is no protection from other people: it may take another.
         return _give(grown, capacity_bytes, capacity_bytes, reason)
     return _give(grown, evidence.budget_bytes, capacity_bytes, reason)
 

@@ -15,6 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prefect_gpu.scheduling.model import Device, DeviceKey, DeviceSnapshot, Reservation
+from prefect_gpu.units import MIB
+
+#: Bytes by which a process may pass its budget unremarked: contexts differ by some MiB from one run to
+#: the next, allocators' segments and the driver's rounding are tens of MiB.
+OVERSHOOT_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ It covers what is known, not what follows from it: free memory is in `memory`, c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias, Union
 
 DeviceKind = Literal["nvml", "host", "simulated"]
 
@@ -98,6 +98,23 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelBudgets:
+    """Bytes on each device by its model, as histories know them."""
+
+    #: Name of the model and bytes. Of one that is not named, a device to itself.
+    by_model: tuple[tuple[str, int], ...]
+
+    def get(self, device_name: str) -> int | None:
+        """Give the bytes for a model; `None`: it is not named."""
+        return dict(self.by_model).get(device_name)
+
+
+#: What a request asks of each device: bytes (`int`), a fraction of its total (`float` in (0, 1]), bytes
+#: by model, or, since nobody knows what is needed, a device to itself (`None`).
+Memory: TypeAlias = Union[int, float, ModelBudgets, None]  # noqa: UP007
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What one process of a task asks for."""
 
@@ -108,9 +125,8 @@ class Request:
     sequence: int
     #: Monotonic seconds when it was made.
     submitted_s: float
-    #: Bytes (`int`) or fraction of a device's total (`float` in (0, 1]) on each device;
-    #: `None`: a device to itself, since nobody knows what it needs.
-    memory: int | float | None = None
+    #: Asked of each device.
+    memory: Memory = None
     #: Devices asked for, all or none.
     count: int = 1
     #: Indices ("0") or UUID prefixes ("GPU-1a"), in the author's order; empty: any.
@@ -126,6 +142,8 @@ class Request:
         """Bytes of `device` that the request asks for; `None`: all that it has free."""
         if self.memory is None:
             return None
+        if isinstance(self.memory, ModelBudgets):
+            return self.memory.get(device.name)
         if isinstance(self.memory, float):
             return int(self.memory * device.total_bytes)
         return self.memory

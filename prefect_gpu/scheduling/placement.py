@@ -11,7 +11,13 @@ from typing import Literal
 
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import Room
-from prefect_gpu.scheduling.model import DeviceKey, Placement, Request, Reservation
+from prefect_gpu.scheduling.model import (
+    DeviceKey,
+    ModelBudgets,
+    Placement,
+    Request,
+    Reservation,
+)
 from prefect_gpu.units import GIB, MIB, format_bytes
 
 #: Among devices that fit: the emptiest, or the fullest.
@@ -254,7 +260,8 @@ class Choices:
 
     def _preferred(self, request: Request) -> Iterator[Room]:
         """Give the rooms that may hold a request, the preferred first."""
-        if isinstance(request.memory, float) and not self.alike:
+        by_model = isinstance(request.memory, ModelBudgets)
+        if by_model or (isinstance(request.memory, float) and not self.alike):
             rooms = [room for room in self._rooms if room is not None]
             yield from sorted(rooms, key=lambda room: self._sign * _left(request, room))
             return
@@ -275,14 +282,13 @@ class Choices:
 
 def _place(request: Request, rooms: Sequence[Room]) -> Placement:
     budgets = tuple(_budget(request, room) for room in rooms)
-    alone = request.exclusive or request.memory is None
     reservations = tuple(
         Reservation(
             request_id=request.id,
             host=room.device.host,
             device_uuid=room.device.uuid,
             reserved_bytes=budget,
-            exclusive=alone,
+            exclusive=request.exclusive or need_bytes(request, room) is None,
             task_name=request.task_name,
         )
         for room, budget in zip(rooms, budgets, strict=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import Room
-from prefect_gpu.scheduling.model import Placement, Request, Reservation
+from prefect_gpu.scheduling.model import Memory, Placement, Request, Reservation
 from prefect_gpu.scheduling.placement import (
     Choices,
     PlacementStyle,
@@ -84,7 +84,7 @@ def order_key(request: Request) -> tuple[int, int]:
 class Shape:
     """All of a request that says which devices can hold it: equal shapes have equal chances."""
 
-    memory: int | float | None
+    memory: Memory
     #: 1 byte and 100 % are equal numbers.
     is_fraction: bool
     count: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,27 @@ from tests.integration.framework_child import run_child
 pytestmark = pytest.mark.gpu
 
 #: Context left out of the caps here; the largest that is known of, and some.
-CONTEXT = {"torch": GIB, "jax": GIB, "cupy": GIB, "tensorflow": int(1.3 * GIB)}
+CONTEXT = {
+    "torch": GIB,
+    "jax": GIB,
+    "cupy": GIB,
+    "tensorflow": int(1.3 * GIB),
+    "onnxruntime": GIB,
+}
 
 
 def needs(framework: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(framework) is None
-    return pytest.mark.skipif(missing, reason=f"{framework} is not installed")
+    reason = f"{framework} is not installed"
+    if framework == "onnxruntime" and not missing and not has_cuda_provider():
+        missing, reason = True, "this onnxruntime has no CUDA provider (onnxruntime-gpu has)"
+    return pytest.mark.skipif(missing, reason=reason)
+
+
+def has_cuda_provider() -> bool:
+    """Tell onnxruntime-gpu from onnxruntime by a file, importing neither."""
+    (folder,) = importlib.util.find_spec("onnxruntime").submodule_search_locations
+    return (Path(folder) / "capi" / "libonnxruntime_providers_cuda.so").exists()
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +79,18 @@ def process_bytes():
     return sum(p.usedGpuMemory or 0 for p in running if p.pid == os.getpid())
 """
 
+#: What `release_cached` gives back, as inside a GPU task.
+REMEDIES = """
+from prefect_gpu import inside, release_cached
+allocation = inside.Allocation(policy.budget_bytes[0], None, 1, tuple(policy.device_uuids), ())
+inside.set_current_allocation(allocation)
+"""
+
 TORCH_TAKE = """
 import torch
 out["initialized"] = torch.cuda.is_initialized()
 out["before"] = counters()
+out["sample_before"] = hooks.sample()
 
 def take(size):
     try:
@@ -86,10 +110,13 @@ out["within"] = take(2 * GIB)
 torch.cuda.empty_cache()
 out["over"] = take(2 * GIB + 2 * MIB)
 out["counters"] = counters()
+x = torch.ones(1024, 1024, device="cuda")
+out["sample"] = hooks.sample()
 """,
         fields("torch"),
     )
-    assert (found["initialized"], found["before"]) == (False, None)
+    assert (found["initialized"], found["before"], found["sample_before"]) == (False, None, None)
+    assert found["sample"] == [4 * MIB, found["counters"]["alloc_retries"]]
     assert found["within"] is None
     assert found["over"][0]
     assert "Tried to allocate" in found["over"][1]
@@ -128,6 +155,88 @@ out["over"] = take(3 * GIB)
     assert found["reserved"] <= 2 * GIB
     assert (found["within"], found["retries"]) == (None, 0)
     assert found["over"][0]
+
+
+@needs("torch")
+def test_torch_gives_its_cache_back_and_keeps_what_is_in_use(fields):
+    found = run_child(
+        REMEDIES
+        + TORCH_TAKE
+        + NVML
+        + """
+out["untouched"] = [release_cached(), torch.cuda.is_initialized()]
+x = torch.ones(64, 1024, 1024, device="cuda")
+take(GIB)
+circle = [torch.ones(64, 1024, 1024, device="cuda")]
+circle.append(circle)
+del circle
+out["held"] = process_bytes()
+out["freed"] = release_cached()
+out["left"] = process_bytes()
+out["counters"] = counters()
+out["again"] = release_cached()
+""",
+        fields("torch"),
+    )
+    assert found["untouched"] == [0, False]
+    assert found["freed"] == found["held"] - found["left"]
+    # All of the segment that the circle lay in, so the circle too.
+    assert found["freed"] >= GIB
+    assert found["counters"]["live_bytes"] == 256 * MIB
+    assert found["again"] == 0
+
+
+@needs("torch")
+def test_a_batch_size_that_fits_the_cap_is_found(fields):
+    found = run_child(
+        """
+import torch
+from prefect_gpu import find_batch_size
+
+def step(size):
+    tried.append(size)
+    x = torch.ones(size, 16, 1024, 1024, dtype=torch.uint8, device="cuda")
+    return x + 1
+
+tried = []
+out["size"] = find_batch_size(step, 256)
+out["tried"] = tried
+out["live"] = torch.cuda.memory_allocated()
+""",
+        fields("torch"),
+    )
+    # Two of 16 MiB for each, in 2 GiB.
+    assert (found["size"], found["tried"]) == (64, [256, 128, 64])
+    assert found["live"] == 0
+
+
+@needs("torch")
+@needs("cupy")
+@pytest.mark.parametrize("named", ["frameworks", "detected"])
+def test_two_frameworks_share_the_budget(fields, named):
+    found = run_child(
+        TORCH_TAKE
+        + """
+import cupy
+cupy_over = cupy.cuda.memory.OutOfMemoryError
+
+def take_cupy(size):
+    try:
+        cupy.cuda.alloc(size)
+    except cupy_over:
+        return False
+    return True
+
+cap = policy.cap_bytes("torch")[0]
+out["caps"] = [cap, policy.cap_bytes("cupy")[0]]
+out["torch"] = [take(cap // MIB * MIB), take(cap + 2 * MIB)]
+out["cupy"] = [take_cupy(out["caps"][1] // MIB * MIB), take_cupy(out["caps"][1] + MIB)]
+""",
+        fields("torch", **{"frameworks": [], named: ["cupy", "torch"], "budget_bytes": [6 * GIB]}),
+    )
+    assert found["caps"] == [2 * GIB, 2 * GIB]
+    assert found["torch"][0] is None and found["torch"][1][0]
+    assert found["cupy"] == [True, False]
 
 
 @needs("torch")
@@ -238,6 +347,10 @@ import numpy
 out["platform"] = jax.devices()[0].platform
 out["within"] = take(GIB)
 out["counters"] = counters()
+x = jnp.ones(MIB, jnp.float32).block_until_ready()
+out["sample"] = hooks.sample()
+ADAPTERS["jax"].release_cached()
+out["kept"] = float(x.sum())
 out["over"] = take(3 * GIB)
 back = pickle.loads(dumps({"x": [jnp.arange(3)], "key": jax.random.key(0)}))
 out["types"] = [type(back["x"][0]).__name__, type(back["key"]).__name__]
@@ -248,6 +361,8 @@ out["types"] = [type(back["x"][0]).__name__, type(back["key"]).__name__]
     )
     assert found["platform"] == "gpu"
     assert found["within"] is None
+    assert found["sample"][0] >= 4 * MIB and found["sample"][1] == 0
+    assert found["kept"] == MIB
     assert found["counters"]["peak_live_bytes"] >= GIB
     assert (found["over"] is None) == (allocation == "growth")
     if allocation != "growth":
@@ -274,20 +389,30 @@ def take(size):
 @pytest.mark.parametrize("allocation", ["limit", "all", "growth"])
 def test_cupy(fields, allocation):
     found = run_child(
-        CUPY_TAKE
+        REMEDIES
+        + CUPY_TAKE
         + """
 out["before"] = counters()
-out["within"] = take(GIB)
+# Before the large one, or it would be cut out of what that leaves in the pool.
 x = cupy.ones(4)
+out["within"] = take(GIB)
 out["counters"] = counters()
+out["sample"] = hooks.sample()
 out["over"] = take(3 * GIB)
 out["types"] = [type(pickle.loads(dumps([x]))[0]).__name__]
+cupy.fft.fft(x)
+out["freed"] = release_cached()
+out["after"] = counters()
 """,
         fields("cupy", allocation=allocation),
     )
     assert found["within"] is None
     assert (found["over"] is None) == (allocation == "growth")
     assert found["counters"]["live_bytes"] == 512
+    assert found["sample"] == [512, 0]
+    # What `all` took is one block, and a piece of it is in use.
+    assert (found["freed"] >= GIB) == (allocation != "all")
+    assert found["after"]["live_bytes"] == 512
     if allocation == "all":
         assert found["before"]["reserved_bytes"] == 2 * GIB
     else:
@@ -321,6 +446,9 @@ def test_tensorflow(fields, allocation):
 out["before"] = counters()
 out["within"] = take(GIB)
 out["counters"] = counters()
+with tf.device("GPU:0"):
+    kept = tf.ones([MIB])
+out["sample"] = hooks.sample()
 out["over"] = take(3 * GIB)
 out["process"] = process_bytes()
 with tf.device("GPU:0"):
@@ -335,14 +463,89 @@ out["types"] = [type(back["x"][0]).__name__, type(back["v"]).__name__]
     assert (found["before"] is None) == (allocation != "all")
     assert found["counters"]["peak_live_bytes"] >= GIB
     assert found["counters"]["reserved_bytes"] is None
+    assert found["sample"][0] >= 4 * MIB and found["sample"][1] == 0
     if allocation != "growth":
         assert found["over"][0]
         assert found["process"] <= 2 * GIB + CONTEXT["tensorflow"]
     assert found["types"] == ["ndarray", "float32"]
 
 
+#: A model that repeats its input as often as it is told to, so that one run can take any size.
+ONNXRUNTIME_TAKE = """
+import numpy
+import onnxruntime
+from prefect_gpu import onnxruntime_provider_options
+from prefect_gpu.frameworks import onnx_model as m
+if hasattr(onnxruntime, "preload_dlls"):
+    onnxruntime.preload_dlls()
+
+def repeat_model():
+    # `Expand` of one float to a shape that is an input (type 7: whole numbers).
+    node = m._node("Expand", ("x", "shape"), "repeated")
+    # What comes back is small.
+    first = m._node("Gather", ("repeated", "index"), "first")
+    graph = m._bytes(1, node) + m._bytes(1, first) + m._bytes(2, b"repeat")
+    graph += m._bytes(11, m._value("x", m.FLOAT, (1,)))
+    graph += m._bytes(11, m._value("shape", 7, (1,))) + m._bytes(11, m._value("index", 7, (1,)))
+    graph += m._bytes(12, m._value("first", m.FLOAT, (1,)))
+    return m._integer(1, m.IR_VERSION) + m._bytes(7, graph) + m._bytes(8, m._integer(2, m.OPSET))
+
+options = onnxruntime_provider_options()
+out["options"] = options
+session = onnxruntime.InferenceSession(repeat_model(), providers=[("CUDAExecutionProvider", options)])
+out["provider"] = session.get_providers()[0]
+out["applied"] = session.get_provider_options()["CUDAExecutionProvider"]
+
+def take(size):
+    shape, index = numpy.array([size // 4]), numpy.array([0])
+    given = {"x": numpy.ones(1, numpy.float32), "shape": shape, "index": index}
+    try:
+        (first,) = session.run(None, given)
+    except Exception as error:
+        return [ADAPTERS["onnxruntime"].is_out_of_memory(error), str(error)]
+    assert first.tolist() == [1]
+    return None
+"""
+
+
+@needs("onnxruntime")
+@pytest.mark.parametrize("allocation", ["limit", "all", "growth"])
+def test_onnxruntime(fields, allocation):
+    found = run_child(
+        REMEDIES
+        + ONNXRUNTIME_TAKE
+        + NVML
+        + """
+from prefect_gpu.frameworks.out_of_memory import parse_wanted_bytes
+out["within"] = take(GIB)
+out["over"] = take(3 * GIB)
+out["wanted"] = parse_wanted_bytes(out["over"][1]) if out["over"] else None
+out["process"] = process_bytes()
+out["counters"] = [counters(), hooks.sample()]
+out["freed"] = release_cached()
+""",
+        fields("onnxruntime", allocation=allocation),
+    )
+    assert found["provider"] == "CUDAExecutionProvider"
+    assert found["applied"]["arena_extend_strategy"] == "kSameAsRequested"
+    assert found["within"] is None
+    assert (found["over"] is None) == (allocation == "growth")
+    assert ("gpu_mem_limit" in found["options"]) == (allocation != "growth")
+    if allocation != "growth":
+        assert found["applied"]["gpu_mem_limit"] == str(2 * GIB)
+        assert found["over"][0]
+        assert found["wanted"] >= 3 * GIB
+        assert found["process"] <= 2 * GIB + CONTEXT["onnxruntime"]
+    assert found["counters"] == [None, None]
+    assert found["freed"] == 0
+
+
 @pytest.mark.parametrize(
-    "framework", [pytest.param(n, marks=needs(n)) for n in ("torch", "tensorflow", "jax", "cupy")]
+    "framework",
+    [
+        pytest.param(n, marks=needs(n))
+        for n in ("torch", "tensorflow", "jax", "cupy", "onnxruntime")
+    ],
 )
 def test_calibration_leaves_a_plausible_context(fields, framework, record_property):
     found = run_child(

@@ -184,7 +184,7 @@ out["left"] = ADAPTERS["tensorflow"].reduce_to_host(keras.Sequential()) is NotIm
 try:
     tf.zeros([1 << 45])
 except Exception as error:
-    out["oom"] = ADAPTERS["tensorflow"].is_out_of_memory(error)
+    out["oom"] = [type(error).__name__, ADAPTERS["tensorflow"].is_out_of_memory(error)]
 # Too late now: the runtime has started.
 from dataclasses import replace
 try:
@@ -200,7 +200,8 @@ except FrameworkError as error:
     assert found["types"] == ["ndarray"] * 3
     assert found["values"] == [[0, 1, 2, 3], [1.0, 2.0], [3.0], "b'x'"]
     assert found["left"]
-    assert found["oom"]
+    # The machine's memory, not a device's.
+    assert found["oom"] == ["ResourceExhaustedError", False]
     assert "its runtime must not start before the task's body" in found["late"]
 
 

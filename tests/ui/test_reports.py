@@ -74,7 +74,7 @@ def test_a_flow_report_shows_every_process_and_the_devices(
         save(page, pictures / f"flow-report-{ui}.png")
     assert seen.image_widths == [720]
     assert "16 of 19 processes completed" in seen.text
-    assert "gpu:memory=5.5GiB" in seen.text
+    assert "gpu:memory=5GiB" in seen.text
     assert "evaluate-vit-b16-int8" in seen.text
 
 

@@ -505,7 +505,7 @@ def test_where_no_process_is_listed_counters_stand_in_and_nothing_counts_as_leak
     rig.reader.lists_processes = False
     measured: queue.SimpleQueue[int] = queue.SimpleQueue()
     first, second = rig.place("a", 6), rig.place("b", 6)
-    first.on_measured = lambda at_s, size: measured.put(size)
+    first.on_measured = lambda at_s, sizes: measured.put(sum(sizes))
     for ticket, gib in ((first, 4), (second, 8)):
         rig.start(ticket, gib)
         ticket.stand_in_bytes = gib * GIB
@@ -705,7 +705,7 @@ def test_a_callback_that_fails_harms_nobody(rig: Rig, caplog: pytest.LogCaptureF
         raise RuntimeError("a fault of the task's")
 
     first.on_measured = first.on_recovered = fail
-    second.on_measured = lambda at_s, size: measured.put(size)
+    second.on_measured = lambda at_s, sizes: measured.put(sum(sizes))
     for ticket in (first, second):
         rig.start(ticket, gib=4)
     rig.broker.read()

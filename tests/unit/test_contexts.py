@@ -73,9 +73,9 @@ class Broker:
 
     def refresh(self) -> None:
         def read() -> None:
-            told: Callable[[float, int], None] | None = self.ticket.on_measured
+            told: Callable[[float, tuple[int, ...]], None] | None = self.ticket.on_measured
             assert told is not None
-            told(float("inf"), self.shows)
+            told(float("inf"), (self.shows,))
 
         threading.Thread(target=read).start()
 

@@ -41,6 +41,10 @@ ERRORS: list[tuple[Exception, list[str]]] = [
         ["SIGKILL; perhaps the OOM killer", "standard error:\nKilled"],
     ),
     (errors.ChildTimeoutError("train", 1.5), ["'train'", "timeout_seconds=1.5"]),
+    (
+        errors.BudgetExceededError("train", 2 << 30, 3 << 30),
+        ["'train'", "held 3GiB", "budget of 2GiB"],
+    ),
     (errors.ProtocolError("odd frame"), ["odd frame"]),
 ]
 

@@ -414,26 +414,7 @@ def test_gpu_refuses_at_once(arguments: dict[str, object]) -> None:
         gpu(**arguments)  # type: ignore[arg-type]
 
 
-# -- what has no effect yet, and the table ------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tags", "unenforced"),
-    [
-        pytest.param(["gpu:memory=1GiB"], (), id="what has an effect is not named"),
-        pytest.param(["gpu"], (), id="defaults are not named"),
-        pytest.param(["gpu:oom=escalate"], ("gpu:oom=escalate",), id="a stated default is"),
-        pytest.param(
-            ["gpu:learn_by=size", "gpu:enforce=kill", "gpu:framework=jax", "gpu:framework=torch:70%"],
-            ("gpu:enforce=kill", "gpu:learn_by=size", "gpu:framework=torch:70%"),
-            id="shares are, whole frameworks are not",
-        ),
-    ],
-)  # fmt: skip
-def test_tags_without_effect_are_named(tags: list[str], unenforced: tuple[str, ...]) -> None:
-    policy = parse_tags(tags)
-    assert policy is not None
-    assert policy.unenforced() == unenforced
+# -- the table ---------------------------------------------------------------------------------
 
 
 def test_the_table_has_a_row_for_every_key() -> None:

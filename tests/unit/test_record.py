@@ -10,7 +10,7 @@ from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.record import ProcessRecord, TaskFacts
-from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.model import Mark, StepFacts, TaskReport
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 from prefect_gpu.units import GIB, MIB
 from tests.unit.scheduling.values import device
@@ -71,7 +71,9 @@ def test_a_resident_set_that_no_reading_saw_is_the_childs_own() -> None:
     [
         pytest.param(BodyEnded(False), "completed", id="a value"),
         pytest.param(BodyEnded(True, traceback="...\nValueError: no"), "failed", id="an error"),
-        pytest.param(BodyEnded(True, out_of_memory=OutOfMemory("torch")), "oom", id="out of memory"),
+        pytest.param(
+            BodyEnded(True, out_of_memory=OutOfMemory("torch")), "oom", id="out of memory"
+        ),
     ],
 )
 def test_the_outcome_is_how_the_body_ended(ended: BodyEnded, outcome: str) -> None:
@@ -113,3 +115,54 @@ def test_a_killed_process_is_not_said_to_have_held_nothing() -> None:
     learned.add_reading(1.0, GIB)
     learned.add_reading(1.2, 0)
     assert learned.last_process_bytes == GIB
+
+
+def test_marks_are_told_in_seconds_since_the_placement() -> None:
+    learned = record()
+    learned.started_s = 4.0
+    learned.add_steps(None, [Mark(2.0, "b", 0.5), Mark(1.0, "a")])
+    learned.add_end(BodyEnded(False, marks=(Mark(3.0, "c"),)))
+    assert made_of(learned).marks == (Mark(5.0, "a"), Mark(6.0, "b", 0.5), Mark(7.0, "c"))
+
+
+def test_the_marks_of_a_long_body_stay_few() -> None:
+    learned = record()
+    for step in range(1000):
+        learned.add_steps(None, [Mark(float(step), "a", step=step)])
+    assert [m.step for m in made_of(learned).marks] == [0, 1, 2, 998, 999]
+
+
+def test_the_last_that_is_known_of_steps_counts() -> None:
+    learned = record()
+    assert made_of(learned).steps is None
+    learned.add_steps(StepFacts(count=1), ())
+    learned.add_steps(StepFacts(count=2), ())
+    learned.add_steps(None, ())
+    assert made_of(learned).steps == StepFacts(count=2)
+    learned.add_end(BodyEnded(False, steps=StepFacts(count=3)))
+    assert made_of(learned).steps == StepFacts(count=3)
+
+
+def test_an_out_of_memory_is_told_with_what_is_made_of_it() -> None:
+    learned = record()
+    shortage = OutOfMemory("torch", wanted_bytes=GIB)
+    learned.add_end(BodyEnded(True, shortage))
+    assert learned.out_of_memory == shortage
+    learned.cap_bytes, learned.cause, learned.wanted_bytes = 5 * GIB, "own_cap", 7 * GIB
+    report = made_of(learned)
+    assert (report.cap_bytes, report.cause, report.wanted_bytes) == (5 * GIB, "own_cap", 7 * GIB)
+
+
+def test_simulated_devices_know_what_a_child_could_not_say_before_it_died() -> None:
+    learned = record()
+    learned.add_counters(counters(1 * GIB, 1 * GIB), ())
+    learned.add_peaks(3 * GIB, 3 * GIB)
+    report = made_of(learned, "simulated")
+    assert (report.peak_live_bytes, report.peak_process_bytes) == (3 * GIB, 3 * GIB)
+
+
+def test_an_allocator_that_keeps_no_reserved_bytes_leaves_them_unknown() -> None:
+    learned = record()
+    learned.add_reading(1.0, 3 * GIB)
+    learned.add_counters(counters(1 * GIB, None), ("jax",))
+    assert made_of(learned).peak_reserved_bytes is None

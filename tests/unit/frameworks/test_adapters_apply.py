@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from prefect_gpu import inside
 from prefect_gpu.errors import FrameworkError
+from prefect_gpu.frameworks import onnxruntime_adapter
 from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
 from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.frameworks.torch_adapter import ALL_MARGIN_BYTES, fraction_for
 from prefect_gpu.units import GIB, MIB
@@ -35,6 +38,11 @@ class FakeTorch:
                 "reserved_bytes.all.peak": 4,
                 "num_alloc_retries": 5,
             },
+            memory_stats_as_nested_dict=lambda i: {
+                "allocated_bytes": {"all": {"current": 1}},
+                "num_alloc_retries": 5,
+            },
+            empty_cache=lambda: self.log.append("emptied"),
             _lazy_call=self._queued.append,
         )
         self._interop = 8
@@ -84,9 +92,21 @@ def test_torch_caps_when_cuda_starts_and_not_before(torch):
     )
     assert fake.log == [("threads", 2)]
     assert ADAPTERS["torch"].counters() is None
+    assert ADAPTERS["torch"].sample() is None
     fake.start_cuda()
     assert fake.log[1:] == [("cap", 0, 8.0), ("cap", 1, 4.0)]
     assert ADAPTERS["torch"].counters() == Counters(2, 6, 4, 8, 10)
+    assert ADAPTERS["torch"].sample() == (2, 10)
+
+
+def test_torch_empties_its_cache_once_cuda_has_started(torch):
+    fake = torch()
+    ADAPTERS["torch"].apply(policy(allocation="limit"))
+    ADAPTERS["torch"].release_cached()
+    assert "emptied" not in fake.log
+    fake.start_cuda()
+    ADAPTERS["torch"].release_cached()
+    assert fake.log[-1] == "emptied"
 
 
 def test_torch_growth_sets_no_cap(torch):
@@ -223,6 +243,7 @@ def test_tensorflow_counters_need_a_started_runtime_and_a_gpu(tensorflow):
     assert ADAPTERS["tensorflow"].counters() is None
     tensorflow(SimpleNamespace(_initialized=True), gpus=2)
     assert ADAPTERS["tensorflow"].counters() == Counters(10, None, 14, None)
+    assert ADAPTERS["tensorflow"].sample() == (10, 0)
     tensorflow(SimpleNamespace(_initialized=True), gpus=0)
     assert ADAPTERS["tensorflow"].counters() is None
 
@@ -233,10 +254,14 @@ def jax_with(monkeypatch, devices, backends=()):
             raise RuntimeError("Unknown backend: 'gpu' requested")
         return devices
 
-    fake = SimpleNamespace(devices=find, local_devices=lambda: devices)
+    cleared = []
+    fake = SimpleNamespace(
+        devices=find, local_devices=lambda: devices, clear_caches=lambda: cleared.append(True)
+    )
     monkeypatch.setitem(sys.modules, "jax", fake)
     bridge = SimpleNamespace(_backends=dict.fromkeys(backends))
     monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", bridge)
+    return cleared
 
 
 def gpu_with(**stats):
@@ -259,10 +284,20 @@ def test_jax_counters_start_no_backend(monkeypatch):
     assert ADAPTERS["jax"].counters() is None
     jax_with(monkeypatch, [pooled, pooled], ["cuda"])
     assert ADAPTERS["jax"].counters() == Counters(2, 6, 4, 8)
+    assert ADAPTERS["jax"].sample() == (2, 0)
     jax_with(monkeypatch, [gpu_with(bytes_in_use=1)], ["cuda"])
     assert ADAPTERS["jax"].counters() == Counters(1, None, 1, None)
     jax_with(monkeypatch, [SimpleNamespace(platform="cpu", memory_stats=dict)], ["cpu"])
     assert ADAPTERS["jax"].counters() is None
+
+
+def test_jax_drops_its_programs_once_a_backend_has_started(monkeypatch):
+    cleared = jax_with(monkeypatch, [])
+    ADAPTERS["jax"].release_cached()
+    assert cleared == []
+    cleared = jax_with(monkeypatch, [gpu_with()], ["cuda"])
+    ADAPTERS["jax"].release_cached()
+    assert cleared == [True]
 
 
 class FakeCupy:
@@ -279,8 +314,17 @@ class FakeCupy:
         self.cuda = SimpleNamespace(
             runtime=runtime, alloc=self.alloc, Device=lambda i: contextlib.nullcontext()
         )
-        pool = SimpleNamespace(used_bytes=lambda: live, total_bytes=lambda: held)
+        self.freed = []
+        plans = SimpleNamespace(clear=lambda: self.freed.append("plans"))
+        self.fft = SimpleNamespace(config=SimpleNamespace(get_plan_cache=lambda: plans))
+        pool = SimpleNamespace(
+            used_bytes=lambda: live,
+            total_bytes=lambda: held,
+            free_all_blocks=lambda: self.freed.append("device"),
+        )
+        pinned = SimpleNamespace(free_all_blocks=lambda: self.freed.append("pinned"))
         self.get_default_memory_pool = lambda: pool
+        self.get_default_pinned_memory_pool = lambda: pinned
 
     def alloc(self, size):
         if size > self._room:
@@ -300,10 +344,16 @@ def test_cupy(monkeypatch):
     adapter.apply(policy(allocation="limit"))
     assert fake.taken == []
     assert adapter.counters() is None
+    adapter.release_cached()
+    assert fake.freed == []
     adapter.apply(policy(allocation="all"))
     assert fake.taken == [8 * GIB]
-    use(live=MIB, held=2 * MIB)
+    fake = use(live=MIB, held=2 * MIB)
     assert adapter.counters() == Counters(MIB, 2 * MIB, MIB, 2 * MIB)
+    assert adapter.sample() == (MIB, 0)
+    adapter.release_cached()
+    # Plans hold blocks of the pool.
+    assert fake.freed == ["plans", "device", "pinned"]
     use(devices=0)
     with pytest.raises(FrameworkError, match=r"0 found \(cudaErrorNoDevice\)"):
         adapter.apply(policy())
@@ -312,16 +362,86 @@ def test_cupy(monkeypatch):
         adapter.apply(policy(allocation="all"))
 
 
-def test_onnxruntime_without_its_cuda_provider_is_an_error_where_a_tag_names_it(monkeypatch):
+@pytest.fixture
+def onnxruntime(monkeypatch):
+    """Runtime with a processor's provider alone, imported in no GPU task so far."""
     providers = ["CPUExecutionProvider"]
     fake = SimpleNamespace(get_available_providers=lambda: providers)
     monkeypatch.setitem(sys.modules, "onnxruntime", fake)
+    monkeypatch.setattr(onnxruntime_adapter, "_applied", None)
+    return providers
+
+
+def test_onnxruntime_without_its_cuda_provider_is_an_error_where_a_tag_names_it(onnxruntime):
     adapter = ADAPTERS["onnxruntime"]
     adapter.apply(policy())
     with pytest.raises(FrameworkError, match="no CUDAExecutionProvider"):
         adapter.apply(policy(frameworks=("onnxruntime",)))
-    providers.append("CUDAExecutionProvider")
+    onnxruntime.append("CUDAExecutionProvider")
     adapter.apply(policy(frameworks=("onnxruntime",)))
+
+
+GROWS_AS_ASKED = {"arena_extend_strategy": "kSameAsRequested"}
+
+
+@pytest.fixture
+def in_task(monkeypatch):
+    """Make this process look like a GPU task on two devices."""
+
+    def enter(cap_bytes=None):
+        allocation = inside.Allocation(8 * GIB, cap_bytes, 1, ("GPU-a", "GPU-b"), ())
+        monkeypatch.setattr(inside, "_current", allocation)
+
+    return enter
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits"),
+    [
+        ({"allocation": "limit"}, [7 * GIB, 3 * GIB]),
+        ({"allocation": "all"}, [7 * GIB, 3 * GIB]),
+        ({"allocation": "growth"}, [None, None]),
+        ({"allocation": "limit", "device_kind": "host"}, [None, None]),
+        ({"allocation": "limit", "shares": {"onnxruntime": 0.5}}, [3 * GIB, GIB]),
+        ({"allocation": "limit", "detected": ("onnxruntime", "torch")}, [3 * GIB, GIB]),
+    ],
+)
+def test_onnxruntime_options_are_the_frameworks_cap_on_each_device(
+    onnxruntime, in_task, changes, limits
+):
+    in_task(cap_bytes=5 * GIB)
+    ADAPTERS["onnxruntime"].apply(
+        policy(
+            device_uuids=("GPU-a", "GPU-b"),
+            total_bytes=(80 * GIB,) * 2,
+            budget_bytes=(8 * GIB, 4 * GIB),
+            context_bytes={"onnxruntime": GIB},
+            **changes,
+        )
+    )
+    for device, limit in enumerate(limits):
+        limited = {} if limit is None else {"gpu_mem_limit": str(limit)}
+        assert onnxruntime_provider_options(device) == {
+            "device_id": str(device),
+            **GROWS_AS_ASKED,
+            **limited,
+        }
+    with pytest.raises(ValueError, match="device=2 is no device of this task"):
+        onnxruntime_provider_options(2)
+
+
+def test_onnxruntime_options_where_tags_name_other_frameworks(onnxruntime, in_task):
+    in_task(cap_bytes=5 * GIB)
+    assert onnxruntime_provider_options()["gpu_mem_limit"] == str(5 * GIB)
+    in_task()
+    assert "gpu_mem_limit" not in onnxruntime_provider_options()
+
+
+def test_onnxruntime_options_outside_a_task_import_nothing_and_limit_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert onnxruntime_provider_options(3) == {"device_id": "3", **GROWS_AS_ASKED}
+    with pytest.raises(ValueError, match="device=-1"):
+        onnxruntime_provider_options(-1)
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=list(ADAPTERS))
@@ -329,3 +449,6 @@ def test_plain_values_and_frameworks_that_are_not_imported_are_left_alone(adapte
     monkeypatch.delitem(sys.modules, adapter.module, raising=False)
     assert adapter.reduce_to_host([1]) is NotImplemented
     assert adapter.counters() is None
+    assert adapter.sample() is None
+    adapter.release_cached()
+    assert adapter.module not in sys.modules

@@ -5,6 +5,7 @@ from prefect_gpu.frameworks import calibration
 from prefect_gpu.frameworks.context import (
     ContextKey,
     ContextStore,
+    ContextWatch,
     default_path,
     fallback_context_bytes,
 )
@@ -65,13 +66,45 @@ def test_the_default_path_follows_the_xdg_specification(monkeypatch, tmp_path, b
 def test_fallbacks():
     assert fallback_context_bytes("torch") == 766 * MIB
     assert fallback_context_bytes("tensorflow") > 1200 * MIB
+    assert fallback_context_bytes("onnxruntime") == 770 * MIB
     assert fallback_context_bytes("something else") == 700 * MIB
 
 
 def test_calibration_refuses_by_name():
     with pytest.raises(FrameworkError, match="cannot be calibrated; can: torch, tensorflow"):
         calibration.run_calibration("mxnet")
-    with pytest.raises(FrameworkError, match="without a model"):
-        calibration.run_calibration("onnxruntime")
     with pytest.raises(FrameworkError, match="calibration failed: ModuleNotFoundError"):
         calibration.run_calibration("cupy")
+
+
+def watch(*events: tuple[str, int]) -> int | None:
+    watch = ContextWatch()
+    for what, size in events:
+        (watch.add_reading if what == "shown" else watch.add_reserved)(size * MIB)
+    seen = watch.seen_bytes()
+    return None if seen is None else seen // MIB
+
+
+@pytest.mark.parametrize(
+    ("events", "context"),
+    [
+        pytest.param([], None, id="nothing"),
+        pytest.param([("shown", 600)], None, id="before the first counters"),
+        pytest.param([("held", 100), ("shown", 700)], 600, id="nothing has changed since"),
+        pytest.param(
+            [("held", 100), ("shown", 5600), ("held", 5000), ("shown", 5650)],
+            650,
+            id="a reading between two counters is never set against the smaller",
+        ),
+        pytest.param(
+            [("held", 5000), ("shown", 1600), ("held", 1000), ("shown", 1600)],
+            600,
+            id="a peak that no reading saw takes nothing away",
+        ),
+        pytest.param([("held", 100), ("shown", 0)], None, id="the device does not tell"),
+    ],
+)
+def test_a_context_is_seen_whatever_the_two_readers_miss(
+    events: list[tuple[str, int]], context: int | None
+) -> None:
+    assert watch(*events) == context

@@ -18,12 +18,13 @@ NAME = "framework_for_tests"
 class FakeAdapter:
     name = "fake"
 
-    def __init__(self, module=NAME, error=None, counters=None):
+    def __init__(self, module=NAME, error=None, counters=None, sample=None):
         self.module = module
         self.error = error
         self.applied = 0
         self.saw = None
         self._counters = counters
+        self._sample = sample
 
     def apply(self, policy):
         self.applied += 1
@@ -33,6 +34,9 @@ class FakeAdapter:
 
     def counters(self):
         return self._counters
+
+    def sample(self):
+        return self._sample
 
 
 @pytest.fixture
@@ -179,6 +183,15 @@ def test_counters_are_summed_and_unknown_only_where_all_are(monkeypatch):
     assert hooks.collect_counters([torch, tensorflow, idle, missing]) == Counters(11, 14, 22, 28, 3)
     assert hooks.collect_counters([tensorflow]) == Counters(10, None, 20, None)
     assert hooks.collect_counters([idle, missing]) is None
+
+
+def test_samples_are_summed_over_frameworks_that_touched_a_device(monkeypatch):
+    monkeypatch.setitem(sys.modules, NAME, object())
+    torch, jax, idle = FakeAdapter(sample=(7, 2)), FakeAdapter(sample=(0, 0)), FakeAdapter()
+    missing = FakeAdapter("framework_not_there", sample=(9, 9))
+    assert hooks.sample([torch, jax, idle, missing]) == (7, 2)
+    assert hooks.sample([jax]) == (0, 0)
+    assert hooks.sample([idle, missing]) is None
 
 
 def test_frameworks_in_use_are_those_imported(monkeypatch):

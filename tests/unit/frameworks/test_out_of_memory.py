@@ -1,6 +1,6 @@
 import pytest
 
-from prefect_gpu.frameworks.out_of_memory import parse_wanted_bytes
+from prefect_gpu.frameworks.out_of_memory import causes, looks_out_of_memory, parse_wanted_bytes
 from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.units import GIB, MIB
 
@@ -15,20 +15,58 @@ OUT_OF_MEMORY = {
         error("torch", "OutOfMemoryError", "anything", RuntimeError),
         error("torch", "AcceleratorError", "CUDA error: out of memory", RuntimeError),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError(
+            "Exception encountered when calling Dense.call().\n\nCUDA out of memory. Tried"
+        ),
+        error(
+            "lightning.pytorch.utilities.exceptions",
+            "MisconfigurationException",
+            "CUDA out of memory.",
+        ),
+        error("their_module", "TrainingError", "step 3: CUDA out of memory. Tried", RuntimeError),
+        Exception("CUDA out of memory. Tried to allocate 2.00 GiB"),
     ],
     "tensorflow": [
         error("tensorflow.python.framework.errors_impl", "ResourceExhaustedError", "OOM when"),
         type("InternalError", (type(error("tensorflow.x", "OpError", "")),), {})("out of memory"),
+        RuntimeError(
+            "Exception encountered when calling Dense.call().\n\n{{function_node __wrapped__MatMul}} "
+            "OOM when allocating tensor with shape[9,9] and type float on /job:localhost/replica:0/"
+            "task:0/device:GPU:0 by allocator GPU_0_bfc [Op:MatMul]"
+        ),
     ],
     "jax": [
-        error("jaxlib._jax", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory", RuntimeError)
+        error("jaxlib._jax", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory", RuntimeError),
+        error(
+            "jaxlib._jax", "JaxRuntimeError", "INTERNAL: CUDNN_STATUS_ALLOC_FAILED", RuntimeError
+        ),
+        RuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5368709120 bytes."
+        ),
+        RuntimeError("RESOURCE_EXHAUSTED: Failed to allocate request for 5.00GiB (5368709120B) on"),
     ],
     "cupy": [
         error("cupy.cuda.memory", "OutOfMemoryError", "Out of memory", MemoryError),
         error("cupy_backends.cuda.api.runtime", "CUDARuntimeError", "cudaErrorMemoryAllocation"),
+        RuntimeError("Out of memory allocating 512 bytes (allocated so far: 0 bytes)."),
     ],
     "onnxruntime": [
-        error("onnxruntime.capi.onnxruntime_pybind11_state", "Fail", "bfc_arena.cc:376 Available")
+        error("onnxruntime.capi.onnxruntime_pybind11_state", "Fail", "bfc_arena.cc:376 Available"),
+        error(
+            "onnxruntime.capi.onnxruntime_pybind11_state", "EPFail", "CUDA failure: out of memory"
+        ),
+        RuntimeError(
+            "/onnxruntime_src/onnxruntime/core/framework/bfc_arena.cc:376 void* onnxruntime::BFCArena::"
+            "AllocateRawInternal(size_t, bool) Available memory of 256 is smaller than requested bytes of 512"
+        ),
+        RuntimeError(
+            "/onnxruntime_src/onnxruntime/core/providers/cuda/cuda_call.cc:121 CUBLAS failure 3: "
+            "CUBLAS_STATUS_ALLOC_FAILED ; GPU=0"
+        ),
+        RuntimeError("CUDA failure 2: out of memory ; GPU=0 ; hostname=a"),
     ],
 }
 OTHER = [
@@ -40,6 +78,27 @@ OTHER = [
     error("jaxlib._jax", "JaxRuntimeError", "INVALID_ARGUMENT", RuntimeError),
     error("onnxruntime.capi.onnxruntime_pybind11_state", "Fail", "no such file"),
     error("somewhere.else", "OutOfMemoryError", ""),
+    NotImplementedError("CUDA out of memory"),
+    KeyboardInterrupt("CUDA out of memory"),
+    error("grpc._channel", "_InactiveRpcError", "StatusCode.RESOURCE_EXHAUSTED: message is larger"),
+    # The machine's own memory.
+    RuntimeError("std::bad_alloc; CUDA out of memory"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:130] DefaultCPUAllocator: not enough memory: you tried"
+    ),
+    error(
+        "numpy._core._exceptions", "_ArrayMemoryError", "Unable to allocate 64. TiB", MemoryError
+    ),
+    error("their_module", "NoMemory", "CUDA out of memory", MemoryError),
+    error(
+        "tensorflow.python.framework.errors_impl",
+        "ResourceExhaustedError",
+        "OOM when allocating tensor with shape[9] and type float on /job:localhost/replica:0/task:0/"
+        "device:CPU:0 by allocator mklcpu [Op:Fill] name: ",
+    ),
+    RuntimeError(
+        "OOM when allocating tensor with shape[9] and type float on by allocator gpu_host_bfc"
+    ),
 ]
 
 
@@ -50,6 +109,24 @@ def test_each_framework_recognises_its_own_and_no_others(framework):
             assert ADAPTERS[framework].is_out_of_memory(raised) is (owner == framework)
     for raised in OTHER:
         assert not ADAPTERS[framework].is_out_of_memory(raised)
+
+
+def test_the_text_alone_names_the_framework_of_what_others_raise_anew():
+    for owner, errors in OUT_OF_MEMORY.items():
+        for raised in errors:
+            if type(raised) is RuntimeError:
+                assert looks_out_of_memory(raised) == owner
+    for raised in OTHER:
+        assert looks_out_of_memory(raised) == ""
+
+
+def test_causes_are_followed_through_what_is_hidden_and_once_around_a_circle():
+    first, second, third = ValueError(1), KeyError(2), RuntimeError(3)
+    third.__cause__, second.__context__ = second, first
+    second.__suppress_context__ = True
+    assert list(causes(third)) == [third, second, first]
+    first.__context__ = third
+    assert list(causes(third)) == [third, second, first]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +140,16 @@ def test_each_framework_recognises_its_own_and_no_others(framework):
         ("Failed to allocate memory for requested buffer of size 536870912", 512 * MIB),
         ("failed to allocate 2.00GiB (2147483648 bytes) from device", 2 * GIB),
         ("failed to allocate request for 1.50GiB", int(1.5 * GIB)),
-        ("OOM when allocating tensor with shape[1024] and type float", None),
+        (
+            "Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.80 GiB of which 3.00 GiB is free.",
+            int(1.5 * GIB),
+        ),
+        ("OOM when allocating tensor with shape[1000,1000,1000] and type float", 4 * 10**9),
+        ("OOM when allocating tensor with shape[8, 2] and type bfloat16 on", 32),
+        ("OOM when allocating tensor with shape[] and type double on", 8),
+        ("OOM when allocating tensor with shape[1024] and type variant on", None),
+        ("Out of memory allocating 5368709120 bytes", 5 * GIB),
+        ("Available memory of 1048576 is smaller than requested bytes of 536870912", 512 * MIB),
         ("tried to allocate 1.2.3 GiB", None),
         ("", None),
     ],

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -15,13 +15,15 @@ from prefect_gpu.reports.canvas import (
     time_label,
     time_ticks,
 )
-from prefect_gpu.reports.model import Mark, Sample
+from prefect_gpu.reports.model import CAUSE_WORDS, Mark, Sample
 from prefect_gpu.reports.timeline import (
     OUTCOME_WORDS,
+    PHASE_TINTS,
     flow_gantt_svg,
     outline,
     task_timeline_svg,
 )
+from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.units import GIB, KIB, MIB
 from tests.fakes.reports import PLACED_AT, device, flow_reports, task_report
 
@@ -109,6 +111,38 @@ def test_marks_without_room_keep_their_line_and_lose_their_label() -> None:
     assert sum(text.startswith("step") for text in found) == 3
     assert "a name of some length at the…" in found or any("some length" in t for t in found)
     assert task_timeline_svg(report).count('stroke-dasharray="2 3"') == 32
+
+
+def training(steps: int) -> tuple[Mark, ...]:
+    """Steps of three phases, of which the second is the longest."""
+    names = (("forward", 0.1), ("backward", 0.5), ("step", 0.05))
+    return tuple(
+        Mark(4 + i + j * 0.2, name, took, step=i)
+        for i in range(steps)
+        for j, (name, took) in enumerate(names)
+    )
+
+
+def test_phases_are_bands_of_one_tint_a_name_and_say_what_they_are() -> None:
+    svg = task_timeline_svg(task_report(marks=(*training(4), Mark(9, "done"))))
+    rects = [e for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("rect")]
+    bands = [e for e in rects if e.attrib["fill"] in PHASE_TINTS]
+    assert len(bands) == 2 * 12
+    assert len({e.attrib["fill"] for e in bands}) == 3
+    titles = ["".join(e.itertext()).strip() for e in bands]
+    assert "backward, step 2, 500ms" in titles
+    numbers_are_on_paper(svg)
+
+
+def test_the_longest_phase_of_each_name_is_labelled_first() -> None:
+    found = words(task_timeline_svg(task_report(marks=training(30))))
+    labels = [text for text in found if text in ("forward", "backward", "step")]
+    assert {"forward", "backward", "step"} == set(labels)
+    assert labels.count("backward") > labels.count("step")
+
+
+def test_every_cause_has_its_words() -> None:
+    assert {*CAUSE_WORDS} == {*get_args(Cause)}
 
 
 def test_an_outline_keeps_both_extremes_of_each_stretch() -> None:

@@ -1,0 +1,78 @@
+"""What a process can learn of itself from the driver: what it holds on its devices, what they have free.
+
+For a child, at the end of a phase and when memory ran out. The parent's own readings are `sampler`'s;
+how a driver is read, and whose a process is, is `nvml`'s and `roots`'.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from prefect_gpu.devices.reader import DeviceReader
+from prefect_gpu.scheduling.model import DeviceSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class OwnUse:
+    """One device, as the process itself sees it. Bytes; `None`: the driver does not tell."""
+
+    device_uuid: str
+    #: Held by this process and those that it started.
+    process_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+class OwnMemory:
+    """Asks the driver about this process. It never raises.
+
+    The driver is opened at the first question (tens of milliseconds) and asked in under one from then
+    on. Once it has failed, all is unknown from then on: a body must not wait for it again and again.
+    NVML may be asked by several threads at once.
+
+    Args:
+        device_uuids: The process's devices, in its order.
+        open_reader: Gives a reader of these devices.
+    """
+
+    def __init__(
+        self,
+        device_uuids: Sequence[str],
+        open_reader: Callable[[Sequence[str]], DeviceReader] | None = None,
+    ) -> None:
+        self._device_uuids = tuple(device_uuids)
+        self._open_reader = open_reader or _open_nvml
+        self._reader: DeviceReader | None = None
+        self._failed = False
+
+    def read(self) -> tuple[OwnUse, ...]:
+        """Read every device once, in the process's order."""
+        found: dict[str, OwnUse] = {}
+        if not self._failed:
+            try:
+                if self._reader is None:
+                    self._reader = self._open_reader(self._device_uuids)
+                pid = os.getpid()
+                found = {s.device.uuid: _own_use(s, pid) for s in self._reader.read((pid,))}
+            except Exception:  # noqa: BLE001 - a body must not fail for what is only measured
+                self._failed = True
+        return tuple(found.get(uuid, OwnUse(uuid)) for uuid in self._device_uuids)
+
+
+def _own_use(snapshot: DeviceSnapshot, pid: int) -> OwnUse:
+    uuid = snapshot.device.uuid
+    if snapshot.error:
+        return OwnUse(uuid)
+    own = [use.used_bytes for use in snapshot.processes if use.root_pid == pid]
+    known = [size for size in own if size is not None]
+    # Not in the list at all: in a container the driver may list it under another number.
+    process_bytes = sum(known) if own and len(known) == len(own) else None
+    return OwnUse(uuid, process_bytes, snapshot.free_bytes)
+
+
+def _open_nvml(device_uuids: Sequence[str]) -> DeviceReader:
+    # Imported late: most children never ask.
+    from prefect_gpu.devices.nvml import NvmlReader, NvmlSelection
+
+    return NvmlReader(selection=NvmlSelection(visible=",".join(device_uuids)))

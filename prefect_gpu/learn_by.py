@@ -1,0 +1,202 @@
+"""Digests of the values that `gpu:learn_by` names: equal values, equal digests, on every host.
+
+A history is kept for each digest, so it must not depend on the process, the host, the order of a
+dictionary, or the module that a class is found in (a script's is `__main__`). The values themselves
+are kept nowhere. It knows neither tags (`policy`) nor histories (`scheduling.history`).
+
+| value | counts by |
+|---|---|
+| number | its value, `32` as `32.0`; `True` is no number |
+| text, bytes, path, date, time, duration, UUID, range | what it says |
+| dtype of any library, `torch.device` | what it says |
+| enum | class and member |
+| list or tuple, set, dict | its items, sets and dicts in no order |
+| dataclass, pydantic model | class and fields |
+| array, tensor | class, dtype and shape, whatever it holds |
+| class, function | its qualified name |
+| anything else | the qualified name of its class |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import hashlib
+import inspect
+import json
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from prefect_gpu.errors import PolicyError
+
+#: Characters of a digest: 48 bits are enough to tell the values of one task apart.
+DIGEST_CHARS = 12
+
+#: Values inside values that are looked at; deeper ones count by their class, as in a list that holds
+#: itself.
+DEPTH_LIMIT = 30
+
+#: Classes, by library and name, whose objects say what they are and nothing else.
+_SAYING = {
+    "builtins.complex",
+    "builtins.range",
+    "datetime.timedelta",
+    "decimal.Decimal",
+    "fractions.Fraction",
+    "numpy.dtype",
+    "tensorflow.DType",
+    "torch.device",
+    "torch.dtype",
+    "uuid.UUID",
+}
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def digest_values(
+    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
+) -> str:
+    """Give the digest of what parameters are given.
+
+    Args:
+        function: The task's own, whose signature has the defaults.
+        names: Parameters that `gpu:learn_by` names, or keys of a `**kwargs`, in any order.
+        arguments: Bound to the parameters by name, without defaults or with them.
+
+    Returns:
+        `DIGEST_CHARS` hexadecimal characters; nothing if there are no names.
+
+    Raises:
+        PolicyError: The function has no such parameter.
+    """
+    asked = sorted(set(names))
+    if not asked:
+        return ""
+    parameters = inspect.signature(function).parameters
+    taken = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    values: list[Any] = []
+    for name in asked:
+        if name in parameters:
+            default = parameters[name].default
+            given = name in arguments or default is not inspect.Parameter.empty
+            values.append([name, _plain(arguments.get(name, default), 0)] if given else [name])
+        elif taken is not None:
+            rest = arguments.get(taken, {})
+            values.append([name, _plain(rest[name], 0)] if name in rest else [name])
+        else:
+            raise _unknown(function, name, parameters)
+    return hashlib.sha256(_text(values).encode("ascii")).hexdigest()[:DIGEST_CHARS]
+
+
+def _unknown(
+    function: Callable[..., Any], name: str, parameters: Mapping[str, inspect.Parameter]
+) -> PolicyError:
+    known = [p.name for p in parameters.values() if p.kind not in _VARIADIC]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean gpu:learn_by={close[0]}?" if close else ""
+    return PolicyError(
+        f"gpu:learn_by={name}",
+        f"{_name(function)}() has no parameter {name!r}{hint}",
+        ", ".join(known) or "none, since it has no parameters",
+    )
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """Turn a value into what JSON holds; kinds are told apart by the first item of a list."""
+    if value is None or isinstance(value, bool):
+        return value
+    if depth > DEPTH_LIMIT:
+        return ["object", _name(type(value))]
+    for kind in (_enum, _number, _words, _named, _fields, _array, _collection):
+        if (plain := kind(value, depth + 1)) is not None:
+            return plain
+    return ["object", _name(type(value))]
+
+
+def _enum(value: Any, depth: int) -> Any:
+    if not isinstance(value, enum.Enum):
+        return None
+    # Python 3.10 has no name for flags that are combined.
+    said = _plain(value.value, depth) if isinstance(value, enum.Flag) else value.name
+    return ["enum", _name(type(value)), said]
+
+
+def _number(value: Any, depth: int) -> Any:
+    if isinstance(value, numbers.Integral):
+        whole = int(value)
+    elif isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
+        if not (number := float(value)).is_integer():
+            return ["number", repr(number)]
+        whole = int(number)
+    else:
+        return None
+    # Not decimal: Python refuses to write more than 4300 digits.
+    return ["number", f"{whole:x}"]
+
+
+def _words(value: Any, depth: int) -> Any:
+    if isinstance(value, str):
+        return ["text", str(value)]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", value.hex()]
+    if hasattr(type(value), "__fspath__"):
+        return _plain(value.__fspath__(), depth)
+    if hasattr(type(value), "isoformat"):
+        return ["time", value.isoformat()]
+    if any(f"{_library(cls)}.{cls.__name__}" in _SAYING for cls in type(value).__mro__):
+        return ["said", str(value)]
+    return None
+
+
+def _named(value: Any, depth: int) -> Any:
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)):
+        return ["name", _name(value)]
+    return None
+
+
+def _fields(value: Any, depth: int) -> Any:
+    model = getattr(type(value), "model_fields", None)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    elif isinstance(model, Mapping):
+        # A pydantic model. What it was given beside its fields is `model_extra`.
+        names = [*model, "model_extra"]
+    else:
+        return None
+    items = [[name, _plain(getattr(value, name, None), depth)] for name in names]
+    return ["fields", _name(type(value)), items]
+
+
+def _array(value: Any, depth: int) -> Any:
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        return None
+    if any(f"{_library(cls)}.{cls.__name__}" == "numpy.generic" for cls in type(value).__mro__):
+        # Of NumPy's scalars, truth values and dates are not numbers to Python.
+        return _plain(value.item(), depth)
+    return ["array", _name(type(value)), str(value.dtype), str(value.shape)]
+
+
+def _collection(value: Any, depth: int) -> Any:
+    if isinstance(value, (list, tuple)):
+        return ["list", [_plain(item, depth) for item in value]]
+    if isinstance(value, (set, frozenset)):
+        return ["set", sorted((_plain(item, depth) for item in value), key=_text)]
+    if isinstance(value, Mapping):
+        items = [[_plain(k, depth), _plain(v, depth)] for k, v in value.items()]
+        return ["dict", sorted(items, key=_text)]
+    return None
+
+
+def _library(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+def _name(thing: Any) -> str:
+    return str(getattr(thing, "__qualname__", None) or type(thing).__qualname__)
+
+
+def _text(plain: Any) -> str:
+    return json.dumps(plain)

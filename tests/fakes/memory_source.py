@@ -1,0 +1,61 @@
+"""A child's memory, made up: what a `Recorder` asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from prefect_gpu.frameworks.adapter import Counters
+
+
+class FakeSource:
+    """An allocator of which a test sets the numbers. Peaks follow what it was set to."""
+
+    def __init__(self) -> None:
+        #: `False`: no framework has touched a device.
+        self.touched = True
+        self.live = 0
+        self.reserved: int | None = 0
+        self.peak_live = 0
+        self.peak_reserved: int | None = 0
+        self.retries = 0
+        self.process: int | None = None
+        #: How often each was asked.
+        self.samples = self.readings = self.questions = 0
+        #: Called at each full reading: it may take time.
+        self.on_counters: Callable[[], None] = lambda: None
+        #: A thread that reads sees all of a change or nothing.
+        self._lock = threading.Lock()
+
+    def hold(self, live: int, reserved: int | None = None) -> None:
+        """Allocate or free until so much is allocated, and held."""
+        with self._lock:
+            self.live = live
+            self.peak_live = max(self.peak_live, live)
+            held = max(self.reserved or 0, live) if reserved is None else reserved
+            self.reserved = held
+            self.peak_reserved = max(self.peak_reserved or 0, held)
+
+    def spike(self, live: int) -> None:
+        """Allocate so much and free it at once, so that only the peak shows it."""
+        before = self.live
+        self.hold(live)
+        self.hold(before)
+
+    def sample(self) -> tuple[int, int] | None:
+        self.samples += 1
+        return (self.live, self.retries) if self.touched else None
+
+    def counters(self) -> Counters | None:
+        self.readings += 1
+        self.on_counters()
+        if not self.touched:
+            return None
+        with self._lock:
+            return Counters(
+                self.live, self.reserved, self.peak_live, self.peak_reserved, self.retries
+            )
+
+    def process_bytes(self) -> int | None:
+        self.questions += 1
+        return self.process

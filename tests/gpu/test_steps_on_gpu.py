@@ -1,0 +1,98 @@
+"""What a child measures of itself on a real device: phases, steps, out-of-memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy
+from prefect_gpu.frameworks.environment import child_environment
+from prefect_gpu.inside import Allocation
+from prefect_gpu.processes.messages import BodyEnded, Prepare
+from tests.gpu import step_bodies
+from tests.process.rig import Rig, spec_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device_is_clean")]
+
+MIB = 1 << 20
+GIB = 1 << 30
+CAP = GIB
+Run = Callable[..., BodyEnded]
+
+
+@pytest.fixture
+def run(nvml: Any) -> Iterator[Run]:
+    """Run a body in a child on device 0, and give how it ended."""
+    pytest.importorskip("torch")
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    uuid = str(nvml.nvmlDeviceGetUUID(handle))
+    total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    rig = Rig()
+
+    def run(allocation: AllocationMode, function: Any, *args: Any) -> BodyEnded:
+        policy = FrameworkPolicy(
+            "nvml", (uuid,), (total,), (CAP,), allocation=allocation, frameworks=("torch",)
+        )
+        environment = child_environment(policy, registry.adapters_for(policy), os.environ)
+        spec = spec_of(function, *args, environment=environment)
+        prepare = Prepare(policy, Allocation(CAP, CAP, 1, (uuid,), ("torch",)), 0.1)
+        child = rig.launch(replace(spec, prepare=prepare))
+        child.exit()
+        ended: BodyEnded = child.of(BodyEnded)
+        marks = tuple(m for message in child.messages for m in getattr(message, "marks", ()))
+        return replace(ended, marks=marks)
+
+    yield run
+    rig.launcher.close(DEADLOCK_S)
+
+
+def test_steps_and_phases_of_torch(run: Run) -> None:
+    ended = run("growth", step_bodies.train, 20)
+    assert not ended.raised, ended.traceback
+    steps = ended.steps
+    assert steps is not None
+    assert (steps.count, steps.first_live_bytes) == (20, 896 * MIB)
+    # The next batch is there before the last one is let go.
+    assert steps.steady_live_bytes is not None
+    assert 384 * MIB <= steps.steady_live_bytes <= 512 * MIB
+    assert (steps.alloc_retries, steps.growth_bytes) == (0, 0.0)
+
+    first, second = ended.marks[:2]
+    assert (first.name, first.allocated_bytes, first.peak_allocated_bytes) == (
+        "forward",
+        384 * MIB,
+        896 * MIB,
+    )
+    assert (second.name, second.peak_allocated_bytes) == ("backward", 384 * MIB)
+    assert (second.reserved_bytes, second.peak_reserved_bytes) == (896 * MIB, 896 * MIB)
+
+
+def test_a_cap_that_refuses_says_so(run: Run) -> None:
+    ended = run("limit", step_bodies.want, 768)
+    found = ended.out_of_memory
+    assert found is not None, ended.traceback
+    assert (found.framework, found.wanted_bytes, found.held_bytes) == (
+        "torch",
+        768 * MIB,
+        512 * MIB,
+    )
+    assert found.says_own_cap is True
+    assert found.device_uuid.startswith(("GPU-", "MIG-"))
+    assert found.free_bytes is not None and found.free_bytes > 768 * MIB
+    # Unknown in a container whose numbers the driver does not know.
+    assert found.process_bytes is None or found.process_bytes > 512 * MIB
+
+
+def test_a_device_that_is_full_is_no_cap(run: Run) -> None:
+    ended = run("growth", step_bodies.want, 1 << 20)
+    found = ended.out_of_memory
+    assert found is not None, ended.traceback
+    assert found.says_own_cap is None
+    assert found.free_bytes is not None and found.wanted_bytes is not None
+    assert found.free_bytes < found.wanted_bytes == 1 << 40

@@ -1,0 +1,130 @@
+"""What a parent hears of phases, steps and out-of-memory of a real child."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from prefect_gpu.devices.simulated import (
+    SimulatedDevices,
+    SimulatedOutOfMemoryError,
+    SimulatedReader,
+)
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.inside import Allocation
+from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, CountersRead, Prepare
+from prefect_gpu.processes.spec import ChildExited
+from prefect_gpu.reports.model import Mark
+from prefect_gpu.units import GIB
+from tests.process import step_bodies
+from tests.process.rig import Heard, Rig, spec_of
+
+UUIDS = ("SIM-0", "SIM-1")
+CAP = 8 * GIB
+
+PREPARE = Prepare(
+    FrameworkPolicy("simulated", UUIDS, (24 * GIB,) * 2, (CAP,) * 2),
+    Allocation(CAP, CAP, 1, UUIDS, ()),
+    0.01,
+)
+
+
+class Simulated:
+    """Answers a child as `attempt` does."""
+
+    def __init__(self, rig: Rig, function: Any, *args: Any) -> None:
+        self.reader = SimulatedReader(SimulatedDevices("2x24GiB"))
+        self.child: Heard = rig.launch(replace(spec_of(function, *args), prepare=PREPARE))
+        self.reader.attach(self.child.pid, UUIDS, (CAP, CAP))
+
+    def ended(self) -> BodyEnded:
+        """Hear it to its end."""
+        while True:
+            message = self.child.until((Asked, ChildExited))  # type: ignore[arg-type]
+            if isinstance(message, ChildExited):
+                ended: BodyEnded = self.child.of(BodyEnded)
+                return ended
+            self.answer(message)
+
+    def answer(self, asked: Asked) -> None:
+        try:
+            if asked.method == "simulated_free":
+                result: Any = self.reader.free(**asked.arguments)
+            else:
+                result = self.reader.allocate(self.child.pid, **asked.arguments)
+        except SimulatedOutOfMemoryError as error:
+            self.child.handle.answer(Answered(error=error))
+        else:
+            self.child.handle.answer(Answered(result=result))
+
+
+def test_a_body_with_steps_tells_what_it_takes_once_it_is_warm(rig: Rig) -> None:
+    run = Simulated(rig, step_bodies.train, 12)
+    ended = run.ended()
+    steps = ended.steps
+    assert steps is not None and ended.counters is not None
+    assert (steps.count, steps.first_live_bytes, steps.steady_live_bytes) == (12, CAP, 3 * GIB)
+    assert (steps.alloc_retries, steps.growth_bytes) == (0, 0.0)
+    assert steps.step_s is not None and steps.step_s > 0
+    assert (ended.counters.live_bytes, ended.counters.peak_live_bytes) == (0, CAP)
+
+    sent = [m for message in run.child.messages for m in getattr(message, "marks", ())]
+    rows = [(m.name, m.step, m.allocated_bytes, m.peak_allocated_bytes) for m in sent]
+    assert rows[:4] == [
+        ("forward", 0, 3 * GIB, CAP),
+        ("backward", 0, 3 * GIB, 3 * GIB),
+        ("forward", 1, 3 * GIB, 3 * GIB),
+        ("backward", 1, 3 * GIB, 3 * GIB),
+    ]
+    assert all(m.process_bytes is None for m in sent), "the driver knows no simulated device"
+
+
+def test_an_allocator_that_gave_up_its_cache_in_the_last_step_tells_nothing_steady(
+    rig: Rig,
+) -> None:
+    steps = Simulated(rig, step_bodies.train, 3, 2).ended().steps
+    assert steps is not None
+    assert (steps.count, steps.steady_live_bytes, steps.alloc_retries) == (3, None, 1)
+
+
+def test_an_out_of_memory_comes_with_what_there_was(rig: Rig) -> None:
+    run = Simulated(rig, step_bodies.want_too_much)
+    run.reader.occupy("SIM-1", 20 * GIB)
+    ended = run.ended()
+    assert ended.out_of_memory == OutOfMemory(
+        "", 7 * GIB, 0, None, 4 * GIB, "SIM-1", says_own_cap=False
+    )
+    assert [m.name for m in ended.marks] == ["forward"], "the phase in which it happened"
+
+
+def test_marks_are_heard_of_a_child_that_dies(rig: Rig) -> None:
+    run = Simulated(rig, step_bodies.hold_until_heard)
+    run.answer(run.child.until(Asked))
+    child = run.child
+
+    def marks() -> list[Mark]:
+        return [m for message in child.messages for m in getattr(message, "marks", ())]
+
+    while not marks():
+        child.until(CountersRead)
+    assert [(m.name, m.allocated_bytes) for m in marks()] == [("held", 2 * GIB)]
+    child.handle.answer(Answered())
+    assert child.exit().code == 3
+
+
+def test_a_fork_of_the_child_is_not_heard_and_holds_nothing_up(rig: Rig) -> None:
+    child = rig.start(step_bodies.fork_in_a_phase)
+    assert child.value() == 0
+    ended = child.of(BodyEnded)
+    assert ([m.name for m in ended.marks], ended.steps) == (["parent"], None)
+
+
+def test_where_no_framework_tells_there_is_time(rig: Rig) -> None:
+    child = rig.start(step_bodies.only_time)
+    child.exit()
+    ended: BodyEnded = child.of(BodyEnded)
+    first, second = ended.marks
+    assert first.duration_s is not None and 0 <= first.at_s <= second.at_s
+    assert (first.allocated_bytes, first.step, second.step) == (None, 0, 1)
+    assert ended.steps is not None and (ended.steps.count, ended.counters) == (2, None)

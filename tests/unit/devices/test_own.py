@@ -1,0 +1,93 @@
+"""What a process learns of itself from the driver."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from prefect_gpu.clock import FakeClock
+from prefect_gpu.devices import nvml
+from prefect_gpu.devices.nvml import NvmlReader, NvmlSelection
+from prefect_gpu.devices.own import OwnMemory, OwnUse
+from prefect_gpu.devices.roots import ProcessTable
+from tests.fakes.fake_nvml import GIB, FakeGpu, FakeNvml
+from tests.fakes.fake_proc import FakeProc
+
+PID = os.getpid()
+UUIDS = ("GPU-b", "GPU-a")
+
+
+class Rig:
+    """This process on two devices of a fake NVML, in a fake `/proc`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc = FakeProc(folder)
+        self.proc.add(PID, files=("/dev/nvidia0",))
+        self.proc.add(PID + 1, parent=PID, session=PID)
+        self.nvml = FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b", free_bytes=5 * GIB))
+        self.opened = 0
+        self.own = OwnMemory(UUIDS, self._open)
+
+    def _open(self, uuids: Sequence[str]) -> NvmlReader:
+        self.opened += 1
+        table = ProcessTable(self.proc.folder, FakeClock())
+        return NvmlReader(self.nvml, NvmlSelection(visible=",".join(uuids)), table=table)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def test_each_device_tells_what_the_process_and_its_own_hold(rig: Rig) -> None:
+    rig.nvml.gpus[0].compute = {PID: 3 * GIB, PID + 1: GIB, 4242: 9 * GIB}
+    rig.nvml.gpus[1].compute = {PID: 2 * GIB}
+    assert rig.own.read() == (
+        OwnUse("GPU-b", 2 * GIB, 5 * GIB),
+        OwnUse("GPU-a", 4 * GIB, 23 * GIB),
+    )
+
+
+def test_nothing_is_opened_before_the_first_question_and_once_only(rig: Rig) -> None:
+    assert rig.opened == rig.nvml.starts == 0
+    rig.own.read()
+    rig.own.read()
+    assert (rig.opened, rig.nvml.starts) == (1, 1)
+
+
+def test_a_driver_that_gives_no_bytes_or_other_numbers_leaves_them_unknown(rig: Rig) -> None:
+    rig.nvml.gpus[0].compute = {PID: None}
+    rig.nvml.gpus[1].compute = {777: GIB}
+    assert [use.process_bytes for use in rig.own.read()] == [None, None]
+
+
+def test_in_a_container_a_number_is_ours_only_with_the_gpu_open(rig: Rig) -> None:
+    rig.proc.set_namespace("pid:[4026531999]")
+    rig.nvml.gpus[0].compute = {PID: GIB}
+    rig.nvml.gpus[1].compute = {PID + 1: GIB}
+    assert [use.process_bytes for use in rig.own.read()] == [None, GIB]
+
+
+def test_a_device_that_fails_is_unknown_and_the_others_are_not(rig: Rig) -> None:
+    rig.own.read()
+    rig.nvml.gpus[0].error = 15
+    assert rig.own.read() == (OwnUse("GPU-b", None, 5 * GIB), OwnUse("GPU-a"))
+
+
+def test_a_driver_that_does_not_start_is_not_waited_for_again(rig: Rig) -> None:
+    rig.nvml.broken = 9
+    unknown = (OwnUse("GPU-b"), OwnUse("GPU-a"))
+    assert rig.own.read() == unknown
+    rig.nvml.broken = None
+    assert rig.own.read() == unknown
+    assert rig.opened == 1
+
+
+def test_by_default_nvml_is_asked_for_these_devices(
+    monkeypatch: pytest.MonkeyPatch, rig: Rig
+) -> None:
+    monkeypatch.setattr(nvml, "_import_pynvml", lambda: rig.nvml)
+    assert [use.free_bytes for use in OwnMemory(UUIDS).read()] == [5 * GIB, 23 * GIB]

@@ -1,0 +1,415 @@
+"""Histories as artifacts, on a made-up API, and in memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, cast
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
+
+from prefect_gpu.clock import FakeClock
+from prefect_gpu.reports.history import (
+    AWAY_S,
+    READ_TRIES,
+    MemoryHistory,
+    PrefectHistory,
+    history_artifact_key,
+)
+from prefect_gpu.reports.history_page import history_markdown
+from prefect_gpu.reports.publish import Publisher
+from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, HistoryStore, PastRun
+from prefect_gpu.units import GIB, MIB
+
+PATIENCE_S = 60.0
+KEY = HistoryKey("Évaluate models", "evaluate", "NVIDIA H200", "0123456789ab")
+OTHER = HistoryKey("train", "train", "NVIDIA H200")
+
+
+def run(number: int = 0, **changes: Any) -> PastRun:
+    fields: dict[str, Any] = {
+        "ended_at": 1_795_000_000.0 + number,
+        "outcome": "completed",
+        "budget_bytes": 6 * GIB,
+        "live_bytes": 4 * GIB,
+        "process_bytes": 5 * GIB,
+        "context_bytes": 600 * MIB,
+    }
+    return PastRun(**{**fields, **changes})
+
+
+class FakeAPI:
+    """Keeps artifacts as Prefect does; fails with what is in `errors` first."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+        self.artifacts: list[dict[str, Any]] = []
+        self.asked: list[str] = []
+        #: Readings of a key wait for its event, if it has one.
+        self.gates: dict[str, threading.Event] = {}
+        self.waiting = threading.Semaphore(0)
+        self.retries: list[int] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def connect(self) -> Iterator[SyncPrefectClient]:
+        yield cast(SyncPrefectClient, self)
+
+    def create_artifact(self, artifact: Any) -> None:
+        with self._lock:
+            if self.errors:
+                raise self.errors.pop(0)
+            self.artifacts.insert(0, artifact.model_dump(mode="json", exclude_unset=True))
+
+    def request(self, method: str, path: str, *, json: Any, timeout: float) -> httpx.Response:
+        assert (method, path, json["sort"]) == ("POST", "/artifacts/filter", "CREATED_DESC")
+        assert 0 < timeout <= PATIENCE_S
+        (key,) = json["artifacts"]["key"]["any_"]
+        with self._lock:
+            self.asked.append(key)
+            self.retries.append(PREFECT_CLIENT_MAX_RETRIES.value())
+        self.waiting.release()
+        if key in self.gates:
+            assert self.gates[key].wait(PATIENCE_S)
+        with self._lock:
+            if self.errors:
+                raise self.errors.pop(0)
+            found = [a for a in self.artifacts if a["key"] == key]
+        return httpx.Response(200, json=found[: json["limit"]])
+
+
+class Setting:
+    """A store on an API, with what surrounds it."""
+
+    def __init__(self, api: FakeAPI | None = None) -> None:
+        self.api = api or FakeAPI()
+        self.clock = FakeClock()
+        self.publisher = Publisher(
+            self.api.connect, logger=logging.getLogger("reports"), retry_delays_s=(0.001,)
+        )
+        self.store: HistoryStore = PrefectHistory(
+            self.api.connect, self.publisher, clock=self.clock
+        )
+
+    def close(self) -> None:
+        self.publisher.close(PATIENCE_S)
+
+
+def answered(status: int) -> PrefectHTTPStatusError:
+    request = httpx.Request("POST", "http://api/artifacts/filter")
+    return PrefectHTTPStatusError(
+        f"{status}", request=request, response=httpx.Response(status, request=request)
+    )
+
+
+# What any store does.
+
+
+@pytest.fixture(params=["memory", "prefect"])
+def store(request: pytest.FixtureRequest) -> Iterator[HistoryStore]:
+    if request.param == "memory":
+        yield MemoryHistory()
+        return
+    it = Setting()
+    yield it.store
+    it.close()
+
+
+def test_an_unknown_key_has_no_runs(store: HistoryStore) -> None:
+    assert list(store.runs(KEY)) == []
+
+
+def test_what_is_added_counts_at_once_newest_first(store: HistoryStore) -> None:
+    store.add(KEY, run(1))
+    assert list(store.runs(KEY)) == [run(1)]
+    store.add(KEY, run(2))
+    assert list(store.runs(KEY)) == [run(2), run(1)]
+    assert list(store.runs(OTHER)) == []
+
+
+def test_only_the_last_runs_are_kept(store: HistoryStore) -> None:
+    for number in range(KEPT_RUNS + 5):
+        store.add(KEY, run(number))
+    assert list(store.runs(KEY)) == [run(n) for n in reversed(range(5, KEPT_RUNS + 5))]
+
+
+def test_equal_runs_of_different_processes_are_both_kept(store: HistoryStore) -> None:
+    store.add(KEY, run())
+    store.add(KEY, run())
+    assert len(store.runs(KEY)) == 2
+
+
+def test_threads_lose_none_of_each_others_runs(store: HistoryStore) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: (store.add(KEY, run(n)), store.runs(KEY)), range(KEPT_RUNS)))
+    assert {r.ended_at for r in store.runs(KEY)} == {run(n).ended_at for n in range(KEPT_RUNS)}
+
+
+# What the one on Prefect does.
+
+
+def test_a_later_store_finds_what_an_earlier_one_kept() -> None:
+    first = Setting()
+    for number in range(3):
+        first.store.add(KEY, run(number))
+    first.close()
+    later = Setting(first.api)
+    assert list(later.store.runs(KEY)) == [run(2), run(1), run(0)]
+    assert list(later.store.runs(OTHER)) == []
+
+
+def test_an_artifact_is_of_no_run_and_says_what_it_is_about() -> None:
+    it = Setting()
+    it.store.add(KEY, run(cap_bytes=5 * GIB))
+    it.close()
+    (artifact,) = it.api.artifacts
+    assert artifact["key"] == history_artifact_key(KEY)
+    assert artifact["key"].startswith("gpu-history-evaluate-models-")
+    assert not {"task_run_id", "flow_run_id"} & set(artifact)
+    assert artifact["metadata_"] == {
+        "schema": "1",
+        "version": artifact["metadata_"]["version"],
+        "task_name": "Évaluate models",
+        "qualified_name": "evaluate",
+        "device_name": "NVIDIA H200",
+        "learn_by": "0123456789ab",
+        **run(cap_bytes=5 * GIB).to_texts(),
+    }
+
+
+def test_a_key_is_read_once_then_this_process_adds_to_it() -> None:
+    earlier = Setting()
+    earlier.store.add(KEY, run(1))
+    earlier.close()
+    it = Setting(earlier.api)
+    for number in (2, 3):
+        it.store.runs(KEY)
+        it.store.add(KEY, run(number))
+    assert list(it.store.runs(KEY)) == [run(3), run(2), run(1)]
+    assert len(it.api.asked) == 1
+    it.close()
+
+
+def test_an_own_run_that_the_api_has_already_counts_once() -> None:
+    it = Setting()
+    it.store.add(KEY, run(1))
+    it.close()  # it has arrived
+    it.store.add(KEY, run(2))  # and this one never does
+    assert list(it.store.runs(KEY)) == [run(2), run(1)]
+
+
+def test_a_run_that_was_published_twice_counts_once() -> None:
+    it = Setting()
+    it.store.add(KEY, run(1))
+    it.store.add(KEY, run(2))
+    it.close()
+    # As when the API kept it, but its answer was lost.
+    it.api.artifacts.insert(0, it.api.artifacts[0])
+    assert list(Setting(it.api).store.runs(KEY)) == [run(2), run(1)]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        pytest.param(None, id="none"),
+        pytest.param({}, id="empty"),
+        pytest.param({"schema": "2"}, id="of a later schema"),
+        pytest.param({"outcome": None}, id="null"),
+        pytest.param({"budget_bytes": None}, id="a null number"),
+        pytest.param({"budget_bytes": "6GiB"}, id="no number"),
+        pytest.param({"version": None}, id="a version that is nothing"),
+    ],
+)
+def test_a_version_that_cannot_be_read_is_passed_over(metadata: dict[str, Any] | None) -> None:
+    it = Setting()
+    for number in (1, 2, 3):
+        it.store.add(KEY, run(number))
+    it.close()
+    broken = it.api.artifacts[1]
+    broken["metadata_"] = {**broken["metadata_"], **metadata} if metadata else metadata
+    assert list(Setting(it.api).store.runs(KEY)) == [run(3), run(1)]
+
+
+def test_fields_of_a_later_version_do_not_hide_a_run() -> None:
+    it = Setting()
+    it.store.add(KEY, run())
+    it.close()
+    it.api.artifacts[0]["metadata_"]["colour"] = "green"
+    assert list(Setting(it.api).store.runs(KEY)) == [run()]
+
+
+def test_who_wants_the_same_history_waits_for_one_reading_others_do_not() -> None:
+    earlier = Setting()
+    earlier.store.add(KEY, run())
+    earlier.close()
+    it = Setting(earlier.api)
+    gate = it.api.gates[history_artifact_key(KEY)] = threading.Event()
+    with ThreadPoolExecutor(4) as pool:
+        same = [pool.submit(it.store.runs, KEY) for _ in range(3)]
+        assert it.api.waiting.acquire(timeout=PATIENCE_S)
+        # The reading of one key hangs: another key, and new runs of the same, go on.
+        assert list(pool.submit(it.store.runs, OTHER).result(PATIENCE_S)) == []
+        it.store.add(KEY, run(1))
+        assert not any(future.done() for future in same)
+        gate.set()
+        answers = [list(future.result(PATIENCE_S)) for future in same]
+    assert answers == [[run(1), run()]] * 3
+    assert it.api.asked.count(history_artifact_key(KEY)) == 1
+    it.close()
+
+
+def test_a_reading_uses_no_retries_of_prefects_own() -> None:
+    it = Setting()
+    before = PREFECT_CLIENT_MAX_RETRIES.value()
+    it.store.runs(KEY)
+    assert it.api.retries == [0] and PREFECT_CLIENT_MAX_RETRIES.value() == before != 0
+
+
+def test_a_hiccup_is_tried_again() -> None:
+    it = Setting()
+    it.api.errors = [OSError("reset")] * (READ_TRIES - 1)
+    assert list(it.store.runs(KEY)) == []
+    assert len(it.api.asked) == READ_TRIES
+
+
+def test_a_refusal_is_not_tried_again() -> None:
+    it = Setting()
+    it.api.errors = [answered(401)]
+    with pytest.raises(OSError, match="PrefectHTTPStatusError: 401"):
+        it.store.runs(KEY)
+    assert len(it.api.asked) == 1
+
+
+def test_an_api_that_is_away_is_left_alone_for_a_while() -> None:
+    it = Setting()
+    it.api.errors = [httpx.ConnectError("refused")] * READ_TRIES
+    for key in (KEY, KEY, OTHER):
+        with pytest.raises(OSError, match="ConnectError: refused"):
+            it.store.runs(key)
+    assert len(it.api.asked) == READ_TRIES
+    it.clock.advance(AWAY_S)
+    assert list(it.store.runs(KEY)) == []
+    assert len(it.api.asked) == READ_TRIES + 1
+
+
+def test_own_runs_stand_in_for_an_api_that_is_away_until_it_is_back() -> None:
+    earlier = Setting()
+    earlier.store.add(KEY, run(1))
+    earlier.close()
+    it = Setting(earlier.api)
+    it.api.errors = [httpx.ConnectError("refused")] * READ_TRIES
+    with pytest.raises(OSError, match="refused"):
+        it.store.runs(KEY)
+    it.store.add(KEY, run(2))
+    assert list(it.store.runs(KEY)) == [run(2)]
+    it.clock.advance(AWAY_S)
+    assert list(it.store.runs(KEY)) == [run(2), run(1)]
+    it.close()
+
+
+def test_a_client_that_cannot_be_opened_is_an_api_that_is_away() -> None:
+    it = Setting()
+
+    def closed() -> Any:
+        raise RuntimeError("the client of this task runner is closed")
+
+    with pytest.raises(OSError, match="RuntimeError: the client of this task runner is closed"):
+        PrefectHistory(closed, it.publisher, clock=it.clock).runs(KEY)
+
+
+def test_a_run_that_cannot_be_kept_counts_here_and_is_counted_as_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    it = Setting()
+    it.api.errors = [answered(422)]
+    it.store.add(KEY, run())
+    it.close()
+    assert list(it.store.runs(KEY)) == [run()]
+    assert it.publisher.lost == 1 and "was lost: PrefectHTTPStatusError: 422" in caplog.text
+
+
+@settings(deadline=None)
+@given(st.builds(HistoryKey, st.text(max_size=120), st.text(), st.text(), st.text()))
+def test_any_history_has_a_key_of_its_own_that_prefect_takes(key: HistoryKey) -> None:
+    front, _, digest = history_artifact_key(key).rpartition("-")
+    assert front.startswith("gpu-history") and len(front) <= 87
+    assert set(front) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") and "--" not in front
+    assert len(digest) == 12 and int(digest, 16) >= 0
+    assert history_artifact_key(key) == history_artifact_key(HistoryKey(*key_fields(key)))
+
+
+def key_fields(key: HistoryKey) -> tuple[str, str, str, str]:
+    return key.task_name, key.qualified_name, key.device_name, key.learn_by
+
+
+def test_every_part_of_a_key_counts() -> None:
+    keys = {
+        history_artifact_key(HistoryKey(*parts))
+        for parts in [
+            ("a", "b", "c", "d"),
+            ("A", "b", "c", "d"),
+            ("a", "x", "c", "d"),
+            ("a", "b", "x", "d"),
+            ("a", "b", "c", "x"),
+            ("a", "b", "c", ""),
+            ("a", "b", "cd", ""),
+            ("x" * 200, "b", "c", "d"),
+            ("x" * 201, "b", "c", "d"),
+        ]
+    }
+    assert len(keys) == 9 and max(map(len, keys)) <= 100
+
+
+# What a person reads.
+
+
+def test_a_page_says_what_comes_next_and_shows_every_run() -> None:
+    runs = [
+        run(
+            60,
+            outcome="oom",
+            cause="own_cap",
+            budget_bytes=4 * GIB,
+            cap_bytes=3 * GIB,
+            wanted_bytes=5 * GIB,
+        ),
+        run(0, steady_live_bytes=3 * GIB, step_s=0.027, alloc_retries=2),
+    ]
+    page = history_markdown(KEY, runs)
+    assert page.startswith(
+        "**Next budget: 6GiB of each device, 600MiB of it for the context, learned from 1 "
+        "completed run. Not less than 6GiB: with a smaller one it ran out of memory or slowed "
+        "down.**\n"
+    )
+    assert (
+        "Task Évaluate models on NVIDIA H200, for one set of its `gpu:learn_by` values "
+        "(0123456789ab). A `gpu:memory` tag takes precedence"
+    ) in page
+    rows = [line for line in page.splitlines() if line.startswith("| 2026")]
+    assert rows == [
+        "| 2026-11-18 11:07 | out of memory | 4GiB | 4GiB | – | 5GiB | 600MiB | 0 | – | its own cap |",
+        "| 2026-11-18 11:06 | completed | 6GiB, no cap | 4GiB | 3GiB | 5GiB | 600MiB | 2 | 27ms | – |",
+    ]
+
+
+def test_a_page_without_a_completed_run_announces_a_probe() -> None:
+    page = history_markdown(OTHER, [run(outcome="died", cause="unknown", ended_at=1e300)])
+    assert "the next one has a device to itself" in page
+    assert "| – | died |" in page and "| unknown |" in page
+    assert "learn_by" not in page
+
+
+def test_a_page_takes_any_name() -> None:
+    page = history_markdown(HistoryKey("a|b\n<i>", "x", "c|d"), [run(outcome="a|b", cause="c|d")])
+    (row,) = [line for line in page.splitlines() if line.startswith("| 2026")]
+    assert "| a\\|b |" in row and "| c\\|d |" in row
+    assert "<i>" not in page

@@ -1,0 +1,75 @@
+"""What a history keeps of a report."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_gpu.reports.model import StepFacts
+from prefect_gpu.reports.past_run import past_run
+from prefect_gpu.scheduling.history import PastRun
+from prefect_gpu.units import GIB
+from tests.fakes.reports import device, task_report
+
+
+def test_a_report_becomes_a_run() -> None:
+    steps = StepFacts(40, 5 * GIB, 4 * GIB, 0.027, 3, 0.0)
+    report = task_report(
+        outcome="oom",
+        cause="own_cap",
+        cap_bytes=5 * GIB,
+        wanted_bytes=7 * GIB,
+        steps=steps,
+        peak_process_bytes=6 * GIB,
+        peak_live_bytes=5 * GIB,
+    )
+    assert past_run(report) == PastRun(
+        ended_at=report.placed_at + report.held_s,
+        outcome="oom",
+        cause="own_cap",
+        budget_bytes=6 * GIB,
+        cap_bytes=5 * GIB,
+        live_bytes=5 * GIB,
+        steady_live_bytes=4 * GIB,
+        process_bytes=6 * GIB,
+        context_bytes=report.context_bytes,
+        alloc_retries=3,
+        step_s=0.027,
+        run_s=report.run_s,
+        wanted_bytes=7 * GIB,
+    )
+
+
+def test_a_report_without_steps_or_a_framework_leaves_them_open() -> None:
+    past = past_run(task_report(peak_live_bytes=None, peak_reserved_bytes=None))
+    assert past.live_bytes is past.steady_live_bytes is past.step_s is None
+    assert past.alloc_retries == 0
+
+
+def test_of_several_devices_each_has_its_part() -> None:
+    report = task_report(
+        devices=tuple(device(i) for i in range(3)),
+        peak_process_bytes=10 * GIB,
+        peak_live_bytes=7 * GIB,
+        peak_reserved_bytes=8 * GIB,
+        context_bytes=2 * GIB,
+        steps=StepFacts(3, None, 4 * GIB),
+    )
+    past = past_run(report)
+    assert past.process_bytes == -(-10 * GIB // 3)
+    assert past.live_bytes == -(-7 * GIB // 3)
+    assert past.steady_live_bytes == -(-4 * GIB // 3)
+    assert past.context_bytes == -(-2 * GIB // 3)
+    assert past.budget_bytes == report.budget_bytes
+
+
+@pytest.mark.parametrize("source", ["framework", "nvml"])
+def test_a_context_that_was_assumed_is_that_of_one_device(source: str) -> None:
+    reserved = 8 * GIB if source == "framework" else None
+    report = task_report(
+        devices=(device(0), device(1)),
+        peak_process_bytes=9 * GIB,
+        peak_reserved_bytes=reserved,
+        context_bytes=GIB,
+        source=source,
+    )
+    assert past_run(report).context_bytes == GIB

@@ -1,0 +1,261 @@
+"""What past runs teach: the formula, the floor, and runs as texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_gpu.scheduling.history import (
+    LIVE_MARGIN_BYTES,
+    ROUND_BYTES,
+    PastRun,
+    learn,
+    learned_context_bytes,
+)
+from prefect_gpu.units import GIB, MIB
+
+CONTEXT = 620 * MIB
+
+sizes = st.integers(0, 256 * GIB)
+times = st.floats(0, 1e6)
+
+
+def gib(size: float) -> int:
+    return int(size * GIB)
+
+
+def run(live_gib: float | None = 4.0, budget_gib: float = 8.0, **changes: Any) -> PastRun:
+    """A completed run under a cap."""
+    fields: dict[str, Any] = {
+        "ended_at": 1.0,
+        "outcome": "completed",
+        "budget_bytes": gib(budget_gib),
+        "cap_bytes": gib(budget_gib) - CONTEXT,
+        "live_bytes": None if live_gib is None else gib(live_gib),
+        "process_bytes": gib(7.0),
+        "context_bytes": CONTEXT,
+        "run_s": 10.0,
+    }
+    return PastRun(**{**fields, **changes})
+
+
+def probe(live_gib: float = 4.0, **changes: Any) -> PastRun:
+    return run(live_gib, 139.0, cap_bytes=None, **changes)
+
+
+def oom(budget_gib: float, **changes: Any) -> PastRun:
+    return run(None, budget_gib, **{"outcome": "oom", "cause": "own_cap", **changes})
+
+
+@st.composite
+def past_runs(draw: st.DrawFn) -> PastRun:
+    return PastRun(
+        ended_at=draw(times),
+        outcome=draw(st.sampled_from(["completed", "completed", "oom", "failed", "died"])),
+        cause=draw(st.sampled_from(["", "own_cap", "foreign", "crowded"])),
+        budget_bytes=draw(sizes),
+        cap_bytes=draw(st.none() | sizes),
+        live_bytes=draw(st.none() | sizes),
+        steady_live_bytes=draw(st.none() | sizes),
+        process_bytes=draw(sizes),
+        context_bytes=draw(st.integers(0, 2 * GIB)),
+        alloc_retries=draw(st.integers(0, 3)),
+        step_s=draw(st.none() | times),
+        run_s=draw(times),
+        wanted_bytes=draw(st.none() | sizes),
+    )
+
+
+histories = st.lists(past_runs(), max_size=20)
+
+
+@given(histories)
+def test_nothing_is_learned_until_a_run_has_completed(runs: list[PastRun]) -> None:
+    lesson = learn(runs)
+    completed = [r for r in runs if r.outcome == "completed"]
+    assert (lesson is None) == (not completed)
+    if lesson is not None:
+        assert lesson.runs == len(completed)
+
+
+@given(histories)
+def test_a_budget_is_a_round_number_above_the_floor_and_never_nothing(runs: list[PastRun]) -> None:
+    if (lesson := learn(runs)) is not None:
+        assert lesson.budget_bytes >= max(lesson.floor_bytes, LIVE_MARGIN_BYTES)
+        assert lesson.budget_bytes % ROUND_BYTES == 0
+
+
+@given(histories)
+def test_a_budget_holds_every_completed_run_and_the_largest_context(runs: list[PastRun]) -> None:
+    if (lesson := learn(runs)) is None:
+        return
+    for r in runs:
+        if r.outcome != "completed":
+            continue
+        live = r.live_bytes if r.steady_live_bytes is None else r.steady_live_bytes
+        assert lesson.context_bytes >= r.context_bytes
+        if live is None:
+            assert lesson.budget_bytes >= r.process_bytes
+        else:
+            assert lesson.budget_bytes >= live + LIVE_MARGIN_BYTES + lesson.context_bytes
+
+
+@given(histories, past_runs(), st.integers(0, 64 * GIB))
+def test_more_live_memory_never_teaches_a_smaller_budget(
+    runs: list[PastRun], last: PastRun, more_bytes: int
+) -> None:
+    last = replace(last, outcome="completed", live_bytes=last.live_bytes or 0)
+    grown = replace(
+        last,
+        live_bytes=(last.live_bytes or 0) + more_bytes,
+        steady_live_bytes=(
+            None if last.steady_live_bytes is None else last.steady_live_bytes + more_bytes
+        ),
+    )
+    before, after = learn([last, *runs]), learn([grown, *runs])
+    assert before and after and after.budget_bytes >= before.budget_bytes
+
+
+@given(histories, st.integers(MIB, 256 * GIB))
+def test_running_into_its_own_cap_always_raises_the_next_budget(
+    runs: list[PastRun], budget_bytes: int
+) -> None:
+    lesson = learn([oom(0, budget_bytes=budget_bytes), *runs])
+    if lesson is not None:
+        assert lesson.budget_bytes > budget_bytes
+
+
+@given(histories)
+def test_the_order_of_runs_teaches_nothing(runs: list[PastRun]) -> None:
+    assert learn(reversed(runs)) == learn(runs)
+
+
+@pytest.mark.parametrize(
+    ("live_gib", "steady_gib", "least_gib", "most_gib"),
+    [
+        pytest.param(3.70, 3.70, 4.80, 4.83, id="without autotuning"),
+        pytest.param(13.05, 3.71, 4.81, 4.84, id="autotuned because the device was empty"),
+        pytest.param(4.71, 3.71, 4.81, 4.84, id="autotuned under its cap"),
+        pytest.param(13.05, None, 16.9, 17.0, id="no evidence of steps"),
+    ],
+)
+def test_a_resnet_50_gets_what_it_was_measured_to_need(
+    live_gib: float, steady_gib: float | None, least_gib: float, most_gib: float
+) -> None:
+    steady = None if steady_gib is None else gib(steady_gib)
+    lesson = learn([probe(live_gib, steady_live_bytes=steady)])
+    assert lesson and least_gib <= (lesson.budget_bytes - CONTEXT) / GIB <= most_gib
+    assert lesson.context_bytes == CONTEXT and lesson.floor_bytes == 0
+
+
+def test_the_least_room_is_a_few_segments() -> None:
+    lesson = learn([run(live_bytes=MIB, context_bytes=0)])
+    assert lesson and lesson.budget_bytes == LIVE_MARGIN_BYTES + 2 * MIB  # 65 MiB, rounded
+
+
+def test_what_no_framework_tells_is_taken_from_the_whole_process() -> None:
+    lesson = learn([run(None, process_bytes=10 * GIB)])
+    assert lesson and lesson.budget_bytes == 13 * GIB
+
+
+def test_the_largest_run_counts() -> None:
+    assert learn([run(2), run(5), run(3)]) == replace(learn([run(5)]), runs=3)
+
+
+@pytest.mark.parametrize("outcome", ["failed", "oom", "died", "timeout", "cancelled"])
+def test_a_run_that_did_not_complete_is_no_measure(outcome: str) -> None:
+    assert learn([run(4), run(40, outcome=outcome)]) == learn([run(4)])
+    assert learn([run(40, outcome=outcome)]) is None
+
+
+@pytest.mark.parametrize(
+    ("runs", "floor_gib"),
+    [
+        pytest.param([], 0, id="nothing went wrong"),
+        pytest.param([oom(6)], 9, id="half as much again after running out"),
+        pytest.param([oom(6), oom(9)], 13.5, id="of the largest that was too small"),
+        pytest.param([oom(6, wanted_bytes=gib(20))], 20, id="what it wanted, if that is more"),
+        pytest.param([oom(6), run(1, 7)], 7, id="what was seen to be enough"),
+        pytest.param([oom(6), run(1, 9), run(1, 7)], 7, id="the least that was enough"),
+        pytest.param([oom(6), run(1, 5)], 9, id="enough for one run, too small for another"),
+        pytest.param([oom(6, cause="foreign")], 0, id="others' memory says nothing of the budget"),
+        pytest.param([oom(6, cause="crowded")], 0, id="nor does a full device"),
+        pytest.param([oom(6), probe(1)], 9, id="a run without a cap proves no budget"),
+    ],
+)
+def test_the_floor_remembers_what_was_too_small(runs: list[PastRun], floor_gib: float) -> None:
+    lesson = learn([run(1, 2), *runs])
+    assert lesson and lesson.floor_bytes == gib(floor_gib)
+    assert lesson.budget_bytes >= lesson.floor_bytes
+
+
+@pytest.mark.parametrize(
+    ("slow", "floor_gib"),
+    [
+        pytest.param({"alloc_retries": 9, "step_s": 1.06}, 5, id="retries and slower steps"),
+        pytest.param({"alloc_retries": 9, "step_s": 1.04}, 0, id="retries that cost nothing"),
+        pytest.param({"alloc_retries": 0, "step_s": 2.0}, 0, id="slower for another reason"),
+        pytest.param({"alloc_retries": 9, "run_s": 12.1}, 5, id="no steps, a slower body"),
+        pytest.param({"alloc_retries": 9, "run_s": 11.9}, 0, id="no steps, noise"),
+        pytest.param(
+            {"alloc_retries": 9, "step_s": 2.0, "cap_bytes": None}, 0, id="no cap to pinch"
+        ),
+    ],
+)
+def test_a_cap_that_pinched_goes_up_by_a_quarter(slow: dict[str, Any], floor_gib: float) -> None:
+    lesson = learn([run(1, 4, **slow), probe(1, step_s=1.0)])
+    assert lesson and lesson.floor_bytes == gib(floor_gib)
+
+
+def test_a_slow_run_with_nothing_roomier_to_compare_did_not_pinch() -> None:
+    lesson = learn([run(1, 4, alloc_retries=9, step_s=2.0), run(1, 3, step_s=1.0)])
+    assert lesson and lesson.floor_bytes == 0
+
+
+def test_a_pinched_run_does_not_prove_its_budget() -> None:
+    slow = run(1, 8, alloc_retries=9, step_s=2.0)
+    lesson = learn([slow, oom(6), probe(1, step_s=1.0)])
+    assert lesson and lesson.floor_bytes == 10 * GIB
+
+
+def test_a_context_is_the_largest_of_the_completed_runs() -> None:
+    runs = [
+        run(context_bytes=500 * MIB),
+        run(context_bytes=700 * MIB),
+        run(context_bytes=900 * MIB, outcome="died"),
+    ]
+    assert learned_context_bytes(runs) == 700 * MIB
+    assert learned_context_bytes([run(context_bytes=0)]) is None
+    assert learned_context_bytes([]) is None
+
+
+@given(past_runs())
+def test_a_run_comes_back_from_its_texts(past: PastRun) -> None:
+    texts = past.to_texts()
+    assert PastRun.from_texts(texts) == past
+    assert all(0 < len(text) < 500 for text in texts.values())
+
+
+def test_fields_of_later_versions_are_passed_over() -> None:
+    assert PastRun.from_texts({**run().to_texts(), "colour": "green"}) == run()
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param({"outcome": "completed"}, id="no time"),
+        pytest.param({"ended_at": "1.0"}, id="no outcome"),
+        pytest.param({"ended_at": "noon", "outcome": "completed"}, id="no number"),
+        pytest.param(
+            {"ended_at": "1.0", "outcome": "oom", "budget_bytes": "6GiB"}, id="a size with a unit"
+        ),
+    ],
+)
+def test_what_is_no_run_is_refused(texts: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"no run|could not convert|invalid literal"):
+        PastRun.from_texts(texts)

@@ -1,0 +1,254 @@
+"""Whose fault an out-of-memory was, and what the next process gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_gpu.scheduling.ladder import (
+    MOST_PROCESSES,
+    MOST_SHARED,
+    Cause,
+    Climb,
+    Evidence,
+    Rung,
+    classify,
+    needed_bytes,
+    next_rung,
+)
+from prefect_gpu.units import GIB, MIB
+
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+SHARED: tuple[Cause, ...] = ("foreign", "crowded")
+CAPACITY = 80 * GIB
+
+sizes = st.integers(0, 200 * GIB)
+maybe = st.none() | sizes
+
+
+def seen(**changes: Any) -> Evidence:
+    """A process with a budget of 6 GiB, 5 of them for its framework."""
+    fields: dict[str, Any] = {
+        "budget_bytes": 6 * GIB,
+        "cap_bytes": 5 * GIB,
+        "context_bytes": GIB,
+        "wanted_bytes": GIB,
+        "held_bytes": 3 * GIB,
+        "process_bytes": 4 * GIB,
+        "free_bytes": 0,
+    }
+    return Evidence(**{**fields, **changes})
+
+
+evidences = st.builds(
+    Evidence,
+    budget_bytes=st.integers(MIB, 200 * GIB),
+    cap_bytes=maybe,
+    context_bytes=sizes,
+    wanted_bytes=maybe,
+    held_bytes=maybe,
+    process_bytes=maybe,
+    free_bytes=maybe,
+    foreign_growth_bytes=sizes,
+    says_own_cap=st.none() | st.booleans(),
+    alone=st.booleans(),
+)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "cause"),
+    [
+        pytest.param(seen(says_own_cap=True), "own_cap", id="the error says so"),
+        pytest.param(seen(free_bytes=2 * GIB), "own_cap", id="the device could have given it"),
+        pytest.param(seen(free_bytes=GIB), "own_cap", id="the device could just have given it"),
+        pytest.param(
+            seen(free_bytes=GIB, says_own_cap=False), "crowded", id="the error says it was not"
+        ),
+        pytest.param(
+            seen(free_bytes=0, foreign_growth_bytes=GIB),
+            "foreign",
+            id="others took what is missing",
+        ),
+        pytest.param(
+            seen(free_bytes=GIB // 2, foreign_growth_bytes=GIB // 2),
+            "foreign",
+            id="others took the part that is missing",
+        ),
+        pytest.param(
+            seen(free_bytes=0, foreign_growth_bytes=GIB - 1), "crowded", id="others took too little"
+        ),
+        pytest.param(seen(), "crowded", id="within its cap on a full device"),
+        pytest.param(
+            seen(held_bytes=4 * GIB + 1), "own_cap", id="past its cap, on a full device too"
+        ),
+        pytest.param(
+            seen(held_bytes=5 * GIB, foreign_growth_bytes=GIB), "foreign", id="others go first"
+        ),
+        pytest.param(seen(alone=True), "own_cap", id="nobody of ours beside it"),
+        pytest.param(
+            seen(alone=True, foreign_growth_bytes=GIB), "foreign", id="alone but for other people"
+        ),
+        pytest.param(
+            seen(cap_bytes=None, process_bytes=5 * GIB + 1), "own_cap", id="no cap, past its budget"
+        ),
+        pytest.param(
+            seen(cap_bytes=None, process_bytes=5 * GIB), "crowded", id="no cap, within its budget"
+        ),
+        pytest.param(
+            seen(cap_bytes=None, free_bytes=9 * GIB), "crowded", id="no cap, free again since then"
+        ),
+        pytest.param(
+            seen(cap_bytes=None, process_bytes=None, held_bytes=None), "crowded", id="nothing known"
+        ),
+        pytest.param(seen(free_bytes=None), "own_cap", id="the device was not asked, a cap"),
+        pytest.param(
+            seen(free_bytes=None, cap_bytes=None), "crowded", id="the device was not asked, no cap"
+        ),
+        pytest.param(
+            seen(free_bytes=None, says_own_cap=False),
+            "crowded",
+            id="the device was not asked, the error says it was not the cap",
+        ),
+        pytest.param(
+            seen(wanted_bytes=None, free_bytes=1), "own_cap", id="size unknown, something was free"
+        ),
+        pytest.param(
+            seen(wanted_bytes=None, foreign_growth_bytes=1),
+            "foreign",
+            id="size unknown, others grew on a full device",
+        ),
+    ],
+)
+def test_the_cause_of_an_out_of_memory(evidence: Evidence, cause: Cause) -> None:
+    assert classify(evidence) == cause
+
+
+@given(evidences)
+def test_only_others_who_grew_are_blamed(evidence: Evidence) -> None:
+    cause = classify(evidence)
+    assert cause in ("own_cap", "foreign", "crowded")
+    if cause == "foreign":
+        assert evidence.foreign_growth_bytes > 0
+    if evidence.says_own_cap:
+        assert cause == "own_cap"
+    if evidence.alone and evidence.free_bytes is not None:
+        assert cause != "crowded"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "needed_gib"),
+    [
+        pytest.param(seen(), 5, id="what the process held and what it asked for"),
+        pytest.param(seen(held_bytes=4 * GIB), 6, id="its framework knows better than a reading"),
+        pytest.param(seen(process_bytes=None), 5, id="held, context and wanted"),
+        pytest.param(seen(wanted_bytes=None), None, id="the message does not say"),
+        pytest.param(
+            seen(held_bytes=None, process_bytes=None), None, id="nobody knows what it held"
+        ),
+    ],
+)
+def test_what_it_would_have_needed(evidence: Evidence, needed_gib: int | None) -> None:
+    assert needed_bytes(evidence) == (None if needed_gib is None else needed_gib * GIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "budget_bytes"),
+    [
+        pytest.param({"wanted_bytes": None}, 9 * GIB, id="half as much again"),
+        pytest.param({}, 9 * GIB, id="half as much again is more than it wanted"),
+        pytest.param({"wanted_bytes": 16 * GIB}, 22 * GIB, id="what it wanted and a tenth"),
+        pytest.param({"wanted_bytes": 100 * GIB}, None, id="a whole device, if there is no more"),
+        pytest.param({"budget_bytes": 60 * GIB}, None, id="nearly a whole device is a whole one"),
+    ],
+)
+def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | None) -> None:
+    rung = next_rung(Climb(), "own_cap", seen(**changes), CAPACITY)
+    assert isinstance(rung, Rung) and rung.budget_bytes == budget_bytes
+    assert rung.climb == Climb(processes=2, whole_device=budget_bytes is None)
+    assert "6GiB" in rung.reason or "60GiB" in rung.reason
+
+
+def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
+    climb = Climb(processes=2, whole_device=True)
+    answer = next_rung(climb, "own_cap", seen(budget_bytes=80 * GIB), CAPACITY)
+    assert answer == "a whole device was not enough, 80GiB; it would have needed 5GiB in all"
+
+
+def test_what_is_not_its_fault_costs_it_nothing_until_the_third_time() -> None:
+    climb = Climb()
+    given: list[int | None] = []
+    for cause in ("crowded", "foreign", "crowded"):
+        rung = next_rung(climb, cause, seen(), CAPACITY)
+        assert isinstance(rung, Rung)
+        given.append(rung.budget_bytes)
+        climb = rung.climb
+    assert given == [6 * GIB, 6 * GIB, None]
+    assert climb == Climb(processes=4, shared=3, whole_device=True)
+    end = next_rung(climb, "foreign", seen(), CAPACITY)
+    assert isinstance(end, str) and "ran full 4 times though the task was within its 6GiB" in end
+
+
+def test_its_own_fault_in_between_begins_the_count_anew() -> None:
+    rung = next_rung(Climb(processes=2, shared=2), "own_cap", seen(), CAPACITY)
+    assert isinstance(rung, Rung) and rung.climb.shared == 0
+
+
+def test_a_probe_that_other_people_crowd_out_gets_another_whole_device() -> None:
+    # Its first process had a whole device; others filled it once.
+    rung = next_rung(Climb(whole_device=True), "foreign", seen(budget_bytes=70 * GIB), CAPACITY)
+    assert isinstance(rung, Rung) and rung.budget_bytes is None
+    assert rung.climb == Climb(processes=2, shared=1, whole_device=True)
+
+
+@pytest.mark.parametrize("cause", ["host", "unknown"])
+def test_what_no_device_memory_can_help_never_climbs(cause: Cause) -> None:
+    assert next_rung(Climb(), cause, seen(), CAPACITY) == (
+        f"more memory of a device does not help ({cause})"
+    )
+
+
+def test_the_reason_says_who_filled_the_device() -> None:
+    foreign = next_rung(Climb(), "foreign", seen(), CAPACITY)
+    crowded = next_rung(Climb(), "crowded", seen(), CAPACITY)
+    assert isinstance(foreign, Rung) and foreign.reason.startswith("other people's processes")
+    assert isinstance(crowded, Rung) and crowded.reason.startswith("tasks beside it")
+
+
+def test_the_fifth_process_is_the_last() -> None:
+    answer = next_rung(Climb(processes=5), "own_cap", seen(), CAPACITY)
+    assert answer == (
+        "5 processes have run out of memory, the last with 6GiB; it would have needed 5GiB in all"
+    )
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(CAUSES), evidences), min_size=5, max_size=8),
+    st.integers(GIB, 200 * GIB),
+    st.booleans(),
+)
+def test_a_climb_ends_and_never_goes_down(
+    failures: list[tuple[Cause, Evidence]], capacity_bytes: int, whole_device: bool
+) -> None:
+    climb = Climb(whole_device=whole_device)
+    budget = min(failures[0][1].budget_bytes, capacity_bytes)
+    shared = 0
+    for cause, evidence in failures:
+        answer = next_rung(climb, cause, replace(evidence, budget_bytes=budget), capacity_bytes)
+        if isinstance(answer, str):
+            return
+        assert cause == "own_cap" or cause in SHARED
+        shared = shared + 1 if cause in SHARED else 0
+        assert answer.climb.processes == climb.processes + 1 <= MOST_PROCESSES
+        assert answer.climb.shared == shared <= MOST_SHARED
+        assert answer.climb.whole_device >= climb.whole_device
+        assert (answer.budget_bytes is None) == answer.climb.whole_device
+        following = capacity_bytes if answer.budget_bytes is None else answer.budget_bytes
+        assert following >= budget
+        if cause == "own_cap" and answer.budget_bytes is not None:
+            assert following >= int(1.5 * budget)
+        climb, budget = answer.climb, following
+    raise AssertionError("it went on for longer than allowed")

@@ -1,0 +1,217 @@
+"""What a task is given: by its tag, its history or a probe; and who waits for whom."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from prefect_gpu import budgets
+from prefect_gpu.budgets import NEVER_BYTES, BudgetBook, Grant, ProbeGate, TaskIdentity
+from prefect_gpu.errors import PlacementTimeoutError
+from prefect_gpu.reports.history import MemoryHistory
+from prefect_gpu.scheduling.history import PastRun, learn
+from prefect_gpu.scheduling.model import ModelBudgets
+from prefect_gpu.units import GIB, MIB
+from tests.fakes.reports import device, task_report
+
+WHO = TaskIdentity("evaluate", "evaluate")
+MODEL = device().name
+
+
+def run(live: int = GIB, at: float = 1.0, **changes: Any) -> PastRun:
+    known: dict[str, Any] = {
+        "outcome": "completed",
+        "live_bytes": live,
+        "process_bytes": live + 600 * MIB,
+        "context_bytes": 600 * MIB,
+    }
+    return PastRun(ended_at=at, **{**known, **changes})
+
+
+class Books:
+    """Books of runners of one process, and what keeps their runs."""
+
+    def __init__(self) -> None:
+        self.gate, self.recent, self.store = ProbeGate(), MemoryHistory(), MemoryHistory()
+
+    def book(self, store: Any = None) -> BudgetBook:
+        return BudgetBook(store or self.store, self.gate, self.recent)
+
+    def grant(self, book: BudgetBook | None = None, **changes: Any) -> Grant | None:
+        known: dict[str, Any] = {
+            "identity": WHO,
+            "memory": None,
+            "device_names": [MODEL],
+            "count": 1,
+            "capacity_bytes": 100 * GIB,
+            "limit_s": None,
+            "on_waiting": lambda why: None,
+            "cancelled": lambda: False,
+        }
+        return (book or self.book()).grant(**{**known, **changes})
+
+    @contextmanager
+    def waiting(self, **changes: Any) -> Iterator[Callable[[], Grant | None]]:
+        """Ask in a thread that must wait; give what waits for the answer."""
+        said = threading.Event()
+        answers: list[Grant | None] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(
+                self.grant(**{"on_waiting": lambda why: said.set(), **changes})
+            )
+        )
+        thread.start()
+
+        def answer() -> Grant | None:
+            thread.join(10)
+            assert not thread.is_alive()
+            return answers[0]
+
+        assert said.wait(10)
+        yield answer
+        thread.join(10)
+
+
+@pytest.fixture
+def books(monkeypatch: pytest.MonkeyPatch) -> Books:
+    monkeypatch.setattr(budgets, "TELL_S", 0.0)
+    return Books()
+
+
+def test_a_tag_is_a_budget_and_the_history_corrects_its_context(books: Books) -> None:
+    assert books.grant(memory=6 * GIB) == Grant(6 * GIB, "tag", {})
+    books.store.add(WHO.on(MODEL), run())
+    assert books.grant(memory=0.4) == Grant(0.4, "tag", {MODEL: 600 * MIB})
+
+
+def test_a_task_that_nobody_knows_probes_and_its_siblings_wait_for_what_that_shows(
+    books: Books,
+) -> None:
+    book = books.book()
+    probe = books.grant(book)
+    assert probe is not None
+    assert (probe.memory, probe.source) == (None, "probe")
+    assert probe.claims == {WHO.on(MODEL)}
+    with books.waiting() as sibling:
+        book.take(WHO, task_report(outcome="completed"))
+        book.release(probe)
+        granted = sibling()
+    assert granted is not None
+    lesson = learn(books.recent.runs(WHO.on(MODEL)))
+    assert lesson is not None
+    assert (granted.memory, granted.source) == (lesson.budget_bytes, "learned")
+    assert granted.contexts == {MODEL: lesson.context_bytes}
+    assert not granted.claims
+    assert granted.waited_s > 0
+
+
+def test_other_tasks_do_not_wait_for_a_probe(books: Books) -> None:
+    assert books.grant() is not None
+    other = books.grant(identity=TaskIdentity("train", "train"))
+    assert other is not None and other.source == "probe"
+    apart = books.grant(identity=TaskIdentity("evaluate", "evaluate", "ab12"))
+    assert apart is not None and apart.source == "probe"
+
+
+def test_after_a_probe_that_taught_nothing_the_next_one_probes(books: Books) -> None:
+    book = books.book()
+    probe = books.grant(book)
+    assert probe is not None
+    with books.waiting() as sibling:
+        book.take(WHO, task_report(outcome="failed"))
+        book.release(probe)
+        granted = sibling()
+    assert granted is not None and granted.source == "probe"
+
+
+def test_whoever_waits_for_a_probe_can_be_cancelled(books: Books) -> None:
+    assert books.grant() is not None
+    over = threading.Event()
+    book = books.book()
+    with books.waiting(book=book, cancelled=over.is_set) as sibling:
+        over.set()
+        book.wake()
+        assert sibling() is None
+
+
+def test_gpu_wait_ends_the_wait_for_a_probe(books: Books) -> None:
+    assert books.grant() is not None
+    with pytest.raises(PlacementTimeoutError, match=r"gpu:wait=100ms .*'evaluate'.* first run"):
+        books.grant(limit_s=0.1)
+
+
+def test_a_budget_above_any_device_is_a_device_to_itself(books: Books) -> None:
+    books.store.add(WHO.on(MODEL), run(live=90 * GIB))
+    granted = books.grant()
+    assert granted is not None
+    assert (granted.memory, granted.source) == (None, "learned")
+
+
+def test_of_two_models_one_is_known_and_one_task_at_a_time_finds_out_about_the_other(
+    books: Books,
+) -> None:
+    books.store.add(WHO.on("A"), run())
+    book = books.book()
+    first, second = (books.grant(book, device_names=["A", "B"]) for _ in range(2))
+    assert first is not None and second is not None
+    lesson = learn([run()])
+    assert lesson is not None
+    known = ("A", lesson.budget_bytes)
+    # On B a device to itself; for the second, never there.
+    assert first.memory == ModelBudgets((known,)) and first.claims == {WHO.on("B")}
+    assert second.memory == ModelBudgets((known, ("B", NEVER_BYTES))) and not second.claims
+    # Placed on A, it finds out nothing about B: the next one may.
+    assert not book.keep(first, "A").claims
+    third = books.grant(book, device_names=["A", "B"])
+    assert third is not None and third.claims == {WHO.on("B")}
+
+
+def test_of_two_unknown_models_two_tasks_probe_at_once(books: Books) -> None:
+    book = books.book()
+    first = books.grant(book, device_names=["A", "B"])
+    assert first is not None and first.memory is None
+    placed = book.keep(first, "A")
+    assert placed.claims == {WHO.on("A")}
+    second = books.grant(book, device_names=["A", "B"])
+    assert second is not None
+    assert second.memory == ModelBudgets((("A", NEVER_BYTES),))
+    assert (second.source, second.claims) == ("probe", {WHO.on("B")})
+
+
+def test_a_task_that_needs_both_devices_is_not_kept_off_the_unknown_one(books: Books) -> None:
+    books.store.add(WHO.on("A"), run())
+    book = books.book()
+    assert books.grant(book, device_names=["A", "B"], count=2) is not None
+    second = books.grant(book, device_names=["A", "B"], count=2)
+    assert second is not None and isinstance(second.memory, ModelBudgets)
+    assert second.memory.get("B") is None
+
+
+class Unreachable(MemoryHistory):
+    def runs(self, key: Any) -> Any:
+        raise OSError("no route to host")
+
+
+def test_histories_that_cannot_be_read_are_told_once_and_the_task_probes(
+    books: Books, caplog: pytest.LogCaptureFixture
+) -> None:
+    book = books.book(Unreachable())
+    first = books.grant(book)
+    assert first is not None and first.source == "probe"
+    book.release(first)
+    assert books.grant(book) is not None
+    assert caplog.text.count("no route to host") == 1
+
+
+def test_runs_of_this_process_count_at_once_for_other_runners(books: Books) -> None:
+    one, other = books.book(MemoryHistory()), books.book(MemoryHistory())
+    probe = books.grant(one)
+    assert probe is not None
+    one.take(WHO, task_report(outcome="completed"))
+    one.release(probe)
+    granted = books.grant(other)
+    assert granted is not None and granted.source == "learned"

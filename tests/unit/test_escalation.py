@@ -1,0 +1,268 @@
+"""What follows when the process of a task runs out of device memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefect_gpu.attempt import CancelledByRunner
+from prefect_gpu.budgets import BudgetBook, Grant, ProbeGate, TaskIdentity
+from prefect_gpu.escalation import Escalation
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.reports.history import MemoryHistory
+from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.scheduling.ladder import Climb
+from prefect_gpu.scheduling.model import Placement, Reservation
+from prefect_gpu.units import GIB, MIB
+from tests.fakes.reports import device, task_report
+
+WHO = TaskIdentity("evaluate", "evaluate")
+CAPACITY = 24 * GIB
+
+
+class Full(RuntimeError):
+    """Stands for a framework's out-of-memory."""
+
+
+def own_cap(wanted: int = GIB) -> OutOfMemory:
+    return OutOfMemory("torch", wanted, GIB // 2, GIB, 20 * GIB, "", says_own_cap=True)
+
+
+def device_full(wanted: int = GIB) -> OutOfMemory:
+    return OutOfMemory("torch", wanted, 0, 100 * MIB, 0)
+
+
+class FakeAttempt:
+    """One process: what it was given, and how it ends."""
+
+    def __init__(
+        self,
+        grant: Grant,
+        ends: Any,
+        on_placed: Callable[[Placement], None],
+        on_report: Callable[[TaskReport], None],
+        late: bool,
+    ) -> None:
+        self.grant, self._ends, self._late = grant, ends, late
+        self._on_placed, self._on_report = on_placed, on_report
+        self.finished = threading.Event()
+        self.cancelled = threading.Event()
+        self.out_of_memory = ends if isinstance(ends, OutOfMemory) else None
+        memory = grant.memory
+        self.cap_bytes = memory - 512 * MIB if isinstance(memory, int) else None
+        self.context_bytes = 512 * MIB
+        self.has_process = True
+        self.whole_device = memory is None
+        self.ticket = SimpleNamespace(placement=None)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def run(self) -> Any:
+        budget = self.grant.memory if isinstance(self.grant.memory, int) else CAPACITY
+        held = Reservation("1", "node", "GPU-1", budget, exclusive=self.grant.memory is None)
+        placement = Placement("1", (device(),), (budget,), (held,))
+        self.ticket.placement = placement
+        self._on_placed(placement)
+        if self._ends == "wait":
+            assert self.cancelled.wait(10)
+            self.has_process = False
+            self.finished.set()
+            raise CancelledByRunner
+        outcome = "oom" if self.out_of_memory else "completed"
+        self.report = task_report(outcome=outcome, budget_bytes=budget)
+        if not self._late:
+            self.tell()
+        if self.out_of_memory is not None:
+            raise Full("no room")
+        if isinstance(self._ends, BaseException):
+            raise self._ends
+        return self._ends
+
+    def tell(self) -> None:
+        self._on_report(self.report)
+        self.finished.set()
+
+
+class Scene:
+    """One call of a body, whose processes end as told."""
+
+    def __init__(
+        self,
+        *ends: Any,
+        late: bool = False,
+        foreign: int = 0,
+        climb: Climb | None = None,
+        **asks: Any,
+    ) -> None:
+        self.attempts: list[FakeAttempt] = []
+        self.told: list[str] = []
+        self.reports: list[TaskReport] = []
+        self.history = MemoryHistory()
+        self.gate = ProbeGate()
+        self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
+        left = list(ends)
+        broker = SimpleNamespace(
+            eligible=lambda names: (device(),),
+            capacity_bytes=lambda names: CAPACITY,
+            foreign_growth_bytes=lambda ticket: foreign,
+        )
+
+        def make(grant: Grant, on_placed: Any, on_report: Any) -> Any:
+            attempt = FakeAttempt(grant, left.pop(0), on_placed, on_report, late)
+            self.attempts.append(attempt)
+            return attempt
+
+        self.call = Escalation(
+            identity=WHO,
+            policy=GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks}),
+            climb=climb or Climb(),
+            broker=broker,  # type: ignore[arg-type]
+            book=self.book,
+            make=make,
+            on_waiting=lambda why: None,
+            tell=self.told.append,
+            on_report=self.reports.append,
+        )
+
+    @property
+    def budgets(self) -> list[Any]:
+        return [attempt.grant.memory for attempt in self.attempts]
+
+
+def test_a_body_that_answers_has_one_process() -> None:
+    scene = Scene(7)
+    assert scene.call.run() == 7
+    assert scene.budgets == [2 * GIB]
+    assert [report.cause for report in scene.reports] == [""]
+    assert scene.call.finished and not scene.told
+
+
+def test_a_cap_that_was_too_small_is_raised_until_it_is_not() -> None:
+    scene = Scene(own_cap(), own_cap(), "done")
+    assert scene.call.run() == "done"
+    assert scene.budgets == [2 * GIB, 3 * GIB, int(4.5 * GIB)]
+    assert [report.cause for report in scene.reports] == ["own_cap", "own_cap", ""]
+    assert "2GiB were not enough; it gets 3GiB" in scene.told[0]
+    assert scene.call.climb.processes == 3
+
+
+def test_what_the_message_says_counts_where_it_is_more() -> None:
+    scene = Scene(own_cap(wanted=9 * GIB), "done")
+    scene.call.run()
+    assert scene.budgets[1] == int((GIB + 9 * GIB) * 1.1)
+    assert scene.reports[0].wanted_bytes == 10 * GIB
+
+
+def test_a_whole_device_is_the_last_rung_and_the_error_says_how_much_was_wanted() -> None:
+    scene = Scene(own_cap(wanted=30 * GIB), own_cap(wanted=30 * GIB))
+    with pytest.raises(Full) as caught:
+        scene.call.run()
+    assert scene.budgets == [2 * GIB, None]
+    (note,) = caught.value.__notes__
+    assert "a whole device was not enough, 24GiB; it would have needed 31GiB in all" in note
+
+
+def test_there_are_five_processes_at_most() -> None:
+    scene = Scene(*[own_cap(wanted=1)] * 5, memory=GIB)
+    with pytest.raises(Full):
+        scene.call.run()
+    assert len(scene.budgets) == 5
+
+
+def test_a_retry_of_prefects_does_not_begin_the_climb_again() -> None:
+    scene = Scene(own_cap(), climb=Climb(processes=5))
+    with pytest.raises(Full):
+        scene.call.run()
+    assert len(scene.budgets) == 1
+
+
+def test_oom_fail_fails_at_once_and_the_report_still_says_why() -> None:
+    scene = Scene(own_cap(), oom="fail")
+    with pytest.raises(Full):
+        scene.call.run()
+    assert [report.cause for report in scene.reports] == ["own_cap"]
+
+
+def test_others_who_filled_the_device_cost_no_budget_and_then_it_gets_a_device_to_itself() -> None:
+    scene = Scene(*[device_full()] * 3, "done", foreign=4 * GIB)
+    assert scene.call.run() == "done"
+    assert scene.budgets == [2 * GIB, 2 * GIB, 2 * GIB, None]
+    assert [report.cause for report in scene.reports] == ["foreign"] * 3 + [""]
+
+
+def test_a_crowded_device_is_tried_again() -> None:
+    scene = Scene(device_full(), "done")
+    assert scene.call.run() == "done"
+    assert scene.reports[0].cause == "crowded"
+
+
+def test_an_error_of_the_body_passes() -> None:
+    scene = Scene(ZeroDivisionError("oops"))
+    with pytest.raises(ZeroDivisionError):
+        scene.call.run()
+    assert len(scene.budgets) == 1
+
+
+def test_a_report_that_comes_after_the_value_is_kept_all_the_same() -> None:
+    scene = Scene(own_cap(), "done", late=True)
+    scene.call.run()
+    assert not scene.reports and not scene.call.finished
+    for attempt in scene.attempts:
+        attempt.tell()
+    assert [report.cause for report in scene.reports] == ["own_cap", ""]
+    assert len(scene.history.runs(WHO.on(device().name))) == 2
+    assert scene.call.wait_finished(1)
+
+
+def test_a_probe_holds_its_claim_until_its_report_is_in() -> None:
+    scene = Scene("done", late=True, memory=None, allocation="growth")
+    scene.call.run()
+    assert scene.gate.is_claimed(WHO.on(device().name))
+    scene.attempts[0].tell()
+    assert not scene.gate.is_claimed(WHO.on(device().name))
+
+
+def test_it_can_be_cancelled_while_a_process_runs() -> None:
+    scene = Scene("wait", memory=None, allocation="growth")
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            scene.call.run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not scene.attempts:
+        pass
+    scene.call.cancel()
+    thread.join(10)
+    assert isinstance(raised[0], CancelledByRunner)
+    assert scene.call.wait_finished(1)
+    assert not scene.gate.is_claimed(WHO.on(device().name))
+
+
+def test_it_can_be_cancelled_while_it_waits_for_a_probe() -> None:
+    scene = Scene(memory=None, allocation="growth")
+    scene.gate.claim([WHO.on(device().name)])
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            scene.call.run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    scene.call.cancel()
+    thread.join(10)
+    assert isinstance(raised[0], CancelledByRunner)
+    assert not scene.attempts

@@ -1,0 +1,83 @@
+"""What a task allocates of simulated devices, and the tally of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from prefect_gpu import inside, testing
+from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
+from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.processes import channel
+from prefect_gpu.units import GIB
+
+UUIDS = ("SIM-1", "SIM-0")
+
+
+class FakeChannel:
+    """Answers as the parent does."""
+
+    def __init__(self) -> None:
+        self.reader = SimulatedReader(SimulatedDevices("2x8GiB"))
+        self.reader.attach(1, UUIDS, (6 * GIB, 6 * GIB))
+
+    def ask(self, method: str, **arguments: Any) -> Any:
+        if method == "simulated_free":
+            return self.reader.free(**arguments)
+        return self.reader.allocate(1, **arguments)
+
+
+@pytest.fixture(autouse=True)
+def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeChannel]:
+    """A task on two simulated devices."""
+    monkeypatch.setattr(testing, "_tally", testing._Tally())
+    parent: Any = FakeChannel()
+    channel.set_current_channel(parent)
+    inside.set_current_allocation(inside.Allocation(6 * GIB, 6 * GIB, 1, UUIDS, ()))
+    yield parent
+    inside.set_current_allocation(None)
+    channel.set_current_channel(None)
+
+
+def test_who_allocates_nothing_has_no_counters() -> None:
+    assert testing.tally() is None
+
+
+def test_the_tally_follows_what_is_allocated_and_freed() -> None:
+    kept = testing.allocate("2GiB")
+    with testing.allocate(GIB, device=1):
+        pass
+    with testing.allocate("3GiB"):
+        assert testing.tally() == Counters(5 * GIB, 5 * GIB, 6 * GIB, 6 * GIB, 0)
+    assert testing.tally() == Counters(2 * GIB, 2 * GIB, 6 * GIB, 6 * GIB, 0)
+    kept.free()
+    kept.free()
+    assert testing.tally() == Counters(0, 0, 6 * GIB, 6 * GIB, 0)
+
+
+def test_the_parent_counts_the_same(task: FakeChannel) -> None:
+    testing.allocate("2GiB")
+    with testing.allocate("3GiB", device=1):
+        pass
+    counters = task.reader.root_counters(1).values()
+    tally = testing.tally()
+    assert tally is not None
+    assert tally.live_bytes == sum(c.live_bytes for c in counters)
+    assert tally.peak_live_bytes == sum(c.peak_live_bytes for c in counters)
+
+
+def test_a_refusal_counts_nothing_and_names_its_device() -> None:
+    testing.allocate("2GiB")
+    assert testing.refused_uuid() == ""
+    with pytest.raises(testing.SimulatedOutOfMemoryError):
+        testing.allocate("7GiB", device=1)
+    assert testing.refused_uuid() == "SIM-0"
+    assert testing.tally() == Counters(2 * GIB, 2 * GIB, 2 * GIB, 2 * GIB, 0)
+
+
+def test_a_cap_that_pinches_can_be_acted() -> None:
+    testing.note_allocation_retry()
+    testing.note_allocation_retry()
+    assert testing.tally() == Counters(0, 0, 0, 0, 2)

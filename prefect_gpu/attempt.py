@@ -465,7 +465,7 @@ class Attempt:
             return None
         self._learned.outcome = "oom"
         self._learned.out_of_memory = OutOfMemory(
-            "", process_bytes=over.seen_bytes, says_own_cap=True
+            "", wanted_bytes=0, process_bytes=over.seen_bytes, says_own_cap=True
         )
         return error
 

@@ -22,8 +22,9 @@ class FakeSource:
         self.process: int | None = None
         #: How often each was asked.
         self.samples = self.readings = self.questions = 0
-        #: Called at each full reading: it may take time.
+        #: Called at each reading: it may take time.
         self.on_counters: Callable[[], None] = lambda: None
+        self.on_sample: Callable[[], None] = lambda: None
         #: A thread that reads sees all of a change or nothing.
         self._lock = threading.Lock()
 
@@ -44,6 +45,7 @@ class FakeSource:
 
     def sample(self) -> tuple[int, int] | None:
         self.samples += 1
+        self.on_sample()
         return (self.live, self.retries) if self.touched else None
 
     def counters(self) -> Counters | None:

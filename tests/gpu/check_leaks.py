@@ -57,11 +57,13 @@ AT_ONCE = 16
 def end(how: str) -> None:
     """End this process, or return."""
     import ctypes
+    import faulthandler
     import resource
     import signal
 
-    # The image of a process with a device is of many GiB.
+    # The image of a process with a device is of many GiB, its stack a page.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.disable()
     if how == "exit":
         os._exit(3)
     if how == "SIGSEGV":
@@ -145,7 +147,6 @@ def check(options: argparse.Namespace) -> list[str]:
     held = HELD if on_gpu else MIB
     tasks = {
         name: task(
-            BODIES[name],
             name=f"leak-{name}",
             timeout_seconds=BODY_S,
             tags=gpu(
@@ -153,7 +154,7 @@ def check(options: argparse.Namespace) -> list[str]:
                 framework=name,
                 oom="fail",
             ),
-        )
+        )(BODIES[name])
         for name in frameworks
     }
     plan = {

@@ -85,7 +85,7 @@ def train_plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def median_ms(found: dict[str, Any]) -> float:
-    seconds = found["seconds"]
+    seconds: list[float] = found["seconds"]
     return statistics.median(seconds[min(WARM_UP, len(seconds) // 2) :]) * 1000
 
 

@@ -1,13 +1,24 @@
 #!/usr/bin/env bash
-# Every check that needs a GPU, in one call: `bash tests/gpu/run_all.sh [FOLDER]`. Its printed output
-# goes to FOLDER (default docs/evidence) and to the terminal. Needs an NVIDIA device, torch, and
-# tensorflow for the main job. Ends with 1 if any check failed.
+# Every check that needs a GPU: `bash tests/gpu/run_all.sh [FOLDER [NAME...]]`. The printed output of each
+# goes to FOLDER/gpu-NAME.txt (default docs/evidence) and to the terminal. Needs an NVIDIA device, torch,
+# and what the others import: tensorflow, jax, cupy, onnxruntime. Ends with 1 if any check failed.
+#
+# All of them take about twenty minutes on an H200. Where a call may take ten, in three:
+#   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
+#   run_all.sh FOLDER resnet prediction sampler
+#   run_all.sh FOLDER leaks tests
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
+shift || true
 python=${PYTHON:-python3}
 mkdir -p "$out"
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks"
+[[ $# -gt 0 ]] || set -- $modules tests
+for name; do
+  [[ " $modules tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules tests"; exit 2; }
+done
 failed=0
 check() {
   local file=$out/$1.txt
@@ -16,8 +27,11 @@ check() {
   local code=${PIPESTATUS[0]}
   [[ $code == 0 ]] || { failed=1; echo "FAILED with $code: $*" | tee -a "$file"; }
 }
-check gpu-bookkeeping "$python" -m tests.gpu.check_bookkeeping
-check gpu-host-memory "$python" -m tests.gpu.check_host_memory
-check gpu-main-job "$python" -m tests.gpu.check_main_job
-check gpu-tests "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu
+for name; do
+  if [[ $name == tests ]]; then
+    check gpu-tests "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu
+  else
+    check "gpu-$name" "$python" -m "tests.gpu.check_${name//-/_}"
+  fi
+done
 exit $failed

@@ -147,7 +147,7 @@ def test_nothing_is_left_and_reports_are_published() -> None:
         "schema", "task_key", "device_uuid", "device_name", "framework", "outcome", "attempt",
         "budget_bytes", "budget_source", "peak_process_bytes", "peak_live_bytes",
         "peak_reserved_bytes", "context_bytes", "leaked_bytes", "queued_s", "start_s", "run_s",
-        "samples", "source",
+        "samples", "source", "cap_bytes", "cause", "steady_live_bytes",
     }  # fmt: skip
     assert [(m["attempt"], m["outcome"]) for m in (first, second)] == [
         ("1", "failed"),

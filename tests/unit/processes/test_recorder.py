@@ -250,6 +250,35 @@ def test_steps_are_read_in_full_as_far_as_the_time_allows(rig: Rig) -> None:
     assert rig.marks()[-1].step > FIRST_STEPS
 
 
+def test_short_steps_are_not_all_looked_at_as_they_end(rig: Rig) -> None:
+    rig.source.on_sample = lambda: rig.clock.advance(1)
+    for _ in range(FIRST_STEPS):
+        rig.recorder.step()
+    # Nothing is read in full from here on.
+    rig.source.on_counters = lambda: rig.clock.advance(1000)
+    rig.recorder.step()
+    for _ in range(1000):
+        rig.clock.advance(10)
+        rig.recorder.step()
+    facts = rig.steps()
+    assert facts.count == FIRST_STEPS + 1001
+    assert 90 <= rig.source.samples <= 10 * 1000 / READ_SHARE
+
+
+def test_a_retry_in_a_step_that_is_not_read_in_full_is_no_peak_of_later_ones(rig: Rig) -> None:
+    rig.source.on_counters = lambda: rig.clock.advance(1)
+    for _ in range(FIRST_STEPS + 1):
+        rig.recorder.step()
+    rig.source.spike(50)
+    rig.source.retries = 1
+    rig.recorder.step()
+    for _ in range(200):
+        rig.source.hold(7)
+        rig.clock.advance(1)
+        rig.recorder.step()
+    assert rig.steps().steady_live_bytes == 7
+
+
 def test_a_name_that_is_new_is_measured_in_any_step(rig: Rig) -> None:
     rig.source.on_counters = lambda: rig.clock.advance(1)
     for _ in range(FIRST_STEPS + 2):

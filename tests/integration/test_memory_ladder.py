@@ -1,0 +1,314 @@
+"""Budgets that are learned, held to and raised, on simulated devices that behave as real ones do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow, task
+from prefect.context import FlowRunContext
+from prefect.states import State
+
+from prefect_gpu import BudgetExceededError, ChildDiedError, GPUTaskRunner, gpu
+from prefect_gpu.devices.simulated import SimulatedReader
+from prefect_gpu.testing import SimulatedDevices, SimulatedOutOfMemoryError
+from prefect_gpu.units import GIB, MIB
+from tests.integration import engine_api as api
+from tests.integration.programs import Workplace, workplace
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+def runner(devices: str = "1x16GiB") -> GPUTaskRunner:
+    return GPUTaskRunner(devices=SimulatedDevices(devices, context="512MiB"))
+
+
+def machine() -> SimulatedReader:
+    """Give the devices of the flow around the caller."""
+    context = FlowRunContext.get()
+    assert context is not None and isinstance(context.task_runner, GPUTaskRunner)
+    assert context.task_runner._run is not None
+    reader = context.task_runner._run._broker().reader
+    assert isinstance(reader, SimulatedReader)
+    return reader
+
+
+def reports(task_run_id: Any, count: int) -> list[dict[str, str]]:
+    """Give the metadata of a task run's processes in their order."""
+    found = api.artifacts(task_run_id=task_run_id, count=count)
+    metadata = [artifact.metadata_ or {} for artifact in found]
+    return sorted(metadata, key=lambda m: int(m["attempt"]))
+
+
+def run(body: Callable[[], Any]) -> Any:
+    return flow(task_runner=runner())(body)()
+
+
+@task
+def fill(sizes: list[str], hold_s: float = 0.0) -> tuple[int, int]:
+    """Take memory piece by piece; tell the budget and which process it is."""
+    from prefect_gpu import current_allocation
+    from prefect_gpu.testing import allocate
+
+    held = [allocate(size) for size in sizes]
+    time.sleep(hold_s)
+    allocation = current_allocation()
+    assert held is not None and allocation is not None
+    return allocation.budget_bytes, allocation.attempt
+
+
+def test_a_cap_that_is_too_small_is_raised_without_using_up_retries() -> None:
+    futures: list[Any] = []
+
+    def own_cap() -> Any:
+        futures.append(fill.with_options(tags=gpu(memory="1GiB")).submit(["256MiB", "3GiB"]))
+        return futures[0].result()
+
+    budget, attempt = run(own_cap)
+    # What it held, with its context, and what it asked for, and a tenth more.
+    assert (budget, attempt) == (int((0.25 + 0.5 + 3) * GIB * 1.1), 2)
+    assert api.task_run(futures[0].task_run_id).run_count == 1
+    first, second = reports(futures[0].task_run_id, 2)
+    assert (first["outcome"], first["cause"]) == ("oom", "own_cap")
+    assert (second["outcome"], second["cause"]) == ("completed", "none")
+    assert "Pending" in api.names(futures[0].task_run_id)
+
+
+def test_gpu_oom_fail_fails_at_once() -> None:
+    futures: list[Any] = []
+
+    def fails() -> Any:
+        options = gpu(memory="1GiB", oom="fail")
+        futures.append(fill.with_options(tags=options).submit(["3GiB"]))
+        return futures[0].wait() or futures[0].state
+
+    state: State[Any] = flow(task_runner=runner())(fails)(return_state=True)
+    assert state.is_failed()
+    with pytest.raises(SimulatedOutOfMemoryError):
+        state.result()
+    assert [m["cause"] for m in reports(futures[0].task_run_id, 1)] == ["own_cap"]
+
+
+def test_what_no_device_has_fails_and_says_how_much_was_wanted() -> None:
+    def never() -> Any:
+        return fill.with_options(tags=gpu(memory="1GiB")).submit(["30GiB"]).result()
+
+    with pytest.raises(SimulatedOutOfMemoryError) as caught:
+        run(never)
+    assert caught.value.requested_bytes == 30 * GIB
+
+
+@task(tags=gpu(memory="4GiB"))
+def fill_when_told(folder: str) -> int:
+    """Take 1GiB, wait for a sign, take 2GiB more."""
+    from prefect_gpu import current_allocation
+    from prefect_gpu.testing import allocate
+
+    allocation = current_allocation()
+    assert allocation is not None
+    with allocate("1GiB"):
+        Path(folder, f"holds-{allocation.attempt}").touch()
+        while allocation.attempt == 1 and not Path(folder, "go").exists():
+            time.sleep(0.01)
+        with allocate("2GiB"):
+            return allocation.attempt
+
+
+def test_memory_that_somebody_else_took_is_waited_for(tmp_path: Path) -> None:
+    futures: list[Any] = []
+
+    def foreign() -> Any:
+        futures.append(fill_when_told.submit(str(tmp_path)))
+        api.until((tmp_path / "holds-1").exists)
+        devices = machine()
+        devices.occupy("SIM-0", int(13.5 * GIB))
+        (tmp_path / "go").touch()
+        # It waits with the same budget, and says so.
+        api.until(lambda: futures[0].state.name == "AwaitingGPU", "AwaitingGPU")
+        devices.vacate("SIM-0")
+        return futures[0].result()
+
+    assert run(foreign) == 2
+    first, second = reports(futures[0].task_run_id, 2)
+    assert (first["cause"], first["outcome"]) == ("foreign", "oom")
+    assert first["budget_bytes"] == second["budget_bytes"] == str(4 * GIB)
+    assert api.task_run(futures[0].task_run_id).run_count == 1
+
+
+@task(tags=gpu(memory="1GiB", allocation="growth"))
+def hog(folder: str) -> None:
+    """Take far more than was reserved."""
+    from prefect_gpu.testing import allocate
+
+    with allocate("13GiB"):
+        Path(folder, "go").touch()
+        while not Path(folder, "enough").exists():
+            time.sleep(0.01)
+
+
+def test_memory_that_another_task_took_is_waited_for_too(tmp_path: Path) -> None:
+    futures: list[Any] = []
+
+    def crowded() -> Any:
+        futures.append(fill_when_told.submit(str(tmp_path)))
+        api.until((tmp_path / "holds-1").exists)
+        big = hog.submit(str(tmp_path))
+        api.until(lambda: futures[0].state.name == "AwaitingGPU", "AwaitingGPU")
+        (tmp_path / "enough").touch()
+        big.wait()
+        return futures[0].result()
+
+    assert run(crowded) == 2
+    assert [m["cause"] for m in reports(futures[0].task_run_id, 2)] == ["crowded", "none"]
+
+
+@pytest.mark.parametrize("enforce", ["kill", "warn"])
+def test_a_process_that_passes_its_budget_is_ended_or_told_of(enforce: Any) -> None:
+    futures: list[Any] = []
+    tags = gpu(memory="1GiB", allocation="growth", enforce=enforce)
+
+    def passes() -> Any:
+        futures.append(fill.with_options(tags=tags).submit(["2GiB"], hold_s=1.5))
+        return futures[0].result()
+
+    budget, attempt = run(passes)
+    found = reports(futures[0].task_run_id, attempt)
+    if enforce == "kill":
+        # What the device showed, and a tenth more.
+        assert (budget, attempt) == (int(2.5 * GIB * 1.1), 2)
+        assert (found[0]["outcome"], found[0]["cause"]) == ("oom", "own_cap")
+    else:
+        assert (budget, attempt) == (GIB, 1)
+        flow_run_id = api.task_run(futures[0].task_run_id).flow_run_id
+        assert flow_run_id is not None
+        over = BudgetExceededError("fill", GIB, int(2.5 * GIB))
+        api.logs(flow_run_id, [f"{over}; gpu:enforce=kill would end it"])
+
+
+@task(tags=gpu(memory="1GiB"))
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_bare_sigkill_is_no_matter_of_memory() -> None:
+    futures: list[Any] = []
+
+    def killed() -> None:
+        futures.append(kill_itself.submit())
+        futures[0].wait()
+
+    run(killed)
+    with pytest.raises(ChildDiedError, match="cause unknown"):
+        futures[0].result()
+    (report,) = reports(futures[0].task_run_id, 1)
+    assert (report["outcome"], report["cause"]) == ("died", "unknown")
+
+
+def test_the_next_run_gets_what_its_steps_needed_and_more_where_that_pinched() -> None:
+    @task(tags=gpu())
+    def train(pinches: bool) -> tuple[int, int | None]:
+        from prefect_gpu import current_allocation, step
+        from prefect_gpu.testing import allocate, note_allocation_retry
+
+        allocation = current_allocation()
+        assert allocation is not None
+        with allocate("2GiB"):
+            for index in range(5):
+                if index == 0 and allocation.cap_bytes is None:
+                    # There is room, so it is taken: autotuning.
+                    allocate("8GiB").free()
+                with allocate("1GiB"):
+                    time.sleep(0.1 if pinches else 0.02)
+                if pinches and index == 2:
+                    note_allocation_retry()
+                step()
+        return allocation.budget_bytes, allocation.cap_bytes
+
+    def learn() -> list[Any]:
+        found = []
+        for pinches in (False, True, False):
+            future = train.submit(pinches)
+            found.append(future.result())
+            # It is learned from once its process is gone, shortly after its value is here.
+            reports(future.task_run_id, 1)
+        return found
+
+    probe, learned, roomier = run(learn)
+    assert probe == (16 * GIB, None)
+    need = -(-int(3 * GIB * 1.3 + 512 * MIB) // (2 * MIB)) * 2 * MIB
+    assert learned == (need, need - 512 * MIB)
+    assert roomier[0] == pytest.approx(need * 1.25, abs=2 * MIB)
+
+
+def test_siblings_wait_for_the_one_that_probes_and_histories_are_apart(tmp_path: Path) -> None:
+    @task(tags=gpu(learn_by="size"))
+    def sized(size: str, index: int) -> int:
+        from prefect_gpu import current_allocation
+        from prefect_gpu.testing import allocate
+
+        allocation = current_allocation()
+        assert allocation is not None
+        with allocate(size):
+            time.sleep(1.5)
+        return allocation.budget_bytes
+
+    futures: list[Any] = []
+
+    def mapped() -> list[int]:
+        futures.extend(sized.submit(size, i) for size in ("1GiB", "2GiB") for i in range(3))
+        return [future.result() for future in futures]
+
+    budgets = run(mapped)
+    for size, found in ((1, budgets[:3]), (2, budgets[3:])):
+        need = -(-int(size * GIB * 1.3 + 512 * MIB) // (2 * MIB)) * 2 * MIB
+        assert sorted(found) == [need, need, 16 * GIB]
+    waits = [api.names(future.task_run_id) for future in futures]
+    assert sum("AwaitingGPU" in names for names in waits) >= 4
+
+
+LEARNER = """
+# {comment}
+import sys
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, current_allocation, gpu, step
+from prefect_gpu.testing import SimulatedDevices, allocate
+
+@task(name="train-{token}", tags=gpu())
+def train():
+    with allocate("2GiB"):
+        for index in range(4):
+            if index == 0 and current_allocation().cap_bytes is None:
+                allocate("4GiB").free()
+            step()
+    return current_allocation().budget_bytes
+
+@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB")))
+def learner():
+    return train.submit().result()
+
+print("budget", learner())
+"""
+
+
+def test_two_flow_runs_learn_from_each_other_whatever_moved(
+    tmp_path: Path, prefect_server: str
+) -> None:
+    with workplace(tmp_path, prefect_server) as place:
+        first = learn_in(place, "here", "the first")
+        second = learn_in(place, "there", "moved, and its comment edited")
+    assert first == 16 * GIB
+    assert second == -(-int(2 * GIB * 1.3 + 512 * MIB) // (2 * MIB)) * 2 * MIB
+
+
+def learn_in(place: Workplace, folder: str, comment: str) -> int:
+    (place.folder / folder).mkdir()
+    name = f"{folder}/learner.py"
+    place.write(name, LEARNER.format(comment=comment, token=place.token))
+    done = place.run(name)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("budget ")]
+    return int(line.split()[1])

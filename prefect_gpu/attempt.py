@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from prefect_gpu.broker import Broker, Ticket, Withdrawn
 from prefect_gpu.budgets import Grant
@@ -62,6 +62,7 @@ from prefect_gpu.processes.spec import (
 )
 from prefect_gpu.record import ProcessRecord, TaskFacts
 from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import MIB, format_bytes
@@ -379,7 +380,9 @@ class Attempt:
         if isinstance(self._broker.reader, SimulatedReader):
             context = self._broker.reader.spec.context_bytes
             return tuple(max(1, budget - context) for budget in placement.budget_bytes)
-        caps = [cap for name in self._frameworks if (cap := policy.cap_bytes(name)) is not None]
+        # Where none was found, whichever turns up is held to one of these.
+        names = self._frameworks or tuple(registry.ADAPTERS)
+        caps = [cap for name in names if (cap := policy.cap_bytes(name)) is not None]
         return min(caps) if caps else None
 
     # While there is one.
@@ -411,6 +414,7 @@ class Attempt:
         elif isinstance(message, ChildExited):
             if self._learned.outcome == "died":
                 self._learned.error = describe_exit(message.code)
+                self._learned.cause = self._kill_cause(message)
             self._end()
         self._messages.put(message)
 
@@ -584,6 +588,12 @@ class Attempt:
             error.__cause__ = ChildTraceback(ended.traceback)
         raise error
 
+    def _kill_cause(self, exited: ChildExited) -> Cause | Literal[""]:
+        """Tell what a SIGKILL that is not ours is put down to; empty: it was none."""
+        if exited.code != -signal.SIGKILL or exited.killed_because:
+            return ""
+        return "host" if kernel_kills().read() > self._kills_before else "unknown"
+
     def _death(self, exited: ChildExited) -> ChildDiedError:
         how = describe_exit(exited.code)
         detail = []
@@ -595,14 +605,12 @@ class Attempt:
             )
         if exited.killed_because:
             detail.append(f"prefect_gpu killed it since {exited.killed_because}")
-        elif exited.code == -signal.SIGKILL and kernel_kills().read() > self._kills_before:
-            self._learned.cause = "host"
+        elif self._learned.cause == "host":
             detail.append(
                 "the machine's own memory ran out: the kernel's counter of out-of-memory kills rose "
                 "while it ran"
             )
-        elif exited.code == -signal.SIGKILL:
-            self._learned.cause = "unknown"
+        elif self._learned.cause:
             detail.append(
                 "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9"
             )

@@ -15,6 +15,7 @@ from uuid import UUID
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.context import ContextWatch
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.frameworks.registry import SEEN_BY_LOOKING
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.marks import MarkKeeper
 from prefect_gpu.reports.model import (
@@ -242,8 +243,15 @@ class ProcessRecord:
                 cap_bytes=self.cap_bytes,
                 cause=self.cause,
                 wanted_bytes=self.wanted_bytes,
-                steps=self._steps,
+                steps=self._seen_steps(),
             )
+
+    def _seen_steps(self) -> StepFacts | None:
+        """Give what its steps show; steady memory only where looking can see it."""
+        steps = self._steps
+        if steps is None or SEEN_BY_LOOKING.issuperset(self._used):
+            return steps
+        return replace(steps, steady_live_bytes=None)
 
     def _placed_marks(self, started_s: float) -> tuple[Mark, ...]:
         """Give the marks with their times since the placement."""

@@ -47,6 +47,9 @@ class JaxAdapter:
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
             return
         jax = load("jax")
+        if policy.allocation == "all":
+            # Its allocator takes its region with the first array, not when the backend starts.
+            _start_devices(jax)
         try:
             found = len(jax.devices("gpu"))
             problem = ""
@@ -128,6 +131,12 @@ def _read_counters(jax: Any) -> Counters | None:
         peak_live_bytes=total("peak_bytes_in_use", "bytes_in_use"),
         peak_reserved_bytes=total("peak_pool_bytes", "pool_bytes") if has_pool else None,
     )
+
+
+def _start_devices(jax: Any) -> None:  # needs a GPU
+    for device in jax.local_devices():
+        if device.platform == "gpu":
+            jax.device_put(0, device).block_until_ready()
 
 
 def _calibrate(jax: Any) -> int:  # needs a GPU

@@ -38,6 +38,14 @@ ADAPTERS: Mapping[str, FrameworkAdapter] = MappingProxyType(
     }
 )
 
+#: Frameworks whose memory can be followed by looking every few milliseconds: they take and give back
+#: at the pace of the host's code. XLA and TensorFlow free what an operation used as soon as it is
+#: queued, CuPy what an expression used, so that looks miss most of it (seen on an H200).
+SEEN_BY_LOOKING = frozenset({"torch"})
+
+#: Frameworks that keep no peak of their own: what they held stands for it.
+WITHOUT_PEAK = frozenset({"cupy"})
+
 #: The tag's word for "no framework of ours: leave memory to the task".
 NO_FRAMEWORK = "none"
 

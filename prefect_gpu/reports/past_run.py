@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from prefect_gpu.frameworks.registry import WITHOUT_PEAK
 from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.series import largest
 from prefect_gpu.scheduling.history import PastRun
 
 
@@ -28,13 +30,16 @@ def past_run(report: TaskReport) -> PastRun:
         # Measured, so summed as well; one that was assumed is that of one device.
         context = each(context)
     steps = report.steps
+    live = report.peak_live_bytes
+    if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
+        live = largest(live, report.peak_reserved_bytes)
     return PastRun(
         ended_at=report.placed_at + report.held_s,
         outcome=report.outcome,
         cause=report.cause,
         budget_bytes=report.budget_bytes,
         cap_bytes=report.cap_bytes,
-        live_bytes=each_known(report.peak_live_bytes),
+        live_bytes=each_known(live),
         steady_live_bytes=each_known(steps.steady_live_bytes) if steps else None,
         process_bytes=each(report.peak_process_bytes),
         context_bytes=context,

@@ -359,7 +359,7 @@ def run_flow(
         value = body()
         kept.append(FlowRun(str(flow_run.id), value, time.monotonic() - began_s))
 
-    runner = GPUTaskRunner(devices=devices, **configuration)
+    runner: Any = GPUTaskRunner(devices=devices, **configuration)
     flow(name=name, task_runner=runner)(run_body)()
     (ended,) = kept
     return ended

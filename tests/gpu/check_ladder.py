@@ -337,6 +337,8 @@ class Warnings(logging.Handler):
         self.said: dict[str, list[str]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno != logging.WARNING:
+            return
         run_id = str(getattr(record, "task_run_id", ""))
         self.said.setdefault(run_id, []).append(record.getMessage().partition("\n")[0])
 

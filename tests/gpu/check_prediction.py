@@ -122,6 +122,8 @@ def torch_lstm(shrink: int) -> int:
     import torch
     from torch import nn
 
+    # In Python, PyTorch refuses a cuDNN other than its own, which TensorFlow's may have put in front.
+    torch.backends.cudnn.enabled = False
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.LSTM(512, 1024 // shrink, 2, batch_first=True).to(device)
     optimizer = torch.optim.Adam(model.parameters())

@@ -6,18 +6,20 @@
 # All of them take about twenty minutes on an H200. Where a call may take ten, in three:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler
-#   run_all.sh FOLDER leaks tests
+#   run_all.sh FOLDER leaks profile-training tests
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
 shift || true
 python=${PYTHON:-python3}
 mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
+flows="profile-training"
 modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks"
-[[ $# -gt 0 ]] || set -- $modules tests
+[[ $# -gt 0 ]] || set -- $modules $flows tests
 for name; do
-  [[ " $modules tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules tests"; exit 2; }
+  [[ " $modules $flows tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows tests"; exit 2; }
 done
 failed=0
 check() {
@@ -30,6 +32,8 @@ check() {
 for name; do
   if [[ $name == tests ]]; then
     check gpu-tests "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu
+  elif [[ " $flows " == *" $name "* ]]; then
+    check "gpu-$name" "$python" "flows/${name//-/_}.py"
   else
     check "gpu-$name" "$python" -m "tests.gpu.check_${name//-/_}"
   fi

@@ -166,3 +166,23 @@ def test_an_allocator_that_keeps_no_reserved_bytes_leaves_them_unknown() -> None
     learned.add_reading(1.0, 3 * GIB)
     learned.add_counters(counters(1 * GIB, None), ("jax",))
     assert made_of(learned).peak_reserved_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("used", "seen"),
+    [
+        pytest.param((), GIB, id="no framework: simulated devices"),
+        pytest.param(("torch",), GIB, id="PyTorch"),
+        pytest.param(("jax",), None, id="JAX frees before anybody looks"),
+        pytest.param(("torch", "tensorflow"), None, id="one of two"),
+    ],
+)
+def test_steady_memory_is_told_only_where_looking_sees_it(
+    used: tuple[str, ...], seen: int | None
+) -> None:
+    learned = record()
+    learned.add_counters(counters(GIB, GIB), used)
+    learned.add_steps(StepFacts(5, 2 * GIB, GIB, 0.1), ())
+    steps = made_of(learned).steps
+    assert steps is not None
+    assert (steps.steady_live_bytes, steps.first_live_bytes) == (seen, 2 * GIB)

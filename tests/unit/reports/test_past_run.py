@@ -73,3 +73,10 @@ def test_a_context_that_was_assumed_is_that_of_one_device(source: str) -> None:
         source=source,
     )
     assert past_run(report).context_bytes == GIB
+
+
+def test_where_no_peak_is_kept_what_was_held_stands_for_it() -> None:
+    report = task_report(
+        framework="cupy", peak_live_bytes=GIB, peak_reserved_bytes=3 * GIB, steps=None
+    )
+    assert past_run(report).live_bytes == 3 * GIB

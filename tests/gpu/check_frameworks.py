@@ -52,7 +52,11 @@ HOLD_S = 0.6
 
 
 def fill(
-    framework: str, allocated: str, at_start_bytes: int, take: Callable[[int], Any]
+    framework: str,
+    allocated: str,
+    at_start_bytes: int,
+    take: Callable[[int], Any],
+    unit: int = 32 * MIB,
 ) -> dict[str, Any]:
     """Fill the cap nearly, ask for more than it leaves, and say what came of it.
 
@@ -61,6 +65,7 @@ def fill(
         allocated: As in `gpu:allocation=`.
         at_start_bytes: What NVML showed for the process before it worked.
         take: Allocates so many bytes on the device; what it returns holds them.
+        unit: What it can allocate is a multiple of this.
     """
     import time
 
@@ -77,7 +82,7 @@ def fill(
     held = 0 if counters is None else counters.live_bytes
     cap = allocation.cap_bytes
     goal = allocation.budget_bytes // 3 if cap is None else int(cap * FILLED)
-    piece = max(32 * MIB, goal // 40 // (32 * MIB) * 32 * MIB)
+    piece = max(unit, goal // 40 // unit * unit)
     kept = []
     refused, is_oom = "", False
     try:
@@ -197,10 +202,11 @@ def in_onnxruntime(allocated: str) -> dict[str, Any]:
     session = onnxruntime.InferenceSession(product_model(rows, wide), settings, providers=[cuda])
     given = {name: numpy.ones((n, wide), numpy.float32) for name, n in (("a", rows), ("b", wide))}
 
+    # A binding keeps what it was given on the device, beside what it got.
+    each = (2 * rows + wide) * wide * 4
+
     def take(count: int) -> Any:
         held = []
-        # A binding keeps what it was given on the device, beside what it got.
-        each = (2 * rows + wide) * wide * 4
         for _ in range(-(-count // each)):
             binding = session.io_binding()
             for name, array in given.items():
@@ -211,7 +217,7 @@ def in_onnxruntime(allocated: str) -> dict[str, Any]:
             held.append(binding)
         return held
 
-    return fill("onnxruntime", allocated, at_start, take)
+    return fill("onnxruntime", allocated, at_start, take, each)
 
 
 def product_model(rows: int, wide: int) -> bytes:

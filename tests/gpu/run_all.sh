@@ -25,7 +25,10 @@ failed=0
 check() {
   local file=$out/$1.txt
   shift
-  { echo "\$ $*"; "$@" 2>&1; } | grep -v --line-buffered "oneDNN custom\|absl::InitializeLog\|cpu_feature_guard\|rebuild TensorFlow" | tee "$file"
+  { echo "\$ $*"; "$@" 2>&1; } \
+    | sed -u 's/\x1b\[[0-9;]*m//g' \
+    | grep -v --line-buffered "oneDNN custom\|absl::InitializeLog\|cpu_feature_guard\|rebuild TensorFlow\|^$\|:onnxruntime:" \
+    | tee "$file"
   local code=${PIPESTATUS[0]}
   [[ $code == 0 ]] || { failed=1; echo "FAILED with $code: $*" | tee -a "$file"; }
 }

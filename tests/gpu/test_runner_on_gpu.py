@@ -75,7 +75,7 @@ def test_a_cuda_tensor_arrives_on_the_host_and_the_report_is_true() -> None:
 
 
 def test_the_cap_holds_and_an_out_of_memory_is_told_as_one() -> None:
-    @task(name="too-much", tags=gpu(memory="3GiB", framework="torch"))
+    @task(name="too-much", tags=gpu(memory="3GiB", framework="torch", oom="fail"))
     def too_much() -> None:
         allocation = current_allocation()
         assert allocation is not None and allocation.cap_bytes is not None
@@ -90,7 +90,7 @@ def test_the_cap_holds_and_an_out_of_memory_is_told_as_one() -> None:
         one()
     assert type(caught.value).__name__ == "OutOfMemoryError"
     (report,) = metadata_of("gpu-memory-too-much")
-    assert report["outcome"] == "oom"
+    assert (report["outcome"], report["cause"]) == ("oom", "own_cap")
     assert int(report["peak_process_bytes"]) <= 3 * GIB
 
 

@@ -61,7 +61,9 @@ def test_steps_and_phases_of_torch(run: Run) -> None:
     # The next batch is there before the last one is let go.
     assert steps.steady_live_bytes is not None
     assert 384 * MIB <= steps.steady_live_bytes <= 512 * MIB
-    assert (steps.alloc_retries, steps.growth_bytes) == (0, 0.0)
+    assert steps.alloc_retries == 0
+    # Steps as short as these are not all looked at.
+    assert not steps.growth_bytes
 
     first, second = ended.marks[:2]
     assert (first.name, first.allocated_bytes, first.peak_allocated_bytes) == (

@@ -69,7 +69,7 @@ def test_tensorflow_has_growth_or_a_limit_and_never_both():
 
 @pytest.mark.parametrize(
     ("allocation", "preallocate", "fraction"),
-    [("growth", "false", None), ("limit", "false", "0.075000"), ("all", "true", "0.075000")],
+    [("growth", "false", None), ("limit", "true", "0.075000"), ("all", "true", "0.075000")],
 )
 def test_jax_gets_a_fraction_of_the_total_under_the_new_name_alone(
     allocation, preallocate, fraction

@@ -134,7 +134,7 @@ class ProcessRecord:
         self._counted = True
         self._used = frameworks
         with self._lock:
-            self._context.add_reserved(counters.reserved_bytes)
+            self._context.add_reserved(counters.reserved_bytes, counters.peak_reserved_bytes)
         for live in (counters.live_bytes, counters.peak_live_bytes):
             self._peak_live_bytes = largest(self._peak_live_bytes, live)
         for reserved in (counters.reserved_bytes, counters.peak_reserved_bytes):

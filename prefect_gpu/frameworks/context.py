@@ -64,12 +64,13 @@ class ContextWatch:
     """Sees the context of one process: what the device shows above what its allocators hold.
 
     The two are read at different times by different processes, so each reading of the device is set
-    against the larger of the counters before and after it. It can then only be too small, and the
-    largest of many is right. For one thread at a time.
+    against the largest that the allocators held between the counters before and after it. It can then
+    only be too small, and the largest of many is right. For one thread at a time.
     """
 
     def __init__(self) -> None:
         self._reserved_bytes: int | None = None
+        self._peak_bytes = 0
         #: Readings since the last counters, in bytes: the newest.
         self._pending: collections.deque[int] = collections.deque(maxlen=8)
         self._seen_bytes: int | None = None
@@ -79,11 +80,14 @@ class ContextWatch:
         if process_bytes and self._reserved_bytes is not None:
             self._pending.append(process_bytes)
 
-    def add_reserved(self, reserved_bytes: int | None) -> None:
-        """Take what its allocators hold; `None`: they do not say."""
+    def add_reserved(self, reserved_bytes: int | None, peak_bytes: int | None = None) -> None:
+        """Take what its allocators hold, and the most they ever held; `None`: they do not say."""
         before, self._reserved_bytes = self._reserved_bytes, reserved_bytes
+        peak_before, self._peak_bytes = self._peak_bytes, max(self._peak_bytes, peak_bytes or 0)
         if before is not None and reserved_bytes is not None:
-            self._settle(max(before, reserved_bytes))
+            # A peak that rose did so between the two.
+            rose = self._peak_bytes if self._peak_bytes > peak_before else 0
+            self._settle(max(before, reserved_bytes, rose))
         self._pending.clear()
 
     def seen_bytes(self) -> int | None:

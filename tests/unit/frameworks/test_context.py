@@ -85,6 +85,15 @@ def watch(*events: tuple[str, int]) -> int | None:
     return None if seen is None else seen // MIB
 
 
+def test_a_peak_between_two_counters_is_no_context() -> None:
+    watch = ContextWatch()
+    watch.add_reserved(1000 * MIB, 1000 * MIB)
+    watch.add_reading(6600 * MIB)
+    watch.add_reserved(1000 * MIB, 6000 * MIB)
+    watch.add_reading(1600 * MIB)
+    assert watch.seen_bytes() == 600 * MIB
+
+
 @pytest.mark.parametrize(
     ("events", "context"),
     [

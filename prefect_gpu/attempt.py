@@ -107,8 +107,9 @@ class Surroundings:
     on_placed: Callable[[Placement], None]
     #: Logs a warning on the task run.
     tell: Callable[[str], None]
-    #: Given the report of the process, on a thread that must not be held up.
-    on_report: Callable[[TaskReport], None]
+    #: Given the report of the process, on a thread that must not be held up; `None`: none could be
+    #: made.
+    on_report: Callable[[TaskReport | None], None]
 
 
 class Attempt:
@@ -640,15 +641,18 @@ class Attempt:
                 assert self._ticket is not None
                 if self._learned.ended_s is None:
                     self._learned.ended_s = self._ticket.ended_s
-                report = self._learned.report(
-                    self._facts,
-                    self._broker.kind,
-                    self._number,
-                    self._grant.source,
-                    tuple(name for name in self._named if name != "none"),
-                    leaked_bytes,
-                )
-                self._surroundings.on_report(report)
+                report: TaskReport | None = None
+                try:
+                    report = self._learned.report(
+                        self._facts,
+                        self._broker.kind,
+                        self._number,
+                        self._grant.source,
+                        tuple(name for name in self._named if name != "none"),
+                        leaked_bytes,
+                    )
+                finally:
+                    self._surroundings.on_report(report)
         finally:
             self.finished.set()
 

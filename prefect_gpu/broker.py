@@ -330,18 +330,26 @@ class Broker:
             return self.devices
         return tuple(room.device for room in chosen)
 
-    def capacity_bytes(self, names: tuple[str, ...]) -> int:
-        """Give what the largest device that a task may use could ever promise, in bytes."""
-        keys = {device.key for device in self.eligible(names)}
+    def capacity_bytes(self, names: tuple[str, ...], count: int = 1) -> int:
+        """Give what `count` of the devices that a task may use could each ever promise, in bytes."""
+        sizes = sorted(self._capacities(names).values(), reverse=True)
+        return sizes[min(count, len(sizes)) - 1]
+
+    def model_capacities(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Give what the largest device of each model that a task may use could ever promise."""
+        found: dict[str, int] = {}
+        for device, size in self._capacities(names).items():
+            found[device.name] = max(found.get(device.name, 0), size)
+        return found
+
+    def _capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
         with self._changed:
             reading = self._reading
             rooms = [] if reading is None or reading.error else self._survey(reading)
         known = {r.device.key: r.capacity_bytes for r in rooms}
-        return max(
-            known.get(d.key, d.total_bytes - self._headroom_bytes)
-            for d in self.devices
-            if d.key in keys
-        )
+        return {
+            d: known.get(d.key, d.total_bytes - self._headroom_bytes) for d in self.eligible(names)
+        }
 
     def foreign_growth_bytes(self, ticket: Ticket, patience_s: float = 2.0) -> int:
         """Read by how much others' memory has grown on a task's devices since it was placed.

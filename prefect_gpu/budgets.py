@@ -8,6 +8,7 @@ process gets after an out-of-memory is `escalation`.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,6 +72,12 @@ class ProbeGate:
     """Who probes for which history: one at a time, for all runners of this process."""
 
     def __init__(self) -> None:
+        self._reset()
+        # A forked copy of this process has the claims but not the threads that would end them.
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
         self._changed = threading.Condition()
         self._claimed: set[HistoryKey] = set()
 
@@ -135,7 +142,7 @@ class BudgetBook:
         device_names: Sequence[str],
         *,
         count: int,
-        capacity_bytes: int,
+        capacity_bytes: Mapping[str, int],
         limit_s: float | None,
         on_waiting: Callable[[str], None],
         cancelled: Callable[[], bool],
@@ -147,7 +154,7 @@ class BudgetBook:
             memory: What its tag asks for; `None`: no tag.
             device_names: Model of each device that it may use.
             count: Devices that it asks for.
-            capacity_bytes: What the largest of them could ever promise.
+            capacity_bytes: What the largest of each model could ever promise.
             limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
             on_waiting: Told why it waits; what it raises ends the wait.
             cancelled: Asked after every change; see `wake`.
@@ -190,7 +197,8 @@ class BudgetBook:
             if waited_s >= TELL_S and not told:
                 told = True
                 on_waiting(f"the first run of {identity.task_name!r} to show what it needs")
-            self._wait(unknown, None if limit_s is None else limit_s - waited_s, told)
+            left_s = None if limit_s is None else limit_s - waited_s
+            self._wait(unknown, left_s, told, cancelled)
         return None
 
     def take(self, identity: TaskIdentity, report: TaskReport) -> None:
@@ -220,11 +228,17 @@ class BudgetBook:
         """Have all who wait for probes look whether they were cancelled."""
         self._gate.wake()
 
-    def _wait(self, keys: Sequence[HistoryKey], left_s: float | None, told: bool) -> None:
+    def _wait(
+        self,
+        keys: Sequence[HistoryKey],
+        left_s: float | None,
+        told: bool,
+        cancelled: Callable[[], bool],
+    ) -> None:
         patience = [s for s in (left_s, None if told else TELL_S) if s is not None]
         with self._gate.changed:
-            # A claim that ended since the look has notified nobody.
-            if all(self._gate.is_claimed(key) for key in keys):
+            # A claim that ended, or a cancellation, since the look has notified nobody.
+            if not cancelled() and all(self._gate.is_claimed(key) for key in keys):
                 self._gate.changed.wait(min(patience) if patience else None)
 
     @staticmethod
@@ -232,7 +246,7 @@ class BudgetBook:
         identity: TaskIdentity,
         lessons: Mapping[str, Lesson | None],
         claims: frozenset[HistoryKey],
-        capacity_bytes: int,
+        capacity_bytes: Mapping[str, int],
         waited_s: float,
         avoid: bool,
     ) -> Grant:
@@ -242,7 +256,7 @@ class BudgetBook:
         budgets = {
             name: lesson.budget_bytes
             for name, lesson in known.items()
-            if lesson.budget_bytes < capacity_bytes
+            if lesson.budget_bytes < capacity_bytes.get(name, 0)
         }
         unclaimed = [n for n in lessons if n not in known and identity.on(n) not in claims]
         if avoid:

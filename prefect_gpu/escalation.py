@@ -10,12 +10,14 @@ from __future__ import annotations
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from prefect_gpu.attempt import Attempt, CancelledByRunner
 from prefect_gpu.broker import Broker
 from prefect_gpu.budgets import BudgetBook, Grant, TaskIdentity
+from prefect_gpu.errors import PlacementError, PlacementTimeoutError
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.scheduling.ladder import (
@@ -55,7 +57,9 @@ class Escalation:
         climb: Climb,
         broker: Broker,
         book: BudgetBook,
-        make: Callable[[Grant, Callable[[Placement], None], Callable[[TaskReport], None]], Attempt],
+        make: Callable[
+            [Grant, Callable[[Placement], None], Callable[[TaskReport | None], None]], Attempt
+        ],
         on_waiting: Callable[[str], None],
         tell: Callable[[str], None],
         on_report: Callable[[TaskReport], None],
@@ -72,31 +76,30 @@ class Escalation:
         self._on_report = on_report
         self._lock = threading.Lock()
         self._cancelled = False
-        self._attempt: Attempt | None = None
+        #: In order; at most `ladder.MOST_PROCESSES`.
+        self._attempts: list[Attempt] = []
         self._over = threading.Event()
 
     def cancel(self) -> None:
         """End it, wherever it is. From any thread; `run` then raises `CancelledByRunner`."""
         with self._lock:
             self._cancelled = True
-            attempt = self._attempt
+            attempts = tuple(self._attempts)
         self._book.wake()
-        if attempt is not None:
+        for attempt in attempts:
+            # Those before the last may linger at their exit.
             attempt.cancel()
 
     @property
     def finished(self) -> bool:
         """Whether nothing of its processes is left and their reports were handed on."""
-        attempt = self._attempt
-        return self._over.is_set() and (attempt is None or attempt.finished.is_set())
+        return self._over.is_set() and all(a.finished.is_set() for a in self._attempts)
 
     def wait_finished(self, timeout_s: float) -> bool:
         """Wait until `finished`; `False`: it was not in time."""
-        # The last process lingers longest: it is looked at once no other can follow.
-        if not self._over.wait(timeout_s):
-            return False
-        attempt = self._attempt
-        return attempt is None or attempt.finished.wait(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        events = (self._over, *(attempt.finished for attempt in self._attempts))
+        return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
 
     def run(self) -> object:
         """Run the body until a process answers.
@@ -115,27 +118,42 @@ class Escalation:
 
     def _climb_up(self) -> object:
         grant = self._first_grant()
+        shortage: Exception | None = None
         while True:
             filing = _Filing(self._file, self._book, grant)
-            attempt = self._make(grant, filing.take_placement, filing.take_report)
-            with self._lock:
-                cancelled = self._cancelled
-                self._attempt = attempt
-            if cancelled:
-                attempt.cancel()
-            rung: Rung | None = None
+            attempt: Attempt | None = None
+            go_on = False
             try:
+                attempt = self._make(grant, filing.take_placement, filing.take_report)
+                self._begin(attempt)
                 return attempt.run()
+            except PlacementTimeoutError:
+                raise
+            except PlacementError as error:
+                if shortage is None:
+                    raise
+                # What ran out is what went wrong; that there is no more is why it ends.
+                _add_note(shortage, f"prefect_gpu: {error}")
+                raise shortage from None
             except Exception as error:
-                rung = self._next(attempt, filing, error)
+                rung = None if attempt is None else self._next(attempt, filing, error)
                 if rung is None:
                     raise
                 self._tell(f"{_first_line(error)}: {rung.reason}")
+                shortage, go_on = error, True
             finally:
                 # The grant goes on to the next process, if there is one.
-                filing.close(release=rung is None, reported=attempt.has_process)
+                reported = attempt is not None and attempt.has_process
+                filing.close(release=not go_on, reported=reported)
             grant = replace(filing.grant, memory=rung.budget_bytes, waited_s=0.0)
             self.climb = rung.climb
+
+    def _begin(self, attempt: Attempt) -> None:
+        with self._lock:
+            cancelled = self._cancelled
+            self._attempts.append(attempt)
+        if cancelled:
+            attempt.cancel()
 
     def _first_grant(self) -> Grant:
         policy, broker = self._policy, self._broker
@@ -145,13 +163,18 @@ class Escalation:
             policy.memory,
             [device.name for device in devices],
             count=policy.count,
-            capacity_bytes=broker.capacity_bytes(policy.devices),
+            capacity_bytes=broker.model_capacities(policy.devices),
             limit_s=policy.wait_s,
             on_waiting=self._on_waiting,
             cancelled=lambda: self._cancelled,
         )
         if grant is None:
             raise CancelledByRunner
+        if self.climb.whole_device:
+            return replace(grant, memory=None)
+        if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
+            # An earlier call has found out that it needs more.
+            return replace(grant, memory=self.climb.reached_bytes)
         return grant
 
     def _next(self, attempt: Attempt, filing: _Filing, error: Exception) -> Rung | None:
@@ -164,7 +187,7 @@ class Escalation:
         if self._policy.oom == "fail":
             return None
         whole = replace(self.climb, whole_device=attempt.whole_device)
-        capacity = self._broker.capacity_bytes(self._policy.devices)
+        capacity = self._broker.capacity_bytes(self._policy.devices, self._policy.count)
         rung = next_rung(whole, cause, evidence, capacity)
         if isinstance(rung, Rung):
             return rung
@@ -219,6 +242,7 @@ class _Filing:
         self.grant = grant
         self._lock = threading.Lock()
         self._report: TaskReport | None = None
+        self._arrived = False
         self._cause = ""
         self._wanted_bytes: int | None = None
         self._closed = False
@@ -232,10 +256,10 @@ class _Filing:
         """Say what it is put down to."""
         self._cause, self._wanted_bytes = cause, wanted_bytes
 
-    def take_report(self, report: TaskReport) -> None:
-        """Take the report of the process."""
+    def take_report(self, report: TaskReport | None) -> None:
+        """Take the report of the process; `None`: none could be made."""
         with self._lock:
-            self._report = report
+            self._report, self._arrived = report, True
             closed = self._closed
         if closed:
             self._hand_on()
@@ -249,7 +273,7 @@ class _Filing:
         """
         with self._lock:
             self._closed, self._release = True, release
-            ready = self._report is not None or not reported
+            ready = self._arrived or not reported
         if ready:
             self._hand_on()
 

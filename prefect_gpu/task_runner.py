@@ -519,7 +519,7 @@ class _GPUTask:
         def make(
             grant: Grant,
             on_placed: Callable[[Placement], None],
-            on_report: Callable[[TaskReport], None],
+            on_report: Callable[[TaskReport | None], None],
         ) -> Attempt:
             self._processes += 1
             return Attempt(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from prefect_gpu.scheduling.history import OOM_FACTOR
-from prefect_gpu.units import format_bytes
+from prefect_gpu.units import MIB, format_bytes
 
 #: own_cap: the task needs more than its budget. foreign: other people's processes took what was
 #: missing. crowded: ours filled the device though this one was within its budget. host: the machine's
@@ -22,6 +22,9 @@ MOST_PROCESSES = 5
 
 #: Out-of-memory that were not its own, one after another, after which it is given a whole device.
 MOST_SHARED = 3
+
+#: Others' memory that grew by less than this filled no device: desktops and drivers come and go.
+LEAST_GROWTH_BYTES = 64 * MIB
 
 #: What an error says was wanted is taken this many times: sizes are rounded on the way.
 WANTED_FACTOR = 1.1
@@ -70,7 +73,7 @@ def classify(evidence: Evidence) -> Cause:
         return "own_cap" if capped else "crowded"
     if capped and free >= max(1, wanted):
         return "own_cap"
-    missing = max(1, wanted - free)
+    missing = max(LEAST_GROWTH_BYTES, wanted - free)
     if evidence.foreign_growth_bytes >= missing:
         return "foreign"
     if _needs_more_than_its_budget(evidence, wanted) or evidence.alone:
@@ -106,6 +109,8 @@ class Climb:
     shared: int = 0
     #: The last process had a whole device.
     whole_device: bool = False
+    #: Most bytes that a rung has given; 0: none has.
+    reached_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +165,5 @@ def _give(climb: Climb, budget_bytes: int, capacity_bytes: int, reason: str) -> 
     if budget_bytes >= capacity_bytes:
         whole = replace(again, whole_device=True)
         return Rung(whole, None, f"{reason}; it gets a device to itself")
+    again = replace(again, reached_bytes=max(climb.reached_bytes, budget_bytes))
     return Rung(again, budget_bytes, f"{reason}; it gets {format_bytes(budget_bytes)}")

@@ -47,7 +47,7 @@ class Books:
             "memory": None,
             "device_names": [MODEL],
             "count": 1,
-            "capacity_bytes": 100 * GIB,
+            "capacity_bytes": dict.fromkeys((MODEL, "A", "B"), 100 * GIB),
             "limit_s": None,
             "on_waiting": lambda why: None,
             "cancelled": lambda: False,
@@ -215,3 +215,16 @@ def test_runs_of_this_process_count_at_once_for_other_runners(books: Books) -> N
     one.release(probe)
     granted = books.grant(other)
     assert granted is not None and granted.source == "learned"
+
+
+def test_a_cancellation_between_the_look_and_the_wait_is_not_lost(books: Books) -> None:
+    assert books.grant() is not None
+    over = threading.Event()
+    # Cancelled while it says why it waits, before it waits again.
+    assert books.grant(cancelled=over.is_set, on_waiting=lambda why: over.set()) is None
+
+
+def test_a_budget_that_its_own_model_cannot_hold_is_a_whole_device_there(books: Books) -> None:
+    books.store.add(WHO.on("A"), run(live=20 * GIB, budget_bytes=23 * GIB))
+    granted = books.grant(device_names=["A"], capacity_bytes={"A": 21 * GIB})
+    assert granted is not None and granted.memory is None

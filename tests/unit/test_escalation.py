@@ -11,6 +11,7 @@ import pytest
 
 from prefect_gpu.attempt import CancelledByRunner
 from prefect_gpu.budgets import BudgetBook, Grant, ProbeGate, TaskIdentity
+from prefect_gpu.errors import PlacementError
 from prefect_gpu.escalation import Escalation
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.policy import GPUPolicy
@@ -109,7 +110,8 @@ class Scene:
         left = list(ends)
         broker = SimpleNamespace(
             eligible=lambda names: (device(),),
-            capacity_bytes=lambda names: CAPACITY,
+            capacity_bytes=lambda names, count: CAPACITY,
+            model_capacities=lambda names: {device().name: CAPACITY},
             foreign_growth_bytes=lambda ticket: foreign,
         )
 
@@ -200,6 +202,53 @@ def test_a_crowded_device_is_tried_again() -> None:
     scene = Scene(device_full(), "done")
     assert scene.call.run() == "done"
     assert scene.reports[0].cause == "crowded"
+
+
+def test_a_process_that_cannot_be_made_leaves_no_claim() -> None:
+    scene = Scene(memory=None, allocation="growth")  # `make` finds nothing to make
+    with pytest.raises(IndexError):
+        scene.call.run()
+    assert not scene.gate.is_claimed(WHO.on(device().name))
+
+
+def test_a_log_that_fails_leaves_no_claim() -> None:
+    def fail(text: str) -> None:
+        raise OSError("no log")
+
+    scene = Scene(own_cap(), memory=None, allocation="growth")
+    scene.gate.release([WHO.on(device().name)])
+    scene.call._tell = fail
+    with pytest.raises((OSError, Full)):
+        scene.call.run()
+    assert not scene.gate.is_claimed(WHO.on(device().name))
+
+
+def test_a_rung_that_no_device_holds_ends_with_what_ran_out() -> None:
+    scene = Scene(own_cap(), PlacementError("asked on 2 devices"))
+    with pytest.raises(Full) as caught:
+        scene.call.run()
+    assert "asked on 2 devices" in caught.value.__notes__[0]
+
+
+def test_a_retry_begins_at_the_rung_that_was_reached() -> None:
+    scene = Scene(own_cap(), "done", climb=Climb(processes=2, reached_bytes=6 * GIB))
+    assert scene.call.run() == "done"
+    assert scene.budgets == [6 * GIB, 9 * GIB]
+
+
+def test_one_byte_of_others_is_no_cause() -> None:
+    scene = Scene(own_cap(), "done", foreign=1)
+    scene.call.run()
+    assert scene.reports[0].cause == "own_cap"
+
+
+def test_processes_before_the_last_are_waited_for_and_cancelled_too() -> None:
+    scene = Scene(own_cap(), "done", late=True)
+    scene.call.run()
+    scene.attempts[1].tell()
+    assert not scene.call.finished and not scene.call.wait_finished(0)
+    scene.call.cancel()
+    assert scene.attempts[0].cancelled.is_set()
 
 
 def test_an_error_of_the_body_passes() -> None:

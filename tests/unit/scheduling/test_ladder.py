@@ -117,9 +117,14 @@ evidences = st.builds(
             seen(wanted_bytes=None, free_bytes=1), "own_cap", id="size unknown, something was free"
         ),
         pytest.param(
-            seen(wanted_bytes=None, foreign_growth_bytes=1),
+            seen(wanted_bytes=None, foreign_growth_bytes=64 * MIB),
             "foreign",
             id="size unknown, others grew on a full device",
+        ),
+        pytest.param(
+            seen(wanted_bytes=None, foreign_growth_bytes=MIB),
+            "crowded",
+            id="size unknown, others grew by next to nothing",
         ),
     ],
 )
@@ -168,7 +173,8 @@ def test_what_it_would_have_needed(evidence: Evidence, needed_gib: int | None) -
 def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | None) -> None:
     rung = next_rung(Climb(), "own_cap", seen(**changes), CAPACITY)
     assert isinstance(rung, Rung) and rung.budget_bytes == budget_bytes
-    assert rung.climb == Climb(processes=2, whole_device=budget_bytes is None)
+    whole = budget_bytes is None
+    assert rung.climb == Climb(2, whole_device=whole, reached_bytes=rung.budget_bytes or 0)
     assert "6GiB" in rung.reason or "60GiB" in rung.reason
 
 
@@ -187,7 +193,7 @@ def test_what_is_not_its_fault_costs_it_nothing_until_the_third_time() -> None:
         given.append(rung.budget_bytes)
         climb = rung.climb
     assert given == [6 * GIB, 6 * GIB, None]
-    assert climb == Climb(processes=4, shared=3, whole_device=True)
+    assert climb == Climb(4, shared=3, whole_device=True, reached_bytes=seen().budget_bytes)
     end = next_rung(climb, "foreign", seen(), CAPACITY)
     assert isinstance(end, str) and "ran full 4 times though the task was within its 6GiB" in end
 

@@ -84,14 +84,13 @@ def phase(name: str) -> AbstractContextManager[None]:
 
     Phases may nest and come again: the first name that comes a second time begins a new step each
     time that it comes, unless the body calls `step`. The report keeps the first three steps and the
-    last. Nothing waits for the device: the seconds are the CPU's, which a GPU lags behind. Outside
-    of a GPU task it does nothing.
+    newest that was measured (measuring takes 1 % of the time at most). Nothing waits for the device:
+    the seconds are the CPU's, which a GPU lags behind. Outside of a GPU task it does nothing.
 
     Raises:
         ValueError: The name is empty, longer than 80 characters or no text.
     """
-    _check_name("phase", name)
-    return _phase(name)
+    return _phase(_check_name("phase", name))
 
 
 @contextmanager
@@ -116,9 +115,9 @@ def mark(name: str) -> None:
     Raises:
         ValueError: The name is empty, longer than 80 characters or no text.
     """
-    _check_name("mark", name)
+    plain = _check_name("mark", name)
     if _recorder is not None:
-        _recorder.mark(name)
+        _recorder.mark(plain)
 
 
 def step() -> None:
@@ -131,11 +130,14 @@ def step() -> None:
         _recorder.step()
 
 
-def _check_name(function: str, name: object) -> None:
-    if not isinstance(name, str) or not name.strip():
+def _check_name(function: str, name: object) -> str:
+    # No enum and no `numpy.str_`: the parent may not have the class to unpickle it with.
+    plain = str.__add__("", name) if isinstance(name, str) else ""
+    if not plain.strip():
         raise ValueError(f"{function}({name!r}): the name must be text and not empty")
-    if len(name) > LONGEST_NAME:
+    if len(plain) > LONGEST_NAME:
         raise ValueError(
-            f"{function}({name!r}): the name has {len(name)} characters, {LONGEST_NAME} are "
+            f"{function}({name!r}): the name has {len(plain)} characters, {LONGEST_NAME} are "
             f"allowed; give a shorter one"
         )
+    return plain

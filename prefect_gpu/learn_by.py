@@ -35,9 +35,13 @@ from prefect_gpu.errors import PolicyError
 #: Characters of a digest: 48 bits are enough to tell the values of one task apart.
 DIGEST_CHARS = 12
 
-#: Values inside values that are looked at; deeper ones count by their class, as in a list that holds
+#: Values inside values that are looked at; deeper ones count by their class, and so does one inside
 #: itself.
 DEPTH_LIMIT = 30
+
+#: Values that are looked at in all, one that is shared each time that it comes; what has more in it
+#: counts by its class.
+NODE_LIMIT = 100_000
 
 #: Classes, by library and name, whose objects say what they are and nothing else.
 _SAYING = {
@@ -82,10 +86,10 @@ def digest_values(
         if name in parameters:
             default = parameters[name].default
             given = name in arguments or default is not inspect.Parameter.empty
-            values.append([name, _plain(arguments.get(name, default), 0)] if given else [name])
+            values.append([name, _whole(arguments.get(name, default))] if given else [name])
         elif taken is not None:
             rest = arguments.get(taken, {})
-            values.append([name, _plain(rest[name], 0)] if name in rest else [name])
+            values.append([name, _whole(rest[name])] if name in rest else [name])
         else:
             raise _unknown(function, name, parameters)
     return hashlib.sha256(_text(values).encode("ascii")).hexdigest()[:DIGEST_CHARS]
@@ -104,27 +108,55 @@ def _unknown(
     )
 
 
-def _plain(value: Any, depth: int) -> Any:
+class _TooLargeError(Exception):
+    """A value has more in it than is looked at."""
+
+
+class _Walk:
+    """One walk through a value: where it is, and how much it has seen."""
+
+    def __init__(self) -> None:
+        #: The values around the one looked at, by their ids.
+        self.path: set[int] = set()
+        self.nodes = 0
+
+
+def _whole(value: Any) -> Any:
+    try:
+        return _plain(value, _Walk())
+    except _TooLargeError:
+        # Not the part seen so far: which that is depends on the order of sets and dicts.
+        return ["object", _name(type(value))]
+
+
+def _plain(value: Any, walk: _Walk) -> Any:
     """Turn a value into what JSON holds; kinds are told apart by the first item of a list."""
+    walk.nodes += 1
+    if walk.nodes > NODE_LIMIT:
+        raise _TooLargeError
     if value is None or isinstance(value, bool):
         return value
-    if depth > DEPTH_LIMIT:
+    if id(value) in walk.path or len(walk.path) > DEPTH_LIMIT:
         return ["object", _name(type(value))]
-    for kind in (_enum, _number, _words, _named, _fields, _array, _collection):
-        if (plain := kind(value, depth + 1)) is not None:
-            return plain
+    walk.path.add(id(value))
+    try:
+        for kind in (_enum, _number, _words, _named, _fields, _array, _collection):
+            if (plain := kind(value, walk)) is not None:
+                return plain
+    finally:
+        walk.path.discard(id(value))
     return ["object", _name(type(value))]
 
 
-def _enum(value: Any, depth: int) -> Any:
+def _enum(value: Any, walk: _Walk) -> Any:
     if not isinstance(value, enum.Enum):
         return None
     # Python 3.10 has no name for flags that are combined.
-    said = _plain(value.value, depth) if isinstance(value, enum.Flag) else value.name
+    said = _plain(value.value, walk) if isinstance(value, enum.Flag) else value.name
     return ["enum", _name(type(value)), said]
 
 
-def _number(value: Any, depth: int) -> Any:
+def _number(value: Any, walk: _Walk) -> Any:
     if isinstance(value, numbers.Integral):
         whole = int(value)
     elif isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
@@ -137,13 +169,13 @@ def _number(value: Any, depth: int) -> Any:
     return ["number", f"{whole:x}"]
 
 
-def _words(value: Any, depth: int) -> Any:
+def _words(value: Any, walk: _Walk) -> Any:
     if isinstance(value, str):
         return ["text", str(value)]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", value.hex()]
     if hasattr(type(value), "__fspath__"):
-        return _plain(value.__fspath__(), depth)
+        return _plain(value.__fspath__(), walk)
     if hasattr(type(value), "isoformat"):
         return ["time", value.isoformat()]
     if any(f"{_library(cls)}.{cls.__name__}" in _SAYING for cls in type(value).__mro__):
@@ -151,13 +183,13 @@ def _words(value: Any, depth: int) -> Any:
     return None
 
 
-def _named(value: Any, depth: int) -> Any:
+def _named(value: Any, walk: _Walk) -> Any:
     if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)):
         return ["name", _name(value)]
     return None
 
 
-def _fields(value: Any, depth: int) -> Any:
+def _fields(value: Any, walk: _Walk) -> Any:
     model = getattr(type(value), "model_fields", None)
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
@@ -166,26 +198,26 @@ def _fields(value: Any, depth: int) -> Any:
         names = [*model, "model_extra"]
     else:
         return None
-    items = [[name, _plain(getattr(value, name, None), depth)] for name in names]
+    items = [[name, _plain(getattr(value, name, None), walk)] for name in names]
     return ["fields", _name(type(value)), items]
 
 
-def _array(value: Any, depth: int) -> Any:
+def _array(value: Any, walk: _Walk) -> Any:
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         return None
     if any(f"{_library(cls)}.{cls.__name__}" == "numpy.generic" for cls in type(value).__mro__):
         # Of NumPy's scalars, truth values and dates are not numbers to Python.
-        return _plain(value.item(), depth)
+        return _plain(value.item(), walk)
     return ["array", _name(type(value)), str(value.dtype), str(value.shape)]
 
 
-def _collection(value: Any, depth: int) -> Any:
+def _collection(value: Any, walk: _Walk) -> Any:
     if isinstance(value, (list, tuple)):
-        return ["list", [_plain(item, depth) for item in value]]
+        return ["list", [_plain(item, walk) for item in value]]
     if isinstance(value, (set, frozenset)):
-        return ["set", sorted((_plain(item, depth) for item in value), key=_text)]
+        return ["set", sorted((_plain(item, walk) for item in value), key=_text)]
     if isinstance(value, Mapping):
-        items = [[_plain(k, depth), _plain(v, depth)] for k, v in value.items()]
+        items = [[_plain(k, walk), _plain(v, walk)] for k, v in value.items()]
         return ["dict", sorted(items, key=_text)]
     return None
 

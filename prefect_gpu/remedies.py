@@ -93,14 +93,16 @@ def find_batch_size(fn: Callable[[int], object], start: int, *, least: int = 1) 
 
 
 def _says_out_of_memory(error: BaseException, handled: BaseException | None) -> bool:
-    for cause in causes(error):
-        if cause is handled:
-            return False
-        # Simulated devices mark theirs.
-        if getattr(cause, "__prefect_gpu_out_of_memory__", False):
-            return True
-        if any(adapter.is_out_of_memory(cause) for adapter in ADAPTERS.values()):
-            return True
+    for cause in causes(error, until=handled):
+        try:
+            # Simulated devices mark theirs.
+            if getattr(cause, "__prefect_gpu_out_of_memory__", False):
+                return True
+            if any(adapter.is_out_of_memory(cause) for adapter in ADAPTERS.values()):
+                return True
+        except Exception:  # noqa: BLE001
+            # An error of the user's whose own text or attributes raise: none.
+            continue
     return False
 
 

@@ -81,17 +81,37 @@ _HOST = re.compile(
 _PLAIN: Final = (RuntimeError, Exception, BaseException, object)
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Give an error, then what it was raised from or while handling, each once.
+def causes(error: BaseException, until: BaseException | None = None) -> Iterator[BaseException]:
+    """Give an error, its members if it is a group, and what it was raised from or while handling.
 
-    A context that `from None` hides counts: Keras raises its errors anew in this way.
+    Each once. A context that `from None` hides counts: Keras raises its errors anew in this way.
+    `until` is left out, and so is what is found only through it.
     """
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        yield current
+    seen: set[int] = set() if until is None else {id(until)}
+    waiting: list[BaseException] = [error]
+    while waiting:
+        current = waiting.pop()
+        if id(current) in seen:
+            continue
         seen.add(id(current))
-        current = current.__cause__ or current.__context__
+        yield current
+        # An error's truth is the user's to define.
+        cause = current.__cause__
+        cause = current.__context__ if cause is None else cause
+        if cause is not None:
+            waiting.append(cause)
+        waiting.extend(reversed(_members(current)))
+
+
+def _members(error: BaseException) -> list[BaseException]:
+    # By its attribute: Python 3.10 has no class for groups, only the package `exceptiongroup`.
+    try:
+        found = getattr(error, "exceptions", ())
+    except Exception:  # noqa: BLE001 - a property of the user's may raise anything
+        return []
+    if not isinstance(found, (tuple, list)):
+        return []
+    return [member for member in found if isinstance(member, BaseException)]
 
 
 def looks_out_of_memory(error: BaseException) -> str:

@@ -236,12 +236,13 @@ class Recorder:
         if counters is None:
             return None
         live, reserved = counters.live_bytes, counters.reserved_bytes
-        # A peak that is higher than at the last look was reached since. The body may reset it.
-        if counters.peak_live_bytes > self._peak_live_bytes:
+        # A peak that differs from the last look's was reached since: if it is lower, the body has
+        # reset it in between.
+        if counters.peak_live_bytes != self._peak_live_bytes:
             live = max(live, counters.peak_live_bytes)
         self._peak_live_bytes = counters.peak_live_bytes
         if counters.peak_reserved_bytes is not None:
-            if counters.peak_reserved_bytes > self._peak_reserved_bytes:
+            if counters.peak_reserved_bytes != self._peak_reserved_bytes:
                 reserved = max(reserved or 0, counters.peak_reserved_bytes)
             self._peak_reserved_bytes = counters.peak_reserved_bytes
         self._take(live, counters.alloc_retries or 0, reserved)

@@ -5,6 +5,7 @@ It keeps nothing itself (`recorder`), and stops before the value is pickled.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -67,6 +68,16 @@ class LiveSampler:
         return self._last, hooks.frameworks_in_use(), steps, marks
 
     def _watch(self) -> None:
+        try:
+            self._look()
+        except OSError:
+            # The parent is gone, or the body closed the channel.
+            return
+        except Exception as error:
+            # What is only measured must never cost a result.
+            sys.stderr.write(f"prefect_gpu: no longer looks at memory: {error!r}\n")
+
+    def _look(self) -> None:
         due_s = time.monotonic() + self._interval_s
         pause_s, turn = SAMPLE_INTERVAL_S, 0.0
         while not self._stopped.wait(pause_s * (1 + JITTER * (turn - 0.5))):
@@ -75,11 +86,7 @@ class LiveSampler:
             self._recorder.sample()
             if time.monotonic() >= due_s:
                 due_s = time.monotonic() + self._interval_s
-                try:
-                    self._tell()
-                except OSError:
-                    # The parent is gone, or the body closed the channel.
-                    return
+                self._tell()
             pause_s = max(SAMPLE_INTERVAL_S, SAMPLE_SHARE * (time.thread_time() - began_s))
 
     def _tell(self) -> None:

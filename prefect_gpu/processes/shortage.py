@@ -12,7 +12,7 @@ from typing import Any
 
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.frameworks.adapter import FrameworkAdapter
-from prefect_gpu.frameworks.out_of_memory import OutOfMemory, parse_wanted_bytes
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory, causes, parse_wanted_bytes
 from prefect_gpu.processes.readings import Readings
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -111,9 +111,7 @@ def find_shortage(
         adapters: Know their frameworks' errors.
         readings: Tell what is held now.
     """
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
+    for current in causes(error):
         try:
             if getattr(current, "__prefect_gpu_out_of_memory__", False):
                 return _simulated(current, readings)
@@ -123,8 +121,6 @@ def find_shortage(
         except Exception:
             # An error of the user's whose own text or attributes raise: no adapter's.
             pass
-        seen.add(id(current))
-        current = current.__cause__ or current.__context__
     return None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 
 import prefect_gpu
@@ -83,3 +85,20 @@ def test_a_name_that_is_none_is_refused_in_a_task_and_outside(
 def test_the_longest_name_will_do(recorder: FakeRecorder) -> None:
     inside.mark("x" * 80)
     assert recorder.heard == ["mark " + "x" * 80]
+
+
+class Part(str, enum.Enum):
+    FORWARD = "forward"
+
+
+@pytest.mark.parametrize("name", [Part.FORWARD, np.str_("forward")], ids=["enum", "numpy"])
+def test_a_name_is_handed_on_as_plain_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    fake = FakeRecorder()
+    monkeypatch.setattr(fake, "begin_phase", heard.append)
+    monkeypatch.setattr(fake, "mark", heard.append)
+    monkeypatch.setattr(inside, "_recorder", fake)
+    with inside.phase(name):
+        inside.mark(name)
+    assert heard == ["forward", "forward"]
+    assert [type(said) for said in heard] == [str, str]

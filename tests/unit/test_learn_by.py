@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from prefect_gpu.errors import PolicyError
-from prefect_gpu.learn_by import digest_values
+from prefect_gpu.learn_by import NODE_LIMIT, digest_values
 
 
 class Size(enum.Enum):
@@ -277,3 +277,21 @@ def test_a_function_without_parameters_says_so() -> None:
     with pytest.raises(PolicyError) as caught:
         digest_values(lambda: None, ["batch"], {})
     assert "accepted: none, since it has no parameters" in str(caught.value)
+
+
+def test_a_dict_that_holds_itself_many_times_has_a_digest_soon() -> None:
+    circle: dict[int, Any] = {}
+    circle.update(dict.fromkeys(range(10), circle))
+    assert digest(circle) == digest(circle) != digest({})
+
+
+def test_what_is_shared_over_and_over_counts_by_its_class() -> None:
+    shared: list[Any] = [1]
+    for _ in range(25):
+        shared = [shared, shared]
+    assert digest(shared) == digest([0] * (NODE_LIMIT + 1))
+
+
+def test_what_is_shared_a_little_counts_each_time() -> None:
+    one = [1]
+    assert digest([one, one]) == digest([[1], [1]])

@@ -261,3 +261,16 @@ def test_bad_arguments(start: Any, least: int, message: str) -> None:
 def test_both_are_public() -> None:
     assert prefect_gpu.find_batch_size is find_batch_size
     assert prefect_gpu.release_cached is release_cached
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_error_whose_text_raises_is_no_out_of_memory() -> None:
+    def fn(size: int) -> None:
+        raise Wordless
+
+    with pytest.raises(Wordless):
+        find_batch_size(fn, 8)

@@ -156,3 +156,37 @@ def test_causes_are_followed_through_what_is_hidden_and_once_around_a_circle():
 )
 def test_what_a_message_says_was_wanted(text, expected):
     assert parse_wanted_bytes(text) == expected
+
+
+class Falsy(Exception):
+    def __bool__(self):
+        return False
+
+
+class Group(Exception):
+    """As `ExceptionGroup`, which Python 3.10 lacks."""
+
+    def __init__(self, *exceptions):
+        self.exceptions = exceptions
+
+
+def test_a_cause_counts_whatever_its_truth():
+    error, cause = ValueError(), Falsy()
+    error.__cause__ = cause
+    error.__context__ = KeyError()
+    assert list(causes(error)) == [error, cause]
+
+
+def test_members_of_groups_are_looked_at_once_and_before_what_comes_after():
+    inner, shared, last = ValueError(), KeyError(), OSError()
+    inner.__context__ = shared
+    group = Group(inner, Group(shared), "no error")
+    group.__context__ = last
+    assert list(causes(group)) == [group, inner, shared, group.exceptions[1], last]
+
+
+def test_what_was_being_handled_is_left_out_of_each_member():
+    handled, first, second = ValueError(), KeyError(), OSError()
+    first.__context__ = handled
+    group = Group(first, second)
+    assert list(causes(group, until=handled)) == [group, first, second]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -90,3 +91,11 @@ def test_what_the_driver_shows_for_the_process(
 ) -> None:
     uses = [OwnUse(uuid, size) for uuid, size in zip(POLICY.device_uuids, sizes, strict=True)]
     assert readings(kind, *uses).process_bytes() == expected
+
+
+def test_simulated_memory_that_is_half_imported_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prefect_gpu.testing", ModuleType("prefect_gpu.testing"))
+    asked = readings("simulated")
+    assert (asked.sample(), asked.counters(), asked.refused_uuid()) == (None, None, "")

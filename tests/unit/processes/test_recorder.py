@@ -317,3 +317,14 @@ def test_a_lock_held_at_a_fork_is_left_behind(rig: Rig) -> None:
     rig.recorder.renew_lock()
     rig.recorder.step()
     assert rig.steps().count == 1
+
+
+def test_a_peak_after_the_body_reset_the_counter_is_seen_though_it_is_lower(rig: Rig) -> None:
+    rig.source.spike(50)
+    with rig.phase("a"):
+        rig.source.peak_live = rig.source.live = 0
+        rig.source.peak_reserved = rig.source.reserved = 0
+        rig.source.hold(9)
+        rig.source.hold(0, reserved=0)
+    (mark,) = rig.marks()
+    assert mark.peak_allocated_bytes == 9

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.processes.messages import CountersRead
@@ -123,3 +125,19 @@ def test_a_parent_that_is_gone_ends_it() -> None:
     rig.channel.gone = True
     rig.sampler._watch()
     assert len(rig.channel.sent) == 1
+
+
+def _fail() -> None:
+    raise ValueError("no number")
+
+
+@pytest.mark.parametrize("asked", ["on_sample", "on_counters"])
+def test_what_fails_is_said_once_and_ends_it(
+    asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig = Rig()
+    setattr(rig.source, asked, _fail)
+    rig.sampler._watch()
+    assert capsys.readouterr().err.splitlines() == [
+        "prefect_gpu: no longer looks at memory: ValueError('no number')"
+    ]

@@ -202,3 +202,9 @@ def test_torch_without_a_cap_does_not_tell() -> None:
 )
 def test_what_other_texts_tell(text: str, expected: Refusal) -> None:
     assert parse_refusal(text) == expected
+
+
+def test_it_is_found_in_the_members_of_a_group() -> None:
+    group = ValueError("unhandled errors in a TaskGroup")
+    group.exceptions = (KeyError("a"), RuntimeError("out of memory"))  # type: ignore[attr-defined]
+    assert find(group) == OutOfMemory("fake")

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.reports.history import MemoryHistory
@@ -171,7 +171,7 @@ class BudgetBook:
         began_s = time.monotonic()
         told = False
         while not cancelled():
-            lessons = {name: learn(self._runs(identity.on(name))) for name in names}
+            lessons = {name: _placeable(self._runs(identity.on(name))) for name in names}
             unknown = [identity.on(name) for name, lesson in lessons.items() if lesson is None]
             claims = self._gate.claim(unknown)
             if claims or len(unknown) < len(names):
@@ -284,3 +284,13 @@ class BudgetBook:
                     "histories of tasks cannot be read (%s): those without gpu:memory probe", error
                 )
         return sorted({*kept, *self._recent.runs(key)}, key=lambda run: run.ended_at, reverse=True)
+
+
+def _placeable(runs: Sequence[PastRun]) -> Lesson | None:
+    """Learn, but never to wait for more than a device had left for a probe that completed."""
+    lesson = learn(runs)
+    probes = [r.budget_bytes for r in runs if r.outcome == "completed" and r.cap_bytes is None]
+    if lesson is not None and probes and lesson.budget_bytes > max(probes) > 0:
+        # Others may use the device for good: a device to itself is what was enough.
+        return replace(lesson, budget_bytes=NEVER_BYTES)
+    return lesson

@@ -32,9 +32,6 @@ LIVE_MARGIN_BYTES = 64 * MIB
 #: Budgets are multiples of this many bytes, the size to which drivers and allocators round.
 ROUND_BYTES = 2 * MIB
 
-#: What a run that completed in less than the formula gives is given of what the device showed.
-TIGHT_FACTOR = 1.1
-
 #: How much the next budget is above one that ended in an out-of-memory, and above one that pinched.
 OOM_FACTOR = 1.5
 PINCH_FACTOR = 1.25
@@ -158,10 +155,6 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
         return None
     context = max(run.context_bytes for run in completed)
     need = max(_need_bytes(run, context) for run in completed)
-    if need > max(run.budget_bytes for run in completed) > 0:
-        # More than any run had, and they did: on a device that others use as well it would be waited
-        # for for ever.
-        need = min(need, max(_tight_bytes(run, context) for run in completed))
     floor = _floor_bytes(past, completed)
     return Lesson(_round_up(max(need, floor)), context, len(completed), floor)
 
@@ -187,17 +180,12 @@ def _with_room(live_bytes: int) -> int:
     return max(int(live_bytes * LIVE_FACTOR), live_bytes + LIVE_MARGIN_BYTES)
 
 
-def _tight_bytes(run: PastRun, context_bytes: int) -> int:
-    live = max(run.live_bytes or 0, run.steady_live_bytes or 0)
-    return max(int(run.process_bytes * TIGHT_FACTOR), live + LIVE_MARGIN_BYTES + context_bytes)
-
-
 def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
     """Give the smallest budget that is known, or expected, not to be too small; 0: any."""
     too_small = 0
     next_bytes = 0
     for run in past:
-        if run.cause == "own_cap" and run.cap_bytes is not None:
+        if run.cause == "own_cap":
             factor, least = OOM_FACTOR, run.wanted_bytes or 0
         elif run.outcome == "completed" and _pinched(run, completed):
             factor, least = PINCH_FACTOR, 0

@@ -97,7 +97,7 @@ def test_a_task_that_nobody_knows_probes_and_its_siblings_wait_for_what_that_sho
     assert (probe.memory, probe.source) == (None, "probe")
     assert probe.claims == {WHO.on(MODEL)}
     with books.waiting() as sibling:
-        book.take(WHO, task_report(outcome="completed"))
+        book.take(WHO, task_report(outcome="completed", budget_bytes=139 * GIB))
         book.release(probe)
         granted = sibling()
     assert granted is not None
@@ -211,7 +211,7 @@ def test_runs_of_this_process_count_at_once_for_other_runners(books: Books) -> N
     one, other = books.book(MemoryHistory()), books.book(MemoryHistory())
     probe = books.grant(one)
     assert probe is not None
-    one.take(WHO, task_report(outcome="completed"))
+    one.take(WHO, task_report(outcome="completed", budget_bytes=139 * GIB))
     one.release(probe)
     granted = books.grant(other)
     assert granted is not None and granted.source == "learned"
@@ -228,3 +228,9 @@ def test_a_budget_that_its_own_model_cannot_hold_is_a_whole_device_there(books: 
     books.store.add(WHO.on("A"), run(live=20 * GIB, budget_bytes=23 * GIB))
     granted = books.grant(device_names=["A"], capacity_bytes={"A": 21 * GIB})
     assert granted is not None and granted.memory is None
+
+
+def test_no_more_is_waited_for_than_a_device_had_left_beside_others(books: Books) -> None:
+    books.store.add(WHO.on(MODEL), run(live=17 * GIB, budget_bytes=22 * GIB))
+    granted = books.grant(capacity_bytes={MODEL: 23 * GIB})
+    assert granted is not None and (granted.memory, granted.source) == (None, "learned")

@@ -162,19 +162,6 @@ def test_what_no_framework_tells_is_taken_from_the_whole_process() -> None:
     assert lesson and lesson.budget_bytes == 13 * GIB
 
 
-def test_no_more_than_a_run_had_is_asked_for_where_others_use_the_device_too() -> None:
-    # A probe with all that a device had left beside others: 30 % more would never be there.
-    past = run(17, process_bytes=18 * GIB, context_bytes=GIB, budget_bytes=22 * GIB)
-    lesson = learn([past])
-    assert lesson and 18 * GIB < lesson.budget_bytes < 20 * GIB
-
-
-def test_one_run_that_no_device_could_hold_is_no_floor() -> None:
-    fits = run(1, budget_bytes=24 * GIB)
-    never = run(1, outcome="oom", cause="own_cap", budget_bytes=24 * GIB, cap_bytes=None)
-    assert learn([never, fits]) == learn([fits])
-
-
 def test_the_largest_run_counts() -> None:
     assert learn([run(2), run(5), run(3)]) == replace(learn([run(5)]), runs=3)
 

@@ -61,6 +61,8 @@ class ProcessRecord:
         self._series = SeriesBuilder(sum(placement.budget_bytes))
         self._context = ContextWatch()
         self._counted = False
+        #: The last counters are those of the body's end: its peaks are whole.
+        self._counted_out = False
         self._peak_live_bytes: int | None = None
         self._peak_reserved_bytes: int | None = None
         #: How the body ended, as the child says; it counts once the value is here.
@@ -134,7 +136,9 @@ class ProcessRecord:
         self._counted = True
         self._used = frameworks
         with self._lock:
-            self._context.add_reserved(counters.reserved_bytes, counters.peak_reserved_bytes)
+            self._context.add_reserved(
+                counters.reserved_bytes, counters.peak_reserved_bytes, counters.freed_bytes
+            )
         for live in (counters.live_bytes, counters.peak_live_bytes):
             self._peak_live_bytes = largest(self._peak_live_bytes, live)
         for reserved in (counters.reserved_bytes, counters.peak_reserved_bytes):
@@ -162,6 +166,7 @@ class ProcessRecord:
         self.ended_s = time.monotonic()
         if ended.counters is not None:
             self.add_counters(ended.counters, ended.frameworks)
+            self._counted_out = True
         self.add_steps(ended.steps, ended.marks)
         self._used = ended.frameworks
         self._own_peak_bytes = ended.host_peak_bytes
@@ -263,18 +268,33 @@ class ProcessRecord:
         peak = self._series.peak_process_bytes or 0
         if kind != "nvml":
             # A resident set that was gone before the next reading is known to the child.
-            return max(peak, self._own_peak_bytes), self.context_bytes, kind
+            return max(peak, self._own_peak_bytes), self._assumed_context_bytes(), kind
         context = self._context.seen_bytes()
-        if context is None and peak_reserved and peak >= peak_reserved:
-            context = peak - peak_reserved
         if context is None:
-            context = self._assumed_context_bytes()
+            context = self._unseen_context_bytes(peak, peak_reserved)
         if peak_reserved is None or not self._counted or peak >= peak_reserved:
             return peak, context, kind
         # Too short to be seen whole, or on a device that tells nothing of processes.
         return peak_reserved + context, context, "framework"
 
+    def _unseen_context_bytes(self, peak: int, peak_reserved: int | None) -> int:
+        """Estimate the context where no reading could be set against what the allocators held.
+
+        A body that gives its cache back all the time leaves none. No reading may have met its peak,
+        and the difference of the peaks is then too small: a cap that rests on it would let the
+        process pass its budget. So what is assumed is the least, as far as anything is.
+        """
+        assumed = self._assumed_context_bytes()
+        if not peak_reserved or (assumed and not self._counted_out):
+            # It took what its counters never said before it died: the difference may be anything.
+            return assumed
+        return max(assumed, peak - peak_reserved)
+
     def _assumed_context_bytes(self) -> int:
-        """Give the context that was left out of its cap, or is known of what it turned out to use."""
+        """Give the context that was left out of its cap, or is known of what it turned out to use.
+
+        Each of its devices has one.
+        """
         known = (self.known_contexts.get(name, 0) for name in self._used)
-        return self.context_bytes or max(known, default=0)
+        each = self.context_bytes or max(known, default=0)
+        return each * len(self._placement.devices)

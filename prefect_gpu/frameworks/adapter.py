@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from prefect_gpu.scheduling.model import DeviceKind
 
@@ -87,6 +87,32 @@ class Counters:
     #: Times that an allocation only succeeded after the cache was given up: the cap pinches.
     #: `None` where the allocator keeps no such number.
     alloc_retries: int | None = None
+    #: Given back to the driver since the start, all told: where it has not changed, `reserved_bytes`
+    #: has only risen. `None` as above.
+    freed_bytes: int | None = None
+
+
+class PeakTrace(Protocol):
+    """A stretch of time of which a framework can tell the exact peak. It never raises."""
+
+    def end(self) -> int | None:
+        """Stop, and give the most that was allocated meanwhile, in bytes; `None`: unknown."""
+        ...
+
+
+@runtime_checkable
+class TracingAdapter(Protocol):
+    """What an adapter has besides where its framework can be traced."""
+
+    def begin_trace(self) -> PeakTrace | None:
+        """Child: begin a trace, over all the child's devices. Never raises.
+
+        Keeps the promises of `counters`, and away from what the body records itself.
+
+        Returns:
+            `None`: it cannot be traced now.
+        """
+        ...
 
 
 class FrameworkAdapter(Protocol):

@@ -64,12 +64,19 @@ class ContextWatch:
     """Sees the context of one process: what the device shows above what its allocators hold.
 
     The two are read at different times by different processes, so each reading of the device is set
-    against the largest that the allocators held between the counters before and after it. It can then
-    only be too small, and the largest of many is right. For one thread at a time.
+    against the largest that the allocators held between the counters before and after it. Where they
+    gave nothing back in between, what they held only rose, and the later counters bound it: the
+    context can then only be too small, and the largest of many is right. Where they gave something
+    back, they may have held any amount for a moment (`cudnn.benchmark` tries its workspaces that
+    way), and the reading says nothing. Where they do not count what they give back, the most that
+    they ever held bounds a moment that rose above it, and no other. What is read after the last
+    counters says nothing either: a process may take gigabytes before it dies without a word. For one
+    thread at a time.
     """
 
     def __init__(self) -> None:
         self._reserved_bytes: int | None = None
+        self._freed_bytes: int | None = None
         self._peak_bytes = 0
         #: Readings since the last counters, in bytes: the newest.
         self._pending: collections.deque[int] = collections.deque(maxlen=8)
@@ -80,11 +87,23 @@ class ContextWatch:
         if process_bytes and self._reserved_bytes is not None:
             self._pending.append(process_bytes)
 
-    def add_reserved(self, reserved_bytes: int | None, peak_bytes: int | None = None) -> None:
-        """Take what its allocators hold, and the most they ever held; `None`: they do not say."""
+    def add_reserved(
+        self,
+        reserved_bytes: int | None,
+        peak_bytes: int | None = None,
+        freed_bytes: int | None = None,
+    ) -> None:
+        """Take what its allocators say; `None`: they do not.
+
+        Args:
+            reserved_bytes: What they hold.
+            peak_bytes: The most they ever held.
+            freed_bytes: What they gave back so far, all told.
+        """
         before, self._reserved_bytes = self._reserved_bytes, reserved_bytes
+        freed_before, self._freed_bytes = self._freed_bytes, freed_bytes
         peak_before, self._peak_bytes = self._peak_bytes, max(self._peak_bytes, peak_bytes or 0)
-        if before is not None and reserved_bytes is not None:
+        if before is not None and reserved_bytes is not None and freed_before == freed_bytes:
             # A peak that rose did so between the two.
             rose = self._peak_bytes if self._peak_bytes > peak_before else 0
             self._settle(max(before, reserved_bytes, rose))
@@ -92,9 +111,6 @@ class ContextWatch:
 
     def seen_bytes(self) -> int | None:
         """Give the largest context seen so far; `None`: none."""
-        if self._reserved_bytes is not None:
-            # Counters come when they have changed: these still hold.
-            self._settle(self._reserved_bytes)
         return self._seen_bytes
 
     def _settle(self, reserved_bytes: int) -> None:

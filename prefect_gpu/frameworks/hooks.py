@@ -9,12 +9,19 @@ from __future__ import annotations
 import importlib.abc
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter, FrameworkPolicy
+from prefect_gpu.frameworks.adapter import (
+    Counters,
+    FrameworkAdapter,
+    FrameworkPolicy,
+    PeakTrace,
+    TracingAdapter,
+)
 from prefect_gpu.frameworks.registry import ADAPTERS
 
 
@@ -149,6 +156,7 @@ def collect_counters(adapters: Iterable[FrameworkAdapter] | None = None) -> Coun
         peak_live_bytes=sum(c.peak_live_bytes for c in found),
         peak_reserved_bytes=_sum_known([(c.peak_reserved_bytes, c.peak_live_bytes) for c in found]),
         alloc_retries=_sum_known([(c.alloc_retries, 0) for c in found]),
+        freed_bytes=_sum_known([(c.freed_bytes, 0) for c in found]),
     )
 
 
@@ -172,6 +180,38 @@ def sample(adapters: Iterable[FrameworkAdapter] | None = None) -> tuple[int, int
         if found is not None:
             live_bytes, retries, touched = live_bytes + found[0], retries + found[1], True
     return (live_bytes, retries) if touched else None
+
+
+def begin_trace(adapters: Iterable[FrameworkAdapter] | None = None) -> PeakTrace | None:
+    """Begin to trace the frameworks that can be.
+
+    Args:
+        adapters: Which to ask; `None`: all.
+
+    Returns:
+        What ends it and gives the sum of their peaks; beside a framework that cannot be traced, the
+        least that was allocated at the peak. `None`: none can be traced now.
+    """
+    traces = []
+    for adapter in ADAPTERS.values() if adapters is None else adapters:
+        if adapter.module in sys.modules and isinstance(adapter, TracingAdapter):
+            trace = adapter.begin_trace()
+            if trace is not None:
+                traces.append(trace)
+    return _Traces(tuple(traces)) if traces else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Traces:
+    """Those of several frameworks."""
+
+    traces: tuple[PeakTrace, ...]
+
+    def end(self) -> int | None:
+        # All of them end, whatever one says.
+        peaks = [trace.end() for trace in self.traces]
+        known = [peak for peak in peaks if peak is not None]
+        return sum(known) if len(known) == len(peaks) else None
 
 
 def _sum_known(pairs: list[tuple[int | None, int]]) -> int | None:

@@ -12,7 +12,8 @@ import math
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.frameworks import torch_trace
+from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy, PeakTrace
 from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
 from prefect_gpu.frameworks.values import is_named, load, loaded
 from prefect_gpu.units import MIB
@@ -82,6 +83,10 @@ class TorchAdapter:
         """Child: read two of the counters, without the flattening that `memory_stats` does."""
         cuda = _started_cuda()
         return None if cuda is None else _sample(cuda)
+
+    def begin_trace(self) -> PeakTrace | None:
+        """Child: have the caching allocator record what it does, if nobody does so already."""
+        return None if _started_cuda() is None else torch_trace.begin_trace(load("torch"))
 
     def release_cached(self) -> None:
         """Child: empty the caching allocator's cache, what `allocation=all` took included."""
@@ -245,6 +250,10 @@ def _read_counters(cuda: Any) -> Counters:  # needs a GPU
         peak_live_bytes=total("allocated_bytes.all.peak"),
         peak_reserved_bytes=total("reserved_bytes.all.peak"),
         alloc_retries=total("num_alloc_retries"),
+        # The driver's own pool does not count it, and says 0.
+        freed_bytes=(
+            total("reserved_bytes.all.freed") if cuda.get_allocator_backend() == "native" else None
+        ),
     )
 
 

@@ -12,7 +12,12 @@ from typing import Any
 
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
-from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter, FrameworkPolicy
+from prefect_gpu.frameworks.adapter import (
+    Counters,
+    FrameworkAdapter,
+    FrameworkPolicy,
+    PeakTrace,
+)
 
 
 class Readings:
@@ -58,6 +63,16 @@ class Readings:
             return found
         try:
             return hooks.collect_counters(self._adapters)
+        except Exception as error:
+            self._say(error)
+            return None
+
+    def begin_trace(self) -> PeakTrace | None:
+        """Begin to trace what is allocated; `None`: no framework can be traced now."""
+        if self._simulated:
+            return None
+        try:
+            return hooks.begin_trace(self._adapters)
         except Exception as error:
             self._say(error)
             return None

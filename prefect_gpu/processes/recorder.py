@@ -1,9 +1,11 @@
 """What `phase`, `mark` and `step` talk to in a child: it measures, and finds the steps of the body.
 
 Numbers are read at the begin and the end of a phase; in between, the thread of `sampler` looks every
-few milliseconds. It never resets a framework's counters, which are the body's to read, and never
-synchronises the device: seconds are those of the CPU, which a GPU lags behind. What is kept of marks
-is `prefect_gpu.reports.marks`'s to say, what steps show `steps`'.
+few milliseconds. Looks miss short peaks, so each step after the first that is read in full is traced
+as well, where its framework can be: its peak is then exact. It never resets a framework's counters,
+which are the body's to read, and never synchronises the device: seconds are those of the CPU, which a
+GPU lags behind. What is kept of marks is `prefect_gpu.reports.marks`'s to say, what steps show
+`steps`'.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.adapter import Counters, PeakTrace
 from prefect_gpu.processes.steps import StepBook
 from prefect_gpu.reports.marks import FIRST_STEPS, MARKS_PER_STEP, MarkKeeper
 from prefect_gpu.reports.model import Mark, StepFacts
@@ -37,6 +39,10 @@ class MemorySource(Protocol):
 
     def counters(self) -> Counters | None:
         """Read all counters."""
+        ...
+
+    def begin_trace(self) -> PeakTrace | None:
+        """Begin to trace what is allocated; `None`: it cannot be."""
         ...
 
     def process_bytes(self) -> int | None:
@@ -81,6 +87,10 @@ class Recorder:
         self._in_full = True
         self._marked = 0
         self._spent_s = 0.0
+        #: Runs through the step that is open; `None`: it is not traced.
+        self._trace: PeakTrace | None = None
+        #: The body is over.
+        self._over = False
         #: When a step is next read in full, and when one is next looked at as it ends.
         self._due_s = 0.0
         self._look_due_s = 0.0
@@ -146,12 +156,19 @@ class Recorder:
         with self._lock:
             return self._read()
 
+    def stop(self) -> None:
+        """Say that the body is over, however it ended: nothing is traced from here on."""
+        with self._lock:
+            self._over = True
+            self._end_trace()
+
     def finish(self) -> None:
         """Say that the body has returned; not called if it raised.
 
         Where names begin the steps, the last step has no other end.
         """
         with self._lock:
+            self._end_trace()
             self._read()
             if not self._has_steps and self._head is not None and self._tail_s is not None:
                 self._book.boundary(self._tail_s)
@@ -162,8 +179,9 @@ class Recorder:
             return self._book.facts(), self._keeper.take()
 
     def renew_lock(self) -> None:
-        """After a fork: the thread that held the lock may not be there."""
+        """After a fork: the thread that held the lock may not be there, and the trace is its."""
         self._lock = threading.RLock()
+        self._trace = None
 
     # How steps are found.
 
@@ -179,6 +197,7 @@ class Recorder:
         return False
 
     def _end_step(self, at_s: float) -> None:
+        self._end_trace()
         live = retries = None
         if self._in_full:
             counters = self._read()
@@ -198,6 +217,9 @@ class Recorder:
             self._due_s = at_s + READ_SHARE * self._spent_s
         self._in_full = self._book.count < FIRST_STEPS or at_s >= self._due_s
         self._marked, self._spent_s, self._tail_s = 0, 0.0, None
+        # The first step has none: what it takes counts by the framework's own peak.
+        if self._in_full:
+            self._begin_trace()
 
     # How numbers are read.
 
@@ -247,6 +269,23 @@ class Recorder:
             self._peak_reserved_bytes = counters.peak_reserved_bytes
         self._take(live, counters.alloc_retries or 0, reserved)
         return counters
+
+    def _begin_trace(self) -> None:
+        if self._over:
+            return
+        began_s = self._clock.now()
+        self._trace = self._source.begin_trace()
+        self._spent_s += self._clock.now() - began_s
+
+    def _end_trace(self) -> None:
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        began_s = self._clock.now()
+        peak = trace.end()
+        self._spent_s += self._clock.now() - began_s
+        if peak is not None:
+            self._book.peak(peak)
 
     def _take(self, live_bytes: int, retries: int, reserved_bytes: int | None = None) -> None:
         self._book.reading(live_bytes, retries)

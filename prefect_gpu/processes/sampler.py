@@ -54,10 +54,11 @@ class LiveSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop looking; the thread is gone, or was never there."""
+        """Stop looking; the thread is gone, or was never there, and nothing is traced."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(DEADLOCK_S)
+        self._recorder.stop()
 
     def last(
         self,

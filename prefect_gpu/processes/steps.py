@@ -71,6 +71,10 @@ class StepBook:
             self._pinched = True
             self._retries += more if self._count else 0
 
+    def peak(self, live_bytes: int) -> None:
+        """Take in the most that was allocated in the step that is open, so far."""
+        self._open_live = largest(self._open_live, live_bytes)
+
     def boundary(
         self, at_s: float, live_bytes: int | None = None, alloc_retries: int | None = None
     ) -> None:

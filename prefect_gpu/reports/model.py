@@ -110,7 +110,7 @@ class TaskReport:
     #: Largest amount allocated, and held, by the frameworks; `None`: unknown.
     peak_live_bytes: int | None
     peak_reserved_bytes: int | None
-    #: Context on the device that no framework counts.
+    #: Contexts, which no framework counts, summed over its devices.
     context_bytes: int
     #: Bytes that did not come back after the process ended; `None`: cannot be told here.
     leaked_bytes: int | None

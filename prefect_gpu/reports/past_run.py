@@ -22,13 +22,6 @@ def past_run(report: TaskReport) -> PastRun:
     def each_known(total_bytes: int | None) -> int | None:
         return None if total_bytes is None else each(total_bytes)
 
-    context = report.context_bytes
-    if report.source == "nvml" and (
-        report.peak_reserved_bytes is not None
-        and context == report.peak_process_bytes - report.peak_reserved_bytes
-    ):
-        # Measured, so summed as well; one that was assumed is that of one device.
-        context = each(context)
     steps = report.steps
     live = report.peak_live_bytes
     if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
@@ -42,7 +35,7 @@ def past_run(report: TaskReport) -> PastRun:
         live_bytes=each_known(live),
         steady_live_bytes=each_known(steps.steady_live_bytes) if steps else None,
         process_bytes=each(report.peak_process_bytes),
-        context_bytes=context,
+        context_bytes=each(report.context_bytes),
         alloc_retries=steps.alloc_retries if steps else 0,
         step_s=steps.step_s if steps else None,
         run_s=report.run_s,

@@ -8,6 +8,19 @@ from collections.abc import Callable
 from prefect_gpu.frameworks.adapter import Counters
 
 
+class FakeTrace:
+    """A trace of a `FakeSource`: the most that it was set to since."""
+
+    def __init__(self, source: FakeSource) -> None:
+        self._source = source
+        self.peak: int | None = source.live
+
+    def end(self) -> int | None:
+        self._source.on_trace()
+        self._source.traces.remove(self)
+        return self.peak
+
+
 class FakeSource:
     """An allocator of which a test sets the numbers. Peaks follow what it was set to."""
 
@@ -20,11 +33,16 @@ class FakeSource:
         self.peak_reserved: int | None = 0
         self.retries = 0
         self.process: int | None = None
+        #: Whether it can be traced, the traces that run, and how many were begun.
+        self.traceable = False
+        self.traces: list[FakeTrace] = []
+        self.traced = 0
         #: How often each was asked.
         self.samples = self.readings = self.questions = 0
         #: Called at each reading: it may take time.
         self.on_counters: Callable[[], None] = lambda: None
         self.on_sample: Callable[[], None] = lambda: None
+        self.on_trace: Callable[[], None] = lambda: None
         #: A thread that reads sees all of a change or nothing.
         self._lock = threading.Lock()
 
@@ -33,6 +51,8 @@ class FakeSource:
         with self._lock:
             self.live = live
             self.peak_live = max(self.peak_live, live)
+            for trace in self.traces:
+                trace.peak = None if trace.peak is None else max(trace.peak, live)
             held = max(self.reserved or 0, live) if reserved is None else reserved
             self.reserved = held
             self.peak_reserved = max(self.peak_reserved or 0, held)
@@ -57,6 +77,14 @@ class FakeSource:
             return Counters(
                 self.live, self.reserved, self.peak_live, self.peak_reserved, self.retries
             )
+
+    def begin_trace(self) -> FakeTrace | None:
+        self.on_trace()
+        if not self.traceable:
+            return None
+        self.traced += 1
+        self.traces.append(FakeTrace(self))
+        return self.traces[-1]
 
     def process_bytes(self) -> int | None:
         self.questions += 1

@@ -49,6 +49,53 @@ def test_a_process_too_short_for_a_reading_is_known_by_its_counters() -> None:
     assert report.source == "framework"
 
 
+def test_of_several_devices_each_has_a_context() -> None:
+    devices = device(0), device(1)
+    learned = ProcessRecord(Placement("1", devices, (6 * GIB, 6 * GIB)), 0.0, 0.0)
+    learned.context_bytes = 500 * MIB
+    learned.add_counters(counters(1 * GIB, 2 * GIB), ("torch",))
+    report = made_of(learned)
+    assert report.context_bytes == 1000 * MIB
+    assert report.peak_process_bytes == 2 * GIB + 1000 * MIB
+
+
+@pytest.mark.parametrize(
+    ("shown", "assumed", "ended", "context"),
+    [
+        # 2 GiB were held at most, and given back; spikes leave no reading between equal counters.
+        pytest.param(2048 + 900, 766, True, 900, id="a reading met the peak"),
+        pytest.param(2048 + 150, 766, True, 766, id="one met half of it: what is assumed holds"),
+        pytest.param(1500, 766, True, 766, id="none did"),
+        pytest.param(2048 + 150, 0, True, 150, id="nothing is known of contexts"),
+        pytest.param(20_000, 766, False, 766, id="it died with more than its counters ever said"),
+        pytest.param(2048 + 150, 0, False, 150, id="it died, and nothing is known of contexts"),
+    ],
+)
+def test_a_context_that_nothing_shows_is_never_far_too_small(
+    shown: int, assumed: int, ended: bool, context: int
+) -> None:
+    learned = record()
+    learned.context_bytes = assumed * MIB
+    for freed in range(3):
+        spiking = Counters(GIB, GIB, 2 * GIB, 2 * GIB, 0, freed * GIB)
+        learned.add_counters(spiking, ("torch",))
+        learned.add_reading(1.0 + freed, shown * MIB)
+    if ended:
+        spiking = Counters(GIB, GIB, 2 * GIB, 2 * GIB, 0, 9 * GIB)
+        learned.add_end(BodyEnded(False, counters=spiking))
+    assert made_of(learned).context_bytes == context * MIB
+
+
+def test_a_spike_between_two_counters_is_no_context() -> None:
+    learned = record()
+    learned.context_bytes = 766 * MIB
+    for shown, freed in ((5762, 0), (5000 + 2226, 0), (5762, 1464)):
+        held = Counters(GIB, 5000 * MIB, GIB, 13_000 * MIB, 0, freed * MIB)
+        learned.add_counters(held, ("torch",))
+        learned.add_reading(1.0, shown * MIB)
+    assert made_of(learned).context_bytes == 762 * MIB
+
+
 def test_without_counters_the_reading_stands_alone() -> None:
     learned = record()
     learned.add_reading(1.0, GIB)

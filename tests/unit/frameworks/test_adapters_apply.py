@@ -8,7 +8,7 @@ import pytest
 
 from prefect_gpu import inside
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks import onnxruntime_adapter
+from prefect_gpu.frameworks import onnxruntime_adapter, torch_trace
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
 from prefect_gpu.frameworks.registry import ADAPTERS
@@ -24,6 +24,7 @@ class FakeTorch:
         self.log = []
         self.uint8 = "uint8"
         self.version = SimpleNamespace(cuda="13.0" if built else None)
+        self.backend = "native"
         self._queued = []
         self._room = room
         self.cuda = SimpleNamespace(
@@ -36,12 +37,14 @@ class FakeTorch:
                 "allocated_bytes.all.peak": 2,
                 "reserved_bytes.all.current": 3,
                 "reserved_bytes.all.peak": 4,
+                "reserved_bytes.all.freed": 6,
                 "num_alloc_retries": 5,
             },
             memory_stats_as_nested_dict=lambda i: {
                 "allocated_bytes": {"all": {"current": 1}},
                 "num_alloc_retries": 5,
             },
+            get_allocator_backend=lambda: self.backend,
             empty_cache=lambda: self.log.append("emptied"),
             _lazy_call=self._queued.append,
         )
@@ -95,8 +98,19 @@ def test_torch_caps_when_cuda_starts_and_not_before(torch):
     assert ADAPTERS["torch"].sample() is None
     fake.start_cuda()
     assert fake.log[1:] == [("cap", 0, 8.0), ("cap", 1, 4.0)]
-    assert ADAPTERS["torch"].counters() == Counters(2, 6, 4, 8, 10)
+    assert ADAPTERS["torch"].counters() == Counters(2, 6, 4, 8, 10, 12)
+    fake.backend = "cudaMallocAsync"
+    assert ADAPTERS["torch"].counters().freed_bytes is None
     assert ADAPTERS["torch"].sample() == (2, 10)
+
+
+def test_torch_is_traced_once_cuda_has_started(torch, monkeypatch):
+    fake = torch()
+    ADAPTERS["torch"].apply(policy(allocation="limit"))
+    monkeypatch.setattr(torch_trace, "begin_trace", lambda torch: ("a trace of", torch))
+    assert ADAPTERS["torch"].begin_trace() is None
+    fake.start_cuda()
+    assert ADAPTERS["torch"].begin_trace() == ("a trace of", fake)
 
 
 def test_torch_empties_its_cache_once_cuda_has_started(torch):

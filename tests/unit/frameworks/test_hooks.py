@@ -181,6 +181,8 @@ def test_counters_are_summed_and_unknown_only_where_all_are(monkeypatch):
     idle = FakeAdapter(counters=None)
     missing = FakeAdapter("framework_not_there", counters=Counters(9, 9, 9, 9))
     assert hooks.collect_counters([torch, tensorflow, idle, missing]) == Counters(11, 14, 22, 28, 3)
+    counting = FakeAdapter(counters=Counters(1, 1, 1, 1, 0, 7))
+    assert hooks.collect_counters([torch, counting]).freed_bytes == 7
     assert hooks.collect_counters([tensorflow]) == Counters(10, None, 20, None)
     assert hooks.collect_counters([idle, missing]) is None
 
@@ -192,6 +194,55 @@ def test_samples_are_summed_over_frameworks_that_touched_a_device(monkeypatch):
     assert hooks.sample([torch, jax, idle, missing]) == (7, 2)
     assert hooks.sample([jax]) == (0, 0)
     assert hooks.sample([idle, missing]) is None
+
+
+class FakeTrace:
+    def __init__(self, peak):
+        self.peak = peak
+        self.ended = False
+
+    def end(self):
+        self.ended = True
+        return self.peak
+
+
+class FakeTracing(FakeAdapter):
+    def __init__(self, *peaks, module=NAME):
+        super().__init__(module)
+        self.traces = [FakeTrace(peak) for peak in peaks]
+
+    def begin_trace(self):
+        return self.traces[0] if self.traces else None
+
+
+@pytest.mark.parametrize(
+    ("peaks", "total"),
+    [
+        pytest.param((5,), 5, id="one framework"),
+        pytest.param((5, 7), 12, id="the sum of two"),
+        pytest.param((None, 7), None, id="one does not know"),
+    ],
+)
+def test_traces_are_summed_and_all_of_them_end(monkeypatch, peaks, total):
+    monkeypatch.setitem(sys.modules, NAME, object())
+    tracing = [FakeTracing(peak) for peak in peaks]
+    trace = hooks.begin_trace([*tracing, FakeAdapter()])
+    assert trace.end() == total
+    assert all(adapter.traces[0].ended for adapter in tracing)
+
+
+def test_what_cannot_be_traced_is_not(monkeypatch):
+    monkeypatch.setitem(sys.modules, NAME, object())
+    missing = FakeTracing(5, module="framework_not_there")
+    assert hooks.begin_trace([FakeAdapter(), FakeTracing(), missing]) is None
+
+
+def test_only_torch_can_be_traced(monkeypatch):
+    for adapter in hooks.ADAPTERS.values():
+        monkeypatch.setitem(sys.modules, adapter.module, object())
+    assert hooks.begin_trace() is None
+    able = [n for n, a in hooks.ADAPTERS.items() if isinstance(a, hooks.TracingAdapter)]
+    assert able == ["torch"]
 
 
 def test_frameworks_in_use_are_those_imported(monkeypatch):

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.errors import ProtocolError
+from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.processes import messages
-from prefect_gpu.processes.messages import HEADER, Asked, BodyStarted, FrameReader
+from prefect_gpu.processes.messages import HEADER, Asked, BodyStarted, CountersRead, FrameReader
 
 FRAMES = st.lists(
     st.tuples(st.sampled_from([messages.SMALL, messages.VALUE]), st.binary(max_size=60)), max_size=6
@@ -20,6 +21,12 @@ FRAMES = st.lists(
 
 def frame(kind: int, body: bytes) -> bytes:
     return HEADER.pack(kind, len(body)) + body
+
+
+def test_every_field_of_the_counters_gets_through() -> None:
+    message = CountersRead(Counters(1, 2, 3, 4, 5, freed_bytes=6), ("torch",))
+    ((_, body),) = FrameReader().feed(messages.encode(message))
+    assert messages.decode(body) == message
 
 
 @given(FRAMES, st.lists(st.integers(1, 40), min_size=1, max_size=20))

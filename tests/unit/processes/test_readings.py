@@ -15,6 +15,7 @@ from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
 from prefect_gpu.processes.readings import Readings
 from prefect_gpu.scheduling.model import DeviceKind
+from tests.fakes.memory_source import FakeSource, FakeTrace
 
 POLICY = FrameworkPolicy("nvml", ("GPU-a", "GPU-b"), (24, 24), (6, 6))
 
@@ -39,6 +40,9 @@ def test_frameworks_answer_for_devices_that_exist(
     found = Counters(1, 2, 3, 4)
     monkeypatch.setattr(hooks, "sample", lambda adapters: (1, 0))
     monkeypatch.setattr(hooks, "collect_counters", lambda adapters: found)
+    trace = FakeTrace(FakeSource())
+    monkeypatch.setattr(hooks, "begin_trace", lambda adapters: trace)
+    assert readings(kind).begin_trace() is trace
     assert readings(kind).sample() == (1, 0)
     assert readings(kind).counters() is found
 
@@ -48,6 +52,7 @@ def test_the_tally_answers_for_simulated_devices(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(testing, "_tally", tally)
     asked = readings("simulated")
     assert (asked.sample(), asked.counters(), asked.refused_uuid()) == (None, None, "")
+    assert asked.begin_trace() is None
     tally.count("SIM-0", 5)
     testing.note_allocation_retry()
     tally.refused_uuid = "SIM-0"
@@ -72,8 +77,9 @@ def test_what_cannot_be_read_fails_nothing_and_is_said_once(
 
     monkeypatch.setattr(hooks, "sample", fail)
     monkeypatch.setattr(hooks, "collect_counters", fail)
+    monkeypatch.setattr(hooks, "begin_trace", fail)
     asked = readings()
-    assert (asked.counters(), asked.sample(), asked.sample()) == (None, None, None)
+    assert (asked.counters(), asked.sample(), asked.begin_trace()) == (None, None, None)
     assert capsys.readouterr().err.count("half imported") == 1
 
 

@@ -231,6 +231,98 @@ def test_a_retry_begins_the_steady_steps_anew(rig: Rig) -> None:
     assert (facts.alloc_retries, facts.steady_live_bytes) == (1, 5)
 
 
+# What is traced.
+
+
+def test_a_peak_that_no_look_met_is_exact_in_a_later_step(rig: Rig) -> None:
+    # A CNN on an H200: its steps queue 73 ms of work in 7 and are at 1807 MiB for a moment; looks
+    # every 5 ms saw 1539.
+    rig.source.traceable = True
+    rig.source.spike(13_000)
+    rig.recorder.step()
+    rig.source.hold(1539)
+    rig.recorder.sample()
+    rig.source.spike(1807)
+    rig.source.hold(1200)
+    rig.recorder.step()
+    facts = rig.steps()
+    assert (facts.first_live_bytes, facts.steady_live_bytes) == (13_000, 1807)
+
+
+def test_only_steps_that_are_read_in_full_are_traced(rig: Rig) -> None:
+    rig.source.traceable = True
+    rig.source.on_trace = lambda: rig.clock.advance(1)
+    traced = []
+    for _ in range(FIRST_STEPS + 400):
+        traced.append(rig.source.traced)
+        assert len(rig.source.traces) <= 1
+        rig.clock.advance(2)
+        rig.recorder.step()
+    assert traced[:FIRST_STEPS] == [0, 1, 2], "the first has the framework's own peak"
+    # A step takes 2 s, a trace another 2: its time counts as that of readings does.
+    assert 2 < traced[-1] <= 2 + 2 * 400 / READ_SHARE
+
+
+def test_a_step_that_cannot_be_traced_is_looked_at_as_ever(rig: Rig) -> None:
+    rig.recorder.step()
+    rig.source.hold(4)
+    rig.recorder.sample()
+    rig.source.hold(2)
+    rig.recorder.step()
+    assert (rig.steps().steady_live_bytes, rig.source.traced) == (4, 0)
+
+
+def test_a_trace_that_knows_nothing_takes_nothing_away(rig: Rig) -> None:
+    rig.source.traceable = True
+    rig.recorder.step()
+    rig.source.traces[0].peak = None
+    rig.source.hold(4)
+    rig.recorder.step()
+    assert rig.steps().steady_live_bytes == 4
+
+
+def test_a_traced_peak_of_a_step_that_pinched_is_not_steady(rig: Rig) -> None:
+    rig.source.traceable = True
+    rig.recorder.step()
+    rig.source.spike(50)
+    rig.source.retries = 1
+    rig.recorder.step()
+    rig.source.spike(7)
+    rig.recorder.step()
+    assert rig.steps().steady_live_bytes == 7
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped before", "not stopped"])
+def test_no_trace_outlives_a_body_that_returns(rig: Rig, stopped: bool) -> None:
+    rig.source.traceable = True
+    rig.source.spike(50)
+    rig.do("f", "f")
+    rig.source.spike(9)
+    if stopped:
+        rig.recorder.stop()
+    rig.recorder.finish()
+    assert rig.source.traces == []
+    assert rig.steps().steady_live_bytes == 9, "the last step is not over, and counts"
+
+
+def test_no_trace_begins_after_the_body(rig: Rig) -> None:
+    rig.source.traceable = True
+    rig.recorder.step()
+    rig.recorder.stop()
+    # A thread that the body left behind.
+    rig.recorder.step()
+    assert (rig.source.traces, rig.source.traced) == ([], 1)
+
+
+def test_a_fork_leaves_the_trace_to_its_parent(rig: Rig) -> None:
+    rig.source.traceable = True
+    rig.recorder.step()
+    (trace,) = rig.source.traces
+    rig.recorder.renew_lock()
+    rig.recorder.stop()
+    assert rig.source.traces == [trace]
+
+
 # What it costs.
 
 

@@ -120,6 +120,18 @@ def test_it_can_be_stopped_before_it_was_started() -> None:
     assert rig.source.samples == 0
 
 
+@pytest.mark.parametrize("started", [True, False])
+def test_once_it_is_stopped_nothing_is_traced(started: bool) -> None:
+    rig = Rig()
+    rig.source.traceable = True
+    if started:
+        rig.sampler.start()
+    rig.recorder.step()
+    assert len(rig.source.traces) == 1
+    rig.sampler.stop()
+    assert rig.source.traces == []
+
+
 def test_a_parent_that_is_gone_ends_it() -> None:
     rig = Rig()
     rig.channel.gone = True

@@ -25,6 +25,23 @@ def book_of(*steps: Sequence[int], tail: Sequence[int] = ()) -> StepFacts | None
     return book.facts()
 
 
+@pytest.mark.parametrize(
+    ("peak", "steady"),
+    [
+        pytest.param(9, 9, id="a peak that no reading met"),
+        pytest.param(3, 5, id="readings that met more"),
+    ],
+)
+def test_a_peak_counts_in_the_step_that_is_open(peak: int, steady: int) -> None:
+    book = StepBook()
+    book.boundary(0.0, 2, 0)
+    book.peak(peak)
+    book.boundary(1.0, 5, 0)
+    facts = book.facts()
+    assert facts is not None
+    assert (facts.steady_live_bytes, facts.first_live_bytes) == (steady, 2)
+
+
 def test_readings_alone_are_no_evidence_of_steps() -> None:
     assert book_of(tail=[5, 9]) is None
 

@@ -63,13 +63,13 @@ def test_of_several_devices_each_has_its_part() -> None:
 
 
 @pytest.mark.parametrize("source", ["framework", "nvml"])
-def test_a_context_that_was_assumed_is_that_of_one_device(source: str) -> None:
-    reserved = 8 * GIB if source == "framework" else None
+@pytest.mark.parametrize("reserved", [None, 7 * GIB, 8 * GIB])
+def test_a_context_is_summed_however_it_is_known(source: str, reserved: int | None) -> None:
     report = task_report(
         devices=(device(0), device(1)),
         peak_process_bytes=9 * GIB,
         peak_reserved_bytes=reserved,
-        context_bytes=GIB,
+        context_bytes=2 * GIB,
         source=source,
     )
     assert past_run(report).context_bytes == GIB

@@ -1,0 +1,228 @@
+"""What is made of the trace of PyTorch's allocator, and that a body's own is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefect_gpu.frameworks import torch_trace
+from prefect_gpu.frameworks.torch_trace import MAX_EVENTS, begin_trace, peak_bytes
+from prefect_gpu.units import MIB
+
+Event = dict[str, Any]
+
+
+def events(*sizes: int) -> list[Event]:
+    """Blocks in bytes: positive ones are taken, negative ones given up."""
+    found: list[Event] = []
+    for size in sizes:
+        if size > 0:
+            found.append({"action": "alloc", "size": size})
+        else:
+            found.append({"action": "free_requested", "size": -size})
+            found.append({"action": "free_completed", "size": -size})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("trace", "peak"),
+    [
+        pytest.param([], 9216, id="nothing happened"),
+        pytest.param(events(1024, -1024), 10240, id="a peak that is gone at once"),
+        pytest.param(events(-9216, 1024), 9216, id="less than at the begin"),
+        pytest.param(events(1024, -1024, 1024), 10240, id="one after the other is no sum"),
+        pytest.param(events(1024, 1024, -1024, 2048), 12288, id="the last is the largest"),
+        pytest.param(events(1, 1, -1), 10240, id="a block has 512 bytes at least"),
+        pytest.param(
+            [
+                {"action": "segment_alloc", "size": 1 << 20},
+                {"action": "oom", "size": 1 << 30, "device_free": 0},
+                {"action": "snapshot", "size": 9216},
+                {"action": "segment_free", "size": 1 << 20},
+                {"action": "unheard_of"},
+            ],
+            9216,
+            id="what allocates nothing",
+        ),
+    ],
+)
+def test_the_peak_is_the_largest_running_sum(trace: list[Event], peak: int) -> None:
+    assert peak_bytes(9216, trace) == peak
+
+
+class FakeTorch:
+    """Devices whose allocators record. `recording` has the arguments of who switched it on."""
+
+    def __init__(self, *live: int) -> None:
+        self.recording: dict[str, Any] | None = None
+        self.traces: list[list[Event]] = [[] for _ in live]
+        self.settings: dict[str, Any] = {"roundup_power2_divisions": {1: 0, 2: 0}}
+        self.broken: set[str] = set()
+        self.log: list[str] = []
+        stats = [{"allocated_bytes": {"all": {"current": size}}} for size in live]
+        self._C = SimpleNamespace(
+            _cuda_isHistoryEnabled=self._is_on,
+            _cuda_record_memory_history=self._switch,
+            _cuda_record_memory_history_legacy=self._switch,
+        )
+        self.cuda = SimpleNamespace(
+            device_count=lambda: len(live),
+            memory_stats_as_nested_dict=lambda i: stats[i],
+            memory=SimpleNamespace(
+                # As PyTorch's: looks the switch up in `torch._C`.
+                _record_memory_history=lambda **given: self._C._cuda_record_memory_history(**given),
+                _snapshot=self._snapshot,
+            ),
+        )
+
+    def _answer(self, question: str) -> None:
+        if question in self.broken:
+            raise RuntimeError(f"{question}: not with this allocator")
+
+    def _is_on(self) -> bool:
+        self._answer("ask")
+        return self.recording is not None
+
+    def _switch(self, **given: Any) -> None:
+        self._answer("switch")
+        self.recording = given if given["enabled"] else None
+        self.log.append("on" if given["enabled"] else "off")
+
+    def _snapshot(self) -> dict[str, Any]:
+        self._answer("snapshot")
+        assert self.recording is not None, "to stop empties the trace"
+        return {"device_traces": self.traces, "allocator_settings": self.settings}
+
+    @property
+    def switches(self) -> tuple[Any, Any]:
+        return self._C._cuda_record_memory_history, self._C._cuda_record_memory_history_legacy
+
+
+@pytest.fixture
+def torch() -> FakeTorch:
+    return FakeTorch(256 * MIB)
+
+
+def test_a_trace_gives_the_peak_and_leaves_pytorch_as_it_was(torch: FakeTorch) -> None:
+    before = torch.switches
+    trace = begin_trace(torch)
+    assert trace is not None
+    assert torch.recording == {
+        "enabled": "all", "context": None, "stacks": "python", "max_entries": MAX_EVENTS,
+    }  # fmt: skip
+    torch.traces[0] = events(512 * MIB, -512 * MIB, 128 * MIB)
+    assert trace.end() == 768 * MIB
+    assert (torch.switches, torch.log) == (before, ["on", "off"])
+
+
+def test_of_several_devices_the_peaks_are_summed() -> None:
+    torch = FakeTorch(1024, 2048, 4096)
+    trace = begin_trace(torch)
+    assert trace is not None
+    # The third was never used.
+    torch.traces = [events(512), events(1024, -1024)]
+    assert trace.end() == 1024 + 512 + 2048 + 1024 + 4096
+
+
+def test_while_the_body_records_nothing_is_traced(torch: FakeTorch) -> None:
+    torch.cuda.memory._record_memory_history(enabled="all", context="all")
+    before = torch.switches
+    assert begin_trace(torch) is None
+    assert torch.switches == before
+    assert torch.recording == {"enabled": "all", "context": "all"}
+
+
+@pytest.mark.parametrize(
+    "name", ["_cuda_record_memory_history", "_cuda_record_memory_history_legacy"]
+)
+def test_what_the_body_begins_to_record_meanwhile_goes_on(torch: FakeTorch, name: str) -> None:
+    before = torch.switches
+    trace = begin_trace(torch)
+    assert trace is not None
+    getattr(torch._C, name)(enabled="all", context="all")
+    assert trace.end() is None
+    assert torch.recording == {"enabled": "all", "context": "all"}
+    assert (torch.switches, torch.log) == (before, ["on", "on"])
+
+
+def test_what_the_body_switched_off_stays_off(torch: FakeTorch) -> None:
+    trace = begin_trace(torch)
+    assert trace is not None
+    torch.cuda.memory._record_memory_history(enabled=None)
+    assert trace.end() is None
+    assert torch.log == ["on", "off"]
+
+
+def test_what_somebody_put_over_a_switch_stays(torch: FakeTorch) -> None:
+    trace = begin_trace(torch)
+    assert trace is not None
+    inner = torch._C._cuda_record_memory_history
+
+    def theirs(**given: Any) -> None:
+        inner(**given)
+
+    torch._C._cuda_record_memory_history = theirs
+    assert trace.end() is not None
+    assert torch._C._cuda_record_memory_history is theirs
+
+
+def test_a_pytorch_without_the_old_switch_is_traced(torch: FakeTorch) -> None:
+    del torch._C._cuda_record_memory_history_legacy
+    trace = begin_trace(torch)
+    assert trace is not None
+    assert trace.end() == 256 * MIB
+    assert not hasattr(torch._C, "_cuda_record_memory_history_legacy")
+
+
+def test_a_trace_that_lost_its_oldest_events_says_nothing(
+    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_trace, "MAX_EVENTS", 3)
+    trace = begin_trace(torch)
+    assert trace is not None
+    torch.traces[0] = events(512, 512, 512)
+    assert trace.end() is None
+    assert torch.recording is None
+
+
+def test_blocks_that_are_rounded_otherwise_are_not_added_up(torch: FakeTorch) -> None:
+    torch.settings["roundup_power2_divisions"] = {1: 0, 2: 4}
+    trace = begin_trace(torch)
+    assert trace is not None
+    assert trace.end() is None
+    assert torch.recording is None
+
+
+def _no_switch(torch: FakeTorch) -> None:
+    torch.broken.add("switch")
+
+
+def _no_question(torch: FakeTorch) -> None:
+    del torch._C._cuda_isHistoryEnabled
+
+
+def _no_counters(torch: FakeTorch) -> None:
+    torch.cuda.memory_stats_as_nested_dict = lambda i: {}
+
+
+@pytest.mark.parametrize("breaks", [_no_switch, _no_question, _no_counters])
+def test_an_allocator_that_cannot_be_traced_is_not(
+    torch: FakeTorch, breaks: Callable[[FakeTorch], None]
+) -> None:
+    before = torch.switches
+    breaks(torch)
+    assert begin_trace(torch) is None
+    assert (torch.recording, torch.switches) == (None, before)
+
+
+@pytest.mark.parametrize(("broken", "left"), [("snapshot", False), ("switch", True), ("ask", True)])
+def test_what_fails_at_the_end_raises_nothing(torch: FakeTorch, broken: str, left: bool) -> None:
+    before = torch.switches
+    trace = begin_trace(torch)
+    assert trace is not None
+    torch.broken.add(broken)
+    trace.end()
+    assert (torch.recording is not None, torch.switches) == (left, before)

@@ -58,6 +58,7 @@ from prefect_gpu.scheduling.ladder import Climb
 from prefect_gpu.scheduling.model import Placement, Reservation
 from prefect_gpu.settings import GPUSettings
 from prefect_gpu.start_gate import Passage, StartGate
+from prefect_gpu.tag_limits import TagLimits, asked_first
 
 #: Seconds for which the end of a flow waits for children that were killed, and for the last reports.
 CLOSING_S = 30.0
@@ -215,6 +216,7 @@ class _Running:
             max_workers=sys.maxsize, thread_name_prefix="prefect-gpu-engine"
         )
         self._client = bridge.SharedClient()
+        self.limits = TagLimits(self._client.lend)
         self.gate = StartGate()
         self._lock = threading.Lock()
         self._calls: set[Escalation] = set()
@@ -458,15 +460,16 @@ class _GPUTask:
         # One that waits for others must not hold a place that they need.
         self._passage = Passage(None) if waits else self._run.gate.enter()
         try:
-            return bridge.run_engine(
-                client,
-                self._shadow(),
-                task_run_id,
-                parameters,
-                wait_for,
-                dependencies,
-                lambda: self.task_run,
-            )
+            with asked_first(self._run.limits):
+                return bridge.run_engine(
+                    client,
+                    self._shadow(),
+                    task_run_id,
+                    parameters,
+                    wait_for,
+                    dependencies,
+                    lambda: self.task_run,
+                )
         finally:
             self._passage.leave()
 

@@ -1,0 +1,69 @@
+"""Concurrency limits of tags, on a real server: heeded where there are any, else not asked for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prefect import flow, get_client, task
+from prefect.concurrency import _sync as slots
+
+from prefect_gpu import GPUTaskRunner, gpu
+from tests.integration import engine_api as api
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+RUNNER = GPUTaskRunner(devices=api.TWO, reports=False)
+
+
+@task(tags={*gpu(memory="64MiB"), "one-at-a-time"})
+def spend(_: int) -> tuple[float, float]:
+    began = time.time()
+    time.sleep(0.2)
+    return began, time.time()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What the engine asks slots for."""
+    found: list[list[str]] = []
+    lock, real = threading.Lock(), slots.acquire_concurrency_slots_with_lease
+
+    def note(names: list[str], *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            found.append(names)
+        return real(names, *args, **kwargs)
+
+    monkeypatch.setattr(slots, "acquire_concurrency_slots_with_lease", note)
+    return found
+
+
+@pytest.fixture(params=["tag", "global"])
+def limit_of_one(request: pytest.FixtureRequest) -> Iterator[None]:
+    with get_client(sync_client=True) as client:
+        if request.param == "tag":
+            client.create_concurrency_limit("one-at-a-time", 1)
+        else:
+            client.upsert_global_concurrency_limit_by_name("tag:one-at-a-time", 1)
+        yield
+        client.delete_global_concurrency_limit_by_name("tag:one-at-a-time")
+
+
+@flow(task_runner=RUNNER)
+def spend_two() -> list[tuple[float, float]]:
+    return sorted(spend.map([1, 2]).result())
+
+
+def test_without_a_limit_no_slot_is_asked_for(asked: list[list[str]]) -> None:
+    assert len(spend_two()) == 2
+    assert asked == []
+
+
+def test_a_limit_is_heeded(limit_of_one: None, asked: list[list[str]]) -> None:
+    (_, first_end), (second_began, _) = spend_two()
+    assert first_end <= second_began
+    # That one tag of the three, and nothing of ours.
+    assert asked and all(names == ["tag:one-at-a-time"] for names in asked)

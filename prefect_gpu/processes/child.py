@@ -11,6 +11,7 @@ import gc
 import os
 import pickle
 import traceback
+import warnings
 from typing import Any
 
 from prefect_gpu import inside
@@ -48,8 +49,10 @@ def main(descriptor: int) -> None:
             _calibrate(channel, prepare)
         else:
             _run(channel, prepare)
-        # Ending as if it had never been set aside: what the imports left open is closed quietly.
-        gc.unfreeze()
+        if _shows_resource_warnings():
+            # What the imports left open would be complained of; as garbage it is closed quietly. Else
+            # it stays set aside: taking it apart took 0.4 s of 0.5 with PyTorch, 0.55 with TensorFlow.
+            gc.unfreeze()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone; there is nobody to tell. The guardian ends the rest.
         os._exit(1)
@@ -162,6 +165,14 @@ def _collect_garbage_again() -> None:
     """Undo what the bootstrap did for the imports; what they made will stay, so it is set aside."""
     gc.freeze()
     gc.enable()
+
+
+def _shows_resource_warnings() -> bool:
+    """Tell whether unclosed files are complained of, as under `-X dev`; by default they are not."""
+    for action, _, category, _, _ in warnings.filters:
+        if issubclass(ResourceWarning, category):
+            return action != "ignore"
+    return True
 
 
 def _load_call(payload: Body) -> Call:

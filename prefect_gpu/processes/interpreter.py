@@ -9,9 +9,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Protocol
 
 from prefect_gpu.processes import guardian
 from prefect_gpu.processes.spec import LaunchSpec
+
+
+class _Ended(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
 
 
 def import_paths() -> tuple[str, ...]:
@@ -27,7 +35,7 @@ def interpreter_flags() -> list[str]:
     return flags
 
 
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
+def has_ended(process: _Ended) -> bool:
     """Tell whether a child of ours has ended, if possible without reaping it."""
     try:
         waitid = os.waitid

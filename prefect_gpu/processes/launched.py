@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import socket
-import subprocess
 import uuid
 from collections import deque
 from typing import IO, Any
 
 from prefect_gpu.processes.messages import FrameReader
 from prefect_gpu.processes.output import StreamName, decoder
+from prefect_gpu.processes.spawning import Process
 from prefect_gpu.processes.spec import LaunchSpec, Listener
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class LaunchedChild:
         self.spec: LaunchSpec | None = spec
         self._listener = listener
         self.token = uuid.uuid4().hex
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
         self.channel: socket.socket | None = None
         self.pidfd: int | None = None
         self.streams: dict[StreamName, IO[bytes]] = {}

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Protocol
 
 from prefect_gpu.processes import guardian
-from prefect_gpu.processes.spec import LaunchSpec
 
 
 class _Ended(Protocol):
@@ -56,14 +56,20 @@ def open_pidfd(pid: int) -> int | None:
         return None
 
 
-def child_environment(spec: LaunchSpec, token: str) -> dict[str, str]:
-    """Give a child's environment: this process's, with what `spec` changes and the child's token."""
+def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Give this process's environment with some variables set, or removed (`None`)."""
     environment = dict(os.environ)
-    for name, value in spec.environment.items():
+    for name, value in changes.items():
         if value is None:
             environment.pop(name, None)
         else:
             environment[name] = value
+    return environment
+
+
+def with_token(environment: Mapping[str, str], token: str) -> dict[str, str]:
+    """Give an environment that marks a child, and all that it starts, by its token."""
+    environment = dict(environment)
     outer = environment.get(guardian.TOKEN_VARIABLE)
     environment[guardian.TOKEN_VARIABLE] = f"{outer}/{token}" if outer else token
     return environment

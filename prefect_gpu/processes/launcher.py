@@ -21,27 +21,31 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import guardian, messages
 from prefect_gpu.processes.guard import GuardKeeper
 from prefect_gpu.processes.interpreter import (
-    child_environment,
+    environment_with,
     has_ended,
     open_pidfd,
+    with_token,
 )
-from prefect_gpu.processes.launched import LaunchedChild
-from prefect_gpu.processes.messages import HEADER
+from prefect_gpu.processes.launched import GivenTask, LaunchedChild, tell
+from prefect_gpu.processes.messages import HEADER, Accepted, Late, Warmed
 from prefect_gpu.processes.output import OutputForwarder
 from prefect_gpu.processes.spawning import Spawner, SpawnRequest, spawn_fresh
 from prefect_gpu.processes.spec import (
+    STANDBY_TITLE,
     ChildExited,
     ChildRefused,
     ChildStarted,
     LaunchSpec,
     Listener,
     ValueArrived,
+    WarmSpec,
 )
 from prefect_gpu.processes.streams import StreamReader
 
@@ -64,11 +68,36 @@ _SOCKET_BYTES = 4 << 20
 logger = logging.getLogger(__name__)
 
 
-class _Handle:
+class Handle:
     """A `ChildHandle`: passes what is asked on to the launcher's thread."""
 
     def __init__(self, launcher: ProcessLauncher, child: LaunchedChild) -> None:
         self._launcher = launcher
+        self._child = child
+
+    @property
+    def child(self) -> LaunchedChild:
+        """Which child; another one after a start over. For the launcher's thread only."""
+        return self._child
+
+    def give(self, spec: LaunchSpec, late: Late, listener: Listener) -> Handle:
+        """Give a task to a child that was made ahead. Only once.
+
+        Args:
+            spec: The task's; a child made for it takes its place if this one ends before it has
+                accepted the task.
+            late: What has changed since the child was made.
+            listener: Hears `ChildStarted` first, once more after a start over.
+
+        Returns:
+            The handle to steer the task by; this one is of no use any more.
+        """
+        handle = Handle(self._launcher, self._child)
+        self._launcher.call(lambda: self._launcher.give_task(handle, spec, late, listener))
+        return handle
+
+    def start_over(self, child: LaunchedChild) -> None:
+        """Steer another child from now on. For the launcher's thread only."""
         self._child = child
 
     def answer(self, message: Any) -> None:
@@ -119,8 +148,11 @@ class ProcessLauncher:
 
     # Any thread.
 
-    def start(self, spec: LaunchSpec, listener: Listener) -> _Handle:
-        """Start a child; `listener` hears `ChildStarted` or `ChildRefused` first."""
+    def start(self, spec: LaunchSpec | WarmSpec, listener: Listener) -> Handle:
+        """Start a child; `listener` hears `ChildStarted` or `ChildRefused` first.
+
+        One that is made ahead then says `Warmed`, and waits for `Handle.give`.
+        """
         child = LaunchedChild(spec, listener)
         with self._lock:
             if self._thread is None:
@@ -130,7 +162,7 @@ class ProcessLauncher:
                 )
                 self._thread.start()
         self.call(lambda: self._launch(child))
-        return _Handle(self, child)
+        return Handle(self, child)
 
     def call(self, command: Callable[[], None]) -> None:
         """Have the launcher's thread do something soon."""
@@ -275,6 +307,37 @@ class ProcessLauncher:
         assert child.process is not None
         child.tell(ChildStarted(child.process.pid))
 
+    def give_task(self, handle: Handle, spec: LaunchSpec, late: Late, listener: Listener) -> None:
+        """See `Handle.give`. The launcher's thread only."""
+        child = handle.child
+
+        def start_over() -> None:
+            fresh = LaunchedChild(spec, listener)
+            handle.start_over(fresh)
+            self._launch(fresh)
+
+        if child not in self._children or child.killed or child.process is None:
+            start_over()
+            return
+        try:
+            prepare = messages.encode(replace(spec.prepare, late=late))
+        except Exception:
+            # Something in it cannot travel; one made for the task says so as ever.
+            self.kill_child(child)
+            start_over()
+            return
+        child.give(GivenTask(spec, listener, child.listener, start_over))
+        child.tell(ChildStarted(child.process.pid))
+        self._queue_call(child, prepare, spec)
+        self._watch_channel(child)
+
+    @staticmethod
+    def _queue_call(child: LaunchedChild, prepare: bytes, spec: LaunchSpec) -> None:
+        call = memoryview(spec.call)
+        child.outgoing.append(memoryview(prepare))
+        child.outgoing.append(memoryview(messages.value_header(len(call))))
+        child.outgoing.append(call)
+
     def _drop(self, child: LaunchedChild) -> None:
         """Leave nothing of a child that could not be started in full."""
         if child.pidfd is not None:
@@ -296,21 +359,23 @@ class ProcessLauncher:
         spec, child.spec = child.spec, None
         assert spec is not None
         # First all that can fail for what the spec holds: then there is no process to undo.
-        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv}).encode()
-        call = memoryview(spec.call)
+        warm = {"warm": spec.modules} if isinstance(spec, WarmSpec) else {}
+        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
         child.outgoing.append(memoryview(HEADER.pack(messages.BOOT, len(boot)) + boot))
-        child.outgoing.append(memoryview(messages.encode(spec.prepare)))
-        child.outgoing.append(memoryview(messages.value_header(len(call))))
-        child.outgoing.append(call)
+        if isinstance(spec, LaunchSpec):
+            self._queue_call(child, messages.encode(spec.prepare), spec)
+            title, environment = spec.task_name, environment_with(spec.environment)
+        else:
+            title, environment = STANDBY_TITLE, dict(spec.environment)
         child.channel, theirs = socket.socketpair()
         with theirs:
             for end in (child.channel, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             child.process = self._spawn_process(
                 SpawnRequest(
-                    title=spec.task_name,
+                    title=title,
                     channel=theirs.fileno(),
-                    environment=child_environment(spec, child.token),
+                    environment=with_token(environment, child.token),
                     cwd=spec.cwd,
                 )
             )
@@ -393,14 +458,22 @@ class ProcessLauncher:
                 if frame is not None:
                     self._take_frame(child, *frame)
             except ProtocolError as error:
-                child.tell(ChildRefused(error))
+                if child.task is None:
+                    child.tell(ChildRefused(error))
                 self._close_channel(child)
                 self.kill_child(child, "it sent what is no message")
         return child.channel is not None
 
     def _take_frame(self, child: LaunchedChild, kind: int, body: messages.Body) -> None:
         if kind != messages.VALUE:
-            child.tell(messages.decode(body))
+            message = messages.decode(body)
+            if isinstance(message, Accepted):
+                child.task = None
+            elif isinstance(message, Warmed) and child.task is not None:
+                # Of what it did before the task was given to it.
+                tell(child.task.keeper, message)
+            else:
+                child.tell(message)
             return
         child.value_arrived = True
         child.deadline = time.monotonic() + self._exit_grace_s
@@ -410,6 +483,7 @@ class ProcessLauncher:
     def signal_child(self, child: LaunchedChild, signum: int) -> None:
         """Send a signal to a child's group, if it lives. The launcher's thread only."""
         if child in self._children and child.process is not None:
+            child.asked_to_end = True
             try:
                 os.killpg(child.process.pid, signum)
             except (ProcessLookupError, PermissionError):
@@ -424,6 +498,8 @@ class ProcessLauncher:
         """
         if child not in self._children or child.process is None:
             return
+        if not because:
+            child.asked_to_end = True
         if not child.killed:
             child.killed_because = because
         child.killed = True
@@ -450,7 +526,14 @@ class ProcessLauncher:
         self._children.discard(child)
         self._keeper.tell(f"-{child.process.pid}")
         tail = child.stderr_tail.decode("utf-8", errors="replace")
-        child.tell(ChildExited(code, tail, truncated, child.killed_because))
+        exited = ChildExited(code, tail, truncated, child.killed_because)
+        task, child.task = child.task, None
+        if task is not None and not child.asked_to_end and not self._closing:
+            # Nothing of the task has run: it need not know.
+            tell(task.keeper, exited)
+            task.start_over()
+            return
+        child.tell(exited)
 
     def _close_channel(self, child: LaunchedChild) -> None:
         if child.channel is not None:

@@ -245,7 +245,7 @@ def _imports(code: CodeType, package: str | None, with_names: bool) -> Iterator[
             parents = parents[: len(parents) - level + 1]
             module = ".".join([*parents, module] if module else parents)
         if module:
-            wanted = [n for n in names or () if n != "*"] if with_names else []
+            wanted = (names or ()) if with_names else ()
             yield f"{module}:{','.join(wanted)}" if wanted else module
 
 

@@ -10,6 +10,11 @@ included: Prefect asks its API about the concurrency limit of every tag.
     python benchmarks/overhead.py --tasks 1000 --flow async --repeats 1
     python benchmarks/overhead.py --tiny                   # that it runs, in seconds
 
+A last table has what a process that waited ahead saves: from the placement of a task to its first
+line, with a cold start, and with a standby that was ready. The time that serialising the call and
+Prefect's context takes in between is shown apart: neither changes it. With `--framework torch` the
+body imports PyTorch.
+
 Each row is measured in a fresh process against one Prefect server, after a first flow of two tasks
 that is not counted (imports, threads, pools). CPU is `RUSAGE_SELF` of the flow's process: its
 children are not in it. Latency is `submit` → first line of the body, one task at a time.
@@ -38,6 +43,8 @@ ROWS = {
     "ours": "GPUTaskRunner",
     "ours-bare": "GPUTaskRunner, reports=False",
 }
+
+STARTS = {"cold": "standby=0", "ready": "standby=1, ready"}
 
 #: Seconds that a task takes, so that it does something.
 BODY_S = 0.01
@@ -129,6 +136,59 @@ def measure_row(row: str, tasks: int, kind: str, max_processes: int | None) -> N
     )
 
 
+def start_body(framework: str) -> None:
+    """Import what a GPU task would."""
+    if framework != "none":
+        __import__(framework)
+
+
+def measure_start(row: str, tasks: int, framework: str) -> None:
+    """Run tasks one by one, each with a cold process or with one that waits, and tell."""
+    from prefect import flow, task
+
+    from prefect_gpu import GPUTaskRunner, gpu, task_runner
+    from prefect_gpu.processes.standby import standby_pool
+
+    dumps: list[float] = []
+    starts: list[float] = []
+    real_dump = task_runner._GPUTask._dump_call
+    real_report = task_runner._Running.report
+
+    def dump(self: Any, args: Any, kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return real_dump(self, args, kwargs)
+        finally:
+            dumps.append(time.perf_counter() - began)
+
+    def report(self: Any, found: Any) -> None:
+        starts.append(found.start_s)
+        real_report(self, found)
+
+    task_runner._GPUTask._dump_call = dump  # type: ignore[method-assign]
+    task_runner._Running.report = report  # type: ignore[method-assign]
+    work = task(start_body, name="work", tags=gpu(memory="64MiB", framework=framework))
+
+    @flow(task_runner=GPUTaskRunner(devices="host", standby=int(row == "ready")))
+    def one_by_one() -> None:
+        for _ in range(tasks + 1):
+            work.submit(framework).result()
+            while row == "ready" and not standby_pool().ready:
+                time.sleep(0.01)
+
+    one_by_one()
+    # The first has nothing that could be ready.
+    _common.tell(
+        {
+            "start": row,
+            "framework": framework,
+            "start_s": starts[1:],
+            "serialise_s": dumps[1:],
+            "beyond_s": [s - d for s, d in zip(starts[1:], dumps[1:], strict=True)],
+        }
+    )
+
+
 def main() -> None:
     """Measure every row, print JSON and the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -140,8 +200,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order in which rows run")
     parser.add_argument("--api-url", default=None, help="use this Prefect server")
     parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
+    parser.add_argument("--framework", default="none", help="that standbys import: torch, …")
     parser.add_argument("--row", choices=tuple(ROWS), help=argparse.SUPPRESS)
+    parser.add_argument("--start", choices=tuple(STARTS), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.start:
+        measure_start(given.start, given.tasks, given.framework)
+        return
     if given.row:
         measure_row(given.row, given.tasks, given.flow, given.max_processes)
         return
@@ -158,12 +223,24 @@ def main() -> None:
                 if given.max_processes:
                     arguments += ["--max-processes", str(given.max_processes)]
                 runs.append({"repeat": repeat, **_common.measure(__file__, arguments, url)})
-    print(json.dumps({"versions": found_versions, "seed": given.seed, "runs": runs}, indent=1))
+        starts = []
+        for repeat in range(given.repeats):
+            for row in order.sample(list(STARTS), len(STARTS)):
+                arguments = ["--start", row, "--framework", given.framework]
+                arguments += ["--tasks", str(min(given.tasks, 10))]
+                starts.append({"repeat": repeat, **_common.measure(__file__, arguments, url)})
+    print(
+        json.dumps(
+            {"versions": found_versions, "seed": given.seed, "runs": runs + starts}, indent=1
+        )
+    )
     print(
         f"\n{given.tasks} tasks of {BODY_S * 1000:.0f} ms, {given.flow} flow, "
         f"{given.repeats} run(s) each: median (lowest–highest)\n"
     )
     print_rows(runs, given.rows)
+    print(f"\nFrom placement to the first line (framework: {given.framework}), ms\n")
+    print_starts(starts)
 
 
 def print_rows(runs: list[dict[str, Any]], rows: list[str]) -> None:
@@ -200,6 +277,23 @@ def print_rows(runs: list[dict[str, Any]], rows: list[str]) -> None:
         ],
         table,
     )
+
+
+def print_starts(starts: list[dict[str, Any]]) -> None:
+    """Print a line for each way to start."""
+    table = []
+    for row, name in STARTS.items():
+        own = [s for s in starts if s["start"] == row]
+        columns = [[v * 1000 for s in own for v in s[key]] for key in _START_COLUMNS]
+        table.append([name, *map(_common.spread, columns)])
+    _common.print_table(["process", *_START_COLUMNS.values()], table)
+
+
+_START_COLUMNS = {
+    "start_s": "placement → first line",
+    "serialise_s": "of it serialising the call",
+    "beyond_s": "beyond that",
+}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -76,6 +76,11 @@ COUNTERS_INTERVAL_S = 0.1
 #: (docs/evidence/gpu-host-memory.txt: torch 2.11, TensorFlow 2.21, JAX 0.11, CuPy 14).
 HOST_BYTES = {"torch": 1048 * MIB, "tensorflow": 1776 * MIB, "jax": 1264 * MIB, "cupy": 536 * MIB}
 HOST_BYTES_LEAST = 78 * MIB
+
+
+def host_bytes_of(frameworks: Iterable[str]) -> int:
+    """Give what a child with these frameworks takes of the machine's memory before its body, in bytes."""
+    return HOST_BYTES_LEAST + sum(HOST_BYTES.get(name, 0) for name in frameworks)
 
 
 class CancelledByRunner(BaseException):
@@ -262,7 +267,6 @@ class Attempt:
 
     def _place(self) -> Placement:
         policy = self._policy
-        host_bytes = HOST_BYTES_LEAST + sum(HOST_BYTES.get(n, 0) for n in self._frameworks)
         self._ticket = ticket = self._broker.submit(
             self._facts.task_name,
             memory=self._grant.memory,
@@ -271,7 +275,7 @@ class Attempt:
             exclusive=policy.exclusive,
             priority=policy.priority,
             # On host devices the budget is the machine's memory: it would be counted twice.
-            host_bytes=0 if self._broker.kind == "host" else host_bytes,
+            host_bytes=0 if self._broker.kind == "host" else host_bytes_of(self._frameworks),
             sequence=self._sequence,
         )
         ticket.on_recovered = self._finish
@@ -313,7 +317,7 @@ class Attempt:
             allocation=self._allocation,
             allocator_options=dict(policy.allocator_options),
             caching=policy.caching,
-            cpus=policy.cpus or max(1, _cores() // max(1, self._broker.processes)),
+            cpus=policy.cpus or max(1, cores() // max(1, self._broker.processes)),
             frameworks=self._named,
             detected=self._sharing,
             shares={s.name: s.fraction for s in policy.frameworks if s.fraction is not None},
@@ -487,12 +491,15 @@ class Attempt:
         self._handle.kill()
 
     def _attach(self, pid: int) -> None:
-        self._learned.pid = pid
+        before, self._learned.pid = self._learned.pid, pid
         ticket = self._ticket
         assert ticket is not None and ticket.placement is not None
         self._broker.attach(ticket, pid)
         reader = self._broker.reader
         if isinstance(reader, SimulatedReader):
+            if before is not None:
+                # A standby that ended before it took the call.
+                reader.detach(before)
             uuids = tuple(device.uuid for device in ticket.placement.devices)
             context = reader.spec.context_bytes
             cap = (
@@ -704,7 +711,8 @@ def _first_line(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Give how many cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:

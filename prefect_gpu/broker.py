@@ -156,6 +156,29 @@ class Broker:
         return len(self._placed)
 
     @property
+    def max_processes(self) -> int:
+        """Most processes at a time."""
+        return self._max_processes
+
+    @property
+    def host_promised_bytes(self) -> int:
+        """Bytes of the machine's memory promised to processes that have not taken them yet."""
+        with self._changed:
+            return self._promised_bytes()
+
+    @property
+    def wants_host_memory(self) -> bool:
+        """Whether a request waits for memory of the machine itself, which standbys may hold."""
+        with self._changed:
+            if self._reading is None or not self._waiting:
+                return False
+            if self.kind == "host":
+                # There every request does; while others run, their end may be all that it waits for.
+                return not self._placed
+            left = self._reading.host_available_bytes - self._promised_bytes()
+            return any(t.request.host_bytes > left for t in self._waiting.values())
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
@@ -653,12 +676,13 @@ class Broker:
             )
         return self._rooms
 
+    def _promised_bytes(self) -> int:
+        return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
+
     def _host_room(self, reading: Reading) -> HostRoom:
         return HostRoom(
             available_bytes=reading.host_available_bytes,
-            promised_bytes=sum(
-                t.request.host_bytes for t in self._placed.values() if not t.running
-            ),
+            promised_bytes=self._promised_bytes(),
             processes=len(self._placed),
             max_processes=self._max_processes,
         )

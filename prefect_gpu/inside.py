@@ -38,6 +38,8 @@ _current: Allocation | None = None
 
 def current_allocation() -> Allocation | None:
     """Give what the GPU task around the caller was given; `None` outside one."""
+    if _asked_early is not None:
+        _asked_early.append("current_allocation")
     return _current
 
 
@@ -45,6 +47,22 @@ def set_current_allocation(allocation: Allocation | None) -> None:
     """Say what this process was given. For the child's start only."""
     global _current
     _current = allocation
+
+
+#: While a process imports ahead of its task: what was asked that only the task will know.
+_asked_early: list[str] | None = None
+
+
+@contextmanager
+def before_the_task() -> Iterator[list[str]]:
+    """Take down what is asked of this module before there is a task to answer for."""
+    global _asked_early
+    asked: list[str] = []
+    _asked_early = asked
+    try:
+        yield asked
+    finally:
+        _asked_early = None
 
 
 class Recorder(Protocol):

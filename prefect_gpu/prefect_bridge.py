@@ -23,8 +23,9 @@ from typing import Any, cast
 from uuid import UUID
 
 from prefect import Task, get_run_logger
+from prefect._internal.plugins.collections import load_prefect_collections
 from prefect._internal.uuid7 import uuid7
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.context import (
@@ -489,10 +490,19 @@ def without_flow_parameters(context: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_api_url(context: dict[str, Any], url: str) -> None:
-    """Point a child at the parent's server: without it each child would boot one of its own."""
-    settings = context.get("settings_context")
-    if settings:
-        settings["settings"].setdefault("api", {})["url"] = url
+    """Point a child at the parent's server: without it each child would boot one of its own.
+
+    The settings travel as they are: rebuilding and checking them from their serialised form took the
+    child 25 ms, unpickling them 0.2 (measured, Prefect 3.8.8).
+    """
+    current, serialized = SettingsContext.get(), context.get("settings_context")
+    if current is None or not serialized:
+        return
+    settings = current.settings
+    if settings.api.url != url:
+        api = settings.api.model_copy(update={"url": url})
+        settings = settings.model_copy(update={"api": api})
+    serialized["settings"] = settings
 
 
 def environment_for_child() -> dict[str, str | None]:
@@ -554,10 +564,36 @@ def child_context(
     )
     with contextlib.ExitStack() as stack:
         stack.callback(_flush_events)
-        stack.enter_context(hydrated_context(context))
+        stack.enter_context(hydrated_context(context, client=_LateClient()))
         if log_prints:
             stack.enter_context(patch_print())
         yield
+
+
+def rehearse() -> None:
+    """In a process that waits for its task: do now what is the same for every run.
+
+    Takes 15 of the 45 ms that `child_context` took (measured, Prefect 3.8.8).
+    """
+    # Asked for by each block, result storage among them, and kept.
+    load_prefect_collections()
+    # Logging is set up, and the models of the contexts are built.
+    with hydrated_context({"tags_context": {}}, client=_LateClient()):
+        pass
+
+
+class _LateClient(SyncPrefectClient):
+    """The API client of a child's run, made once it is used: its certificates take 17 ms to read."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is not there: all that `__init__` would have set.
+        if "_client" in self.__dict__ or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        self.__dict__.update(get_client(sync_client=True).__dict__)
+        return getattr(self, name)
 
 
 def _flush_events() -> None:

@@ -18,6 +18,24 @@ from pydantic import Field, field_validator
 from prefect_gpu.units import SIZES_ACCEPTED, parse_bytes
 
 
+def parse_standby(value: object) -> int | Literal["auto"]:
+    """Read the runner's argument `standby`.
+
+    Raises:
+        ValueError: It is neither `"auto"` nor a number of processes.
+    """
+    text = value.strip().lower() if isinstance(value, str) else value
+    if text == "auto":
+        return "auto"
+    if isinstance(text, str) and text.isdecimal():
+        text = int(text)
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    raise ValueError(
+        f"standby={value!r} is neither 'auto' nor a number of processes (0: none are started ahead)"
+    )
+
+
 class GPUSettings(PrefectBaseSettings):
     """Defaults of every `GPUTaskRunner`; its own arguments win over them."""
 
@@ -49,6 +67,16 @@ class GPUSettings(PrefectBaseSettings):
         default=True,
         description="Publish a memory report for each process and each flow run as artifacts.",
     )
+
+    standby: int | Literal["auto"] = Field(
+        default="auto",
+        description="Processes started ahead of their tasks: auto, or at most so many; 0 for none.",
+    )
+
+    @field_validator("standby", mode="before")
+    @classmethod
+    def _check_standby(cls, value: object) -> int | Literal["auto"]:
+        return parse_standby(value)
 
     @field_validator("headroom")
     @classmethod

@@ -8,6 +8,7 @@ process is in `attempt`, which device it gets in `broker`.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import functools
 import inspect
 import logging
@@ -27,7 +28,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from typing_extensions import Self
 
 from prefect_gpu import prefect_bridge as bridge
-from prefect_gpu.attempt import Attempt, CancelledByRunner, Surroundings
+from prefect_gpu.attempt import Attempt, CancelledByRunner, Surroundings, cores, host_bytes_of
 from prefect_gpu.broker import Broker, next_sequence, shared_broker
 from prefect_gpu.budgets import BudgetBook, Grant, TaskIdentity
 from prefect_gpu.contexts import context_meter
@@ -42,6 +43,7 @@ from prefect_gpu.errors import (
     ResultError,
 )
 from prefect_gpu.escalation import Escalation
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.registry import detect_frameworks
 from prefect_gpu.inside import current_allocation
 from prefect_gpu.learn_by import digest_values
@@ -49,16 +51,22 @@ from prefect_gpu.ledger import PROCESS_LEDGER, ProcessLedger
 from prefect_gpu.policy import GPUPolicy, parse_tags
 from prefect_gpu.processes import values
 from prefect_gpu.processes.call import Call
+from prefect_gpu.processes.kind import Kind, kind_of
 from prefect_gpu.processes.launcher import process_launcher
+from prefect_gpu.processes.spec import Launcher
+from prefect_gpu.processes.standby import Announcement, standby_pool
 from prefect_gpu.record import TaskFacts
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.scheduling.ladder import Climb
 from prefect_gpu.scheduling.model import Placement, Reservation
+from prefect_gpu.scheduling.standbys import most_by_default
 from prefect_gpu.settings import GPUSettings
 from prefect_gpu.start_gate import Passage, StartGate
 from prefect_gpu.tag_limits import TagLimits, asked_first
+
+logger = logging.getLogger(__name__)
 
 #: Seconds for which the end of a flow waits for children that were killed, and for the last reports.
 CLOSING_S = 30.0
@@ -90,6 +98,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             eight.
         headroom: Kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
         reports: Whether to publish memory reports as artifacts.
+        standby: Processes started ahead of their tasks, with Prefect, the framework and the task's
+            modules imported: `"auto"`, or at most so many; 0 starts none.
 
     Raises:
         DeviceError: `devices` cannot be read, or the platform has no sessions of processes.
@@ -103,6 +113,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         max_processes: int | None = None,
         headroom: str | None = None,
         reports: bool | None = None,
+        standby: int | str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if sys.platform == "win32":
@@ -116,6 +127,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             "max_processes": max_processes,
             "headroom": headroom,
             "reports": reports,
+            "standby": standby,
         }
         settings = GPUSettings(**{k: v for k, v in given.items() if v is not None})
         # Pickled with the flow: plain values only.
@@ -125,17 +137,14 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         self.headroom = settings.headroom
         self.headroom_bytes = settings.headroom_bytes
         self.reports = settings.reports
+        self.standby = settings.standby
         self._run: _Running | None = None
 
     def duplicate(self) -> Self:
         """Give a new runner of the same configuration."""
-        return type(self)(
-            devices=self.devices,
-            placement=self.placement,
-            max_processes=self.max_processes,
-            headroom=self.headroom,
-            reports=self.reports,
-        )
+        # Not through the constructor: every child does this before its body, and reading the settings
+        # again takes 3 ms. What runs is left out (`__getstate__`).
+        return copy.copy(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GPUTaskRunner):
@@ -153,6 +162,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             self.max_processes,
             self.headroom_bytes,
             self.reports,
+            self.standby,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,6 +237,8 @@ class _Running:
         self._book: BudgetBook | None = None
         self._flow: FlowRunContext | None = None
         self._told: set[str] = set()
+        #: By the identity of a function, which is kept so that it stays one.
+        self._kinds: dict[int, tuple[Any, GPUPolicy, Kind]] = {}
 
     def submit(
         self,
@@ -307,6 +319,57 @@ class _Running:
             self._calls.add(call)
         return call
 
+    def announce(self, task: Task[..., Any], policy: GPUPolicy) -> Announcement | None:
+        """Have a process kept ahead for a task; `None`: there will be none. It never raises."""
+        standby = self._runner.standby
+        if standby == 0:
+            return None
+        try:
+            broker = self._broker()
+            kind = self._kind(task, policy, broker)
+            pool = standby_pool()
+            most = broker.max_processes
+            with self._lock:
+                if self._closing:
+                    return None
+                pool.open(
+                    self,
+                    most_by_default(cores(), most) if standby == "auto" else min(standby, most),
+                    lambda: broker.host_promised_bytes,
+                    lambda: broker.wants_host_memory,
+                )
+            return pool.announce(kind)
+        except Exception:
+            # What is amiss is told where the task asks for a device.
+            logger.debug("no process is kept ahead for %r", task.name, exc_info=True)
+            return None
+
+    def _kind(self, task: Task[..., Any], policy: GPUPolicy, broker: Broker) -> Kind:
+        threads = policy.cpus or max(1, cores() // max(1, broker.processes))
+        known = self._kinds.get(id(task.fn))
+        if known is not None and known[1] == policy:
+            return replace(known[2], cpus=threads)
+        named = tuple(share.name for share in policy.frameworks)
+        detected = () if named else detect_frameworks(task.fn)
+        kind = kind_of(
+            task.fn,
+            FrameworkPolicy(
+                device_kind=broker.kind,
+                device_uuids=(),
+                total_bytes=(),
+                budget_bytes=(),
+                allocator_options=dict(policy.allocator_options),
+                caching=policy.caching,
+                cpus=threads,
+                frameworks=named,
+                detected=detected,
+            ),
+            cpus_stated=policy.cpus is not None,
+            size_bytes=host_bytes_of(named or detected),
+        )
+        self._kinds[id(task.fn)] = task.fn, policy, kind
+        return kind
+
     def _open_book(self) -> BudgetBook:
         """Give the runner's book of budgets; its histories are those of the flow's API."""
         with self._lock:
@@ -360,6 +423,8 @@ class _Running:
         failed = failed or not bridge.flow_run_goes_on(self._flow, self._runner)
         if failed:
             self.cancel()
+            if self._runner.standby != 0:
+                standby_pool().close(self)
             if self._threads_started:
                 self._threads.cancel_all()
             # All must reach their state. What does not (an engine that sleeps until its next retry)
@@ -375,6 +440,8 @@ class _Running:
                 # Ctrl-C, or a signal that Prefect turned into an exception.
                 self.close(failed=True)
                 raise
+        if self._runner.standby != 0:
+            standby_pool().close(self)
         if self._threads_started:
             self._threads.__exit__(None, None, None)
         self._engines.shutdown(wait=not failed, cancel_futures=failed)
@@ -444,6 +511,8 @@ class _GPUTask:
         self._passage = Passage(None)
         self._processes = 0
         self._climb = Climb()
+        #: Starts its processes; once it was announced, from among those that wait.
+        self._launcher: Launcher = process_launcher()
         #: The engine's own object, once the body was called.
         self.task_run: Any = None
 
@@ -456,6 +525,11 @@ class _GPUTask:
         dependencies: dict[str, set[Any]] | None,
     ) -> Any:
         """Run Prefect's engine to the task's final state, on a thread of its own."""
+        announced = None
+        if self._policy is not None:
+            announced = self._run.announce(self._task, self._policy)
+        if announced is not None:
+            self._launcher = announced
         waits = wait_for or any(isinstance(value, PrefectFuture) for value in parameters.values())
         # One that waits for others must not hold a place that they need.
         self._passage = Passage(None) if waits else self._run.gate.enter()
@@ -472,6 +546,8 @@ class _GPUTask:
                 )
         finally:
             self._passage.leave()
+            if announced is not None:
+                announced.retract()
 
     def _shadow(self) -> Task[..., Any]:
         """Give the task as the engine runs it."""
@@ -535,7 +611,7 @@ class _GPUTask:
                 detected=detected,
                 sharing=sharing,
                 broker=broker,
-                launcher=process_launcher(),
+                launcher=self._launcher,
                 meter=context_meter(),
                 surroundings=Surroundings(
                     dump_call=lambda: self._dump_call(args, kwargs),

@@ -135,6 +135,30 @@ class FrameworkAdapter(Protocol):
         """
         ...
 
+    def standby_environment(self) -> dict[str, str]:
+        """Give variables for a process that imports the framework ahead of its task, unless inherited.
+
+        They are gone when the task begins. Pure.
+        """
+        ...
+
+    def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
+        """Tell whether a variable of this framework's may change after its import. Pure.
+
+        Args:
+            name: Any variable.
+            before: Its value at the import; `None`: it was not set.
+            after: Its value when the framework first uses a device.
+        """
+        ...
+
+    def has_started(self) -> bool:
+        """Child: tell whether the framework, imported, has begun to use devices.
+
+        From then on some of its policy would come too late. Must not start anything.
+        """
+        ...
+
     def counters(self) -> Counters | None:
         """Child: read the allocator's counters; `None` before the framework touched a device.
 

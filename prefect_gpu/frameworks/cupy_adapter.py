@@ -35,6 +35,18 @@ class CupyAdapter:
         if caps is not None and policy.allocation == "all":
             _take_all(cupy, caps)
 
+    def standby_environment(self) -> dict[str, str]:
+        """Give nothing."""
+        return {}
+
+    def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
+        """Name the pool's limit: read with the first allocation."""
+        return name == "CUPY_GPU_MEMORY_LIMIT"
+
+    def has_started(self) -> bool:
+        """Child: leave it to the driver: asking CuPy's pool would initialise it."""
+        return False
+
     def counters(self) -> Counters | None:
         """Child: read the default pool on the calling thread's device.
 

@@ -64,6 +64,18 @@ class JaxAdapter:
                 f"(install jax[cuda13] or the one for this driver)",
             )
 
+    def standby_environment(self) -> dict[str, str]:
+        """Give nothing."""
+        return {}
+
+    def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
+        """Name what XLA reads when a backend starts."""
+        return name.startswith("XLA_PYTHON_CLIENT_") or name in ("XLA_CLIENT_MEM_FRACTION", "NPROC")
+
+    def has_started(self) -> bool:
+        """Child: tell whether a backend has started."""
+        return _started_jax() is not None
+
     def counters(self) -> Counters | None:
         """Child: read XLA's allocator on every GPU, once a backend has started."""
         jax = _started_jax()

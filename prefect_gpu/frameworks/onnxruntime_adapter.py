@@ -58,6 +58,18 @@ class OnnxRuntimeAdapter:
                 f"{', '.join(providers)}; install onnxruntime-gpu",
             )
 
+    def standby_environment(self) -> dict[str, str]:
+        """Give nothing."""
+        return {}
+
+    def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
+        """Name nothing: it has no variables."""
+        return False
+
+    def has_started(self) -> bool:
+        """Child: know nothing of sessions; what they start of the driver is seen there."""
+        return False
+
     def counters(self) -> Counters | None:
         """Give nothing: its arenas have no counters in Python."""
         return None

@@ -113,36 +113,60 @@ def detect_frameworks(
     """
     backend = (os.environ if environ is None else environ).get("KERAS_BACKEND", "tensorflow")
     found = set()
-    for root in _Walk(whole_modules).roots(fn):
+    for module in _Walk(whole_modules).modules(fn):
+        root = _root(module)
         name = backend if root == "keras" else FRAMEWORK_BY_ROOT.get(root)
         if name is not None and name in ADAPTERS:
             found.add(name)
     return tuple(sorted(found))
 
 
+def needed_modules(fn: Any) -> tuple[str, ...]:
+    """List what a function will have imported, by reading it: its own module first.
+
+    Args:
+        fn: As for `detect_frameworks`.
+
+    Returns:
+        `package.module`, and `package:name,name` for `from package import name, name` inside
+        functions, where a name may be a module. Nobody has looked whether they can be imported.
+    """
+    own = getattr(_innermost(fn), "__module__", None)
+    found = dict.fromkeys([own] if isinstance(own, str) else [])
+    found.update(dict.fromkeys(_Walk(whole_modules=False, with_names=True).modules(fn)))
+    return tuple(name for name in found if name)
+
+
+def _innermost(fn: Any) -> Any:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
 class _Walk:
     """One walk over a function and the user's own functions and classes that it reaches."""
 
-    def __init__(self, whole_modules: bool) -> None:
+    def __init__(self, whole_modules: bool, with_names: bool = False) -> None:
         self._whole_modules = whole_modules
+        self._with_names = with_names
         self._seen: set[int] = set()
 
-    def roots(self, value: Any) -> Iterator[str]:
-        """Yield the root package of every import and of every framework object reached."""
+    def modules(self, value: Any) -> Iterator[str]:
+        """Yield every import, and the module of every function, class and object, that is reached."""
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, ModuleType):
             # Not getattr: a lazily loaded module would load.
-            yield _root(object.__getattribute__(value, "__dict__").get("__name__"))
+            yield _text(object.__getattribute__(value, "__dict__").get("__name__"))
         elif isinstance(value, functools.partial):
             yield from self._all((value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, (staticmethod, classmethod, MethodType)):
-            yield from self.roots(value.__func__)
+            yield from self.modules(value.__func__)
         elif isinstance(value, property):
             yield from self._all((value.fget, value.fset))
         elif isinstance(value, FunctionType):
-            yield _root(value.__module__)
+            yield _text(value.__module__)
             yield from self._function(value)
         elif isinstance(value, type):
             yield from self._class(value)
@@ -151,35 +175,35 @@ class _Walk:
 
     def _all(self, values: Iterable[Any]) -> Iterator[str]:
         for value in values:
-            yield from self.roots(value)
+            yield from self.modules(value)
 
     def _function(self, fn: FunctionType) -> Iterator[str]:
         if not _is_users(fn.__module__):
             return
         for code in _nested(fn.__code__):
-            yield from _imports(code)
+            yield from _imports(code, fn.__globals__.get("__package__"), self._with_names)
             yield from self._all(
                 fn.__globals__[name] for name in code.co_names if name in fn.__globals__
             )
         for cell in fn.__closure__ or ():
             try:
-                yield from self.roots(cell.cell_contents)
+                yield from self.modules(cell.cell_contents)
             except ValueError:  # An empty cell.
                 continue
         yield from self._all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()))
         wrapped = inspect.getattr_static(fn, "__wrapped__", None)
         if wrapped is not None:
-            yield from self.roots(wrapped)
+            yield from self.modules(wrapped)
         # A function travels by reference to its module, which the child then imports whole; one
         # from `__main__` travels by value, without what it does not refer to.
         if self._whole_modules and fn.__module__ != "__main__":
             for value in list(fn.__globals__.values()):
                 if isinstance(value, ModuleType):
-                    yield from self.roots(value)
+                    yield from self.modules(value)
 
     def _class(self, cls: type) -> Iterator[str]:
         for base in cls.__mro__:
-            yield _root(base.__module__)
+            yield _text(base.__module__)
             if _is_users(base.__module__):
                 yield from self._all(
                     member
@@ -196,7 +220,7 @@ class _Walk:
         # A Prefect task holds its function as `fn`.
         inner = fields.get("fn")
         if isinstance(inner, (FunctionType, MethodType, functools.partial)):
-            yield from self.roots(inner)
+            yield from self.modules(inner)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -206,9 +230,27 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(constant)
 
 
-def _imports(code: CodeType) -> Iterator[str]:
-    names = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
-    yield from (_root(name) for name in names)
+def _imports(code: CodeType, package: str | None, with_names: bool) -> Iterator[str]:
+    instructions = [
+        i for i in dis.get_instructions(code) if i.opname not in ("EXTENDED_ARG", "CACHE")
+    ]
+    for index, instruction in enumerate(instructions):
+        if instruction.opname != "IMPORT_NAME":
+            continue
+        # The compiler loads the level (of a relative import) and the names just before.
+        level, names = (i.argval for i in instructions[index - 2 : index])
+        module = instruction.argval
+        if level:
+            parents = (package or "").split(".")
+            parents = parents[: len(parents) - level + 1]
+            module = ".".join([*parents, module] if module else parents)
+        if module:
+            wanted = (names or ()) if with_names else ()
+            yield f"{module}:{','.join(wanted)}" if wanted else module
+
+
+def _text(name: Any) -> str:
+    return name if isinstance(name, str) else ""
 
 
 def _root(name: Any) -> str:

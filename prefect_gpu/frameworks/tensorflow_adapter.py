@@ -53,6 +53,22 @@ class TensorFlowAdapter:
                 f"refused the policy ({error}); its runtime must not start before the task's body",
             ) from error
 
+    def standby_environment(self) -> dict[str, str]:
+        """Give nothing."""
+        return {}
+
+    def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
+        """Name what TensorFlow reads when its runtime starts, with the first operation."""
+        return name in (
+            "TF_FORCE_GPU_ALLOW_GROWTH",
+            "TF_NUM_INTRAOP_THREADS",
+            "TF_NUM_INTEROP_THREADS",
+        )
+
+    def has_started(self) -> bool:
+        """Child: tell whether the runtime has started: devices and threads are fixed."""
+        return loaded("tensorflow") is not None and _runtime_started()
+
     def counters(self) -> Counters | None:
         """Child: read what the GPU allocators have in use; they keep no count of what they hold."""
         tf = loaded("tensorflow")

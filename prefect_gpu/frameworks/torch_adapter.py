@@ -74,6 +74,24 @@ class TorchAdapter:
         if policy.allocation == "all":
             _take_all(torch, caps)
 
+    def standby_environment(self) -> dict[str, str]:
+        """Have `torch.cuda.is_available()` ask NVML: modules call it as they are imported.
+
+        By default it initialises the driver, which fixes the devices for good. `device_count` asks
+        NVML already, and neither answer is kept before CUDA starts (2.6 to 2.13).
+        """
+        return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+    def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
+        """Name what the caching allocator reads when CUDA starts; the backend is chosen at the import."""
+        if name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            return _backend(before) == _backend(after)
+        return name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NVML_BASED_CUDA_CHECK")
+
+    def has_started(self) -> bool:
+        """Child: tell whether CUDA was initialised through PyTorch."""
+        return _started_cuda() is not None
+
     def counters(self) -> Counters | None:
         """Child: read the caching allocator's counters, summed over the devices."""
         cuda = _started_cuda()
@@ -174,6 +192,15 @@ def _rebuild_typed(storage: Any, dtype: Any) -> Any:
 
 def _typed(torch: Any, untyped: Any, dtype: Any) -> Any:
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _backend(options: str | None) -> str:
+    """Give the allocator that `PYTORCH_ALLOC_CONF` names; empty: PyTorch's own."""
+    for option in (options or "").split(","):
+        key, _, value = option.partition(":")
+        if key.strip() == "backend" and value.strip() != "native":
+            return value.strip()
+    return ""
 
 
 def _bound_threads(torch: Any, cpus: int) -> None:

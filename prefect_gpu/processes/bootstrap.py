@@ -60,7 +60,7 @@ def main() -> None:
     sys.argv[:] = boot["argv"]
     from prefect_gpu.processes import child
 
-    child.main(descriptor)
+    child.main(descriptor, boot.get("warm"))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import sys
 import traceback
 import warnings
 from typing import Any
@@ -18,10 +19,11 @@ from prefect_gpu import inside
 from prefect_gpu.errors import ResultError
 from prefect_gpu.frameworks import calibration, hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
-from prefect_gpu.processes import values
+from prefect_gpu.processes import values, warming
 from prefect_gpu.processes.call import Call, run_body
 from prefect_gpu.processes.channel import Channel, set_current_channel
 from prefect_gpu.processes.messages import (
+    Accepted,
     Body,
     BodyEnded,
     BodyStarted,
@@ -34,17 +36,32 @@ from prefect_gpu.processes.sampler import LiveSampler
 from prefect_gpu.processes.shortage import find_shortage
 
 
-def main(descriptor: int) -> None:
-    """Run the one task that this process was made for.
+def main(descriptor: int, warm: list[str] | None = None) -> None:
+    """Run the one task that this process is for.
 
     Args:
         descriptor: Of the channel to the parent.
+        warm: What to import before the task is known; `None`: it is known.
     """
     channel = Channel(descriptor)
-    set_current_channel(channel)
     try:
+        if warm is not None:
+            warmed = warming.warm_up(warm)
+            channel.send(warmed)
+            if warmed.problem:
+                sys.stdout.flush()
+                os._exit(0)
         prepare: Prepare = decode(channel.receive())
+        if prepare.late is not None:
+            try:
+                warming.catch_up(prepare.late)
+            except OSError:
+                # Its folder is gone. A process made for the task finds that out as ever.
+                os._exit(1)
+        # Not before: a module that asks the parent something at its import would wait for ever.
+        set_current_channel(channel)
         inside.set_current_allocation(prepare.allocation)
+        channel.send(Accepted())
         if prepare.work == "calibrate":
             _calibrate(channel, prepare)
         else:

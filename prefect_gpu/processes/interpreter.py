@@ -9,9 +9,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Protocol
 
 from prefect_gpu.processes import guardian
-from prefect_gpu.processes.spec import LaunchSpec
+
+
+class _Ended(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
 
 
 def import_paths() -> tuple[str, ...]:
@@ -27,7 +35,7 @@ def interpreter_flags() -> list[str]:
     return flags
 
 
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
+def has_ended(process: _Ended) -> bool:
     """Tell whether a child of ours has ended, if possible without reaping it."""
     try:
         waitid = os.waitid
@@ -48,14 +56,20 @@ def open_pidfd(pid: int) -> int | None:
         return None
 
 
-def child_environment(spec: LaunchSpec, token: str) -> dict[str, str]:
-    """Give a child's environment: this process's, with what `spec` changes and the child's token."""
+def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Give this process's environment with some variables set, or removed (`None`)."""
     environment = dict(os.environ)
-    for name, value in spec.environment.items():
+    for name, value in changes.items():
         if value is None:
             environment.pop(name, None)
         else:
             environment[name] = value
+    return environment
+
+
+def with_token(environment: Mapping[str, str], token: str) -> dict[str, str]:
+    """Give an environment that marks a child, and all that it starts, by its token."""
+    environment = dict(environment)
     outer = environment.get(guardian.TOKEN_VARIABLE)
     environment[guardian.TOKEN_VARIABLE] = f"{outer}/{token}" if outer else token
     return environment

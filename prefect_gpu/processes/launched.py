@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import socket
-import subprocess
 import uuid
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import IO, Any
 
 from prefect_gpu.processes.messages import FrameReader
 from prefect_gpu.processes.output import StreamName, decoder
-from prefect_gpu.processes.spec import LaunchSpec, Listener
+from prefect_gpu.processes.spawning import Process
+from prefect_gpu.processes.spec import LaunchSpec, Listener, WarmSpec
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +24,15 @@ logger = logging.getLogger(__name__)
 class LaunchedChild:
     """One child, as the launcher's thread knows it."""
 
-    def __init__(self, spec: LaunchSpec, listener: Listener) -> None:
-        #: Given up once the child has it: a call may be large.
-        self.spec: LaunchSpec | None = spec
-        self._listener = listener
+    def __init__(self, spec: LaunchSpec | WarmSpec, listener: Listener) -> None:
+        #: What it is to begin with; given up once it has that: a call may be large.
+        self.spec: LaunchSpec | WarmSpec | None = spec
+        #: Hears its messages.
+        self.listener = listener
+        #: What a process that was made ahead was given later, until it has accepted it.
+        self.task: GivenTask | None = None
         self.token = uuid.uuid4().hex
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
         self.channel: socket.socket | None = None
         self.pidfd: int | None = None
         self.streams: dict[StreamName, IO[bytes]] = {}
@@ -36,15 +41,39 @@ class LaunchedChild:
         self.frames = FrameReader()
         self.stderr_tail = bytearray()
         self.value_arrived = False
+        #: Whoever steers it has ended it, or asked it to end.
+        self.asked_to_end = False
         self.killed = False
         self.killed_because = ""
         #: Monotonic seconds at which it is killed if it still lives, and why then.
         self.deadline: float | None = None
         self.deadline_reason = ""
 
+    def give(self, task: GivenTask) -> None:
+        """Have it do a task's work: the task's listener hears it from now on."""
+        self.task, self.listener = task, task.listener
+
     def tell(self, message: Any) -> None:
         """Tell the listener. What it raises is its own trouble, not the launcher's."""
-        try:
-            self._listener(message)
-        except Exception:
-            logger.exception("a listener of a GPU task's process raised on %s", type(message))
+        tell(self.listener, message)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTask:
+    """A task that was given to a process made ahead."""
+
+    #: Kept for the case that the process ends before it takes it.
+    spec: LaunchSpec
+    listener: Listener
+    #: Whoever had the process made: told if it ends before it has taken the task.
+    keeper: Listener
+    #: Has the task done by a process of its own after all.
+    start_over: Callable[[], None]
+
+
+def tell(listener: Listener, message: Any) -> None:
+    """Tell a listener. What it raises is its own trouble, not the launcher's."""
+    try:
+        listener(message)
+    except Exception:
+        logger.exception("a listener of a GPU task's process raised on %s", type(message))

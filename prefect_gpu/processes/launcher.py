@@ -16,39 +16,38 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import guardian, messages
-from prefect_gpu.processes.guard import Guard
+from prefect_gpu.processes.guard import GuardKeeper
 from prefect_gpu.processes.interpreter import (
-    child_environment,
+    environment_with,
     has_ended,
-    interpreter_flags,
     open_pidfd,
+    with_token,
 )
-from prefect_gpu.processes.launched import LaunchedChild
-from prefect_gpu.processes.messages import HEADER
-from prefect_gpu.processes.output import OutputForwarder, StreamName
+from prefect_gpu.processes.launched import GivenTask, LaunchedChild, tell
+from prefect_gpu.processes.messages import HEADER, Accepted, Late, Warmed
+from prefect_gpu.processes.output import OutputForwarder
+from prefect_gpu.processes.spawning import Spawner, SpawnRequest, spawn_fresh
 from prefect_gpu.processes.spec import (
+    STANDBY_TITLE,
     ChildExited,
     ChildRefused,
     ChildStarted,
     LaunchSpec,
     Listener,
     ValueArrived,
+    WarmSpec,
 )
-
-#: Bytes of standard error kept for the message about a death.
-STDERR_TAIL_BYTES = 64 * 1024
+from prefect_gpu.processes.streams import StreamReader
 
 #: Seconds that a child may take to end once its value has arrived: room for libraries to tear down
 #: (chosen, not measured), and an end for a thread that would hang for ever.
@@ -66,22 +65,39 @@ _TURN_BYTES = 4 << 20
 #: Bytes that a channel's socket is asked to hold; the kernel gives less (208 KiB by default).
 _SOCKET_BYTES = 4 << 20
 
-#: Pieces of 64 KiB that are read from a stream whose process has ended: more than a pipe holds, and
-#: an end for what a process left behind that goes on writing.
-_LAST_PIECES = 32
-
-#: Seconds that a guardian must have lived to be replaced at once when it ends: one that cannot
-#: start must not be started again and again.
-_GUARDIAN_LIVED_S = 1.0
-
 logger = logging.getLogger(__name__)
 
 
-class _Handle:
+class Handle:
     """A `ChildHandle`: passes what is asked on to the launcher's thread."""
 
     def __init__(self, launcher: ProcessLauncher, child: LaunchedChild) -> None:
         self._launcher = launcher
+        self._child = child
+
+    @property
+    def child(self) -> LaunchedChild:
+        """Which child; another one after a start over. For the launcher's thread only."""
+        return self._child
+
+    def give(self, spec: LaunchSpec, late: Late, listener: Listener) -> Handle:
+        """Give a task to a child that was made ahead. Only once.
+
+        Args:
+            spec: The task's; a child made for it takes its place if this one ends before it has
+                accepted the task.
+            late: What has changed since the child was made.
+            listener: Hears `ChildStarted` first, once more after a start over.
+
+        Returns:
+            The handle to steer the task by; this one is of no use any more.
+        """
+        handle = Handle(self._launcher, self._child)
+        self._launcher.call(lambda: self._launcher.give_task(handle, spec, late, listener))
+        return handle
+
+    def start_over(self, child: LaunchedChild) -> None:
+        """Steer another child from now on. For the launcher's thread only."""
         self._child = child
 
     def answer(self, message: Any) -> None:
@@ -106,11 +122,16 @@ class ProcessLauncher:
     Args:
         exit_grace_s: Seconds that a child may take to end once its value has arrived.
         silent_grace_s: Seconds that a child may live after it has closed its channel.
+        spawn: How a process comes to be.
     """
 
     def __init__(
-        self, exit_grace_s: float = EXIT_GRACE_S, silent_grace_s: float = SILENT_GRACE_S
+        self,
+        exit_grace_s: float = EXIT_GRACE_S,
+        silent_grace_s: float = SILENT_GRACE_S,
+        spawn: Spawner = spawn_fresh,
     ) -> None:
+        self._spawn_process = spawn
         self._exit_grace_s = exit_grace_s
         self._silent_grace_s = silent_grace_s
         self._reset()
@@ -123,14 +144,15 @@ class ProcessLauncher:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._children: set[LaunchedChild] = set()
-        self._guardian: Guard | None = None
         self.output = OutputForwarder(on_room=self._wake)
-        self._held_back: set[LaunchedChild] = set()
 
     # Any thread.
 
-    def start(self, spec: LaunchSpec, listener: Listener) -> _Handle:
-        """Start a child; `listener` hears `ChildStarted` or `ChildRefused` first."""
+    def start(self, spec: LaunchSpec | WarmSpec, listener: Listener) -> Handle:
+        """Start a child; `listener` hears `ChildStarted` or `ChildRefused` first.
+
+        One that is made ahead then says `Warmed`, and waits for `Handle.give`.
+        """
         child = LaunchedChild(spec, listener)
         with self._lock:
             if self._thread is None:
@@ -140,7 +162,7 @@ class ProcessLauncher:
                 )
                 self._thread.start()
         self.call(lambda: self._launch(child))
-        return _Handle(self, child)
+        return Handle(self, child)
 
     def call(self, command: Callable[[], None]) -> None:
         """Have the launcher's thread do something soon."""
@@ -162,6 +184,13 @@ class ProcessLauncher:
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
+        self._keeper = GuardKeeper(self._selector, self._known)
+        self._streams = StreamReader(self._selector, self.output)
+
+    def _known(self) -> Iterator[tuple[int, str]]:
+        for child in self._children:
+            if child.process is not None:
+                yield child.process.pid, child.token
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End all children, the guardian and the thread. It may be used again after that."""
@@ -194,9 +223,7 @@ class ProcessLauncher:
             if child.process is not None:
                 # Not a child of the fork's: nothing to wait for, or to warn of.
                 child.process.returncode = 0
-        if self._guardian is not None:
-            self._guardian.close()
-            self._guardian.process.returncode = 0
+        self._keeper.forget()
         self._close_own()
         self._reset()
 
@@ -229,12 +256,7 @@ class ProcessLauncher:
                 self.kill_child(child, "the runner was closed")
         if self._children:
             return False
-        guard, self._guardian = self._guardian, None
-        if guard is not None:
-            if guard.pidfd is not None:
-                self._unwatch(guard.pidfd)
-            guard.close()
-            guard.process.wait()
+        self._keeper.close()
         return True
 
     def _turn(self) -> None:
@@ -242,10 +264,7 @@ class ProcessLauncher:
             self._attempt(functools.partial(key.data, mask))
         while self._commands:
             self._attempt(self._commands.popleft())
-        if self._held_back and not self.output.full:
-            for child in tuple(self._held_back):
-                self._watch_streams(child)
-            self._held_back.clear()
+        self._streams.go_on()
         self._attempt(self._look_at_clock)
 
     def _patience(self) -> float | None:
@@ -253,7 +272,7 @@ class ProcessLauncher:
         waits = [c.deadline - now for c in self._children if c.deadline is not None]
         if any(c.pidfd is None for c in self._children):
             waits.append(POLL_S)
-        if self._held_back:
+        if self._streams.holds_back:
             waits.append(1.0)
         return max(0.0, min(waits)) if waits else None
 
@@ -278,7 +297,7 @@ class ProcessLauncher:
         # Before there is anything of it: a fork in between must know what to let go of.
         self._children.add(child)
         try:
-            self._guard()
+            self._keeper.ensure()
             self._spawn(child)
         except Exception as error:
             self._children.discard(child)
@@ -287,6 +306,37 @@ class ProcessLauncher:
             return
         assert child.process is not None
         child.tell(ChildStarted(child.process.pid))
+
+    def give_task(self, handle: Handle, spec: LaunchSpec, late: Late, listener: Listener) -> None:
+        """See `Handle.give`. The launcher's thread only."""
+        child = handle.child
+
+        def start_over() -> None:
+            fresh = LaunchedChild(spec, listener)
+            handle.start_over(fresh)
+            self._launch(fresh)
+
+        if child not in self._children or child.killed or child.process is None:
+            start_over()
+            return
+        try:
+            prepare = messages.encode(replace(spec.prepare, late=late))
+        except Exception:
+            # Something in it cannot travel; one made for the task says so as ever.
+            self.kill_child(child)
+            start_over()
+            return
+        child.give(GivenTask(spec, listener, child.listener, start_over))
+        child.tell(ChildStarted(child.process.pid))
+        self._queue_call(child, prepare, spec)
+        self._watch_channel(child)
+
+    @staticmethod
+    def _queue_call(child: LaunchedChild, prepare: bytes, spec: LaunchSpec) -> None:
+        call = memoryview(spec.call)
+        child.outgoing.append(memoryview(prepare))
+        child.outgoing.append(memoryview(messages.value_header(len(call))))
+        child.outgoing.append(call)
 
     def _drop(self, child: LaunchedChild) -> None:
         """Leave nothing of a child that could not be started in full."""
@@ -299,84 +349,39 @@ class ProcessLauncher:
         if process is not None:
             guardian.kill_group(process.pid)
             process.wait()
-            self._tell_guardian(f"-{process.pid}")
+            self._keeper.tell(f"-{process.pid}")
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     self._unwatch(stream)
                     stream.close()
 
-    def _guard(self) -> None:
-        """Start the guardian, or start it again if somebody killed it."""
-        if self._guardian is not None and self._guardian.process.poll() is None:
-            return
-        self._drop_guardian()
-        self._guardian = guard = Guard()
-        if guard.pidfd is not None:
-            self._selector.register(
-                guard.pidfd, selectors.EVENT_READ, lambda mask: self._guardian_ended()
-            )
-        for child in self._children:
-            if child.process is not None:
-                self._tell_guardian(f"+{child.process.pid} {child.token}")
-
-    def _guardian_ended(self) -> None:
-        guard = self._guardian
-        lived_s = time.monotonic() - guard.started_s if guard is not None else 0.0
-        self._drop_guardian()
-        if self._children and lived_s >= _GUARDIAN_LIVED_S:
-            self._guard()
-
-    def _drop_guardian(self) -> None:
-        guard, self._guardian = self._guardian, None
-        if guard is not None:
-            if guard.pidfd is not None:
-                self._unwatch(guard.pidfd)
-            # It is dead, or deaf: then it must not see its pipe close and act on what it knew.
-            guard.process.kill()
-            guard.process.wait()
-            guard.close()
-
-    def _tell_guardian(self, line: str) -> None:
-        guard = self._guardian
-        if guard is not None and not guard.tell(line):
-            # Killed or stopped; the next launch starts another and tells it all.
-            self._drop_guardian()
-
     def _spawn(self, child: LaunchedChild) -> None:
         spec, child.spec = child.spec, None
         assert spec is not None
         # First all that can fail for what the spec holds: then there is no process to undo.
-        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv}).encode()
-        call = memoryview(spec.call)
+        warm = {"warm": spec.modules} if isinstance(spec, WarmSpec) else {}
+        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
         child.outgoing.append(memoryview(HEADER.pack(messages.BOOT, len(boot)) + boot))
-        child.outgoing.append(memoryview(messages.encode(spec.prepare)))
-        child.outgoing.append(memoryview(messages.value_header(len(call))))
-        child.outgoing.append(call)
+        if isinstance(spec, LaunchSpec):
+            self._queue_call(child, messages.encode(spec.prepare), spec)
+            title, environment = spec.task_name, environment_with(spec.environment)
+        else:
+            title, environment = STANDBY_TITLE, dict(spec.environment)
         child.channel, theirs = socket.socketpair()
         with theirs:
             for end in (child.channel, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            child.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    *interpreter_flags(),
-                    str(Path(__file__).with_name("bootstrap.py")),
-                    str(theirs.fileno()),
-                    spec.task_name,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # Raw: what a fork or a slow reader leaves in a buffer of Python's is lost.
-                bufsize=0,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env=child_environment(spec, child.token),
-                cwd=spec.cwd or None,
+            child.process = self._spawn_process(
+                SpawnRequest(
+                    title=title,
+                    channel=theirs.fileno(),
+                    environment=with_token(environment, child.token),
+                    cwd=spec.cwd,
+                )
             )
         # Told before the child hears anything: it does nothing until then, and ends by itself if
         # its channel closes first.
-        self._tell_guardian(f"+{child.process.pid} {child.token}")
+        self._keeper.tell(f"+{child.process.pid} {child.token}")
         child.channel.setblocking(False)
         child.pidfd = open_pidfd(child.process.pid)
         if child.pidfd is not None:
@@ -387,7 +392,7 @@ class ProcessLauncher:
         child.streams = {"stdout": child.process.stdout, "stderr": child.process.stderr}
         for stream in child.streams.values():
             os.set_blocking(stream.fileno(), False)
-        self._watch_streams(child)
+        self._streams.watch(child)
         self._watch_channel(child)
 
     def _watch_channel(self, child: LaunchedChild) -> None:
@@ -405,15 +410,6 @@ class ProcessLauncher:
             self._selector.modify(child.channel, wanted, ready)
         except KeyError:
             self._selector.register(child.channel, wanted, ready)
-
-    def _watch_streams(self, child: LaunchedChild) -> None:
-        for name, stream in child.streams.items():
-            if stream.fileno() not in self._selector.get_map():
-                self._selector.register(
-                    stream,
-                    selectors.EVENT_READ,
-                    lambda mask, name=name: self._read_stream(child, name),
-                )
 
     def send(self, child: LaunchedChild, data: memoryview) -> None:
         """Send bytes to a child; dropped if it is gone. The launcher's thread only."""
@@ -462,54 +458,32 @@ class ProcessLauncher:
                 if frame is not None:
                     self._take_frame(child, *frame)
             except ProtocolError as error:
-                child.tell(ChildRefused(error))
+                if child.task is None:
+                    child.tell(ChildRefused(error))
                 self._close_channel(child)
                 self.kill_child(child, "it sent what is no message")
         return child.channel is not None
 
     def _take_frame(self, child: LaunchedChild, kind: int, body: messages.Body) -> None:
         if kind != messages.VALUE:
-            child.tell(messages.decode(body))
+            message = messages.decode(body)
+            if isinstance(message, Accepted):
+                child.task = None
+            elif isinstance(message, Warmed) and child.task is not None:
+                # Of what it did before the task was given to it.
+                tell(child.task.keeper, message)
+            else:
+                child.tell(message)
             return
         child.value_arrived = True
         child.deadline = time.monotonic() + self._exit_grace_s
         child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
         child.tell(ValueArrived(body))
 
-    def _read_stream(self, child: LaunchedChild, name: StreamName, last: bool = False) -> bool:
-        """Read what a child printed; `False`: nothing more can come now."""
-        stream = child.streams.get(name)
-        if stream is None:
-            return False
-        # What a pipe still holds at the end (64 KiB) is taken in any case.
-        if self.output.full and not last:
-            self._hold_back(child)
-            return False
-        try:
-            data = os.read(stream.fileno(), 65536)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        self.output.offer(name, child.decoders[name].decode(data, final=not data))
-        if not data:
-            self._unwatch(stream)
-            stream.close()
-            del child.streams[name]
-            return False
-        if name == "stderr":
-            child.stderr_tail += data
-            del child.stderr_tail[:-STDERR_TAIL_BYTES]
-        return True
-
-    def _hold_back(self, child: LaunchedChild) -> None:
-        for stream in child.streams.values():
-            self._unwatch(stream)
-        self._held_back.add(child)
-
     def signal_child(self, child: LaunchedChild, signum: int) -> None:
         """Send a signal to a child's group, if it lives. The launcher's thread only."""
         if child in self._children and child.process is not None:
+            child.asked_to_end = True
             try:
                 os.killpg(child.process.pid, signum)
             except (ProcessLookupError, PermissionError):
@@ -524,6 +498,8 @@ class ProcessLauncher:
         """
         if child not in self._children or child.process is None:
             return
+        if not because:
+            child.asked_to_end = True
         if not child.killed:
             child.killed_because = because
         child.killed = True
@@ -544,21 +520,20 @@ class ProcessLauncher:
             guardian.kill_strays((child.token,))
         while self._read(child):
             pass
-        for name in tuple(child.streams):
-            for _ in range(_LAST_PIECES):
-                if not self._read_stream(child, name, last=True):
-                    break
-        self._held_back.discard(child)
-        for stream in child.streams.values():
-            self._unwatch(stream)
-            stream.close()
-        child.streams.clear()
+        self._streams.finish(child)
         truncated = child.frames.truncated
         self._close_channel(child)
         self._children.discard(child)
-        self._tell_guardian(f"-{child.process.pid}")
+        self._keeper.tell(f"-{child.process.pid}")
         tail = child.stderr_tail.decode("utf-8", errors="replace")
-        child.tell(ChildExited(code, tail, truncated, child.killed_because))
+        exited = ChildExited(code, tail, truncated, child.killed_because)
+        task, child.task = child.task, None
+        if task is not None and not child.asked_to_end and not self._closing:
+            # Nothing of the task has run: it need not know.
+            tell(task.keeper, exited)
+            task.start_over()
+            return
+        child.tell(exited)
 
     def _close_channel(self, child: LaunchedChild) -> None:
         if child.channel is not None:

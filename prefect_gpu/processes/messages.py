@@ -56,6 +56,22 @@ class Prepare:
     #: "body": a call follows as a value. "calibrate": use the framework named, and answer.
     work: str = "body"
     framework: str = ""
+    #: What has changed since the process came to be; `None`: it was made for this very task.
+    late: Late | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What a process that was made ahead of its task gets only now."""
+
+    #: Variables to set, or to remove (`None`).
+    environment: Mapping[str, str | None]
+    #: As the parent's are now. An empty `cwd`: stay where you are.
+    cwd: str
+    argv: tuple[str, ...]
+    sys_path: tuple[str, ...]
+    #: The task's name, for `ps`.
+    title: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,33 @@ class Answered:
 
 
 # Child to parent.
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A process made ahead of its task has imported what it was told to.
+
+    Where something is amiss it ends by itself then, whether a task was given to it or not.
+    """
+
+    #: What could not be imported: nobody knows what is left of it, so nothing may run here.
+    failed: tuple[str, ...] = ()
+    #: What a module did at its import that the task's policy would come too late for; empty: nothing.
+    touched: str = ""
+    #: Private memory of the process now; 0: cannot be told.
+    resident_bytes: int = 0
+
+    @property
+    def problem(self) -> str:
+        """Why no task may run here; empty: one may."""
+        if self.touched:
+            return self.touched
+        return f"{', '.join(self.failed)} could not be imported" if self.failed else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The child has taken its `Prepare` and reads the call next. Until then nothing of it has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +175,8 @@ class BodyEnded:
 _MESSAGES: Final = (
     Prepare,
     Answered,
+    Warmed,
+    Accepted,
     BodyStarted,
     LogEmitted,
     EventEmitted,

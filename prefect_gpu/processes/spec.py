@@ -30,9 +30,29 @@ class LaunchSpec:
     sys_path: tuple[str, ...] = ()
 
 
+#: Title of a process that waits for its task; spaces leave room for the task's name.
+STANDBY_TITLE = "standby".ljust(80)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSpec:
+    """A child that is made ahead of its task, and what it imports until that comes."""
+
+    #: Modules to import: `package.module`, or `package:name,name` for `from package import name, name`.
+    modules: tuple[str, ...]
+    #: All of its environment.
+    environment: Mapping[str, str]
+    cwd: str = ""
+    argv: tuple[str, ...] = ()
+    sys_path: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ChildStarted:
-    """A process exists. Its id is for measuring it on its own host, not for steering it."""
+    """A process exists. Its id is for measuring it on its own host, not for steering it.
+
+    It may come a second time: the process before had been made ahead and ended before it took the call.
+    """
 
     pid: int
 

@@ -126,7 +126,7 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     context = seen["context"]
     assert seen["log_prints"] is True
     assert seen["environment"] == {"PREFECT_API_URL": seen["client"]}
-    assert context["settings_context"]["settings"]["api"]["url"] == seen["client"]
+    assert context["settings_context"]["settings"].api.url == seen["client"]
     assert context["task_run_context"]["parameters"] == {}
     light = context["task_run_context"]["task"]
     assert light.name == "inside" and light is not inside and light.on_failure_hooks == []

@@ -279,3 +279,7 @@ def hold_channel_in_thread() -> str:
     assert own is not None
     threading.Thread(target=own.receive, daemon=True).start()
     return "done"
+
+
+def environment_of_self() -> dict[str, str]:
+    return dict(os.environ)

@@ -285,7 +285,7 @@ def test_a_child_that_cannot_start_is_refused_and_nothing_is_left(
     assert isinstance(gone.until(ChildRefused).error, FileNotFoundError)
     odd = rig.launch(replace(spec_of(bodies.add), argv=(object(),)))  # type: ignore[arg-type]
     assert isinstance(odd.until(ChildRefused).error, TypeError)
-    monkeypatch.setattr(rig.launcher, "_watch_streams", _raise)
+    monkeypatch.setattr(rig.launcher._streams, "watch", _raise)
     half = rig.start(bodies.add, 1)
     assert half.until(ChildRefused).error.args == ("no room",)
     monkeypatch.undo()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.processes import launcher as launching
+from prefect_gpu.processes import guard as guarding
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive
 
@@ -66,7 +66,7 @@ for n in range(2):
     os.mkdir(f"{folder}/{n}")
     rig.start(bodies.start_others, f"{folder}/{n}", "live")
     rig.start(bodies.wait_long, f"{folder}/alone{n}")
-print(*[child.pid for child in rig.started], rig.launcher._guardian.process.pid, flush=True)
+print(*[child.pid for child in rig.started], rig.launcher._keeper.guard.process.pid, flush=True)
 FORK
 time.sleep(600)
 """
@@ -200,20 +200,20 @@ def test_a_child_whose_parent_died_before_its_call_came_ends_by_itself() -> None
 
 
 def guardian_of(rig: Rig) -> psutil.Process:
-    assert rig.launcher._guardian is not None
-    return psutil.Process(rig.launcher._guardian.process.pid)
+    assert rig.launcher._keeper.guard is not None
+    return psutil.Process(rig.launcher._keeper.guard.process.pid)
 
 
 def test_a_killed_guardian_is_replaced_at_once_by_one_that_knows_all(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_GUARDIAN_LIVED_S", 0.0)
+    monkeypatch.setattr(guarding, "_LIVED_S", 0.0)
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     first = guardian_of(rig)
     first.kill()
     assert eventually(
-        lambda: rig.launcher._guardian is not None and guardian_of(rig).pid != first.pid
+        lambda: rig.launcher._keeper.guard is not None and guardian_of(rig).pid != first.pid
     )
     assert is_alive(child.pid)
     _let_go_of_guardian(rig)
@@ -223,11 +223,11 @@ def test_a_killed_guardian_is_replaced_at_once_by_one_that_knows_all(
 def test_the_next_launch_replaces_a_guardian_that_did_not_live(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_GUARDIAN_LIVED_S", 1e9)
+    monkeypatch.setattr(guarding, "_LIVED_S", 1e9)
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     guardian_of(rig).kill()
-    assert eventually(lambda: rig.launcher._guardian is None)
+    assert eventually(lambda: rig.launcher._keeper.guard is None)
     assert rig.call(bodies.add, 1) == 1
     _let_go_of_guardian(rig)
     assert child.exit().code == -signal.SIGKILL, "the new one was told of the old child"
@@ -235,7 +235,7 @@ def test_the_next_launch_replaces_a_guardian_that_did_not_live(
 
 def _let_go_of_guardian(rig: Rig) -> None:
     """As the parent's end would."""
-    guard = rig.launcher._guardian
+    guard = rig.launcher._keeper.guard
     assert guard is not None
     rig.launcher.call(guard._pipe.close)
 
@@ -244,6 +244,6 @@ def test_a_guardian_that_was_stopped_does_not_stop_the_launcher(rig: Rig) -> Non
     rig.call(bodies.add, 1)
     stopped = guardian_of(rig)
     stopped.suspend()
-    rig.launcher.call(lambda: [rig.launcher._tell_guardian("-" + "9" * 9) for _ in range(10_000)])
+    rig.launcher.call(lambda: [rig.launcher._keeper.tell("-" + "9" * 9) for _ in range(10_000)])
     assert rig.call(bodies.add, 2) == 2
     assert guardian_of(rig).pid != stopped.pid

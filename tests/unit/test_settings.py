@@ -27,6 +27,7 @@ def test_defaults() -> None:
         "max_processes": None,
         "headroom": None,
         "reports": True,
+        "standby": "auto",
     }
     assert settings.headroom_bytes is None
 
@@ -43,6 +44,22 @@ def test_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.max_processes == 3
     assert settings.headroom_bytes == 512 * MIB
     assert settings.reports is False
+
+
+@pytest.mark.parametrize(
+    ("text", "standby"), [("auto", "auto"), (" Auto", "auto"), ("0", 0), ("12", 12)]
+)
+def test_standby_is_a_word_or_a_number(
+    monkeypatch: pytest.MonkeyPatch, text: str, standby: object
+) -> None:
+    monkeypatch.setenv(PREFIX + "STANDBY", text)
+    assert GPUSettings().standby == standby
+
+
+@pytest.mark.parametrize("value", ["hot", "-1", -1, True, 1.5, "1.5", ""])
+def test_what_standby_is_not(value: object) -> None:
+    with pytest.raises(ValidationError, match="neither 'auto' nor a number of processes"):
+        GPUSettings(standby=value)
 
 
 def test_headroom_may_be_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,3 +119,35 @@ def test_version_comes_from_metadata():
     framework_version.cache_clear()
     assert framework_version("cupy") == ""
     assert framework_version("unheard of") == ""
+
+
+def test_needed_modules_are_its_own_and_what_its_code_imports():
+    module = user_module(
+        "def h():\n from a.b import c, d\n import e.f\n"
+        "def f():\n import x\n def g():\n  import y\n return g, h, M, w",
+        M=fake("m.n"),
+        w=type("W", (), {"__module__": "w.v"})(),
+    )
+    found = registry.needed_modules(functools.partial(module.f))
+    assert found[0] == "their_module"
+    assert set(found) == {
+        *("their_module", "a.b:c,d", "e.f", "x", "y", "m.n", "w.v", "builtins"),
+    }
+
+
+def test_needed_modules_of_relative_imports():
+    module = user_module(
+        "def f():\n from . import a\n from .b import c\n from ..d import e\n import g",
+        name="top.middle.leaf",
+        __package__="top.middle",
+    )
+    assert set(registry.needed_modules(module.f)) == {
+        *("top.middle.leaf", "top.middle:a", "top.middle.b:c", "top.d:e", "g"),
+    }
+
+
+def test_needed_modules_of_a_prefect_task_s_function():
+    module = user_module("def f():\n import torch")
+    task = type("Task", (), {"__module__": "prefect.tasks"})()
+    task.fn = module.f
+    assert "torch" in registry.needed_modules(task)

@@ -1,0 +1,519 @@
+"""Processes that wait ahead of their tasks: who gets one, how many there are, when they go.
+
+One pool serves all runners of a Python process. A runner announces each task as it is submitted; the
+announcement is the task's `Launcher` from then on. A standby is used once. It does not decide how
+many there should be (`scheduling.standbys`), nor what one imports (`kind`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect_gpu.devices.host import read_host_available_bytes
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.late import late_changes
+from prefect_gpu.processes.interpreter import (
+    environment_with,
+    import_paths,
+    interpreter_flags,
+)
+from prefect_gpu.processes.kind import Kind
+from prefect_gpu.processes.launcher import Handle, ProcessLauncher, process_launcher
+from prefect_gpu.processes.messages import Late, Warmed
+from prefect_gpu.processes.spec import (
+    ChildExited,
+    ChildHandle,
+    ChildRefused,
+    ChildStarted,
+    LaunchSpec,
+    Listener,
+    WarmSpec,
+)
+from prefect_gpu.scheduling.standbys import KindDemand, Machine, StandbyPlan, plan_standbys
+from prefect_gpu.units import GIB
+
+logger = logging.getLogger(__name__)
+
+#: Bytes of the machine's memory that standbys leave free.
+RESERVE_BYTES = 2 * GIB
+
+#: Seconds between two looks at the machine's memory while there are standbys.
+LOOK_S = 1.0
+
+#: Seconds that imports may take. TensorFlow takes 11 s from a cold disk (measured); thirty times
+#: that is a hang. A task that was given such a process hangs as it would in a fresh one.
+WARMING_S = 300.0
+
+#: Seconds that a task must have waited for the machine's memory before standbys make room: every
+#: request waits for a moment.
+PATIENCE_S = 0.5
+
+#: Seconds without new standbys after they had to make room for a task.
+MAKING_ROOM_S = 10.0
+
+#: Standbys of a kind that may die, or not suit the task that they were made for, before the kind is
+#: left alone.
+MOST_DEATHS = 3
+MOST_MISFITS = 3
+
+#: Seconds that `close` waits for processes that were killed.
+_ENDING_S = 5.0
+
+_serials = itertools.count()
+
+
+@dataclass(eq=False)
+class _Standby:
+    """One process that waits, or imports."""
+
+    kind: Kind
+    #: As it was started: users' modules may have been left out, the environment completed.
+    spec: WarmSpec
+    flags: tuple[str, ...]
+    started_s: float
+    serial: int = field(default_factory=lambda: next(_serials))
+    handle: Handle | None = None
+    pid: int | None = None
+    ready: bool = False
+    #: Ended by us.
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class _KindState:
+    """What is known of a kind."""
+
+    size_bytes: int
+    deaths: int = 0
+    misfits: int = 0
+    #: What the user's modules do as they are imported would come too early for a task.
+    without_users: bool = False
+    #: Why no more of them are made; empty: they are.
+    useless: str = ""
+
+
+@dataclass(eq=False)
+class _Owner:
+    """A runner that is open."""
+
+    #: Standbys at most; `None`: not known yet.
+    most: int
+    #: Host memory promised to its processes that they have not taken.
+    promised_bytes: Callable[[], int]
+    #: Whether a task of its waits for memory of the machine itself.
+    wants_room: Callable[[], bool]
+
+
+class Announcement:
+    """A task that was submitted: the `Launcher` of all its processes.
+
+    From then on, until its first process starts or it is retracted, a standby is kept for it.
+    """
+
+    def __init__(self, pool: StandbyPool, kind: Kind) -> None:
+        self._pool = pool
+        self.kind = kind
+        #: In the order of arrival.
+        self.serial = next(_serials)
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
+        """Give the task to a standby that suits it, or start a process for it."""
+        self._pool.retract(self)
+        return self._pool.start(self.kind, spec, listener)
+
+    def retract(self) -> None:
+        """Say that it needs no process any more; without effect once it had one."""
+        self._pool.retract(self)
+
+
+class StandbyPool:
+    """Keeps standbys and hands them out. Safe to use from several threads.
+
+    Args:
+        launcher: Starts them.
+        read_available: Gives the bytes of the machine's memory that new processes could use.
+        reserve_bytes: Of those, to leave free.
+        cores: Of this process.
+    """
+
+    def __init__(
+        self,
+        launcher: ProcessLauncher,
+        read_available: Callable[[], int] = read_host_available_bytes,
+        reserve_bytes: int = RESERVE_BYTES,
+        cores: int | None = None,
+    ) -> None:
+        self._launcher = launcher
+        self._read_available = read_available
+        self._reserve_bytes = reserve_bytes
+        self._cores = cores or _cores()
+        self._reset()
+        itself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(itself))
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._dirty = False
+        self._shut = False
+        self._thread: threading.Thread | None = None
+        self._owners: dict[object, _Owner] = {}
+        self._announced: dict[Announcement, None] = {}
+        self._standbys: list[_Standby] = []
+        self._states: dict[Kind, _KindState] = {}
+        self._latest: Kind | None = None
+        #: Monotonic seconds since when a task has waited for the machine's memory; `None`: none does.
+        self._starved_since_s: float | None = None
+        #: Monotonic seconds until which none is started.
+        self._hold_until_s = 0.0
+
+    # Any thread.
+
+    def open(
+        self,
+        owner: object,
+        most: int,
+        promised_bytes: Callable[[], int] = lambda: 0,
+        wants_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Say that a runner may have standbys; again: without effect.
+
+        Args:
+            owner: The runner, until `close`.
+            most: Standbys at most. With several runners the largest number counts.
+            promised_bytes: Gives the host memory that was promised to processes of its tasks and that
+                they have not taken yet.
+            wants_room: Tells whether a task of its waits for the machine's own memory.
+        """
+        with self._changed:
+            if not self._shut:
+                self._owners.setdefault(owner, _Owner(most, promised_bytes, wants_room))
+
+    def close(self, owner: object) -> None:
+        """Say that a runner has ended. With the last one all standbys end."""
+        with self._changed:
+            self._owners.pop(owner, None)
+            if self._owners:
+                return
+            self._announced.clear()
+            self._latest = None
+            self._end_all()
+            # A kind that was given up may have a better time with the next runner.
+            self._states.clear()
+            deadline = time.monotonic() + _ENDING_S
+            while self._standbys and (left_s := deadline - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+
+    def shut_down(self) -> None:
+        """End all, for good: the interpreter is about to end."""
+        with self._changed:
+            self._shut = True
+            self._owners.clear()
+            self._announced.clear()
+            self._end_all()
+            self._wake()
+
+    def announce(self, kind: Kind) -> Announcement:
+        """Say that a task of a kind will come."""
+        announcement = Announcement(self, kind)
+        with self._changed:
+            self._announced[announcement] = None
+            self._look_soon()
+        return announcement
+
+    def retract(self, announcement: Announcement) -> None:
+        """See `Announcement.retract`."""
+        with self._changed:
+            if announcement in self._announced:
+                del self._announced[announcement]
+                self._wake()
+
+    def start(self, kind: Kind, spec: LaunchSpec, listener: Listener) -> ChildHandle:
+        """Start a task's process: a standby that suits it, or a fresh one."""
+        environment = environment_with(spec.environment)
+        with self._changed:
+            self._latest = kind
+            self._look_soon()
+            found = self._choose(kind, environment)
+            if found is not None:
+                standby, changes = found
+                self._standbys.remove(standby)
+                assert standby.handle is not None
+                late = Late(changes, spec.cwd, spec.argv, spec.sys_path, spec.task_name)
+                return standby.handle.give(spec, late, listener)
+        return self._launcher.start(spec, listener)
+
+    @property
+    def ready(self) -> int:
+        """Standbys that wait for a task now."""
+        with self._changed:
+            return sum(s.ready for s in self._standbys)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of all standbys."""
+        with self._changed:
+            return tuple(s.pid for s in self._standbys if s.pid is not None)
+
+    # With the lock.
+
+    def _choose(
+        self, kind: Kind, environment: dict[str, str]
+    ) -> tuple[_Standby, dict[str, str | None]] | None:
+        flags = tuple(interpreter_flags())
+        best: tuple[_Standby, dict[str, str | None]] | None = None
+        best_rank: tuple[Any, ...] = ()
+        for standby in self._standbys:
+            # Not one that has imported what this task would not.
+            same = standby.kind.always == kind.always
+            if standby.ended or not same or not set(standby.spec.modules) <= set(kind.modules):
+                continue
+            changes = late_changes(
+                standby.spec.environment,
+                environment,
+                registry.ADAPTERS.values(),
+                cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
+            )
+            if changes is None or standby.flags != flags:
+                if standby.kind == kind:
+                    self._take_misfit(standby)
+                continue
+            # One that imports still is further along than one that has not begun.
+            rank = (standby.ready, len(standby.spec.modules), -standby.serial)
+            if best is None or rank > best_rank:
+                best, best_rank = (standby, changes), rank
+        return best
+
+    def _take_misfit(self, standby: _Standby) -> None:
+        """It was made for this kind, and the parent's environment has changed since."""
+        self._end(standby)
+        state = self._states[standby.kind]
+        state.misfits += 1
+        if state.misfits >= MOST_MISFITS and not state.useless:
+            state.useless = "the environment changes from task to task"
+            logger.debug("no standbys are kept for %s: %s", standby.kind.modules, state.useless)
+
+    def _look_soon(self) -> None:
+        if self._shut or not self._owners:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="prefect-gpu-standby", daemon=True
+            )
+            self._thread.start()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._dirty = True
+        self._changed.notify_all()
+
+    def _end_all(self) -> None:
+        for standby in self._standbys:
+            self._end(standby)
+
+    def _end(self, standby: _Standby) -> None:
+        if not standby.ended and standby.handle is not None:
+            standby.ended = True
+            standby.handle.kill()
+
+    def _state(self, kind: Kind) -> _KindState:
+        return self._states.setdefault(kind, _KindState(kind.size_bytes))
+
+    # The pool's thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._dirty:
+                    # While nothing is wanted there is nothing to look at.
+                    busy = bool(self._standbys or self._announced)
+                    self._changed.wait(LOOK_S if busy else None)
+                self._dirty = False
+                if self._shut:
+                    return
+                owners = tuple(self._owners.values())
+            try:
+                self._step(owners)
+            except Exception:
+                logger.exception("the keeper of standby processes met an error; it goes on")
+
+    def _step(self, owners: tuple[_Owner, ...]) -> None:
+        available_bytes = self._read_available()
+        promised_bytes = sum(owner.promised_bytes() for owner in owners)
+        wants_room = any(owner.wants_room() for owner in owners)
+        now = time.monotonic()
+        with self._changed:
+            if self._shut or not self._owners:
+                return
+            for standby in self._standbys:
+                if not standby.ready and now - standby.started_s > WARMING_S:
+                    self._take_death(standby, f"it imported for more than {WARMING_S:g} s")
+                    self._end(standby)
+            self._starved_since_s = (self._starved_since_s or now) if wants_room else None
+            if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
+                self._hold_until_s = now + MAKING_ROOM_S
+                self._end_all()
+            if now < self._hold_until_s:
+                return
+            machine = Machine(
+                available_bytes,
+                promised_bytes,
+                self._reserve_bytes,
+                self._cores,
+                max(owner.most for owner in self._owners.values()),
+            )
+            self._carry_out(plan_standbys(self._demands(), machine))
+
+    def _demands(self) -> list[KindDemand]:
+        # Those who came first are served first.
+        kinds: dict[Kind, None] = {a.kind: None for a in self._announced}
+        if self._latest is not None:
+            kinds.setdefault(self._latest)
+        kinds.update((s.kind, None) for s in self._standbys)
+        demands = []
+        for kind in kinds:
+            own = [s for s in self._standbys if s.kind == kind and not s.ended]
+            state = self._state(kind)
+            demands.append(
+                KindDemand(
+                    kind,
+                    waiting=sum(a.kind == kind for a in self._announced),
+                    latest=kind == self._latest,
+                    size_bytes=state.size_bytes,
+                    ready=sum(s.ready for s in own),
+                    warming=sum(not s.ready for s in own),
+                    useful=not state.useless,
+                )
+            )
+        return demands
+
+    def _carry_out(self, plan: StandbyPlan) -> None:
+        for kind in plan.ends:
+            own = [s for s in self._standbys if s.kind == kind and not s.ended]
+            if own:
+                self._end(min(own, key=lambda s: (s.ready, -s.serial)))
+        for kind in plan.starts:
+            assert isinstance(kind, Kind)
+            self._warm(kind)
+
+    def _warm(self, kind: Kind) -> None:
+        made = kind.without_users() if self._state(kind).without_users else kind
+        spec = WarmSpec(
+            modules=made.modules,
+            environment=kind.environment_of(os.environ),
+            cwd=_cwd(),
+            argv=tuple(sys.argv),
+            sys_path=import_paths(),
+        )
+        standby = _Standby(kind, spec, tuple(interpreter_flags()), time.monotonic())
+        self._standbys.append(standby)
+        standby.handle = self._launcher.start(spec, lambda message: self._hear(standby, message))
+
+    # The launcher's thread.
+
+    def _hear(self, standby: _Standby, message: Any) -> None:
+        with self._changed:
+            if isinstance(message, ChildStarted):
+                standby.pid = message.pid
+            elif isinstance(message, Warmed):
+                self._take_warmed(standby, message)
+            elif isinstance(message, ChildRefused):
+                self._take_death(standby, str(message.error))
+                self._end(standby)
+                if standby.pid is None:
+                    # No process came of it, so none will be heard to end.
+                    self._drop(standby)
+            elif isinstance(message, ChildExited):
+                if not standby.ended:
+                    self._take_death(standby, f"it ended with {message.code}", message.stderr_tail)
+                self._drop(standby)
+            self._wake()
+
+    def _drop(self, standby: _Standby) -> None:
+        # One that was given a task is in the list no more.
+        if standby in self._standbys:
+            self._standbys.remove(standby)
+
+    def _take_warmed(self, standby: _Standby, warmed: Warmed) -> None:
+        state = self._state(standby.kind)
+        problem = warmed.problem
+        if not problem:
+            standby.ready = True
+            if warmed.resident_bytes:
+                state.size_bytes = warmed.resident_bytes
+            return
+        # It ends by itself; a task that was given to it goes to a process of its own.
+        standby.ended = True
+        if standby.kind.users and not state.without_users:
+            state.without_users = True
+            logger.debug("standbys import nothing of the user's from now on: %s", problem)
+        elif not state.useless:
+            state.useless = problem
+            logger.debug("no standbys are kept for %s: %s", standby.kind.modules, problem)
+
+    def _take_death(self, standby: _Standby, how: str, stderr_tail: str = "") -> None:
+        state = self._state(standby.kind)
+        state.deaths += 1
+        if state.deaths >= MOST_DEATHS and not state.useless:
+            state.useless = how
+            logger.warning(
+                "no process is started ahead of its task any more for %s: %d of them died before they "
+                "had one, the last since %s%s",
+                ", ".join(standby.spec.modules),
+                state.deaths,
+                how,
+                f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
+            )
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def _forget(pool: weakref.ref[StandbyPool]) -> None:
+    forked = pool()
+    if forked is not None:
+        # Its processes, announcements and thread are the parent's.
+        forked._reset()
+
+
+_lock = threading.Lock()
+_pool: StandbyPool | None = None
+
+
+def standby_pool() -> StandbyPool:
+    """Give the one pool of this Python process; in a fork of it, an empty one."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = StandbyPool(process_launcher())
+            # Before the launcher's, which was registered first: it must not be asked for new ones.
+            atexit.register(_pool.shut_down)
+        return _pool
+
+
+def _unlock_after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock_after_fork)

@@ -1,0 +1,130 @@
+"""In a child that was made ahead of its task: import what it will need, then become that task's.
+
+What the imports did that a policy would come too late for is found here (`touched`): such a process
+must not run a task. Which modules is `kind`'s choice; which variables may still change afterwards,
+`frameworks.late`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prefect_gpu import inside
+from prefect_gpu.frameworks import registry
+from prefect_gpu.processes.messages import Late, Warmed
+from prefect_gpu.processes.spec import STANDBY_TITLE
+
+#: The driver's library, by the name under which every program loads it.
+DRIVER_LIBRARY = "libcuda.so.1"
+
+#: What the driver answers before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
+_NOT_INITIALIZED = 3
+
+
+def warm_up(entries: Iterable[str]) -> Warmed:
+    """Import modules, and look at what that did.
+
+    Args:
+        entries: As in `WarmSpec.modules`.
+    """
+    failed = []
+    with inside.before_the_task() as asked:
+        for entry in entries:
+            try:
+                _import(entry)
+            except BaseException:
+                # Whatever it is: the body will see it, in a process that has not seen half of it.
+                failed.append(entry)
+    touched = find_touched()
+    if asked:
+        touched = touched or "a module asked current_allocation() as it was imported"
+    return Warmed(tuple(failed), touched, private_bytes())
+
+
+def _import(entry: str) -> None:
+    module, _, names = entry.partition(":")
+    if names:
+        # What `from module import names` does, submodules included.
+        __import__(module, fromlist=names.split(","))
+    else:
+        importlib.import_module(module)
+    if module == "prefect_gpu.prefect_bridge":
+        sys.modules[module].rehearse()
+
+
+def find_touched(open_library: Callable[..., Any] = ctypes.CDLL) -> str:
+    """Say what was started that reads its configuration once; empty: nothing.
+
+    It starts nothing itself: a driver that is not loaded is not loaded by this, and one that is not
+    initialised stays so.
+    """
+    for name, adapter in registry.ADAPTERS.items():
+        if adapter.module not in sys.modules:
+            continue
+        try:
+            started = adapter.has_started()
+        except Exception as error:
+            return f"{name} could not say whether it has started: {error}"
+        if started:
+            return f"{name} was started by a module as it was imported"
+    try:
+        driver = open_library(DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except (OSError, AttributeError):
+        # Not loaded; or no such thing on this system (macOS).
+        return ""
+    count = ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) == _NOT_INITIALIZED:
+        return ""
+    return "the CUDA driver was initialised by a module as it was imported"
+
+
+def private_bytes() -> int:
+    """Give the private memory of this process; 0: cannot be told."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+
+
+def catch_up(late: Late) -> None:
+    """Become the process of a task: its environment, folder, arguments and paths.
+
+    Raises:
+        OSError: The folder is gone.
+    """
+    for name, value in late.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if late.cwd:
+        os.chdir(late.cwd)
+    sys.argv[:] = late.argv
+    sys.path[:] = late.sys_path
+    retitle(late.title)
+
+
+def retitle(title: str) -> None:
+    """Show another title in `ps`, in the place of `STANDBY_TITLE`; without effect where that cannot be done."""
+    # Through a file, so that a wrong address is an error and no segfault.
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        # Fields 48 and 49 of proc_pid_stat(5); the first here is the third.
+        begin, end = int(fields[45]), int(fields[46])
+        with open("/proc/self/mem", "r+b", buffering=0) as memory:
+            memory.seek(begin)
+            place = memory.read(end - begin).rfind(STANDBY_TITLE.encode() + b"\0")
+            if begin > 0 and place >= 0:
+                size = len(STANDBY_TITLE)
+                memory.seek(begin + place)
+                memory.write(title.encode()[:size].ljust(size))
+    except (OSError, ValueError, IndexError, OverflowError):
+        return

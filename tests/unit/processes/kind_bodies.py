@@ -1,0 +1,22 @@
+"""Functions whose imports are read, and never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def plain() -> None:
+    return None
+
+
+def imports_inside() -> Any:
+    import colorsys
+    from json.decoder import JSONDecoder
+
+    return JSONDecoder, colorsys
+
+
+def imports_nothing_there() -> Any:
+    import no_such_package_here  # type: ignore[import-not-found]
+
+    return no_such_package_here

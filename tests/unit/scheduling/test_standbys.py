@@ -1,0 +1,182 @@
+"""`prefect_gpu.scheduling.standbys`: how many wait, of which kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_gpu.scheduling.standbys import (
+    KindDemand,
+    Machine,
+    StandbyPlan,
+    most_by_default,
+    plan_standbys,
+)
+from prefect_gpu.units import GIB
+
+MACHINE = Machine(100 * GIB, 0, 2 * GIB, cores=8, most=4)
+
+
+def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
+    plain = KindDemand(kind, waiting, latest=False, size_bytes=GIB, ready=0, warming=0)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("demands", "machine", "plan"),
+    [
+        pytest.param([], MACHINE, StandbyPlan(), id="nobody wants any"),
+        pytest.param([demand(waiting=1)], MACHINE, StandbyPlan(("a",)), id="one for one task"),
+        pytest.param(
+            [demand(latest=True)], MACHINE, StandbyPlan(("a",)), id="one for the next like the last"
+        ),
+        pytest.param(
+            [demand(waiting=1, latest=True, ready=1)], MACHINE, StandbyPlan(), id="one is enough"
+        ),
+        pytest.param(
+            [demand(waiting=9)], MACHINE, StandbyPlan(("a",) * 4), id="no more than the most"
+        ),
+        pytest.param(
+            [demand(waiting=9)],
+            replace(MACHINE, most=9),
+            StandbyPlan(("a",) * 4),
+            id="half the cores import at a time",
+        ),
+        pytest.param(
+            [demand(waiting=1)], replace(MACHINE, cores=1), StandbyPlan(("a",)), id="one core, one"
+        ),
+        pytest.param(
+            [demand(waiting=9), demand("b", waiting=1)],
+            replace(MACHINE, most=2),
+            StandbyPlan(("a", "b")),
+            id="each kind has its turn",
+        ),
+        pytest.param(
+            [demand(ready=2, warming=1)],
+            MACHINE,
+            StandbyPlan(ends=("a",) * 3),
+            id="nobody any more",
+        ),
+        pytest.param(
+            [demand(waiting=2, useful=False, ready=1)],
+            MACHINE,
+            StandbyPlan(ends=("a",)),
+            id="of no use",
+        ),
+        pytest.param(
+            [demand(waiting=3)],
+            replace(MACHINE, available_bytes=4 * GIB),
+            StandbyPlan(("a",) * 2),
+            id="as many as memory holds",
+        ),
+        pytest.param(
+            [demand(waiting=3, warming=1)],
+            replace(MACHINE, available_bytes=4 * GIB),
+            StandbyPlan(("a",)),
+            id="what imports still takes its memory yet",
+        ),
+        pytest.param(
+            [demand(waiting=3)],
+            replace(MACHINE, promised_bytes=98 * GIB),
+            StandbyPlan(),
+            id="tasks come first",
+        ),
+        pytest.param(
+            [demand(waiting=1, ready=1), demand("b", waiting=1, ready=1)],
+            replace(MACHINE, available_bytes=GIB),
+            StandbyPlan(ends=("b",)),
+            id="short of memory the last goes first",
+        ),
+        pytest.param(
+            [demand(waiting=1, ready=1), demand("b", waiting=1)],
+            replace(MACHINE, most=1),
+            StandbyPlan(),
+            id="who is here is not exchanged for another that is wanted no more",
+        ),
+    ],
+)
+def test_plan(demands: list[KindDemand], machine: Machine, plan: StandbyPlan) -> None:
+    assert plan_standbys(demands, machine) == plan
+
+
+def test_most_by_default() -> None:
+    assert [most_by_default(cores, 8) for cores in (1, 2, 6, 64)] == [2, 2, 3, 8]
+    assert most_by_default(64, 1) == 1
+
+
+sizes = st.integers(0, 4 * GIB)
+demands_of = st.lists(
+    st.builds(
+        KindDemand,
+        kind=st.integers(0, 4),
+        waiting=st.integers(0, 5),
+        latest=st.booleans(),
+        size_bytes=sizes,
+        ready=st.integers(0, 4),
+        warming=st.integers(0, 4),
+        useful=st.booleans(),
+    ),
+    unique_by=lambda d: d.kind,
+    max_size=4,
+)
+machines = st.builds(
+    Machine,
+    available_bytes=st.integers(0, 40 * GIB),
+    promised_bytes=sizes,
+    reserve_bytes=sizes,
+    cores=st.integers(1, 16),
+    most=st.integers(0, 8),
+)
+
+
+@given(demands_of, machines)
+def test_what_holds_for_every_plan(demands: list[KindDemand], machine: Machine) -> None:
+    plan = plan_standbys(demands, machine)
+    starts, ends = Counter(plan.starts), Counter(plan.ends)
+    known = {d.kind: d for d in demands}
+    assert starts.keys() | ends.keys() <= known.keys()
+    assert not (starts and ends), "what is freed shows at the next look"
+    for kind, d in known.items():
+        assert ends[kind] <= d.ready + d.warming
+        if starts[kind]:
+            assert d.useful
+            assert d.ready + d.warming + starts[kind] <= max(d.waiting, int(d.latest))
+    if starts:
+        assert sum(d.warming for d in demands) + starts.total() <= max(1, machine.cores // 2)
+        assert sum(d.ready + d.warming for d in demands) + starts.total() <= machine.most
+        taken = sum(known[kind].size_bytes * count for kind, count in starts.items())
+        taken += sum(d.size_bytes * d.warming for d in demands)
+        left = machine.available_bytes - machine.promised_bytes - machine.reserve_bytes
+        assert taken <= left
+
+
+@given(demands_of, machines)
+def test_carried_out_again_and_again_it_comes_to_rest(
+    demands: list[KindDemand], machine: Machine
+) -> None:
+    """Nothing is started only to be ended, for as long as nothing else changes."""
+    started: set[object] = set()
+    for _ in range(60):
+        plan = plan_standbys(demands, machine)
+        if plan == StandbyPlan():
+            break
+        assert not started.intersection(plan.ends)
+        started.update(plan.starts)
+        starts, ends = Counter(plan.starts), Counter(plan.ends)
+        freed = taken = 0
+        after = []
+        for d in demands:
+            of_warming = min(ends[d.kind], d.warming)
+            freed += d.size_bytes * (ends[d.kind] - of_warming)
+            # All that imports is ready by the next look, and takes what it was thought to.
+            ready = d.ready - (ends[d.kind] - of_warming) + d.warming - of_warming
+            taken += d.size_bytes * (d.warming - of_warming)
+            after.append(replace(d, ready=ready, warming=starts[d.kind]))
+        demands = after
+        machine = replace(machine, available_bytes=machine.available_bytes + freed - taken)
+    else:
+        pytest.fail("it never comes to rest")

@@ -1,4 +1,7 @@
-"""The body of `dispatch.py`, in a module that any process can import: nothing at the top but time."""
+"""The smallest use of a device: the body of `dispatch.py`, and what others warm up with.
+
+In a module that any process can import: nothing at the top but time.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,15 @@ def first_use(framework: str, on_gpu: bool, size_bytes: int) -> dict[str, float]
             ready = time.time()
             kept = tf.ones([size_bytes // 4])
             float(tf.reduce_sum(kept))
+    elif framework == "jax":
+        import jax
+
+        imported = time.time()
+        device = jax.devices("gpu" if on_gpu else "cpu")[0]
+        jax.device_put(0.0, device).block_until_ready()
+        ready = time.time()
+        kept = jax.numpy.ones(size_bytes // 4, device=device)
+        kept.sum().block_until_ready()
     else:
         imported = ready = time.time()
         kept = bytearray(size_bytes)

@@ -121,9 +121,20 @@ class Check:
         verdict = "PASS" if self.passed else "MISSED"
         sign = "≥" if self.at_least else "≤"
         unit = f" {self.unit}" if self.unit else ""
-        return f"{verdict}  {self.name}: {self.measured:.4g}{unit} (aim {sign} {self.limit:g}{unit})"
+        return (
+            f"{verdict}  {self.name}: {self.measured:.4g}{unit} (aim {sign} {self.limit:g}{unit})"
+        )
 
 
-def largest_first(costs: Iterable[Cost]) -> list[Cost]:
-    """Order tasks by what they take of a device over time, the largest first."""
-    return sorted(costs, key=lambda c: (-c.memory_bytes * c.duration_s * c.devices, c.name))
+def longest_first(costs: Iterable[Cost]) -> list[Cost]:
+    """Order tasks by their seconds, the longest first: short ones fill what is left at the end."""
+    return sorted(costs, key=lambda c: (-c.duration_s, c.name))
+
+
+def budget_bytes(peak_bytes: int) -> int:
+    """Give the budget for a task of which a peak was measured: 1 % and 256 MiB above it.
+
+    What is allowed to its framework is the budget less a context measured elsewhere, which may be
+    larger than the task's own by some 150 MiB (H200: 520 to 676 MiB by what PyTorch loads).
+    """
+    return int(peak_bytes * 1.01) + 256 * 2**20

@@ -282,6 +282,8 @@ def ray_options(**options: Any) -> Iterator[None]:
 
 def ray_runner(devices: int) -> Any:
     """Make Prefect's runner on a Ray of its own, without what neither side needs."""
+    # Else it writes a token into the home folder; this Ray is of this machine alone.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     from prefect_ray import RayTaskRunner
 
     return RayTaskRunner(
@@ -293,6 +295,27 @@ def ray_runner(devices: int) -> Any:
             "object_store_memory": 256 * 2**20,
         }
     )
+
+
+def warm_up(runner: Any, frameworks: Sequence[str], on_gpu: bool) -> None:
+    """Run a small task of each framework, as what a machine is asked first: its context is measured.
+
+    That is done once for each framework, GPU model and driver, and kept in the user's cache folder.
+    """
+    import _bodies
+    from prefect import flow, task
+
+    from prefect_gpu import gpu
+
+    work = task(_bodies.first_use, name="warm-up")
+
+    @flow(name="warm-up", task_runner=runner)
+    def use_once() -> None:
+        for framework in frameworks:
+            tags = gpu(memory="3GiB" if on_gpu else "512MiB", framework=framework)
+            work.with_options(tags=tags).submit(framework, on_gpu, 2**20).result()
+
+    use_once()
 
 
 def read_reports(flow_run_id: str, least: int, patience_s: float = 15.0) -> list[dict[str, str]]:

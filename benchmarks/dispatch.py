@@ -294,9 +294,7 @@ def main() -> None:
 
 def select(runs: list[dict[str, Any]], framework: str, row: str, kind: str) -> list[dict[str, Any]]:
     """Give the runs of one framework, row and kind."""
-    return [
-        r for r in runs if (r["framework"], r["row"], r["kind"]) == (framework, row, kind)
-    ]
+    return [r for r in runs if (r["framework"], r["row"], r["kind"]) == (framework, row, kind)]
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -329,7 +327,9 @@ def make_checks(runs: list[dict[str, Any]]) -> list[_bound.Check]:
             own = [r for r in runs if (r["framework"], r["row"]) == (framework, row)]
             if own:
                 left = max(r["left_bytes"] for r in own) / MIB
-                checks.append(_bound.Check(f"{framework}, {row}: left after a task", left, 0, "MiB"))
+                checks.append(
+                    _bound.Check(f"{framework}, {row}: left after a task", left, 0, "MiB")
+                )
     return checks
 
 

@@ -160,11 +160,11 @@ def evaluate(
         "start_cpu_s": cpu_imported - cpu_line,
         "steps": done,
         "score": score / done,
-        "attempt": _attempt(),
+        "attempt": attempt(),
     }
 
 
-def _attempt() -> int:
+def attempt() -> int:
     """Tell how many processes were started for this task; 1 where nobody counts."""
     # Where nobody of ours started this process there is nothing to import, which takes time.
     inside = sys.modules.get("prefect_gpu.inside")

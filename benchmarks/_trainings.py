@@ -257,7 +257,7 @@ def _transformer(torch: Any, place: Any, size_bytes: int, random_state: Any) -> 
 
 def _recommender(torch: Any, place: Any, size_bytes: int, random_state: Any) -> Any:
     nn = torch.nn
-    wide, fields, count = 128, 32, 4096 if size_bytes > GIB else 256
+    wide, fields, count = 128, 32, 8192 if size_bytes > GIB else 256
     # Weight, gradient and two moments; the rows of one batch come to it.
     rows = max(1000, int(size_bytes * 0.95) // (wide * 4 * 4))
 

@@ -201,11 +201,12 @@ class Sampler(threading.Thread):
         """Read until it is left."""
         while not self._stopped.wait(self._interval_s):
             try:
-                self._read()
+                self.read()
             except Exception:  # a driver that does not answer once
                 continue
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Read once."""
         if not self._on_gpu:
             for key, held in read_processes(False).items():
                 self.peaks[key] = max(self.peaks.get(key, 0), held)
@@ -213,15 +214,15 @@ class Sampler(threading.Thread):
         import pynvml
 
         now = time.time()
-        load = []
         for index, handle in enumerate(self._handles):
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             used = int(memory.total - memory.free)
             self.used_peaks[index] = max(self.used_peaks[index], used)
-            load.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 key = (process.pid, index)
                 self.peaks[key] = max(self.peaks.get(key, 0), process.usedGpuMemory or 0)
+        # Last: a driver that does not tell this one tells the rest.
+        load = [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
         self.busy.append((now, load))
 
     def peak_bytes(self, pid: int) -> int:
@@ -229,6 +230,10 @@ class Sampler(threading.Thread):
         return max((held for (who, _), held in self.peaks.items() if who == pid), default=0)
 
     def busy_fraction(self, began: float, ended: float) -> float:
-        """Give the mean utilisation of all devices in a time, 0 to 1; 0 without a reading in it."""
+        """Give the mean utilisation of all devices in a time, 0 to 1; 0 without a reading in it.
+
+        NVML says in which part of its last sixth of a second to second any kernel ran: over a task of a
+        second it is rough, over a row it is not.
+        """
         read = [statistics.fmean(load) for at, load in self.busy if began <= at <= ended and load]
         return statistics.fmean(read) if read else 0.0

@@ -61,6 +61,9 @@ HOST_BYTES = 64 * MIB
 #: Seconds after a task's result at which what it left is read.
 SETTLE_S = 1.0
 
+#: Most seconds between the tasks of a row in which no process gets ready ahead.
+OTHERS_PAUSE_S = 2.0
+
 #: Seconds that a process needs at most beyond CUDA's own start, standing by, and in all, hot.
 AIM_S = 0.15
 
@@ -141,6 +144,9 @@ class Row:
         dispatch()
 
     def _run(self, start: Any, later: int, burst: int, pause_s: float) -> None:
+        if self._row not in ("standby", "hot"):
+            # Nothing gets ready there; Ray's own processes are never quite idle.
+            pause_s = min(pause_s, OTHERS_PAUSE_S)
         before, used_before = _devices.held_bytes(self._on_gpu), _devices.used_bytes()
 
         def read_left() -> dict[str, int]:

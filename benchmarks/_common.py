@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import platform
+import queue
 import signal
 import socket
 import statistics
@@ -23,13 +24,16 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 #: Seconds that a server, and one measurement, may take at most.
 SERVER_S = 120.0
 MEASUREMENT_S = 3600.0
+
+#: Seconds for which what a process had printed is waited for after its end.
+OUTPUT_S = 5.0
 
 #: Since when progress is told.
 STARTED_S = time.monotonic()
@@ -161,40 +165,58 @@ def stream(
         text=True,
         start_new_session=True,
     )
-    over = threading.Event()
-
-    def end() -> None:
-        over.set()
-        # It first: it may want to end what it started.
-        for signum, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0)):
-            try:
-                os.killpg(process.pid, signum)
-                process.wait(patience_s)
-                return
-            except ProcessLookupError:
-                return
-            except subprocess.TimeoutExpired:
-                continue
-
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
+    assert process.stdout is not None
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
+    deadline = time.monotonic() + limit_s
+    over, gone_s = False, None
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
+        while True:
+            now = time.monotonic()
+            if process.poll() is not None:
+                gone_s = gone_s or now
+                # Who lives on with its output open is not waited for.
+                if now > gone_s + OUTPUT_S:
+                    break
+            elif now > deadline:
+                over = True
+                _end(process)
+            try:
+                line = lines.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if line is None and process.poll() is not None:
+                break
+            if line is None:
+                continue
             if line.startswith(MARK):
                 on_record(json.loads(line[len(MARK) :]))
             elif line.strip():
                 print(line, end="", flush=True)
-        code = process.wait()
     except BaseException:
-        end()
+        _end(process)
         raise
-    finally:
-        timer.cancel()
-    if over.is_set():
+    if over:
         return f"ended after {limit_s:.0f} s"
+    code = process.wait()
     return f"its process ended with {code}" if code else ""
+
+
+def _read_lines(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and its group; it first, for it may want to end what it started."""
+    for signum, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(process.pid, signum)
+            process.wait(patience_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
 
 
 def tell(found: dict[str, Any]) -> None:
@@ -347,17 +369,21 @@ def read_reports(flow_run_id: str, least: int, patience_s: float = 15.0) -> list
 
 
 def summarise_reports(reports: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """Count outcomes, out-of-memories and leaked bytes in the numbers of memory reports."""
+    """Count outcomes, budgets by source and leaked bytes in the numbers of memory reports."""
     outcomes: dict[str, int] = {}
+    sources: dict[str, int] = {}
     leaked, unknown = 0, 0
     for report in reports:
         outcome = report.get("outcome", "?")
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        source = report.get("budget_source", "?")
+        sources[source] = sources.get(source, 0) + 1
         text = report.get("leaked_bytes", "unknown")
         leaked, unknown = (leaked + int(text), unknown) if text.isdigit() else (leaked, unknown + 1)
     return {
         "reports": len(reports),
         "outcomes": outcomes,
+        "budget_sources": sources,
         "out_of_memory": outcomes.get("oom", 0),
         "leaked_bytes": leaked,
         "leaked_unknown": unknown,

@@ -126,13 +126,14 @@ def test_an_argument_that_the_runner_lacks_is_named() -> None:
 
 def test_reports_are_counted_and_what_is_unknown_is_not_zero() -> None:
     reports = [
-        {"outcome": "oom", "leaked_bytes": "0"},
-        {"outcome": "completed", "leaked_bytes": "12"},
-        {"outcome": "completed", "leaked_bytes": "unknown"},
+        {"outcome": "oom", "leaked_bytes": "0", "budget_source": "probe"},
+        {"outcome": "completed", "leaked_bytes": "12", "budget_source": "learned"},
+        {"outcome": "completed", "leaked_bytes": "unknown", "budget_source": "learned"},
     ]
     assert _common.summarise_reports(reports) == {
         "reports": 3,
         "outcomes": {"oom": 1, "completed": 2},
+        "budget_sources": {"probe": 1, "learned": 2},
         "out_of_memory": 1,
         "leaked_bytes": 12,
         "leaked_unknown": 1,

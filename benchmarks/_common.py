@@ -1,29 +1,42 @@
-"""What the benchmarks share: a server for all rows, a process for each, versions, and a table."""
+"""What the benchmarks share: a server for all rows, a process for each, versions, and a table.
+
+What they read of devices is in `_devices`, arithmetic in `_bound`.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import inspect
 import json
 import os
 import platform
+import queue
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 #: Seconds that a server, and one measurement, may take at most.
 SERVER_S = 120.0
 MEASUREMENT_S = 3600.0
+
+#: Seconds for which what a process had printed is waited for after its end.
+OUTPUT_S = 5.0
+
+#: Since when progress is told.
+STARTED_S = time.monotonic()
 
 #: Begins the line in which a measuring process says what it found.
 MARK = "MEASURED "
@@ -113,9 +126,274 @@ def measure(script: str, arguments: Sequence[str], api_url: str) -> dict[str, An
     raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode} and measured nothing")
 
 
+def stream(
+    script: str,
+    arguments: Sequence[str],
+    api_url: str,
+    limit_s: float,
+    on_record: Callable[[dict[str, Any]], None],
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run a benchmark's own file once more, and take what it tells as it comes.
+
+    What else it prints is passed on. It is ended, and what it started with it, when its time is up:
+    what it told before counts.
+
+    Args:
+        script: The file.
+        arguments: Of it.
+        api_url: Prefect's, for it and its children.
+        limit_s: Seconds that it may take.
+        on_record: Called with whatever it gives to `tell`, at once.
+        environment: Variables beside those of this process.
+
+    Returns:
+        Why it did not end well, in a few words; empty: it did.
+    """
+    # Prefect's pool, Ray and a plain spawn find `_bodies` and its like here.
+    paths = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, "-u", script, *arguments],
+        env={
+            **os.environ,
+            "PREFECT_API_URL": api_url,
+            "PREFECT_LOGGING_LEVEL": "ERROR",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            **(environment or {}),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
+    deadline = time.monotonic() + limit_s
+    over, gone_s = False, None
+    try:
+        while True:
+            now = time.monotonic()
+            if process.poll() is not None:
+                gone_s = gone_s or now
+                # Who lives on with its output open is not waited for.
+                if now > gone_s + OUTPUT_S:
+                    break
+            elif now > deadline:
+                over = True
+                _end(process)
+            try:
+                line = lines.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if line is None and process.poll() is not None:
+                break
+            if line is None:
+                continue
+            if line.startswith(MARK):
+                on_record(json.loads(line[len(MARK) :]))
+            elif line.strip():
+                print(line, end="", flush=True)
+    except BaseException:
+        _end(process)
+        raise
+    if over:
+        return f"ended after {limit_s:.0f} s"
+    code = process.wait()
+    return f"its process ended with {code}" if code else ""
+
+
+def _read_lines(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and its group; it first, for it may want to end what it started."""
+    for signum, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(process.pid, signum)
+            process.wait(patience_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
 def tell(found: dict[str, Any]) -> None:
-    """Say what was measured, to the process that asked with `measure`."""
+    """Say what was measured, to the process that asked with `measure` or `stream`."""
     print(MARK + json.dumps(found), flush=True)
+
+
+def say(text: str) -> None:
+    """Print a line of progress, with the seconds since the start."""
+    print(f"[{time.monotonic() - STARTED_S:6.1f} s] {text}", flush=True)
+
+
+class Results:
+    """Everything that was found, written to a file again after each addition.
+
+    Args:
+        path: Where; `None`: nowhere.
+        head: What holds for all of it: versions, devices, seed.
+    """
+
+    def __init__(self, path: Path | None, head: Mapping[str, Any]) -> None:
+        self._path = path
+        self.found: dict[str, Any] = {**head, "runs": []}
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Keep one run."""
+        self.found["runs"].append(run)
+        self.write()
+
+    def put(self, name: str, value: Any) -> None:
+        """Keep something beside the runs."""
+        self.found[name] = value
+        self.write()
+
+    def write(self) -> None:
+        """Bring the file up to date; what was there is whole at any moment."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_name(f"{self._path.name}.new")
+        new.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        new.replace(self._path)
+
+
+def installed(module: str) -> bool:
+    """Tell whether a module could be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def runner_lacks(*arguments: str) -> str:
+    """Say which arguments this version of the runner does not have; empty: it has all of them."""
+    from prefect_gpu import GPUTaskRunner
+
+    known = inspect.signature(GPUTaskRunner.__init__).parameters
+    missing = [name for name in arguments if name not in known]
+    return f"not there: GPUTaskRunner has no {', '.join(missing)}" if missing else ""
+
+
+def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read `NAME=VALUE` as further arguments of the runner; a value is JSON, or else text.
+
+    Raises:
+        SystemExit: One is no such pair.
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise SystemExit(f"--with {pair}: accepted is NAME=VALUE, as in --with standby=4")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+@contextmanager
+def ray_options(**options: Any) -> Iterator[None]:
+    """Give what is submitted inside these options of Ray."""
+    from prefect_ray.context import remote_options
+
+    with remote_options(**options):
+        yield
+
+
+def ray_runner(devices: int) -> Any:
+    """Make Prefect's runner on a Ray of its own, without what neither side needs."""
+    # Else it writes a token into the home folder; this Ray is of this machine alone.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    from prefect_ray import RayTaskRunner
+
+    return RayTaskRunner(
+        init_kwargs={
+            "num_gpus": devices,
+            "include_dashboard": False,
+            "log_to_driver": False,
+            # By default a third of the machine's memory; results here are a few numbers.
+            "object_store_memory": 256 * 2**20,
+        }
+    )
+
+
+def warm_up(runner: Any, frameworks: Sequence[str], on_gpu: bool) -> None:
+    """Run a small task of each framework, as what a machine is asked first: its context is measured.
+
+    That is done once for each framework, GPU model and driver, and kept in the user's cache folder.
+    """
+    import _bodies
+    from prefect import flow, task
+
+    from prefect_gpu import gpu
+
+    work = task(_bodies.first_use, name="warm-up")
+
+    @flow(name="warm-up", task_runner=runner)
+    def use_once() -> None:
+        for framework in frameworks:
+            tags = gpu(memory="3GiB" if on_gpu else "512MiB", framework=framework)
+            work.with_options(tags=tags).submit(framework, on_gpu, 2**20).result()
+
+    use_once()
+
+
+def read_reports(flow_run_id: str, least: int, patience_s: float = 15.0) -> list[dict[str, str]]:
+    """Read the numbers of a flow run's memory reports, one for each process.
+
+    Args:
+        flow_run_id: Whose.
+        least: How many there must be; they are waited for.
+        patience_s: Seconds to wait for them.
+    """
+    from prefect.client.orchestration import get_client
+
+    where = {"key": {"like_": "gpu-memory-"}, "flow_run_id": {"any_": [flow_run_id]}}
+    deadline = time.monotonic() + patience_s
+    with get_client(sync_client=True) as client:
+        while True:
+            rows: list[dict[str, Any]] = []
+            while True:
+                # 200 are the most that the API gives at a time.
+                asked = {"artifacts": where, "sort": "CREATED_DESC", "limit": 200}
+                asked["offset"] = len(rows)
+                page = client.request("POST", "/artifacts/filter", json=asked).json()
+                rows += page
+                if len(page) < 200:
+                    break
+            if len(rows) >= least or time.monotonic() > deadline:
+                return [row["metadata_"] or {} for row in rows]
+            time.sleep(0.5)
+
+
+def summarise_reports(reports: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """Count outcomes, budgets by source and leaked bytes in the numbers of memory reports."""
+    outcomes: dict[str, int] = {}
+    sources: dict[str, int] = {}
+    leaked, unknown = 0, 0
+    for report in reports:
+        outcome = report.get("outcome", "?")
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        source = report.get("budget_source", "?")
+        sources[source] = sources.get(source, 0) + 1
+        text = report.get("leaked_bytes", "unknown")
+        leaked, unknown = (leaked + int(text), unknown) if text.isdigit() else (leaked, unknown + 1)
+    return {
+        "reports": len(reports),
+        "outcomes": outcomes,
+        "budget_sources": sources,
+        "out_of_memory": outcomes.get("oom", 0),
+        "leaked_bytes": leaked,
+        "leaked_unknown": unknown,
+    }
+
+
+def says_out_of_memory(error: str) -> bool:
+    """Tell whether an error's type and text say that memory ran out."""
+    text = error.lower().replace("_", " ").replace("outofmemory", "out of memory")
+    return "out of memory" in text or "resource exhausted" in text or "resourceexhausted" in text
 
 
 def versions(*more: str) -> dict[str, Any]:

@@ -27,10 +27,10 @@ import multiprocessing
 import os
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import _common
+import _devices
 
 ROWS = {
     "ours": "GPUTaskRunner",
@@ -76,48 +76,6 @@ def spawned(queue: Any, *arguments: Any) -> None:
     queue.put(body(*arguments))
 
 
-def descendants() -> list[int]:
-    """Give the process ids of this process and of what descends from it."""
-    import psutil
-
-    me = psutil.Process()
-    return [me.pid, *(child.pid for child in me.children(recursive=True))]
-
-
-def held_bytes(on_gpu: bool) -> int:
-    """Read what this process and its descendants hold: of all GPUs by NVML, or resident."""
-    pids = set(descendants())
-    if on_gpu:
-        import pynvml
-
-        pynvml.nvmlInit()
-        total = 0
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            device = pynvml.nvmlDeviceGetHandleByIndex(index)
-            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device):
-                if process.pid in pids:
-                    total += process.usedGpuMemory or 0
-        return total
-    import psutil
-
-    total = 0
-    for pid in pids:
-        try:
-            total += psutil.Process(pid).memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total
-
-
-def device_used_bytes() -> int:
-    """Read what is in use on all GPUs, whoever holds it: where NVML cannot tell whose it is."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-    return sum(pynvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)
-
-
 def measure_row(row: str, framework: str, on_gpu: bool, later: int) -> None:
     """Run one row's tasks, one after another, and tell."""
     size_bytes = GPU_BYTES if on_gpu else HOST_BYTES
@@ -134,8 +92,8 @@ def measure_row(row: str, framework: str, on_gpu: bool, later: int) -> None:
                 "first_line_s": found["started"] - submitted,
                 "ready_s": found["ready"] - submitted,
                 "whole_s": ended - submitted,
-                "left_bytes": held_bytes(on_gpu) - before,
-                "device_left_bytes": device_used_bytes() - device_before if on_gpu else 0,
+                "left_bytes": _devices.held_bytes(on_gpu) - before,
+                "device_left_bytes": _devices.used_bytes() - device_before,
             }
         )
 
@@ -150,7 +108,7 @@ def measure_row(row: str, framework: str, on_gpu: bool, later: int) -> None:
             process.join()
             return found
 
-        before, device_before = held_bytes(on_gpu), device_used_bytes() if on_gpu else 0
+        before, device_before = _devices.held_bytes(on_gpu), _devices.used_bytes()
         for _ in range(1 + later):
             one(submit_spawned)
     else:
@@ -162,7 +120,7 @@ def measure_row(row: str, framework: str, on_gpu: bool, later: int) -> None:
         @flow(task_runner=runner)
         def one_by_one() -> None:
             nonlocal before, device_before
-            before, device_before = held_bytes(on_gpu), device_used_bytes() if on_gpu else 0
+            before, device_before = _devices.held_bytes(on_gpu), _devices.used_bytes()
             for _ in range(1 + later):
                 one(lambda: work.submit(*arguments).result())
 
@@ -185,30 +143,6 @@ def make_runner(row: str, framework: str, on_gpu: bool) -> tuple[Any, list[str]]
     return GPUTaskRunner(devices="nvml" if on_gpu else "host"), list(tags)
 
 
-def nvidia() -> dict[str, Any]:
-    """Name the driver and its devices; empty where there is none."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        devices = [
-            pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))
-            for index in range(pynvml.nvmlDeviceGetCount())
-        ]
-        return {"driver": pynvml.nvmlSystemGetDriverVersion(), "devices": devices}
-    except Exception:  # no package, no library, no driver, no device
-        return {}
-
-
-def torch_sees_gpu() -> bool:
-    """Tell whether the installed PyTorch was built for CUDA, without importing it here."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return False
-    version = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
-    return "cuda: Optional[str] = None" not in version and "cuda = None" not in version
-
-
 def main() -> None:
     """Measure every row, print JSON and the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -227,11 +161,11 @@ def main() -> None:
         return
     if given.tiny:
         given.framework, given.later, given.repeats = "none", 1, 1
-    devices = nvidia()
+    devices = _devices.nvidia()
     framework = given.framework
     if framework == "auto":
         framework = "torch" if importlib.util.find_spec("torch") else "none"
-    on_gpu = bool(devices.get("devices")) and framework == "torch" and torch_sees_gpu()
+    on_gpu = bool(devices.get("devices")) and framework == "torch" and _devices.torch_sees_gpu()
 
     order = random.Random(given.seed)
     runs = []

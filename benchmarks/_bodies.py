@@ -1,0 +1,65 @@
+"""The smallest use of a device: the body of `dispatch.py`, and what others warm up with.
+
+In a module that any process can import: nothing at the top but time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+
+def first_use(framework: str, on_gpu: bool, size_bytes: int) -> dict[str, float]:
+    """Use a device for the first time, take memory, let go.
+
+    Returns:
+        Times of the first line, of the framework's import and of the device being ready, and what
+        the last step took.
+    """
+    line = time.time()
+    if framework == "torch":
+        import torch
+
+        imported = time.time()
+        device = "cuda" if on_gpu else "cpu"
+        torch.zeros(1, device=device)
+        if on_gpu:
+            torch.cuda.synchronize()
+        ready = time.time()
+        kept = torch.ones(size_bytes // 4, device=device)
+        kept.sum().item()
+    elif framework == "tensorflow":
+        import tensorflow as tf
+
+        imported = time.time()
+        with tf.device("/GPU:0" if on_gpu else "/CPU:0"):
+            tf.zeros([1]).numpy()
+            ready = time.time()
+            kept = tf.ones([size_bytes // 4])
+            float(tf.reduce_sum(kept))
+    elif framework == "jax":
+        import jax
+
+        imported = time.time()
+        device = jax.devices("gpu" if on_gpu else "cpu")[0]
+        jax.device_put(0.0, device).block_until_ready()
+        ready = time.time()
+        kept = jax.numpy.ones(size_bytes // 4, device=device)
+        kept.sum().block_until_ready()
+    else:
+        imported = ready = time.time()
+        kept = bytearray(size_bytes)
+    del kept
+    return {
+        "line": line,
+        "ready": ready,
+        "import_s": imported - line,
+        "init_s": ready - imported,
+        "pid": os.getpid(),
+    }
+
+
+def spawned(queue: Any, *arguments: Any) -> None:
+    """Run the body in a process of `multiprocessing`."""
+    queue.put(first_use(*arguments))

@@ -1,0 +1,394 @@
+"""How long from `submit` to a task's first line with its GPU ready, and what stays on the device?
+
+Ours cold (`standby=0`), with processes that wait with the framework imported (the default) and with
+processes that have CUDA running too (`standby="hot"`), beside what else a user has: plain
+`multiprocessing` (spawn, a process for each task, no Prefect), Prefect's `ProcessPoolTaskRunner`, its
+`ThreadPoolTaskRunner`, and `RayTaskRunner` of prefect-ray with a tenth of a GPU.
+
+    python benchmarks/dispatch.py --out dispatch.json          # under four minutes
+    python benchmarks/dispatch.py --frameworks tensorflow --rows standby hot spawn
+    python benchmarks/dispatch.py --tiny                       # that it runs, on the CPU
+
+Fair to all: one running Prefect server whose URL everybody has, compiled bytecode, each row in a fresh
+process. A row submits a first task, `--later` tasks one after another, each when no child of the flow
+computes any more, and a burst of `--burst` at once. Times are `time.time()`: in the submitter before
+`submit`, in the body's first line, after the framework's import, and when a first tensor is on the
+device and it has synchronised. Then the body takes 4 GiB and lets go. "Left" is what NVML lists for the
+flow's process and its children a second after the task; what waiting processes hold is in it.
+
+What matters most is measured first (ours and spawn, PyTorch, then TensorFlow), then the other peers,
+then everything again, until `--repeats` or `--budget` is reached. What had no time is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import _bodies
+import _bound
+import _common
+import _devices
+
+ROWS = {
+    "standby": "GPUTaskRunner, processes stand by",
+    "hot": "GPUTaskRunner, they are hot",
+    "cold": "GPUTaskRunner, cold",
+    "spawn": "multiprocessing spawn, no Prefect",
+    "pool": "ProcessPoolTaskRunner",
+    "threads": "ThreadPoolTaskRunner",
+    "ray": "RayTaskRunner, num_gpus=0.1",
+}
+FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "none": ""}
+
+#: Measured first: what this package claims, and the plain process that it is compared with.
+FIRST = ("standby", "hot", "cold", "spawn")
+
+#: Seconds that a row takes on an H200 before it was measured here, to plan within the budget.
+GUESS_S = {"torch": 25.0, "tensorflow": 45.0, "none": 15.0}
+GUESS_RAY_S = 60.0
+
+MIB = _devices.MIB
+GPU_BYTES = 4096 * MIB
+HOST_BYTES = 64 * MIB
+
+#: Seconds after a task's result at which what it left is read.
+SETTLE_S = 1.0
+
+#: Most seconds between the tasks of a row in which no process gets ready ahead.
+OTHERS_PAUSE_S = 2.0
+
+#: Seconds that a process needs at most beyond CUDA's own start, standing by, and in all, hot.
+AIM_S = 0.15
+
+
+def why_not(row: str, framework: str, on_gpu: bool) -> str:
+    """Say why a row cannot be measured here; empty: it can."""
+    if FRAMEWORKS[framework] and not _common.installed(FRAMEWORKS[framework]):
+        return f"not installed: {framework}"
+    if row == "ray" and not (_common.installed("ray") and _common.installed("prefect_ray")):
+        return "not installed: prefect-ray"
+    if row == "hot" and not on_gpu:
+        return "no GPU"
+    return _common.runner_lacks("standby") if row in ("standby", "hot") else ""
+
+
+def make_runner(row: str, framework: str, on_gpu: bool) -> tuple[Any, list[str]]:
+    """Make the task runner of a row, and the tags that its task has."""
+    from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
+
+    from prefect_gpu import GPUTaskRunner, gpu
+
+    if row == "pool":
+        return ProcessPoolTaskRunner(), []
+    if row == "threads":
+        return ThreadPoolTaskRunner(), []
+    if row == "ray":
+        return _common.ray_runner(1), []
+    more: dict[str, Any] = {}
+    if row == "cold" and not _common.runner_lacks("standby"):
+        more["standby"] = 0
+    if row == "hot":
+        more["standby"] = "hot"
+    tags = gpu(memory="6GiB" if on_gpu else "1GiB", framework=framework)
+    return GPUTaskRunner(devices="nvml" if on_gpu else "host", **more), list(tags)
+
+
+class Row:
+    """Measures one row in this process, and tells each task as it ends."""
+
+    def __init__(self, row: str, framework: str, on_gpu: bool) -> None:
+        self._row, self._framework, self._on_gpu = row, framework, on_gpu
+        self._arguments = (framework, on_gpu, GPU_BYTES if on_gpu else HOST_BYTES)
+
+    def measure(self, later: int, burst: int, pause_s: float) -> None:
+        """Run the first task, later ones and the burst."""
+        if self._row == "spawn":
+            context = multiprocessing.get_context("spawn")
+
+            def start() -> Any:
+                queue = context.SimpleQueue()
+                process = context.Process(target=_bodies.spawned, args=(queue, *self._arguments))
+                process.start()
+
+                def result() -> dict[str, float]:
+                    found = queue.get()
+                    process.join()
+                    return found
+
+                return result
+
+            self._run(start, later, burst, pause_s)
+            return
+        from prefect import flow, task
+
+        runner, tags = make_runner(self._row, self._framework, self._on_gpu)
+        work = task(_bodies.first_use, name="work", tags=tags)
+
+        def submit() -> Any:
+            if self._row != "ray":
+                return work.submit(*self._arguments).result
+            with _common.ray_options(num_gpus=0.1 if self._on_gpu else 0):
+                return work.submit(*self._arguments).result
+
+        @flow(task_runner=runner)
+        def dispatch() -> None:
+            self._run(submit, later, burst, pause_s)
+
+        dispatch()
+
+    def _run(self, start: Any, later: int, burst: int, pause_s: float) -> None:
+        if self._row not in ("standby", "hot"):
+            # Nothing gets ready there; Ray's own processes are never quite idle.
+            pause_s = min(pause_s, OTHERS_PAUSE_S)
+        before, used_before = _devices.held_bytes(self._on_gpu), _devices.used_bytes()
+
+        def read_left() -> dict[str, int]:
+            time.sleep(SETTLE_S)
+            return {
+                "left_bytes": _devices.held_bytes(self._on_gpu) - before,
+                "device_left_bytes": _devices.used_bytes() - used_before,
+            }
+
+        for index in range(1 + later):
+            submitted = time.time()
+            found = start()()
+            ended = time.time()
+            times = self._times("later" if index else "first", submitted, found)
+            times |= {"whole_s": ended - submitted, **read_left()}
+            # Every row waits: a task must not compete with what the one before left running.
+            times["idle_after_s"] = _devices.wait_until_idle(pause_s)
+            _common.tell(times)
+        if burst:
+            began = time.time()
+            started = [(time.time(), start()) for _ in range(burst)]
+            all_found = [(submitted, result()) for submitted, result in started]
+            wall_s = time.time() - began
+            left = read_left()
+            for submitted, found in all_found:
+                times = self._times("burst", submitted, found)
+                _common.tell({**times, "wall_s": wall_s, **left})
+
+    def _times(self, kind: str, submitted: float, found: dict[str, float]) -> dict[str, Any]:
+        return {
+            "row": self._row,
+            "framework": self._framework,
+            "kind": kind,
+            "line_s": found["line"] - submitted,
+            "ready_s": found["ready"] - submitted,
+            "import_s": found["import_s"],
+            "init_s": found["init_s"],
+            "pid": found["pid"],
+        }
+
+
+def order(rows: list[str], frameworks: list[str], repeats: int, seed: int) -> list[Any]:
+    """Say in which order rows are measured: what matters most first, at random among equals."""
+    shuffle = random.Random(seed)
+    plan = []
+    for repeat in range(repeats):
+        tiers = [
+            [(framework, row) for row in rows if (row in FIRST) == first]
+            for first in (True, False)
+            for framework in frameworks
+        ]
+        # With Ray last: it takes the longest.
+        for tier in tiers:
+            mixed = shuffle.sample(tier, len(tier))
+            plan += [(repeat, *pair) for pair in sorted(mixed, key=lambda pair: pair[1] == "ray")]
+    return plan
+
+
+def main() -> None:
+    """Measure every row that there is time for; print tables and checks."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
+    parser.add_argument(
+        "--frameworks", nargs="+", choices=tuple(FRAMEWORKS), default=["torch", "tensorflow"]
+    )
+    parser.add_argument("--later", type=int, default=3, help="tasks after the first, one by one")
+    parser.add_argument("--burst", type=int, default=8, help="tasks at once after those; 0: none")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pause", type=float, default=15.0, help="most seconds between tasks")
+    parser.add_argument("--budget", type=float, default=225.0, help="seconds for all of it")
+    parser.add_argument("--seed", type=int, default=0, help="of the order in which rows run")
+    parser.add_argument("--api-url", default=None, help="use this Prefect server")
+    parser.add_argument("--out", type=Path, default=None, help="write JSON here as results come")
+    parser.add_argument("--json", action="store_true", help="print the JSON too")
+    parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
+    parser.add_argument("--row", choices=tuple(ROWS), help=argparse.SUPPRESS)
+    parser.add_argument("--on-gpu", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.row:
+        (framework,) = given.frameworks
+        Row(given.row, framework, given.on_gpu).measure(given.later, given.burst, given.pause)
+        return
+    devices = _devices.nvidia()
+    on_gpu = bool(devices) and not given.tiny
+    if given.tiny:
+        given.frameworks, given.later, given.burst, given.repeats = ["none"], 1, 2, 1
+        given.pause, given.budget = 1.0, 50.0
+
+    head = {
+        "versions": _common.versions("torch", "tensorflow", "ray", "prefect-ray", "nvidia-ml-py"),
+        **devices,
+        "on_gpu": on_gpu,
+        "seed": given.seed,
+    }
+    print(json.dumps(head), flush=True)
+    results = _common.Results(given.out, head)
+    absent: dict[tuple[str, str], str] = {}
+    took_s: dict[tuple[str, str], float] = {}
+    left_s = lambda: given.budget - (time.monotonic() - _common.STARTED_S)  # noqa: E731
+    with _common.prefect_server(given.api_url) as url:
+        _common.say("the server is there")
+        for repeat, framework, row in order(
+            given.rows, given.frameworks, given.repeats, given.seed
+        ):
+            key = (framework, row)
+            problem = absent.get(key) or why_not(row, framework, on_gpu)
+            needs_s = took_s.get(key, GUESS_RAY_S if row == "ray" else GUESS_S[framework])
+            if problem or left_s() < needs_s:
+                # A row that was measured once is there.
+                if repeat == 0:
+                    absent[key] = problem or f"no time within --budget {given.budget:.0f}"
+                    _common.say(f"{framework}, {ROWS[row]}: {absent[key]}")
+                continue
+            began = time.monotonic()
+            problem = _common.stream(
+                __file__,
+                [
+                    *("--row", row, "--frameworks", framework, "--later", str(given.later)),
+                    *("--burst", str(given.burst), "--pause", str(given.pause)),
+                    *(["--on-gpu"] if on_gpu else []),
+                ],
+                url,
+                max(10.0, left_s()),
+                lambda found, repeat=repeat: results.add({"repeat": repeat, **found}),
+                # Else TensorFlow takes the whole device, in all rows but ours.
+                {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            )
+            took_s[key] = time.monotonic() - began
+            if problem:
+                absent[key] = problem
+                results.put("problems", {", ".join(key): why for key, why in absent.items()})
+            _common.say(
+                f"{framework}, {ROWS[row]}: repeat {repeat}, {took_s[key]:.0f} s {problem}".rstrip()
+            )
+    runs = results.found["runs"]
+    results.put("absent", {", ".join(key): why for key, why in absent.items()})
+    results.put("summary", summarise(runs))
+    checks = make_checks(runs)
+    results.put("checks", [str(check) for check in checks] if on_gpu else [])
+    if given.json:
+        print(json.dumps(results.found, indent=1))
+    what = "GPU memory by NVML" if on_gpu else "no GPU: resident memory"
+    print(f"\nmedian (lowest–highest); left: {what}; on {devices.get('devices', 'no GPU')}\n")
+    for framework in given.frameworks:
+        print_rows(framework, runs, given.rows, absent)
+    for check in checks if on_gpu else []:
+        print(check)
+    if not on_gpu:
+        print("no GPU: nothing is judged")
+
+
+def select(runs: list[dict[str, Any]], framework: str, row: str, kind: str) -> list[dict[str, Any]]:
+    """Give the runs of one framework, row and kind."""
+    return [r for r in runs if (r["framework"], r["row"], r["kind"]) == (framework, row, kind)]
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Give medians by framework, row and kind."""
+    keys = sorted({(r["framework"], r["row"], r["kind"]) for r in runs})
+    return {
+        ", ".join(key): {
+            name: statistics.median(r[name] for r in select(runs, *key))
+            for name in ("line_s", "ready_s", "import_s", "init_s", "left_bytes")
+        }
+        for key in keys
+    }
+
+
+def make_checks(runs: list[dict[str, Any]]) -> list[_bound.Check]:
+    """Judge what is claimed: that nothing waits but CUDA's own start, and nothing stays."""
+    checks = []
+    for framework in FRAMEWORKS:
+        later = select(runs, framework, "standby", "later")
+        if later:
+            beyond = statistics.median(r["ready_s"] - r["init_s"] for r in later)
+            checks.append(
+                _bound.Check(f"{framework}, standby: ready, less its CUDA init", beyond, AIM_S, "s")
+            )
+        hot = select(runs, framework, "hot", "later")
+        if hot:
+            ready_s = statistics.median(r["ready_s"] for r in hot)
+            checks.append(_bound.Check(f"{framework}, hot: ready", ready_s, AIM_S, "s"))
+        for row in ("standby", "cold"):
+            own = [r for r in runs if (r["framework"], r["row"]) == (framework, row)]
+            if own:
+                left = max(r["left_bytes"] for r in own) / MIB
+                checks.append(
+                    _bound.Check(f"{framework}, {row}: left after a task", left, 0, "MiB")
+                )
+    return checks
+
+
+def print_rows(
+    framework: str,
+    runs: list[dict[str, Any]],
+    rows: list[str],
+    absent: dict[tuple[str, str], str],
+) -> None:
+    """Print a line for each row of one framework."""
+    table = []
+    for row in rows:
+        first, later, burst = (
+            select(runs, framework, row, kind) for kind in ("first", "later", "burst")
+        )
+        if not first:
+            reason = absent.get((framework, row), "not measured")
+            table.append([ROWS[row], reason, *([""] * 7)])
+            continue
+        # What burst tasks leave is read once for all of them.
+        left = [r["left_bytes"] / MIB for r in (*first, *later, *burst[:1])]
+        idle = [r["idle_after_s"] for r in (*first, *later) if r.get("idle_after_s") is not None]
+        table.append(
+            [
+                ROWS[row],
+                _common.spread([r["ready_s"] for r in first], 2),
+                _common.spread([r["line_s"] for r in later], 3),
+                _common.spread([r["ready_s"] for r in later], 3),
+                _common.spread([r["init_s"] for r in later], 3),
+                _common.spread([r["ready_s"] for r in burst], 2),
+                _common.spread([r["wall_s"] for r in burst], 2),
+                _common.spread(left, 0),
+                # With processes that stand by: how long the next one takes to be ready.
+                _common.spread(idle, 1) if row in ("standby", "hot") else "",
+            ]
+        )
+    print(f"{framework}\n")
+    _common.print_table(
+        [
+            "runner",
+            "first task ready, s",
+            "later: line, s",
+            "ready, s",
+            "of it CUDA init, s",
+            "burst: ready, s",
+            "all ended, s",
+            "left, MiB",
+            "next standby ready, s",
+        ],
+        table,
+    )
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

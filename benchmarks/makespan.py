@@ -1,0 +1,586 @@
+"""How soon are forty different model evaluations done on one GPU, and how soon could they be?
+
+Peers: a process for each model one after another (plain `multiprocessing`, no Prefect), the device to one
+task at a time (`gpu:exclusive`), Ray with the fraction of the GPU's memory that a task needs, ours with
+budgets from tags, and ours with budgets learned in the exclusive row.
+
+    python benchmarks/makespan.py --out makespan.json             # sequential, ours, what has time
+    python benchmarks/makespan.py --costs makespan.json --rows exclusive learned ray
+    python benchmarks/makespan.py --tiny                          # that it runs, on the CPU
+
+The evaluations (`_evaluations.py`) take 0.5 to 40 GiB and 1 to 8 seconds each, prepare their data and
+compute their metrics on the CPU, and so keep the GPU busy for a small part of their time only. That is
+where sharing a device pays, and it is stated with the results: with models that saturate the GPU by
+themselves the bound is the GPU itself, and no runner is faster than one after another.
+
+The sequential row measures each task alone, in a process of its own: seconds, NVML's peak, CPU seconds
+and how busy NVML says the GPU was. It also settles how many batches each evaluation does, which is the
+same in all other rows. The lower bound of every row is made of those costs: the largest of the longest
+chain; memory × duration over the device's memory; durations of tasks larger than half a device; GPU-busy
+seconds; CPU seconds over cores. Durations leave out the start of the process and of CUDA. Which term
+binds is printed. Tasks are submitted the longest first in all rows but the sequential one, where the
+order makes no difference. All have one CPU thread each. Before it is timed, a row of ours runs one small
+task of each framework, as a machine that is in use has done: their contexts are measured once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import _bound
+import _common
+import _devices
+import _evaluations
+
+ROWS = {
+    "sequential": "a process each, one after another, no Prefect",
+    "ours": "GPUTaskRunner, budgets from tags",
+    "ray": "RayTaskRunner, fractions of memory",
+    "exclusive": "GPUTaskRunner, gpu:exclusive",
+    "learned": "GPUTaskRunner, learned budgets",
+}
+
+MIB, GIB = _devices.MIB, 2**30
+
+#: How the seconds of a row compare with those of the sequential one, to plan within the budget:
+#: a row that is cut short is lost, and one that is not begun too.
+GUESS = {"ours": 0.15, "learned": 0.2, "ray": 0.35, "exclusive": 1.1}
+
+#: Seconds that a sequential task's process takes beyond its work.
+GUESS_START_S = 2.5
+
+#: Seconds that a row takes before and after: imports, flow run, reports.
+AROUND_S = 12.0
+
+#: What is aimed for.
+LEAST_SPEEDUP = 4.0
+MOST_ABOVE_BOUND = 1.2
+
+#: For all rows: one CPU thread for each task, and frameworks that do not take the whole device.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+def why_not(row: str) -> str:
+    """Say why a row cannot be measured here; empty: it can."""
+    if row == "ray" and not (_common.installed("ray") and _common.installed("prefect_ray")):
+        return "not installed: prefect-ray"
+    return ""
+
+
+# One row, in a process of its own.
+
+
+def spawned(queue: Any, arguments: dict[str, Any]) -> None:
+    """Run an evaluation in a process of `multiprocessing`."""
+    try:
+        queue.put(_evaluations.evaluate(**arguments))
+    except Exception as error:
+        queue.put({"error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def arguments_of(job: _evaluations.Evaluation, steps: int, on_gpu: bool) -> dict[str, Any]:
+    """Give what the body is called with."""
+    return {**dataclasses.asdict(job), "steps": steps, "on_gpu": on_gpu}
+
+
+def tell_task(
+    job: _evaluations.Evaluation, found: Any, sampler: _devices.Sampler, error: str = ""
+) -> None:
+    """Tell what became of one task."""
+    record = {"kind": "task", "name": job.name, "error": error}
+    if not error:
+        record |= found
+        record["peak_bytes"] = sampler.peak_bytes(found["pid"])
+        record["busy_fraction"] = sampler.busy_fraction(found["ready"], found["ended"])
+    _common.tell(record)
+
+
+def measure_sequential(jobs: list[_evaluations.Evaluation], on_gpu: bool) -> None:
+    """Run one process after another; tell each, and the whole."""
+    context = multiprocessing.get_context("spawn")
+    used_before, failed = _devices.used_bytes(), 0
+    with _devices.Sampler(on_gpu) as sampler:
+        began = time.time()
+        for number, job in enumerate(jobs, 1):
+            queue = context.SimpleQueue()
+            process = context.Process(
+                target=spawned, args=(queue, arguments_of(job, 0, on_gpu)), daemon=True
+            )
+            process.start()
+            # One that dies says nothing.
+            while queue.empty() and process.is_alive():
+                process.join(0.01)
+            died = {"error": f"exit code {process.exitcode}"}
+            found = died if queue.empty() else queue.get()
+            process.join()
+            error = found.get("error", "")
+            failed += bool(error)
+            tell_task(job, found, sampler, error)
+            if number % 5 == 0 or error:
+                _common.say(f"{number} of {len(jobs)} alone {error}".rstrip())
+        wall_s = time.time() - began
+    _common.tell(
+        {
+            "kind": "row",
+            "makespan_s": wall_s,
+            "failed": failed,
+            "leaked_bytes": _devices.settled_difference_bytes(used_before),
+        }
+    )
+
+
+def measure_flow(
+    row: str,
+    jobs: list[_evaluations.Evaluation],
+    costs: dict[str, dict[str, Any]],
+    on_gpu: bool,
+    settings: dict[str, Any],
+) -> None:
+    """Run all tasks in one flow; tell each, and the whole."""
+    from prefect import flow, task
+    from prefect.runtime import flow_run
+
+    from prefect_gpu import GPUTaskRunner, gpu
+
+    total = min(_devices.usable_bytes(), default=0)
+    if row == "ray":
+        runner: Any = _common.ray_runner(1)
+    else:
+        runner = GPUTaskRunner(devices="nvml" if on_gpu else "host", **settings)
+    # One name, so that what the exclusive row learns is known to the learned one.
+    work = task(_evaluations.evaluate, name="evaluate")
+    seen: dict[str, Any] = {}
+
+    def submit(job: _evaluations.Evaluation) -> Any:
+        arguments = arguments_of(job, costs[job.name]["steps"], on_gpu)
+        peak = costs[job.name]["peak_bytes"]
+        if row == "ray":
+            fraction = round(min(1.0, peak / total) + 0.00005, 4) if on_gpu else 0
+            with _common.ray_options(num_gpus=fraction, num_cpus=1):
+                return work.submit(**arguments)
+        more: dict[str, Any] = {"framework": job.framework, "cpus": 1}
+        if row == "ours":
+            more["memory"] = f"{-(-_bound.budget_bytes(peak) // MIB)}MiB"
+        else:
+            more["learn_by"] = "name"
+            more["exclusive"] = row == "exclusive"
+        return work.with_options(tags=gpu(**more)).submit(**arguments)
+
+    @flow(name=f"makespan-{row}", task_runner=runner)
+    def evaluate_all() -> None:
+        seen["flow_run_id"] = str(flow_run.id)
+        began = time.time()
+        futures = [(job, submit(job)) for job in jobs]
+        seen["results"] = results = []
+        for job, future in futures:
+            results.append((job, future.result(raise_on_failure=False)))
+            if len(results) % 10 == 0:
+                _common.say(f"{row}: {len(results)} of {len(jobs)} have ended")
+        seen["makespan_s"] = time.time() - began
+
+    used_before = _devices.used_bytes()
+    if row != "ray" and on_gpu:
+        _common.warm_up(runner, sorted({job.framework for job in jobs}), on_gpu)
+    with _devices.Sampler(on_gpu) as sampler:
+        evaluate_all()
+    failed, out_of_memory = 0, 0
+    for job, found in seen["results"]:
+        error = ""
+        if not isinstance(found, dict):
+            error = f"{type(found).__name__}: {found}"[:500]
+            failed += 1
+            out_of_memory += _common.says_out_of_memory(error)
+        tell_task(job, found, sampler, error)
+    record = {
+        "kind": "row",
+        "makespan_s": seen["makespan_s"],
+        "failed": failed,
+        "out_of_memory": out_of_memory,
+        # Standing processes end with the flow, or hold what they hold for a moment.
+        "leaked_bytes": _devices.settled_difference_bytes(used_before),
+        "used_peak_bytes": max(sampler.used_peaks),
+    }
+    if row != "ray":
+        reports = _common.read_reports(seen["flow_run_id"], len(jobs))
+        summary = _common.summarise_reports(reports)
+        record["reports"] = summary
+        # A task that ran out of memory and then ended well is in the reports alone.
+        record["out_of_memory"] = max(out_of_memory, summary["out_of_memory"])
+    _common.tell(record)
+
+
+# All rows.
+
+
+def read_costs(path: Path) -> dict[str, dict[str, Any]]:
+    """Read what tasks take, alone, from what an earlier run wrote.
+
+    Raises:
+        SystemExit: There is no complete sequential row in it.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        costs: dict[str, dict[str, Any]] = found["costs"]
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(
+            f"--costs {path}: no costs in it ({type(error).__name__}); accepted is a file that "
+            f"makespan.py --rows sequential --out FILE has written to its end"
+        ) from None
+    return costs
+
+
+def make_costs(
+    tasks: list[dict[str, Any]], jobs: list[_evaluations.Evaluation]
+) -> dict[str, dict[str, Any]]:
+    """Work out what each task takes, alone; those that failed are left out."""
+    sizes = {job.name: job.size_bytes for job in jobs}
+    costs = {}
+    for found in tasks:
+        if found["error"]:
+            continue
+        duration_s = found["ended"] - found["ready"]
+        costs[found["name"]] = {
+            "duration_s": duration_s,
+            "start_s": found["ready"] - found["line"],
+            "init_s": found["ready"] - found["imported"],
+            "steps": found["steps"],
+            # It was too short to be seen.
+            "peak_bytes": found["peak_bytes"] or sizes[found["name"]],
+            "busy_s": found["busy_fraction"] * duration_s,
+            "cpu_s": found["cpu_s"],
+            "score": found["score"],
+        }
+    return costs
+
+
+def bound_of(
+    costs: dict[str, dict[str, Any]], device_bytes: int, cores: int, with_init: bool = False
+) -> _bound.Bound:
+    """Work out the least makespan; with or without CUDA's start in a task's duration."""
+    made = [
+        _bound.Cost(
+            name,
+            cost["duration_s"] + (cost["init_s"] if with_init else 0.0),
+            min(cost["peak_bytes"], device_bytes),
+            cost["busy_s"],
+            cost["cpu_s"],
+        )
+        for name, cost in costs.items()
+    ]
+    return _bound.lower_bound(made, 1, device_bytes, cores)
+
+
+def main() -> None:
+    """Measure every row that there is time for; print tables and checks."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
+    parser.add_argument(
+        "--frameworks", nargs="+", choices=tuple(_evaluations.KINDS), default=["torch", "jax"]
+    )
+    parser.add_argument("--tasks", type=int, default=40)
+    parser.add_argument("--scale", type=float, default=1.0, help="of each task's seconds")
+    parser.add_argument("--budget", type=float, default=360.0, help="seconds for all of it")
+    parser.add_argument("--costs", type=Path, help="what an earlier run wrote with --out")
+    parser.add_argument(
+        "--with", dest="settings", action="append", default=[], help="NAME=VALUE of GPUTaskRunner"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of sizes, kinds and seconds")
+    parser.add_argument("--api-url", default=None, help="use this Prefect server")
+    parser.add_argument("--out", type=Path, default=None, help="write JSON here as results come")
+    parser.add_argument("--json", action="store_true", help="print the JSON too")
+    parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
+    parser.add_argument("--row", choices=tuple(ROWS), help=argparse.SUPPRESS)
+    parser.add_argument("--on-gpu", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    settings = _common.read_settings(given.settings)
+    if given.tiny:
+        given.tasks = 3
+        if given.rows == list(ROWS):
+            # Each process imports a framework and Prefect for seconds.
+            given.rows = ["sequential", "ours", "ray"]
+    frameworks = [name for name in given.frameworks if _common.installed(name)]
+    if not frameworks:
+        raise SystemExit(f"none of {', '.join(given.frameworks)} is installed")
+    jobs = _evaluations.plan(given.seed, given.tasks, frameworks, given.scale, given.tiny)
+    if given.row == "sequential":
+        measure_sequential(jobs, given.on_gpu)
+        return
+    if given.row:
+        costs = read_costs(given.costs)
+        jobs = sorted(
+            (job for job in jobs if job.name in costs),
+            key=lambda job: (-costs[job.name]["duration_s"], job.name),
+        )
+        measure_flow(given.row, jobs, costs, given.on_gpu, settings)
+        return
+    Benchmark(given, settings, frameworks, jobs).run()
+
+
+class Benchmark:
+    """Runs the rows, one process after another, and prints what came of them."""
+
+    def __init__(
+        self,
+        given: argparse.Namespace,
+        settings: dict[str, Any],
+        frameworks: list[str],
+        jobs: list[_evaluations.Evaluation],
+    ) -> None:
+        self._given, self._settings, self._jobs = given, settings, jobs
+        devices = _devices.nvidia()
+        self._on_gpu = bool(devices) and not given.tiny
+        if not self._on_gpu and not given.tiny:
+            raise SystemExit("no GPU: NVML shows no device; --tiny tries it out on the CPU")
+        self._frameworks = frameworks
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        self._device_bytes = self._read_device_bytes()
+        head = {
+            "versions": _common.versions("torch", "jax", "tensorflow", "ray", "prefect-ray"),
+            **devices,
+            "on_gpu": self._on_gpu,
+            "device_bytes": self._device_bytes,
+            "seed": given.seed,
+            "scale": given.scale,
+            "settings": settings,
+            "tasks": [dataclasses.asdict(job) for job in jobs],
+        }
+        self._results = _common.Results(given.out, head)
+        print(json.dumps({k: v for k, v in head.items() if k != "tasks"}), flush=True)
+        self._costs: dict[str, dict[str, Any]] = {}
+        #: By row: seconds, failures, leaks; and what its tasks told.
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._tasks: dict[str, list[dict[str, Any]]] = {}
+        self._absent: dict[str, str] = {}
+
+    def _read_device_bytes(self) -> int:
+        if self._on_gpu:
+            import pynvml
+
+            return int(pynvml.nvmlDeviceGetMemoryInfo(_devices.handles()[0]).total)
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+
+    def run(self) -> None:
+        """Measure, and print."""
+        given = self._given
+        if given.costs is not None:
+            earlier = json.loads(given.costs.read_text(encoding="utf-8"))
+            self._costs = read_costs(given.costs)
+            self._check_same(earlier)
+            given.rows = [row for row in given.rows if row != "sequential"]
+            self._rows["sequential"] = earlier["rows"]["sequential"]
+            self._results.put("costs", self._costs)
+        elif "sequential" not in given.rows:
+            raise SystemExit(
+                "the other rows need what tasks take alone: add the row sequential, or --costs FILE"
+            )
+        if self._on_gpu and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+            # One device, for all rows alike.
+            os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        with _common.prefect_server(given.api_url) as url:
+            _common.say("the server is there")
+            for row in ROWS:
+                if row in given.rows:
+                    self._measure(row, url)
+        self._results.put("absent", self._absent)
+        self._print()
+
+    def _check_same(self, earlier: dict[str, Any]) -> None:
+        mine = [dataclasses.asdict(job) for job in self._jobs]
+        if earlier["tasks"] != mine:
+            raise SystemExit(
+                f"--costs {self._given.costs}: it has other tasks (seed {earlier['seed']}, "
+                f"{len(earlier['tasks'])} of them); give the same --seed, --tasks, --scale and "
+                f"--frameworks"
+            )
+
+    def _needs_s(self, row: str) -> float:
+        work_s = sum(job.seconds for job in self._jobs)
+        alone_s = work_s + GUESS_START_S * len(self._jobs)
+        sequential = self._rows.get("sequential")
+        if sequential:
+            alone_s = float(sequential["makespan_s"])
+        return alone_s * GUESS.get(row, 1.0) + (AROUND_S if self._on_gpu else 0)
+
+    def _measure(self, row: str, url: str) -> None:
+        given = self._given
+        left_s = given.budget - (time.monotonic() - _common.STARTED_S)
+        problem = why_not(row)
+        if not problem and row in GUESS and not self._costs:
+            problem = "not measured: the sequential row was not complete"
+        if not problem and row == "learned" and "exclusive" not in self._rows:
+            problem = "not measured: it learns in the row exclusive"
+        if not problem and left_s < self._needs_s(row):
+            problem = f"no time within --budget {given.budget:.0f}: {self._needs_s(row):.0f} s more"
+        unknown = _common.runner_lacks(*self._settings) if row not in ("sequential", "ray") else ""
+        if problem or unknown:
+            self._absent[row] = problem or unknown
+            _common.say(f"{ROWS[row]}: {self._absent[row]}")
+            return
+        began = time.monotonic()
+        self._tasks[row] = []
+        costs_file = self._write_costs()
+        problem = _common.stream(
+            __file__,
+            [
+                *("--row", row, "--tasks", str(given.tasks), "--seed", str(given.seed)),
+                *("--scale", str(given.scale), "--frameworks", *self._frameworks),
+                *("--costs", str(costs_file)),
+                *(part for pair in given.settings for part in ("--with", pair)),
+                *(["--on-gpu"] if self._on_gpu else []),
+                *(["--tiny"] if given.tiny else []),
+            ],
+            url,
+            max(10.0, left_s),
+            lambda found: self._take(row, found),
+            ENVIRONMENT,
+        )
+        costs_file.unlink()
+        if row not in self._rows:
+            self._absent[row] = problem or "it told nothing"
+        elif row == "sequential":
+            self._costs = make_costs(self._tasks[row], self._jobs)
+            self._results.put("costs", self._costs)
+        self._results.put("rows", self._rows)
+        _common.say(f"{ROWS[row]}: {time.monotonic() - began:.0f} s {problem}".rstrip())
+
+    def _write_costs(self) -> Path:
+        import tempfile
+
+        with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+            json.dump({"costs": self._costs}, file)
+        return Path(file.name)
+
+    def _take(self, row: str, found: dict[str, Any]) -> None:
+        if found["kind"] == "row":
+            self._rows[row] = found
+        else:
+            self._tasks[row].append(found)
+        self._results.add({"row": row, **found})
+
+    def _print(self) -> None:
+        if self._costs:
+            self._print_costs()
+        sequential = self._rows.get("sequential")
+        bound = bound_of(self._costs, self._device_bytes, self._cores) if self._costs else None
+        table, checks = [], []
+        for row in ROWS:
+            found = self._rows.get(row)
+            if found is None:
+                if row in self._absent:
+                    table.append([ROWS[row], self._absent[row], *([""] * 6)])
+                continue
+            seconds = found["makespan_s"]
+            speedup = sequential["makespan_s"] / seconds if sequential else None
+            above = seconds / bound.seconds if bound else None
+            table.append(
+                [
+                    ROWS[row],
+                    f"{seconds:.1f}",
+                    f"{speedup:.2f}" if speedup else "–",
+                    f"{above:.2f}" if above else "–",
+                    str(found["failed"]),
+                    str(found.get("out_of_memory", "–")),
+                    f"{found['leaked_bytes'] / MIB:.0f}" if self._on_gpu else "no GPU",
+                    self._same_scores(row),
+                ]
+            )
+            if row in ("ours", "learned") and self._on_gpu and speedup and above:
+                checks += [
+                    _bound.Check(f"{row}: out of memory", found["out_of_memory"], 0),
+                    _bound.Check(f"{row}: failed tasks", found["failed"], 0),
+                    _bound.Check(
+                        f"{row}: left on the device", abs(found["leaked_bytes"]) / MIB, 0, "MiB"
+                    ),
+                    _bound.Check(
+                        f"{row}: times as fast as sequential", speedup, LEAST_SPEEDUP, at_least=True
+                    ),
+                    _bound.Check(f"{row}: times the lower bound", above, MOST_ABOVE_BOUND),
+                ]
+                if row == "ours":
+                    checks.append(
+                        _bound.Check(
+                            "ours: leaked, by its reports",
+                            found["reports"]["leaked_bytes"] / MIB,
+                            0,
+                            "MiB",
+                        )
+                    )
+        print()
+        _common.print_table(
+            [
+                "runner",
+                "makespan, s",
+                "× as fast as sequential",
+                "× the lower bound",
+                "failed",
+                "out of memory",
+                "left on the device, MiB",
+                "scores as alone",
+            ],
+            table,
+        )
+        print()
+        for check in checks:
+            print(check)
+        if not self._on_gpu:
+            print("no GPU: nothing is judged")
+        self._results.put("checks", [str(check) for check in checks])
+        if self._given.json:
+            print(json.dumps(self._results.found, indent=1))
+
+    def _same_scores(self, row: str) -> str:
+        """Count tasks whose score is what it was alone: the same work was done."""
+        told = [t for t in self._tasks.get(row, []) if not t["error"]]
+        if not told:
+            return "–"
+        same = sum(
+            abs(t["score"] - self._costs[t["name"]]["score"]) < 0.02
+            and t["steps"] == self._costs[t["name"]]["steps"]
+            for t in told
+            if t["name"] in self._costs
+        )
+        return f"{same} of {len(told)}"
+
+    def _print_costs(self) -> None:
+        bound = bound_of(self._costs, self._device_bytes, self._cores)
+        with_init = bound_of(self._costs, self._device_bytes, self._cores, with_init=True)
+        self._results.put("bound", {"terms": dict(bound.terms), "binds": bound.binds})
+        costs = list(self._costs.values())
+        work_s = sum(c["duration_s"] for c in costs)
+        print(
+            f"\n{len(costs)} tasks alone: work {work_s:.1f} s (each "
+            f"{_common.spread([c['duration_s'] for c in costs])}), peak GiB "
+            f"{_common.spread([c['peak_bytes'] / GIB for c in costs])}, imports and CUDA s "
+            f"{_common.spread([c['start_s'] for c in costs])}, of it CUDA "
+            f"{_common.spread([c['init_s'] for c in costs], 2)};\nGPU busy for "
+            f"{sum(c['busy_s'] for c in costs) / work_s:.0%} of the work, by NVML; CPU time "
+            f"{sum(c['cpu_s'] for c in costs) / work_s:.0%} of it\n"
+        )
+        _common.print_table(
+            ["lower bound", "s", "binds"],
+            [
+                [name, f"{value:.1f}", "yes" if name == bound.binds else ""]
+                for name, value in bound.terms.items()
+            ],
+        )
+        print(f"\nwith CUDA's start counted as work it would be {with_init.seconds:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

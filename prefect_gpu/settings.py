@@ -63,6 +63,11 @@ class GPUSettings(PrefectBaseSettings):
         description="Memory of each device left free whatever is asked, as in 512MiB, or 0; none: "
         "by the kind of device.",
     )
+    start_method: Literal["spawn", "forkserver"] = Field(
+        default="spawn",
+        description="How a task's process comes to be: spawn, a fresh interpreter, or forkserver, a "
+        "fork of a process that has imported Prefect, NumPy and PyTorch and done nothing else.",
+    )
     reports: bool = Field(
         default=True,
         description="Publish a memory report for each process and each flow run as artifacts.",

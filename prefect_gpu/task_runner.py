@@ -51,10 +51,12 @@ from prefect_gpu.ledger import PROCESS_LEDGER, ProcessLedger
 from prefect_gpu.policy import GPUPolicy, parse_tags
 from prefect_gpu.processes import values
 from prefect_gpu.processes.call import Call
+from prefect_gpu.processes.forkserver import check_modules
 from prefect_gpu.processes.kind import Kind, kind_of
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.spec import Launcher
 from prefect_gpu.processes.standby import Announcement, standby_pool
+from prefect_gpu.processes.templates import ForkLauncher, template_pool
 from prefect_gpu.record import TaskFacts
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport
@@ -100,6 +102,9 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         reports: Whether to publish memory reports as artifacts.
         standby: Processes started ahead of their tasks, with Prefect, the framework and the task's
             modules imported: `"auto"`, or at most so many; 0 starts none.
+        start_method: `"spawn"`: each process is a fresh interpreter. `"forkserver"`: it is forked from
+            a process that has imported Prefect, NumPy and, for tasks that use it, PyTorch, and has
+            done nothing else; for many short tasks. Other frameworks are refused under it.
 
     Raises:
         DeviceError: `devices` cannot be read, or the platform has no sessions of processes.
@@ -114,6 +119,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         headroom: str | None = None,
         reports: bool | None = None,
         standby: int | str | None = None,
+        start_method: str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if sys.platform == "win32":
@@ -128,6 +134,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             "headroom": headroom,
             "reports": reports,
             "standby": standby,
+            "start_method": start_method,
         }
         settings = GPUSettings(**{k: v for k, v in given.items() if v is not None})
         # Pickled with the flow: plain values only.
@@ -138,6 +145,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         self.headroom_bytes = settings.headroom_bytes
         self.reports = settings.reports
         self.standby = settings.standby
+        self.start_method = settings.start_method
         self._run: _Running | None = None
 
     def duplicate(self) -> Self:
@@ -163,6 +171,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             self.headroom_bytes,
             self.reports,
             self.standby,
+            self.start_method,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -255,6 +264,11 @@ class _Running:
             policy = parse_tags(task.tags, bridge.context_tags())
         except PolicyError as error:
             policy, problem = None, error
+        if policy is not None and self._runner.start_method == "forkserver":
+            try:
+                check_modules(_frameworks_of(task, policy))
+            except PolicyError as error:
+                policy, problem = None, error
         if policy is None and problem is None:
             return self._submit_to_thread(task, parameters, wait_for, dependencies)
         self._client.open()
@@ -319,14 +333,23 @@ class _Running:
             self._calls.add(call)
         return call
 
-    def announce(self, task: Task[..., Any], policy: GPUPolicy) -> Announcement | None:
+    def announce(
+        self, task: Task[..., Any], policy: GPUPolicy
+    ) -> Announcement | ForkLauncher | None:
         """Have a process kept ahead for a task; `None`: there will be none. It never raises."""
         standby = self._runner.standby
-        if standby == 0:
+        forks = self._runner.start_method == "forkserver"
+        if standby == 0 and not forks:
             return None
         try:
             broker = self._broker()
             kind = self._kind(task, policy, broker)
+            if forks:
+                with self._lock:
+                    if self._closing:
+                        return None
+                    template_pool().open(self)
+                return template_pool().announce(kind)
             pool = standby_pool()
             most = broker.max_processes
             with self._lock:
@@ -418,13 +441,19 @@ class _Running:
         for call in calls:
             call.cancel()
 
+    def _end_what_waits(self) -> None:
+        """End the processes that were made ahead, if no other runner of this process wants them."""
+        if self._runner.start_method == "forkserver":
+            template_pool().close(self)
+        elif self._runner.standby != 0:
+            standby_pool().close(self)
+
     def close(self, failed: bool) -> None:
         """See `GPUTaskRunner.__exit__`."""
         failed = failed or not bridge.flow_run_goes_on(self._flow, self._runner)
         if failed:
             self.cancel()
-            if self._runner.standby != 0:
-                standby_pool().close(self)
+            self._end_what_waits()
             if self._threads_started:
                 self._threads.cancel_all()
             # All must reach their state. What does not (an engine that sleeps until its next retry)
@@ -440,8 +469,7 @@ class _Running:
                 # Ctrl-C, or a signal that Prefect turned into an exception.
                 self.close(failed=True)
                 raise
-        if self._runner.standby != 0:
-            standby_pool().close(self)
+        self._end_what_waits()
         if self._threads_started:
             self._threads.__exit__(None, None, None)
         self._engines.shutdown(wait=not failed, cancel_futures=failed)
@@ -678,6 +706,12 @@ class _GPUTask:
             except ResultError as named:
                 return named
         return error
+
+
+def _frameworks_of(task: Task[..., Any], policy: GPUPolicy) -> tuple[str, ...]:
+    """Name the frameworks that a task says or was found to use."""
+    named = tuple(share.name for share in policy.frameworks)
+    return tuple(n for n in named or detect_frameworks(task.fn, whole_modules=False) if n != "none")
 
 
 def _held_by(function: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -1,23 +1,39 @@
 """The parent's end of a template process: asks it for forks, hears of them and of their ends.
 
-What the template does is in `template`. Nothing here blocks for longer than the template takes to
-read its socket: it is used from the launcher's one thread, which watches `fileno` and calls `read`.
+What the template does is in `template`; who gets a fork of which template, in `templates`. A request
+blocks the launcher's thread for as long as the template takes to fork: 3 to 20 ms.
 """
 
 from __future__ import annotations
 
 import array
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.processes.interpreter import interpreter_flags
+from prefect_gpu.processes.spawning import SpawnRequest
+
+#: What a template's interpreter runs.
+TEMPLATE = Path(__file__).with_name("template.py")
+
+#: Seconds that a template may take to fork; more is a hang.
+ANSWER_S = 10.0
+
+#: Exit code of a fork that nobody could reap for us.
+UNKNOWN_CODE = 255
+
+#: Bytes that a message may have: an environment travels in one.
+_SOCKET_BYTES = 4 << 20
 
 #: Libraries that a template may import: a fork of a process that has imported one of these, and done
 #: nothing with it, was seen to work (tests/process/test_forkserver.py).
@@ -90,14 +106,17 @@ class ForkEnded:
     code: int
 
 
-TemplateMessage = TemplateReady | Forked | ForkRefused | ForkEnded
+#: What answers a request.
+ForkAnswer = (Forked, ForkRefused)
+
+TemplateMessage: TypeAlias = "TemplateReady | Forked | ForkRefused | ForkEnded"
 
 
 class ForkServer:
-    """One template process. For one thread at a time, who also reads `process.stdout` and `stderr`.
+    """One template process. Safe to use from several threads, which wait for each other.
 
     Args:
-        modules: What it imports (`check_modules`).
+        modules: What it imports, Prefect's part in a child first (`check_modules` has passed).
         sys_path: Where it looks for them.
         environment: Its own variables.
     """
@@ -108,120 +127,209 @@ class ForkServer:
         sys_path: tuple[str, ...],
         environment: Mapping[str, str],
     ) -> None:
+        self.environment = dict(environment)
+        #: What became of it: empty while it may be asked for forks, or is not ready yet.
+        self.problem = ""
+        self._lock = threading.Lock()
+        self._ready: TemplateReady | None = None
+        self._next_id = 0
+        #: Ends that were told and not asked for, by process id.
+        self._ended: dict[int, int] = {}
         # Of messages: a request arrives whole, with its descriptors.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            for end in (self._control, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                [
-                    sys.executable,
-                    *interpreter_flags(),
-                    str(Path(__file__).with_name("template.py")),
-                    str(theirs.fileno()),
-                ],
+                [sys.executable, *interpreter_flags(), str(TEMPLATE), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 # Pipes, as its forks have: what Python knows of a stream (that it could be sought in,
                 # say) they inherit.
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 bufsize=0,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=dict(environment),
+                env=self.environment,
             )
+        assert self.process.stdout is not None
+        threading.Thread(
+            target=_pass_on, args=(self.process.stdout,), name="prefect-gpu-template", daemon=True
+        ).start()
         boot = {"sys_path": sys_path, "modules": modules}
         self._control.send(json.dumps(boot).encode())
-        #: What it said when it was ready; `None`: it is not yet.
-        self.ready: TemplateReady | None = None
-        self._next_id = 0
 
-    def fileno(self) -> int:
-        """Give the descriptor that is readable when there is something to `read`."""
-        return self._control.fileno()
-
-    def request(
-        self,
-        channel: socket.socket,
-        stdout: IO[bytes],
-        stderr: IO[bytes],
-        environment: Mapping[str, str],
-        cwd: str,
-        title: str,
-    ) -> int:
-        """Ask for a fork.
-
-        Args:
-            channel: The child's end of its channel; the caller closes its own copy.
-            stdout: Where the child prints; the caller closes its own copy.
-            stderr: Likewise.
-            environment: All of the child's variables.
-            cwd: Its folder; empty: the template's.
-            title: Name of the task.
+    def wait_ready(self, timeout_s: float) -> str:
+        """Wait until it may be asked for forks.
 
         Returns:
-            What `Forked` or `ForkRefused` will name it by.
+            Why it may not; empty: it may.
+        """
+        with self._lock:
+            if self._ready is None and not self.problem:
+                try:
+                    self._ready = self._hear(TemplateReady, timeout_s)
+                except (EOFError, TimeoutError) as error:
+                    self._give_up(str(error))
+                else:
+                    self.problem = self._ready.unfit
+            return self.problem
+
+    @property
+    def failed(self) -> Mapping[str, str]:
+        """Modules that it could not import, and why; those are left to its forks."""
+        return {} if self._ready is None else self._ready.failed
+
+    def fork(self, request: SpawnRequest) -> ForkedProcess:
+        """Have a process forked: a `Spawner`.
 
         Raises:
-            OSError: The template is gone, or a variable is longer than a message may be.
+            OSError: The template is gone or does not answer, or the system would not fork.
         """
+        outs = [os.pipe(), os.pipe()]
+        try:
+            with self._lock:
+                pid = self._ask(request, [write for _, write in outs])
+        except BaseException:
+            for read, _ in outs:
+                os.close(read)
+            raise
+        finally:
+            for _, write in outs:
+                os.close(write)
+        streams = [os.fdopen(read, "rb", buffering=0) for read, _ in outs]
+        return ForkedProcess(self, pid, *streams)
+
+    def _ask(self, request: SpawnRequest, outs: list[int]) -> int:
         self._next_id += 1
-        request = {
+        message = {
             "kind": "fork",
             "id": self._next_id,
-            "environment": dict(environment),
-            "cwd": cwd,
-            "title": title,
+            "environment": dict(request.environment),
+            "cwd": request.cwd,
+            "title": request.title,
         }
-        descriptors = array.array("i", (channel.fileno(), stdout.fileno(), stderr.fileno()))
-        self._control.sendmsg(
-            [json.dumps(request).encode()],
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)],
-        )
-        return self._next_id
-
-    def reap(self, pid: int) -> None:
-        """Let go of a fork that has ended: from now on its process id may be another's."""
+        descriptors = array.array("i", (request.channel, *outs))
         try:
-            self._control.send(json.dumps({"kind": "reap", "pid": pid}).encode())
-        except OSError:
-            # The template is gone; whoever inherits its forks reaps them.
-            return
+            if self.problem:
+                raise EOFError(self.problem)
+            self._control.sendmsg(
+                [json.dumps(message).encode()],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)],
+            )
+            answer = self._hear(ForkAnswer, ANSWER_S)
+        except (EOFError, TimeoutError, BrokenPipeError, ConnectionResetError) as error:
+            self._give_up(str(error))
+            raise OSError(errno.EPIPE, f"no fork: {error}") from error
+        if isinstance(answer, ForkRefused):
+            raise OSError(errno.EAGAIN, f"no fork: {answer.reason}")
+        assert isinstance(answer, Forked)
+        return answer.pid
 
-    def read(self) -> Iterator[TemplateMessage]:
-        """Give what the template has said, without waiting.
+    def exit_code(self, pid: int, timeout_s: float | None) -> int:
+        """Wait for the end of a fork, and let go of it: its process id may then be another's.
 
         Raises:
-            EOFError: It is gone.
+            TimeoutError: It has not ended in time.
         """
+        with self._lock:
+            try:
+                while pid not in self._ended:
+                    ended = self._hear(ForkEnded, timeout_s)
+                    self._ended[ended.pid] = ended.code
+                self._control.send(json.dumps({"kind": "reap", "pid": pid}).encode())
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                # The template was killed. Whoever inherits its forks reaps them, and keeps the code.
+                if pid not in self._ended and _lives(pid):
+                    raise TimeoutError(f"process {pid} has not ended") from None
+                return self._ended.pop(pid, UNKNOWN_CODE)
+            return self._ended.pop(pid)
+
+    def _hear(self, kind: Any, timeout_s: float | None) -> Any:
+        """Wait for a message of some kind; ends of forks that come before it are kept.
+
+        Raises:
+            TimeoutError: None came.
+            EOFError: The template is gone.
+        """
+        self._control.settimeout(timeout_s)
         while True:
             try:
-                data = self._control.recv(1 << 16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
+                data = self._control.recv(1 << 16)
+            except (TimeoutError, BlockingIOError):
+                raise TimeoutError(f"the template process said nothing for {timeout_s} s") from None
+            except OSError:
                 data = b""
             if not data:
                 raise EOFError("the template process is gone")
             message = _parse(json.loads(data))
-            if isinstance(message, TemplateReady):
-                self.ready = message
-            yield message
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, ForkEnded):
+                self._ended[message.pid] = message.code
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        self.process.kill()
 
     def forget(self) -> None:
         """After a fork of the parent: hold nothing of it."""
-        self._close_own()
+        self._control.close()
         self.process.returncode = 0
 
     def close(self) -> None:
         """End the template. Its forks live on."""
-        self._close_own()
+        self.problem = self.problem or "it was closed"
         self.process.kill()
         self.process.wait()
+        with self._lock:
+            self._control.close()
 
-    def _close_own(self) -> None:
-        self._control.close()
-        for stream in (self.process.stdout, self.process.stderr):
-            if stream is not None:
-                stream.close()
+
+class ForkedProcess:
+    """A fork of a template, as the launcher knows its processes (`spawning.Process`)."""
+
+    def __init__(self, server: ForkServer, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        self._server = server
+        self.pid = pid
+        self.stdout: IO[bytes] | None = stdout
+        self.stderr: IO[bytes] | None = stderr
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Give the exit code, `None` while it runs."""
+        if self.returncode is None:
+            try:
+                self.returncode = self._server.exit_code(self.pid, 0.0)
+            except TimeoutError:
+                return None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and give the exit code.
+
+        Raises:
+            TimeoutError: It has not ended in time.
+        """
+        if self.returncode is None:
+            self.returncode = self._server.exit_code(self.pid, timeout)
+        return self.returncode
+
+
+def _lives(pid: int) -> bool:
+    """Tell whether a process runs: one that has ended and was not reaped does not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _pass_on(stream: IO[bytes]) -> None:
+    """Show what a template prints, which is what its imports complain of."""
+    with stream:
+        while data := stream.read(1 << 16):
+            sys.stderr.write(data.decode("utf-8", errors="backslashreplace"))
 
 
 def _parse(said: Mapping[str, Any]) -> TemplateMessage:

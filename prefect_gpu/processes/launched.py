@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from prefect_gpu.processes.messages import FrameReader
 from prefect_gpu.processes.output import StreamName, decoder
-from prefect_gpu.processes.spawning import Process
+from prefect_gpu.processes.spawning import Process, Spawner
 from prefect_gpu.processes.spec import LaunchSpec, Listener, WarmSpec
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,13 @@ logger = logging.getLogger(__name__)
 class LaunchedChild:
     """One child, as the launcher's thread knows it."""
 
-    def __init__(self, spec: LaunchSpec | WarmSpec, listener: Listener) -> None:
+    def __init__(
+        self, spec: LaunchSpec | WarmSpec, listener: Listener, spawn: Spawner | None = None
+    ) -> None:
         #: What it is to begin with; given up once it has that: a call may be large.
         self.spec: LaunchSpec | WarmSpec | None = spec
+        #: How its process comes to be; `None`: as all do.
+        self.spawn = spawn
         #: Hears its messages.
         self.listener = listener
         #: What a process that was made ahead was given later, until it has accepted it.

@@ -148,12 +148,19 @@ class ProcessLauncher:
 
     # Any thread.
 
-    def start(self, spec: LaunchSpec | WarmSpec, listener: Listener) -> Handle:
+    def start(
+        self, spec: LaunchSpec | WarmSpec, listener: Listener, spawn: Spawner | None = None
+    ) -> Handle:
         """Start a child; `listener` hears `ChildStarted` or `ChildRefused` first.
 
         One that is made ahead then says `Warmed`, and waits for `Handle.give`.
+
+        Args:
+            spec: What it is made of.
+            listener: Hears it.
+            spawn: How this process comes to be; `None`: as all do.
         """
-        child = LaunchedChild(spec, listener)
+        child = LaunchedChild(spec, listener, spawn)
         with self._lock:
             if self._thread is None:
                 self._open()
@@ -371,7 +378,7 @@ class ProcessLauncher:
         with theirs:
             for end in (child.channel, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            child.process = self._spawn_process(
+            child.process = (child.spawn or self._spawn_process)(
                 SpawnRequest(
                     title=title,
                     channel=theirs.fileno(),

@@ -65,9 +65,12 @@ def main() -> None:
     failed = {}
     for name in boot["modules"]:
         try:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
+        else:
+            if name == "prefect_gpu.prefect_bridge":
+                module.rehearse()
     _shared.update(sys.modules)
     # What was made so far stays: collecting it in a fork would only copy its pages.
     gc.freeze()
@@ -91,9 +94,9 @@ def _unfit() -> str:
     names = [thread.name for thread in threading.enumerate()]
     if len(names) > 1:
         return f"its libraries have started threads ({', '.join(names[1:])})"
-    from prefect_gpu.processes import untouched
+    from prefect_gpu.processes import warming
 
-    return untouched.why_touched()
+    return warming.find_touched()
 
 
 def _say(control: socket.socket, **message: object) -> None:

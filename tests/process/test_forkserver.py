@@ -19,32 +19,27 @@ from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.processes import messages, values
 from prefect_gpu.processes.call import Call
-from prefect_gpu.processes.forkserver import (
-    Forked,
-    ForkEnded,
+from prefect_gpu.processes.forkserver import UNKNOWN_CODE, ForkServer, check_modules
     ForkServer,
-    TemplateReady,
     check_modules,
 )
 from prefect_gpu.processes.interpreter import import_paths
+from prefect_gpu.processes.spawning import SpawnRequest
 from tests.process.rig import PREPARE
 
 MODULES = ("numpy", "prefect_gpu.prefect_bridge", "prefect_gpu.processes.child", "torch")
 
 
 class Asked:
-    """One fork: its channel, and what it printed."""
+    """One fork and its channel."""
 
-    def __init__(self, template: Template, environment: dict[str, str], cwd: str) -> None:
+    def __init__(self, server: ForkServer, environment: dict[str, str], cwd: str) -> None:
         self.channel, theirs = socket.socketpair()
         self.channel.settimeout(DEADLOCK_S)
-        outs = [os.pipe(), os.pipe()]
-        self.streams = [os.fdopen(read, "rb") for read, _ in outs]
-        writers = [os.fdopen(write, "wb") for _, write in outs]
-        template.server.request(theirs, *writers, environment, cwd, "a-task")
-        for end in (theirs, *writers):
-            end.close()
-        self.pid: int = template.next(Forked).pid
+        with theirs:
+            request = SpawnRequest("a-task", theirs.fileno(), environment, cwd)
+            self.process = server.fork(request)
+        self.pid = self.process.pid
 
     def send(self, function: Callable[..., Any], *args: Any) -> None:
         boot = json.dumps({"sys_path": import_paths(), "argv": sys.argv}).encode()
@@ -61,56 +56,49 @@ class Asked:
                 size = self.channel.recv_into(reader.room)
             except ConnectionResetError:
                 size = 0
-            assert size, self.streams[1].read()
+            assert size, self.printed()
             frame = reader.filled(size)
             if frame is not None and frame[0] == messages.VALUE:
                 return values.loads(frame[1], "value")
 
+    def end(self) -> int:
+        """Wait for it, as the launcher does: a zombie until it is reaped."""
+        pidfd = os.pidfd_open(self.pid)
+        with selectors.DefaultSelector() as selector:
+            selector.register(pidfd, selectors.EVENT_READ)
+            assert selector.select(DEADLOCK_S)
+        os.close(pidfd)
+        assert psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        return self.process.wait(DEADLOCK_S)
+
     def printed(self) -> list[bytes]:
-        return [stream.read() for stream in self.streams]
+        assert self.process.stdout is not None and self.process.stderr is not None
+        return [stream.read() for stream in (self.process.stdout, self.process.stderr)]
 
     def close(self) -> None:
         self.channel.close()
-        for stream in self.streams:
-            stream.close()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 class Template:
-    """A template process that is waited for."""
+    """A template process that is ready, or will never be."""
 
-    def __init__(self, modules: tuple[str, ...], environment: dict[str, str]) -> None:
-        self.server = ForkServer(modules, import_paths(), environment)
-        self.kept: list[Any] = []
-        self.ready = self.next(TemplateReady)
+    def __init__(self, *modules: str) -> None:
+        self.server = ForkServer(modules, import_paths(), dict(os.environ))
+        self.problem = self.server.wait_ready(DEADLOCK_S)
         self.asked: list[Asked] = []
 
-    def next(self, kind: type, pid: int | None = None) -> Any:
-        """Give the next message of a kind, of a fork; others are kept for whoever asks for them."""
-        while True:
-            for message in self.kept:
-                if isinstance(message, kind) and pid in (None, getattr(message, "pid", None)):
-                    self.kept.remove(message)
-                    return message
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.server, selectors.EVENT_READ)
-                assert selector.select(DEADLOCK_S), "the template said nothing"
-            self.kept += self.server.read()
-
     def fork(self, environment: dict[str, str] | None = None, cwd: str = "") -> Asked:
-        asked = Asked(self, dict(os.environ, **(environment or {})), cwd)
+        asked = Asked(self.server, dict(os.environ, **(environment or {})), cwd)
         self.asked.append(asked)
         return asked
-
-    def end_of(self, asked: Asked) -> int:
-        ended: ForkEnded = self.next(ForkEnded, asked.pid)
-        assert psutil.Process(asked.pid).status() == psutil.STATUS_ZOMBIE
-        self.server.reap(asked.pid)
-        return ended.code
 
 
 @pytest.fixture(scope="module")
 def module_template() -> Iterator[Template]:
-    template = Template(MODULES, dict(os.environ))
+    template = Template(*MODULES)
     yield template
     template.server.close()
 
@@ -124,8 +112,8 @@ def template(module_template: Template) -> Iterator[Template]:
 
 
 def test_it_imports_what_it_is_asked_and_may_be_forked(template: Template) -> None:
-    assert template.ready == TemplateReady({}, "")
-    assert template.server.ready == template.ready
+    assert template.problem == ""
+    assert template.server.failed == {}
 
 
 def test_a_fork_is_a_process_of_its_own(template: Template) -> None:
@@ -140,7 +128,7 @@ def test_a_fork_is_a_process_of_its_own(template: Template) -> None:
     assert found["argv"] == sys.argv
     # Nothing of the template's: its channel and its streams, standard input, and what it opens.
     assert found["sockets"] == 1
-    assert template.end_of(asked) == 0
+    assert asked.end() == 0
     assert asked.printed() == [b"printed\n", b"complained\n"]
 
 
@@ -152,7 +140,7 @@ def test_what_forks_change_stays_with_them(template: Template) -> None:
     (first, one_number), (second, other_number) = (one.value() for one in asked)
     assert (first, second) == (1, 1)
     assert one_number != other_number
-    assert [template.end_of(one) for one in asked] == [0, 0]
+    assert [one.end() for one in asked] == [0, 0]
 
 
 @pytest.mark.parametrize("cpus", [1, 2])
@@ -160,14 +148,14 @@ def test_the_libraries_work_in_a_fork(template: Template, cpus: int) -> None:
     asked = template.fork()
     asked.send(_compute, cpus)
     assert asked.value() == pytest.approx((300.0**3, 300.0**3))
-    assert template.end_of(asked) == 0
+    assert asked.end() == 0
 
 
 def test_the_end_of_a_script_is_kept(template: Template, tmp_path: Any) -> None:
     asked = template.fork()
     asked.send(_leave_open, str(tmp_path))
     assert asked.value() is None
-    assert template.end_of(asked) == 0
+    assert asked.end() == 0
     assert (tmp_path / "never closed").read_text() == "all of it"
     assert (tmp_path / "at exit").read_text() == "called"
     assert (tmp_path / "by a thread").read_text() == "waited for"
@@ -176,24 +164,24 @@ def test_the_end_of_a_script_is_kept(template: Template, tmp_path: Any) -> None:
 def test_a_fork_that_is_killed_says_by_what(template: Template) -> None:
     asked = template.fork()
     os.kill(asked.pid, signal.SIGKILL)
-    assert template.end_of(asked) == -signal.SIGKILL
+    assert asked.end() == -signal.SIGKILL
 
 
 def test_a_fork_that_crashes_says_where(template: Template) -> None:
     asked = template.fork()
     asked.send(_crash)
-    assert template.end_of(asked) == -signal.SIGSEGV
+    assert asked.end() == -signal.SIGSEGV
     assert b"in _crash" in asked.printed()[1]
 
 
 def test_an_exit_code_is_passed_on(template: Template) -> None:
     asked = template.fork()
     asked.send(os._exit, 7)
-    assert template.end_of(asked) == 7
+    assert asked.end() == 7
 
 
 def test_its_forks_survive_it_and_it_does_not_survive_its_parent() -> None:
-    template = Template(("prefect_gpu.processes.child",), dict(os.environ))
+    template = Template("prefect_gpu.processes.child")
     asked = template.fork()
     process = template.server.process
     template.server.forget()
@@ -205,8 +193,9 @@ def test_its_forks_survive_it_and_it_does_not_survive_its_parent() -> None:
 
 
 def test_a_module_that_cannot_be_imported_is_named() -> None:
-    template = Template(("prefect_gpu.no_such_module",), dict(os.environ))
-    assert list(template.ready.failed) == ["prefect_gpu.no_such_module"]
+    template = Template("prefect_gpu.no_such_module")
+    assert template.problem == ""
+    assert list(template.server.failed) == ["prefect_gpu.no_such_module"]
     template.server.close()
 
 
@@ -216,21 +205,38 @@ def test_a_template_that_has_threads_says_so(importable: str) -> None:
         file.write(
             "threading.Thread(target=time.sleep, args=(60,), name='odd', daemon=True).start()"
         )
-    template = Template(("starts_a_thread",), dict(os.environ))
-    assert template.ready.unfit == "its libraries have started threads (odd)"
+    template = Template("starts_a_thread")
+    assert template.problem == "its libraries have started threads (odd)"
     template.server.close()
 
 
 def test_its_end_is_seen() -> None:
-    template = Template((), dict(os.environ))
+    template = Template("prefect_gpu.processes.child")
+    asked = template.fork()
     template.server.process.kill()
     template.server.process.wait()
-    with pytest.raises(EOFError):
-        template.next(ForkEnded)
-    with pytest.raises(BrokenPipeError), open(os.devnull, "wb") as nothing:
-        template.server.request(template.server._control, nothing, nothing, {}, "", "")
-    template.server.reap(1 << 22)
+    with pytest.raises(OSError, match=r"no fork: .*(gone|Broken pipe)"):
+        template.fork()
+    # Once more: it is known by now.
+    with pytest.raises(OSError, match="no fork"):
+        template.fork()
+    assert template.server.problem
+    # Its forks live on, and end without a code that anybody could tell.
+    assert asked.process.poll() is None
+    os.kill(asked.pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(asked.pid)], DEADLOCK_S)
+    assert asked.process.poll() == UNKNOWN_CODE
+    asked.close()
     template.server.close()
+
+
+def test_a_fork_is_polled_and_waited_for(template: Template) -> None:
+    asked = template.fork()
+    assert asked.process.poll() is None
+    with pytest.raises(TimeoutError):
+        asked.process.wait(0.01)
+    asked.channel.close()
+    assert asked.process.wait(DEADLOCK_S) == 0 == asked.process.poll()
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ def prefect_server(api_url: str | None = None) -> Iterator[str]:
     # Servers and children without compiled bytecode start twice as slowly.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+    # Asked to end, it ends its server and the row that is measured: they have sessions of their own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if api_url is not None:
         yield api_url
         return

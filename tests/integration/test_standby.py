@@ -209,17 +209,18 @@ def test_a_framework_that_was_imported_ahead_still_takes_its_threads(name: str) 
             )
         return os.getpid(), found, os.environ["OMP_NUM_THREADS"]
 
-    @task(tags=tags)
+    @task(tags=SMALL)
     def sleeps(path: str) -> None:
+        Path(path + ".begun").touch()
         assert eventually(lambda: os.path.exists(path))
 
-    @flow(task_runner=runner())
+    @flow(task_runner=runner(standby=2))
     def both(path: str) -> Any:
         threads.submit(name).result(timeout=DEADLOCK_S)
         waiting = ready()
         # With another process the threads of each are half of what they were at the imports.
-        other = sleeps.with_options(tags=SMALL).submit(path)
-        time.sleep(0.5)
+        other = sleeps.submit(path)
+        assert eventually(lambda: os.path.exists(path + ".begun"))
         found = threads.submit(name).result(timeout=DEADLOCK_S)
         Path(path).touch()
         other.result()
@@ -230,6 +231,7 @@ def test_a_framework_that_was_imported_ahead_still_takes_its_threads(name: str) 
         waiting, (pid, (intra, inter), variable) = both(str(path))
     finally:
         path.unlink(missing_ok=True)
+        Path(f"{path}.begun").unlink(missing_ok=True)
     assert pid in waiting
     expected = max(1, len(os.sched_getaffinity(0)) // 2)
     assert (intra, inter, variable) == (expected, expected, str(expected))

@@ -459,7 +459,8 @@ class StandbyPool:
             return
         # It ends by itself; a task that was given to it goes to a process of its own.
         standby.ended = True
-        if standby.kind.users and not state.without_users:
+        if standby.spec.modules != standby.kind.without_users().modules:
+            # By what this one imported: several may have been made before the first was heard.
             state.without_users = True
             logger.debug("standbys import nothing of the user's from now on: %s", problem)
         elif not state.useless:

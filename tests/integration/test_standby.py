@@ -255,7 +255,7 @@ def test_a_module_that_starts_tensorflow_is_not_imported_ahead(place: Workplace)
     place.write(
         "flow.py",
         """
-import os
+import os, time
 from prefect import flow
 from prefect_gpu import GPUTaskRunner
 from prefect_gpu.processes import standby
@@ -266,7 +266,7 @@ def both():
     results = [work.submit().result()]
     pool = standby.standby_pool()
     while not pool.ready:
-        pass
+        time.sleep(0.01)
     (state,) = pool._states.values()
     assert state.without_users and not state.useless, state
     waiting = pool.pids

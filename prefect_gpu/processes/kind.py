@@ -94,7 +94,7 @@ def kind_of(
         del changes["CUDA_VISIBLE_DEVICES"]
     return Kind(
         always=tuple(name for name in always if _can_import(name)),
-        users=tuple(_users_modules(fn, always)),
+        users=tuple(_users_modules(fn, always, names)),
         environment=tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES)),
         cpus_stated=cpus_stated,
         cpus=policy.cpus,
@@ -107,13 +107,17 @@ def _framework_of(module: str) -> str:
     return next((n for n, a in registry.ADAPTERS.items() if a.module == module), "")
 
 
-def _users_modules(fn: Any, always: Iterable[str]) -> list[str]:
+def _users_modules(fn: Any, always: Iterable[str], frameworks: Iterable[str]) -> list[str]:
     taken = {*always, *OWN_MODULES}
+    # Another framework's, which a branch imports that this task does not take.
+    others = {r for r, name in registry.FRAMEWORK_BY_ROOT.items() if name not in frameworks}
     found = []
     for entry in registry.needed_modules(fn):
         module = entry.partition(":")[0]
         root = module.partition(".")[0]
-        if module in taken or root == "__main__" or root in sys.builtin_module_names:
+        if module in taken or root in others or root == "__main__":
+            continue
+        if root in sys.builtin_module_names:
             continue
         if _can_import(module):
             found.append(entry)

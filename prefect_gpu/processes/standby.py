@@ -170,7 +170,8 @@ class StandbyPool:
         self._announced: dict[Announcement, None] = {}
         self._standbys: list[_Standby] = []
         self._states: dict[Kind, _KindState] = {}
-        self._latest: Kind | None = None
+        #: Kinds of which a task was started, the last one last.
+        self._used: dict[Kind, None] = {}
         #: Monotonic seconds since when a task has waited for the machine's memory; `None`: none does.
         self._starved_since_s: float | None = None
         #: Monotonic seconds until which none is started.
@@ -205,7 +206,7 @@ class StandbyPool:
             if self._owners:
                 return
             self._announced.clear()
-            self._latest = None
+            self._used.clear()
             self._end_all()
             # A kind that was given up may have a better time with the next runner.
             self._states.clear()
@@ -241,7 +242,8 @@ class StandbyPool:
         """Start a task's process: a standby that suits it, or a fresh one."""
         environment = environment_with(spec.environment)
         with self._changed:
-            self._latest = kind
+            self._used.pop(kind, None)
+            self._used[kind] = None
             self._look_soon()
             found = self._choose(kind, environment)
             if found is not None:
@@ -376,8 +378,11 @@ class StandbyPool:
     def _demands(self) -> list[KindDemand]:
         # Those who came first are served first.
         kinds: dict[Kind, None] = {a.kind: None for a in self._announced}
-        if self._latest is not None:
-            kinds.setdefault(self._latest)
+        latest = next(reversed(self._used), None)
+        alive = {s.kind for s in self._standbys}
+        for kind in reversed(self._used):
+            if kind == latest or kind in alive:
+                kinds.setdefault(kind)
         kinds.update((s.kind, None) for s in self._standbys)
         demands = []
         for kind in kinds:
@@ -387,7 +392,8 @@ class StandbyPool:
                 KindDemand(
                     kind,
                     waiting=sum(a.kind == kind for a in self._announced),
-                    latest=kind == self._latest,
+                    latest=kind == latest,
+                    used=kind in self._used,
                     size_bytes=state.size_bytes,
                     ready=sum(s.ready for s in own),
                     warming=sum(not s.ready for s in own),
@@ -453,7 +459,8 @@ class StandbyPool:
             return
         # It ends by itself; a task that was given to it goes to a process of its own.
         standby.ended = True
-        if standby.kind.users and not state.without_users:
+        if standby.spec.modules != standby.kind.without_users().modules:
+            # By what this one imported: several may have been made before the first was heard.
             state.without_users = True
             logger.debug("standbys import nothing of the user's from now on: %s", problem)
         elif not state.useless:

@@ -18,8 +18,10 @@ class KindDemand:
     kind: Hashable
     #: Tasks that were submitted and have not got a process yet.
     waiting: int
-    #: The kind of the task that was started last.
+    #: The kind of the task that was started last: one is made for the next.
     latest: bool
+    #: A task of this kind was started before: one that is there is kept for the next.
+    used: bool
     #: Host memory that one takes, in bytes.
     size_bytes: int
     #: Standbys that wait for a task.
@@ -97,6 +99,11 @@ def _targets(demands: Sequence[KindDemand], most: int) -> dict[Hashable, int]:
             if targets[kind] < wanted[kind] and most > 0:
                 targets[kind] += 1
                 most -= 1
+    for demand in demands:
+        spare = demand.used and demand.useful and demand.ready + demand.warming > 0
+        if spare and most > 0 and targets[demand.kind] == 0:
+            targets[demand.kind] = 1
+            most -= 1
     return targets
 
 

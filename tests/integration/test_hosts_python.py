@@ -115,8 +115,10 @@ def test_a_module_on_a_path_added_at_run_time(place: Workplace) -> None:
     )
     done = place.run("script.py")
     assert ARRIVED in done.stdout
-    # An importable module is imported by the child: once in each of three, under its own name.
-    assert [name for _, name in place.runs()] == ["tasks_of_late"] * 4
+    # An importable module is imported by the child: once in each of three (and in those that were
+    # made ahead for nothing), under its own name.
+    names = [name for _, name in place.runs()]
+    assert len(names) >= 4 and set(names) == {"tasks_of_late"}
 
 
 def test_an_installed_module(place: Workplace) -> None:

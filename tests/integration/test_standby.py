@@ -209,17 +209,18 @@ def test_a_framework_that_was_imported_ahead_still_takes_its_threads(name: str) 
             )
         return os.getpid(), found, os.environ["OMP_NUM_THREADS"]
 
-    @task(tags=tags)
+    @task(tags=SMALL)
     def sleeps(path: str) -> None:
+        Path(path + ".begun").touch()
         assert eventually(lambda: os.path.exists(path))
 
-    @flow(task_runner=runner())
+    @flow(task_runner=runner(standby=2))
     def both(path: str) -> Any:
         threads.submit(name).result(timeout=DEADLOCK_S)
         waiting = ready()
         # With another process the threads of each are half of what they were at the imports.
-        other = sleeps.with_options(tags=SMALL).submit(path)
-        time.sleep(0.5)
+        other = sleeps.submit(path)
+        assert eventually(lambda: os.path.exists(path + ".begun"))
         found = threads.submit(name).result(timeout=DEADLOCK_S)
         Path(path).touch()
         other.result()
@@ -230,6 +231,7 @@ def test_a_framework_that_was_imported_ahead_still_takes_its_threads(name: str) 
         waiting, (pid, (intra, inter), variable) = both(str(path))
     finally:
         path.unlink(missing_ok=True)
+        Path(f"{path}.begun").unlink(missing_ok=True)
     assert pid in waiting
     expected = max(1, len(os.sched_getaffinity(0)) // 2)
     assert (intra, inter, variable) == (expected, expected, str(expected))
@@ -253,7 +255,7 @@ def test_a_module_that_starts_tensorflow_is_not_imported_ahead(place: Workplace)
     place.write(
         "flow.py",
         """
-import os
+import os, time
 from prefect import flow
 from prefect_gpu import GPUTaskRunner
 from prefect_gpu.processes import standby
@@ -264,7 +266,7 @@ def both():
     results = [work.submit().result()]
     pool = standby.standby_pool()
     while not pool.ready:
-        pass
+        time.sleep(0.01)
     (state,) = pool._states.values()
     assert state.without_users and not state.useless, state
     waiting = pool.pids

@@ -252,6 +252,18 @@ def test_a_module_that_acts_at_its_import_is_left_to_the_task(
     assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
 
 
+def test_several_of_which_a_module_acts_are_judged_by_what_they_imported(
+    make_warm: Callable[..., Warm], importable: str
+) -> None:
+    module(importable, "test_standby_acts_twice", "raise ValueError")
+    warm = make_warm(most=2)
+    kind = kind_with("test_standby_acts_twice")
+    for _ in range(2):
+        warm.announce(kind)
+    warm.wait_ready(2)
+    assert not warm.pool._states[kind].useless
+
+
 def test_a_task_that_was_given_to_one_whose_import_fails_starts_over(
     warm: Warm, importable: str, tmp_path: Path
 ) -> None:

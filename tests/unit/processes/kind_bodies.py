@@ -20,3 +20,13 @@ def imports_nothing_there() -> Any:
     import no_such_package_here  # type: ignore[import-not-found]
 
     return no_such_package_here
+
+
+def imports_either(first: bool) -> Any:
+    if first:
+        import torch.nn
+
+        return torch.nn
+    import tensorflow as tf
+
+    return tf

@@ -78,3 +78,10 @@ def test_allocator_options_are_there_from_the_start() -> None:
 def test_without_what_is_the_users() -> None:
     found = kind(kind_bodies.imports_inside).without_users()
     assert found.modules == (*OWN_MODULES, "torch")
+
+
+def test_a_framework_that_the_tags_do_not_name_is_not_imported_ahead() -> None:
+    found = kind(kind_bodies.imports_either)
+    assert "torch.nn" in found.users and "tensorflow" not in str(found.modules)
+    none = kind(kind_bodies.imports_either, replace(NVML, frameworks=("none",)))
+    assert "torch" not in str(none.modules)

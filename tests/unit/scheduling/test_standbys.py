@@ -22,7 +22,7 @@ MACHINE = Machine(100 * GIB, 0, 2 * GIB, cores=8, most=4)
 
 
 def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
-    plain = KindDemand(kind, waiting, latest=False, size_bytes=GIB, ready=0, warming=0)
+    plain = KindDemand(kind, waiting, latest=False, used=False, size_bytes=GIB, ready=0, warming=0)
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -60,6 +60,18 @@ def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
             MACHINE,
             StandbyPlan(ends=("a",) * 3),
             id="nobody any more",
+        ),
+        pytest.param(
+            [demand(latest=True, used=True, ready=1), demand("b", used=True, ready=2)],
+            MACHINE,
+            StandbyPlan(ends=("b",)),
+            id="one is kept of what was of use before",
+        ),
+        pytest.param(
+            [demand(latest=True, used=True), demand("b", used=True, ready=1)],
+            replace(MACHINE, most=1),
+            StandbyPlan(ends=("b",)),
+            id="unless another is wanted more",
         ),
         pytest.param(
             [demand(waiting=2, useful=False, ready=1)],
@@ -115,6 +127,7 @@ demands_of = st.lists(
         kind=st.integers(0, 4),
         waiting=st.integers(0, 5),
         latest=st.booleans(),
+        used=st.booleans(),
         size_bytes=sizes,
         ready=st.integers(0, 4),
         warming=st.integers(0, 4),

@@ -51,6 +51,17 @@ class Room:
             reservations=(*self.reservations, reservation),
         )
 
+    def without(self, request_id: str) -> Room:
+        """Give the room that is there once what was promised to a request is back."""
+        gone = [r for r in self.reservations if r.request_id == request_id]
+        return Room(
+            snapshot=self.snapshot,
+            free_bytes=self.free_bytes + sum(r.reserved_bytes for r in gone),
+            foreign_bytes=self.foreign_bytes,
+            capacity_bytes=self.capacity_bytes,
+            reservations=tuple(r for r in self.reservations if r.request_id != request_id),
+        )
+
 
 def measure(
     snapshot: DeviceSnapshot,

@@ -19,6 +19,7 @@ from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import DeviceError, PlacementError, PlacementTimeoutError
 from prefect_gpu.ledger import ProcessLedger
 from prefect_gpu.recovery import RECOVERY_POLL_S, RECOVERY_S
+from prefect_gpu.scheduling.backfill import NO_BACKFILL
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceKind,
@@ -333,7 +334,8 @@ def test_a_waiter_is_told_why_and_again_when_it_changes(
     assert waiter.told.empty(), "the same reason is not told twice"
 
 
-def test_a_limit_ends_the_wait_and_lets_others_pass(rig: Rig) -> None:
+def test_a_limit_ends_the_wait_and_lets_others_pass(make_rig: MakeRig) -> None:
+    rig = make_rig(patience=NO_BACKFILL)
     rig.place("a", 20)
     waiter = Waiter(rig, rig.submit("b", 6), limit_s=0.5)
     behind = rig.submit("c", 4)
@@ -383,7 +385,8 @@ def test_who_stops_waiting_holds_nothing(rig: Rig) -> None:
     assert rig.ledger.view().reservations == ()
 
 
-def test_a_withdrawn_head_no_longer_blocks(rig: Rig) -> None:
+def test_a_withdrawn_head_no_longer_blocks(make_rig: MakeRig) -> None:
+    rig = make_rig(patience=NO_BACKFILL)
     first = rig.place("a", 20)
     head, behind = rig.submit("b", 6), rig.submit("c", 4)
     waiter = Waiter(rig, head)

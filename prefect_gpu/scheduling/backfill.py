@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from prefect_gpu.scheduling.board import Board
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.scheduling.placement import could_hold, fits_empty, least_whole_bytes, need_bytes
+from prefect_gpu.scheduling.placement import could_hold, least_whole_bytes, need_bytes
 
 #: Seconds after which devices are looked for again for a request for which none could be told.
 LOOK_AGAIN_S = 5.0
@@ -53,8 +54,7 @@ PATIENCE = Patience(passes=64, wait_s=1800.0, heads=1)
 NO_BACKFILL = Patience(passes=0, wait_s=0.0, heads=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(NamedTuple):
     """What a blocked request has seen so far. The queue keeps it until it starts or goes."""
 
     #: How often later ones passed it that may have delayed it.
@@ -167,9 +167,8 @@ class _Passable:
     standing: Standing
     #: Devices that its author named; `None`: any.
     named: Sequence[Room] | None
-    #: Numbers of the groups of devices that could hold it, or places where it is not for all of one.
-    groups: frozenset[int]
-    places: frozenset[int] | None
+    #: Times that it was passed in this look.
+    more: int = 0
 
 
 class Guard:
@@ -199,14 +198,17 @@ class Guard:
         self.places: dict[int, _Kept | None] = {}
         self._passable: list[_Passable] = []
         self._blocked = 0
-        #: What has become of blocked requests in this look, by id; those that nothing happened to are
-        #: left out.
-        self.standings: dict[str, Standing] = {}
+        self._standings: dict[str, Standing] = {}
 
-    @property
-    def closed(self) -> bool:
-        """Whether all devices drain: nobody behind can start."""
-        return len(self.drained) == len(self._board.groups)
+    def finish(self) -> dict[str, Standing]:
+        """Give what has become of blocked requests in this look, by id.
+
+        Those that nothing happened to are left out.
+        """
+        for blocked in self._passable:
+            if blocked.more:
+                self._standings[blocked.request.id] = self._passed(blocked)
+        return self._standings
 
     def allows(self, place: int, room: Room, request: Request) -> bool:
         """Tell whether a later request may have a device of `places`."""
@@ -217,85 +219,95 @@ class Guard:
 
     def block(
         self, request: Request, standing: Standing | None, named: Sequence[Room] | None
-    ) -> None:
+    ) -> bool:
         """Take in that a request cannot start now. To be called in the order of the queue.
 
         Args:
             request: The blocked one.
             standing: What the queue keeps of it.
             named: The devices that its author named; `None`: any.
+
+        Returns:
+            Whether all devices drain: nobody behind can start.
         """
         rank = self._blocked
         self._blocked += 1
         patience = self._patience
-        standing = standing or _NEW
-        if standing.kept:
-            if self._is_usable(request, standing):
-                if is_over(standing, patience, self._now_s):
-                    self._drain(request, named)
-                else:
-                    self._keep(rank, request, standing)
-                return
-            standing = replace(standing, kept=(), starts_s=None, looked_s=None)
-            self.standings[request.id] = standing
+        if standing is None:
+            standing = _NEW
         over = is_over(standing, patience, self._now_s)
+        if standing.kept:
+            if over:
+                return self._drain(request, named)
+            if self._keep(rank, request, standing):
+                return False
+            standing = standing._replace(kept=(), starts_s=None, looked_s=None)
+            self._standings[request.id] = standing
         if (over or rank < patience.heads) and patience.passes:
             if self._keep_soonest(rank, request, standing, named):
-                return
+                return False
         if over:
-            self._drain(request, named)
-        else:
-            self._let_pass(rank, request, standing, named)
+            return self._drain(request, named)
+        self._passable.append(_Passable(rank, request, standing, named))
+        return False
 
     def count(self, chosen: Sequence[Room]) -> None:
         """Take in that a request was placed: those before it, which are blocked, were passed."""
         if not self._passable:
             return
-        places = [self._board.place_of(room.device.key) for room in chosen]
-        for blocked in tuple(self._passable):
-            if not any(self._delays(at, blocked) for at in places if at is not None):
-                continue
-            standing = self.standings.get(blocked.request.id, blocked.standing)
-            standing = replace(
-                standing,
-                passed=standing.passed + 1,
-                since_s=self._now_s if standing.since_s is None else standing.since_s,
-            )
-            self.standings[blocked.request.id] = blocked.standing = standing
-            if is_over(standing, self._patience, self._now_s):
-                self._passable.remove(blocked)
-                request, named = blocked.request, blocked.named
-                if not self._keep_soonest(blocked.rank, request, standing, named):
-                    self._drain(request, named)
+        places = [at for r in chosen if (at := self._board.place_of(r.device.key)) is not None]
+        over: list[_Passable] = []
+        for blocked in self._passable:
+            for at in places:
+                if self._delays(at, blocked):
+                    blocked.more += 1
+                    if blocked.standing.passed + blocked.more >= self._patience.passes:
+                        over.append(blocked)
+                    break
+        for blocked in over:
+            self._passable.remove(blocked)
+            request, standing = blocked.request, self._passed(blocked)
+            self._standings[request.id] = standing
+            if not self._keep_soonest(blocked.rank, request, standing, blocked.named):
+                self._drain(request, blocked.named)
+
+    def _passed(self, blocked: _Passable) -> Standing:
+        standing = self._standings.get(blocked.request.id, blocked.standing)
+        since_s = self._now_s if standing.since_s is None else standing.since_s
+        return standing._replace(passed=standing.passed + blocked.more, since_s=since_s)
 
     def _delays(self, place: int, blocked: _Passable) -> bool:
         kept = self.places.get(place)
         if kept is not None and kept.rank < blocked.rank:
             # It waits for that one in any case, which is not delayed.
             return False
-        if blocked.places is not None:
-            return place in blocked.places
-        return self._board.group_of(place).number in blocked.groups
+        if blocked.named is None and not self._held:
+            return self._board.group_of(place).number in self._board.groups_for(blocked.request)
+        room = self._board.rooms[place]
+        if blocked.named is not None and room.device.key not in {
+            named.device.key for named in blocked.named
+        }:
+            return False
+        return could_hold(blocked.request, room, self._held)
 
-    def _is_usable(self, request: Request, standing: Standing) -> bool:
-        """Tell whether what is kept can hold the request at all, and for nobody else."""
-        for key in standing.kept:
-            at = self._board.place_of(key)
-            if at is None or self.places.get(at) is not None:
-                return False
-            room = self._board.rooms[at]
-            if room.snapshot.error or not fits_empty(request, room):
-                return False
-        return True
-
-    def _keep(self, rank: int, request: Request, standing: Standing) -> None:
+    def _keep(self, rank: int, request: Request, standing: Standing) -> bool:
+        """Keep what a standing names; tell whether it can hold the request at all, and is its own."""
         assert standing.starts_s is not None
-        kept = _Kept(rank, request, standing.starts_s)
+        board, places = self._board, self.places
+        found: list[int] = []
         for key in standing.kept:
-            at = self._board.place_of(key)
-            assert at is not None
+            at = board.place_of(key)
+            if at is None or places.get(at) is not None:
+                return False
+            room = board.rooms[at]
+            if room.snapshot.error or (need_bytes(request, room) or 1) > room.capacity_bytes:
+                return False
+            found.append(at)
+        kept = _Kept(rank, request, standing.starts_s)
+        for at in found:
             # One that drains for somebody before goes on to.
-            self.places.setdefault(at, kept)
+            places.setdefault(at, kept)
+        return True
 
     def _keep_soonest(
         self, rank: int, request: Request, standing: Standing, named: Sequence[Room] | None
@@ -306,18 +318,18 @@ class Guard:
             return False
         found = self._find_soonest(request, named)
         if found is None:
-            self.standings[request.id] = replace(standing, looked_s=now_s)
+            self._standings[request.id] = standing._replace(looked_s=now_s)
             return False
         starts_s, keys = found
-        self.standings[request.id] = standing = Standing(
+        standing = Standing(
             passed=standing.passed,
             since_s=now_s if standing.since_s is None else standing.since_s,
             kept=keys,
             starts_s=starts_s,
             looked_s=now_s,
         )
-        self._keep(rank, request, standing)
-        return True
+        self._standings[request.id] = standing
+        return self._keep(rank, request, standing)
 
     def _find_soonest(
         self, request: Request, named: Sequence[Room] | None
@@ -327,12 +339,13 @@ class Guard:
             likely = [at for room in named if (at := board.place_of(room.device.key)) is not None]
         else:
             likely = list(board.soonest(WEIGHED_DEVICES + request.count))
+        groups = board.groups_for(request) - self.drained
         times: list[tuple[float, int]] = []
         for at in likely:
             room = board.rooms[at]
-            if at in self.places or room.snapshot.error or not self._could_hold(request, room):
+            if at in self.places or board.group_of(at).number not in groups or room.snapshot.error:
                 continue
-            if board.group_of(at).number in self.drained:
+            if self._held and not could_hold(request, room, self._held):
                 continue
             time_s = ready_s(request, room, self._now_s, board.most_on(room))
             if time_s is not None:
@@ -343,32 +356,17 @@ class Guard:
         chosen = times[: request.count]
         return chosen[-1][0], tuple(board.rooms[at].device.key for _, at in chosen)
 
-    def _could_hold(self, request: Request, room: Room) -> bool:
-        return could_hold(request, room, self._held)
-
-    def _let_pass(
-        self, rank: int, request: Request, standing: Standing, named: Sequence[Room] | None
-    ) -> None:
-        groups, places = self._reach(request, named)
-        self._passable.append(_Passable(rank, request, standing, named, groups, places))
-
-    def _drain(self, request: Request, named: Sequence[Room] | None) -> None:
-        """Let nobody behind have a device that a request could use."""
-        groups, places = self._reach(request, named)
-        self.drained |= groups
-        if places is not None:
-            self.places.update(dict.fromkeys(places))
-
-    def _reach(
-        self, request: Request, named: Sequence[Room] | None
-    ) -> tuple[frozenset[int], frozenset[int] | None]:
-        """Say which devices could hold a request: whole groups, or single places."""
+    def _drain(self, request: Request, named: Sequence[Room] | None) -> bool:
+        """Let nobody behind have a device that a request could use; tell whether all drain now."""
         board = self._board
         if named is None and not self._held:
-            return frozenset(g.number for g in board.groups if fits_empty(request, g.some)), None
-        rooms = board.rooms if named is None else named
-        able = (board.place_of(r.device.key) for r in rooms if self._could_hold(request, r))
-        return frozenset(), frozenset(at for at in able if at is not None)
+            self.drained |= board.groups_for(request)
+            return len(self.drained) == len(board.groups)
+        for room in board.rooms if named is None else named:
+            at = board.place_of(room.device.key)
+            if at is not None and could_hold(request, room, self._held):
+                self.places[at] = None
+        return False
 
 
 _NEW = Standing()

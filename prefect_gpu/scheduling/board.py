@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import DeviceKey, Placement, Request, Reservation
 from prefect_gpu.scheduling.placement import (
+    fits_empty,
     fits_now,
     is_open,
     least_whole_bytes,
@@ -105,6 +106,8 @@ class Board:
             self._group_of.append(group)
         self.groups = tuple(groups.values())
         self._open = 0
+        #: Groups that could hold what asks for so much; see `groups_for`.
+        self._reach: dict[object, frozenset[int]] = {}
         #: By place: the lists that it stands in, and as what.
         self._filed: list[tuple[tuple[list[Entry], ...], Entry]] = []
         for at, room in enumerate(self.rooms):
@@ -127,6 +130,27 @@ class Board:
     def group_of(self, at: int) -> Group:
         """Give the group of the device at a place."""
         return self._group_of[at]
+
+    def groups_for(self, request: Request) -> frozenset[int]:
+        """Give the numbers of the groups whose devices could hold a request if they were empty."""
+        memory = request.memory
+        # 1 byte and 100 % are equal numbers.
+        key = memory, type(memory)
+        reach = self._reach.get(key)
+        if reach is None:
+            able = (group.number for group in self.groups if fits_empty(request, group.some))
+            reach = self._reach[key] = frozenset(able)
+        return reach
+
+    def most_free_bytes(self) -> int:
+        """Give the bytes free on the emptiest device that can take somebody; less than 0: none can."""
+        most = -1
+        at = 0 if self._sign < 0 else -1
+        for group in self.groups:
+            for order in group.open:
+                if order:
+                    most = max(most, int(self._sign * order[at][0]))
+        return most
 
     def most_on(self, room: Room) -> int | None:
         """Give how many reservations a device may have; `None`: as many as fit."""

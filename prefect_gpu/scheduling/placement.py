@@ -72,6 +72,9 @@ def need_bytes(request: Request, room: Room) -> int | None:
     A percentage is of the device's total, but never more than can be promised: 100 % is everything
     that the driver and the headroom leave.
     """
+    if type(request.memory) is int:
+        # As nearly all ask, and a look asks for each of them.
+        return request.memory
     need = request.need_bytes(room.device)
     if need is not None and isinstance(request.memory, float):
         return min(need, room.capacity_bytes)

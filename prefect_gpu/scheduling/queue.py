@@ -9,7 +9,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from prefect_gpu.scheduling.backfill import Standing
 from prefect_gpu.scheduling.model import Memory, Request
@@ -20,14 +20,13 @@ def order_key(request: Request) -> tuple[int, int]:
     return -request.priority, request.sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What a request needs, where, and about how long: equal shapes have equal chances."""
 
     memory: Memory
     #: 1 byte and 100 % are equal numbers.
     is_fraction: bool
-    count: int
+    device_count: int
     devices: tuple[str, ...]
     exclusive: bool
     #: Power of two above the seconds that it is expected to run; `None`: not known. Where the first of

@@ -113,17 +113,22 @@ def decide(
     heapq.heapify(heads)
     guard = Guard(board, patience, now_s, held)
     named: dict[int, list[Room]] = {}
+    most_free_bytes = board.most_free_bytes()
     while heads and board and not host.full:
         _, number, position = heads[0]
-        lane = lanes[number]
-        request = lane[position]
-        if request.devices and number not in named:
-            named[number] = select_rooms(request, board.rooms)
-        among = named.get(number)
-        chosen = board.choose(request, guard, among)
+        request = lanes[number][position]
+        among: list[Room] | None = None
+        if request.devices:
+            if number not in named:
+                named[number] = select_rooms(request, board.rooms)
+            among = named[number]
+        memory = request.memory
+        chosen: list[Room] | None = None
+        # Most that are blocked are too large for any device, which is cheap to tell.
+        if type(memory) is not int or memory <= most_free_bytes:
+            chosen = board.choose(request, guard, among)
         if chosen is None:
-            guard.block(request, queue.standing(request.id), among)
-            if guard.closed:
+            if guard.block(request, queue.standing(request.id), among):
                 break
             heapq.heappop(heads)
             continue
@@ -131,14 +136,16 @@ def decide(
             break
         placement = place(request, chosen, now_s)
         board.take(placement)
+        most_free_bytes = board.most_free_bytes()
         guard.count(chosen)
         host = host.after(request)
         placements.append((request, placement))
+        lane = lanes[number]
         if position + 1 < len(lane):
             heapq.heapreplace(heads, (order_key(lane[position + 1]), number, position + 1))
         else:
             heapq.heappop(heads)
-    return Decisions(tuple(placements), tuple(refusals), guard.standings)
+    return Decisions(tuple(placements), tuple(refusals), guard.finish())
 
 
 def _refuse(

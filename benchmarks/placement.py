@@ -70,7 +70,7 @@ class World:
         snapshots = SimulatedReader(SimulatedDevices(f"{devices}x80GiB")).read(())
         self._board = Board(survey_all(snapshots, (), {}, 0))
         self.queue = RequestQueue()
-        self._checked: set[Shape] = set()
+        self._checked: frozenset[Shape] = frozenset()
         self._now_s = 0.0
         #: Seconds of the end, request's number, placement.
         self._running: list[tuple[float, int, Placement]] = []
@@ -116,7 +116,7 @@ class World:
         self.queue.note(decisions.standings)
         for request, _ in decisions.placements:
             self.queue.remove(request)
-        self._checked = set(self.queue.shapes)
+        self._checked = self.queue.shapes
         self.cpu_s += time.process_time() - began
         assert not decisions.refusals
         self.looks += 1

@@ -136,7 +136,7 @@ class Broker:
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
         #: Shapes of requests in the queue that are known to be possible.
-        self._possible: set[Shape] = set()
+        self._possible: frozenset[Shape] = frozenset()
         self._reading: Reading | None = None
         #: Monotonic seconds when it came. Its own time is when it began, and a driver may be slow.
         self._reading_came_s = 0.0
@@ -515,7 +515,7 @@ class Broker:
         if usable != self._usable:
             # A device that did not work at first tells only now what its driver keeps.
             self._usable = usable
-            self._possible.clear()
+            self._possible = frozenset()
         self._tell_measured(reading)
         self._tell_foreign_context(reading)
         self._tell_set_aside(reading)
@@ -573,7 +573,7 @@ class Broker:
 
     def _schedule(self) -> None:
         if not self._queue:
-            self._possible.clear()
+            self._possible = frozenset()
             return
         reading = self._reading
         if reading is None or self._clock.now() - self._reading_came_s > FRESH_S:
@@ -620,7 +620,7 @@ class Broker:
             }
             self._placed[request.id] = ticket
             self._decide(ticket, placement)
-        self._possible = set(self._queue.shapes)
+        self._possible = self._queue.shapes
         if promises:
             self._rooms = None
 

@@ -179,7 +179,7 @@ class _Replay:
         self._max_processes = max_processes or _ANY
         self._running = 0
         self._queue = RequestQueue()
-        self._checked: set[Shape] = set()
+        self._checked: frozenset[Shape] = frozenset()
         #: How many tasks each still waits for, and who waits for it.
         self._missing = [len(task.after) for task in tasks]
         self._followers: dict[int, list[int]] = {}
@@ -258,7 +258,7 @@ class _Replay:
             outcome.ended_s = now_s + outcome.task.duration_s
             heapq.heappush(self._events, (outcome.ended_s, False, int(request.id)))
         self._running += len(decisions.placements)
-        self._checked = set(self._queue.shapes)
+        self._checked = self._queue.shapes
 
     def _refuse(self, position: int, why: str) -> None:
         """Say that a task can never run, nor what comes after it."""

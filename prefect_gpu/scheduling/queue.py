@@ -55,6 +55,10 @@ class Lane:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
+        #: Bytes that all of them ask for of a device at least; 0 where it depends on the device.
+        self.least_bytes = shape.memory if type(shape.memory) is int else 0
+        #: `order_key` of the first; nobody's while it is empty.
+        self.key = (0, 0)
         #: Those before `_first` are gone. They are cut off in bulk: moving 100,000 entries for each
         #: that starts would be most of its cost.
         self._requests: list[Request] = []
@@ -74,8 +78,9 @@ class Lane:
         if not self._requests or order_key(self._requests[-1]) <= order_key(request):
             # As nearly all come.
             self._requests.append(request)
-            return
-        bisect.insort(self._requests, request, lo=self._first, key=order_key)
+        else:
+            bisect.insort(self._requests, request, lo=self._first, key=order_key)
+        self.key = order_key(self._requests[self._first])
 
     def remove(self, request: Request) -> bool:
         """Take a request out; tell whether it was there."""
@@ -97,6 +102,8 @@ class Lane:
         if self._first * 2 > len(self._requests):
             del self._requests[: self._first]
             self._first = 0
+        if self._requests:
+            self.key = order_key(self._requests[self._first])
         return True
 
     def count_before(self, request: Request) -> int:
@@ -116,6 +123,8 @@ class RequestQueue:
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._lanes: dict[Shape, Lane] = {}
+        #: Made at most once a change.
+        self._shapes: frozenset[Shape] | None = None
         #: What blocked requests have seen, by id; those that have seen nothing are left out.
         self._standings: dict[str, Standing] = {}
         for request in requests:
@@ -131,9 +140,11 @@ class RequestQueue:
         return heapq.merge(*self._lanes.values(), key=order_key)
 
     @property
-    def shapes(self) -> Collection[Shape]:
-        """The shapes of those who wait."""
-        return self._lanes.keys()
+    def shapes(self) -> frozenset[Shape]:
+        """The shapes of those who wait; the same object until they change."""
+        if self._shapes is None:
+            self._shapes = frozenset(self._lanes)
+        return self._shapes
 
     @property
     def lanes(self) -> Collection[Lane]:
@@ -146,6 +157,7 @@ class RequestQueue:
         lane = self._lanes.get(shape)
         if lane is None:
             lane = self._lanes[shape] = Lane(shape)
+            self._shapes = None
         lane.add(request)
 
     def remove(self, request: Request) -> bool:
@@ -156,6 +168,7 @@ class RequestQueue:
             return False
         if not lane:
             del self._lanes[shape]
+            self._shapes = None
         self._standings.pop(request.id, None)
         return True
 

@@ -88,6 +88,8 @@ def decide(
     behind it, as `backfill` says; one that the machine's own memory blocks blocks all, since all need
     of it. A look costs as much as there are shapes that wait, not requests.
 
+    What blocks somebody is noted only when another could pass it.
+
     Args:
         queue: Waiting requests; left as it is.
         board: All devices; what is placed is booked on it.
@@ -103,34 +105,41 @@ def decide(
     #: The next of each lane: its order, the lane's number (no two are equal), its place in the lane.
     heads: list[tuple[tuple[int, int], int, int]] = []
     lanes = list(queue.lanes)
+    all_checked = checked is queue.shapes
+    most_free_bytes = board.most_free_bytes()
+    #: Lanes whose turn has not come and that are not too large for every device. Once there is none,
+    #: nothing can start: what else is blocked is nobody's business, since nobody is behind it.
+    able = 0
     for number, lane in enumerate(lanes):
-        if lane.shape not in checked:
+        if not all_checked and lane.shape not in checked:
             impossible = _refuse(lane, board.rooms, held)
             if impossible:
                 refusals += impossible
                 continue
-        heads.append((order_key(lane[0]), number, 0))
+        heads.append((lane.key, number, 0))
+        able += lane.least_bytes <= most_free_bytes
     heapq.heapify(heads)
     guard = Guard(board, patience, now_s, held)
     named: dict[int, list[Room]] = {}
-    most_free_bytes = board.most_free_bytes()
-    while heads and board and not host.full:
+    #: Above it a lane was too large from the beginning.
+    ceiling_bytes = most_free_bytes
+    while able and board and not host.full:
         _, number, position = heads[0]
-        request = lanes[number][position]
+        lane = lanes[number]
+        request = lane[position]
         among: list[Room] | None = None
         if request.devices:
             if number not in named:
                 named[number] = select_rooms(request, board.rooms)
             among = named[number]
-        memory = request.memory
         chosen: list[Room] | None = None
-        # Most that are blocked are too large for any device, which is cheap to tell.
-        if type(memory) is not int or memory <= most_free_bytes:
+        if lane.least_bytes <= most_free_bytes:
             chosen = board.choose(request, guard, among)
         if chosen is None:
-            if guard.block(request, queue.standing(request.id), among):
-                break
             heapq.heappop(heads)
+            able -= lane.least_bytes <= ceiling_bytes
+            if able and guard.block(request, queue.standing(request.id), among):
+                break
             continue
         if host.refusal(request):
             break
@@ -140,11 +149,11 @@ def decide(
         guard.count(chosen)
         host = host.after(request)
         placements.append((request, placement))
-        lane = lanes[number]
         if position + 1 < len(lane):
             heapq.heapreplace(heads, (order_key(lane[position + 1]), number, position + 1))
         else:
             heapq.heappop(heads)
+            able -= 1
     return Decisions(tuple(placements), tuple(refusals), guard.finish())
 
 

@@ -100,9 +100,10 @@ def test_what_is_kept_stays_kept() -> None:
 
 
 def test_a_device_that_is_lost_is_kept_no_longer() -> None:
-    second = room(1, held=[until(200.0, 20, 1)])
-    queue = RequestQueue([request(23, name="head")])
+    second = room(1, held=[until(200.0, 23, 1)])
+    queue = RequestQueue([request(23, name="head"), request(4, name="behind")])
     started(queue, [HELD, second])
+    queue.add(request(1, name="small"))
     started(queue, [room(0, error="lost"), second], 1.0)
     standing = queue.standing("head")
     assert standing is not None and [uuid for _, uuid in standing.kept] == ["SIM-1"]
@@ -168,8 +169,8 @@ def test_who_waits_for_the_same_device_is_not_passed_by_what_ends_before() -> No
 
 def test_what_is_noted_goes_with_the_request() -> None:
     head = request(23, name="head")
-    queue = RequestQueue([head])
-    started(queue, [HELD])
+    queue = RequestQueue([head, request(4, name="behind")])
+    assert started(queue, [HELD]) == []
     assert queue.standing("head") is not None
     queue.remove(head)
     assert queue.standing("head") is None

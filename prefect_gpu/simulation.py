@@ -57,6 +57,9 @@ class Outcome:
     placement: Placement | None = None
     #: Later ones that passed it where they may have delayed it.
     passed: int = 0
+    #: Seconds at which it was expected to start on the first devices that were kept for it; `None`: none
+    #: ever were.
+    promised_s: float | None = None
     #: Why it can never run; empty: it ran.
     refusal: str = ""
 
@@ -178,6 +181,7 @@ class _Replay:
         self._patience = patience
         self._max_processes = max_processes or _ANY
         self._running = 0
+        self._submitted = 0
         self._queue = RequestQueue()
         self._checked: frozenset[Shape] = frozenset()
         #: How many tasks each still waits for, and who waits for it.
@@ -207,11 +211,12 @@ class _Replay:
         outcome = self.outcomes[position]
         task = outcome.task
         outcome.ready_s = now_s
+        self._submitted += 1
         self._queue.add(
             Request(
                 id=str(position),
                 task_name=task.name,
-                sequence=position,
+                sequence=self._submitted,
                 submitted_s=now_s,
                 memory=task.memory,
                 count=task.count,
@@ -247,7 +252,10 @@ class _Replay:
         )
         self._queue.note(decisions.standings)
         for id_, standing in decisions.standings.items():
-            self.outcomes[int(id_)].passed = standing.passed
+            blocked = self.outcomes[int(id_)]
+            blocked.passed = standing.passed
+            if blocked.promised_s is None:
+                blocked.promised_s = standing.starts_s
         for request, error in decisions.refusals:
             self._queue.remove(request)
             self._refuse(int(request.id), str(error))

@@ -13,7 +13,7 @@ request by what runs on its devices, and never for ever. Pure; the order of requ
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,8 +149,7 @@ def _end_s(reservation: Reservation) -> float:
     return math.inf if reservation.ends_s is None else reservation.ends_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A device that is kept for a blocked request."""
 
     rank: int
@@ -158,8 +157,7 @@ class _Kept:
     starts_s: float
 
 
-@dataclass(slots=True)
-class _Passable:
+class _Passable(NamedTuple):
     """A blocked request for which nothing is kept."""
 
     rank: int
@@ -167,8 +165,6 @@ class _Passable:
     standing: Standing
     #: Devices that its author named; `None`: any.
     named: Sequence[Room] | None
-    #: Times that it was passed in this look.
-    more: int = 0
 
 
 class Guard:
@@ -176,6 +172,7 @@ class Guard:
 
     Args:
         board: The devices.
+        standings: What blocked requests have seen so far, by id.
         patience: How far each may be passed.
         now_s: Monotonic seconds.
         held_by_parent: What the GPU task around this process holds.
@@ -184,11 +181,13 @@ class Guard:
     def __init__(
         self,
         board: Board,
+        standings: Mapping[str, Standing],
         patience: Patience,
         now_s: float,
         held_by_parent: Sequence[Reservation] = (),
     ) -> None:
         self._board = board
+        self._before = standings
         self._patience = patience
         self._now_s = now_s
         self._held = held_by_parent
@@ -197,6 +196,8 @@ class Guard:
         #: Single devices that are kept (`_Kept`), or drain (`None`).
         self.places: dict[int, _Kept | None] = {}
         self._passable: list[_Passable] = []
+        #: How often each of them was passed in this look, by id.
+        self._more: dict[str, int] = {}
         self._blocked = 0
         self._standings: dict[str, Standing] = {}
 
@@ -205,8 +206,8 @@ class Guard:
 
         Those that nothing happened to are left out.
         """
-        for blocked in self._passable:
-            if blocked.more:
+        for blocked in self._passable if self._more else ():
+            if blocked.request.id in self._more:
                 self._standings[blocked.request.id] = self._passed(blocked)
         return self._standings
 
@@ -217,14 +218,11 @@ class Guard:
             request, room, kept.head, kept.starts_s, self._now_s, self._board.most_on(room)
         )
 
-    def block(
-        self, request: Request, standing: Standing | None, named: Sequence[Room] | None
-    ) -> bool:
+    def block(self, request: Request, named: Sequence[Room] | None) -> bool:
         """Take in that a request cannot start now. To be called in the order of the queue.
 
         Args:
             request: The blocked one.
-            standing: What the queue keeps of it.
             named: The devices that its author named; `None`: any.
 
         Returns:
@@ -233,8 +231,12 @@ class Guard:
         rank = self._blocked
         self._blocked += 1
         patience = self._patience
+        standing = self._before.get(request.id)
         if standing is None:
             standing = _NEW
+            if rank >= patience.heads and patience.passes:
+                self._passable.append(_Passable(rank, request, standing, named))
+                return False
         over = is_over(standing, patience, self._now_s)
         if standing.kept:
             if over:
@@ -260,8 +262,9 @@ class Guard:
         for blocked in self._passable:
             for at in places:
                 if self._delays(at, blocked):
-                    blocked.more += 1
-                    if blocked.standing.passed + blocked.more >= self._patience.passes:
+                    id_ = blocked.request.id
+                    self._more[id_] = more = self._more.get(id_, 0) + 1
+                    if blocked.standing.passed + more >= self._patience.passes:
                         over.append(blocked)
                     break
         for blocked in over:
@@ -274,7 +277,9 @@ class Guard:
     def _passed(self, blocked: _Passable) -> Standing:
         standing = self._standings.get(blocked.request.id, blocked.standing)
         since_s = self._now_s if standing.since_s is None else standing.since_s
-        return standing._replace(passed=standing.passed + blocked.more, since_s=since_s)
+        return standing._replace(
+            passed=standing.passed + self._more[blocked.request.id], since_s=since_s
+        )
 
     def _delays(self, place: int, blocked: _Passable) -> bool:
         kept = self.places.get(place)
@@ -294,19 +299,22 @@ class Guard:
         """Keep what a standing names; tell whether it can hold the request at all, and is its own."""
         assert standing.starts_s is not None
         board, places = self._board, self.places
-        found: list[int] = []
+        kept = _Kept(rank, request, standing.starts_s)
+        found: dict[int, _Kept | None] = {}
         for key in standing.kept:
             at = board.place_of(key)
-            if at is None or places.get(at) is not None:
+            if at is None:
                 return False
+            # One that drains for somebody before goes on to.
+            if at in places:
+                if places[at] is not None:
+                    return False
+                continue
             room = board.rooms[at]
             if room.snapshot.error or (need_bytes(request, room) or 1) > room.capacity_bytes:
                 return False
-            found.append(at)
-        kept = _Kept(rank, request, standing.starts_s)
-        for at in found:
-            # One that drains for somebody before goes on to.
-            places.setdefault(at, kept)
+            found[at] = kept
+        places.update(found)
         return True
 
     def _keep_soonest(

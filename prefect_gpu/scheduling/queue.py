@@ -57,7 +57,8 @@ class Lane:
         self.shape = shape
         #: Bytes that all of them ask for of a device at least; 0 where it depends on the device.
         self.least_bytes = shape.memory if type(shape.memory) is int else 0
-        #: `order_key` of the first; nobody's while it is empty.
+        #: The first, and its `order_key`; while it is empty they mean nothing.
+        self.first: Request
         self.key = (0, 0)
         #: Those before `_first` are gone. They are cut off in bulk: moving 100,000 entries for each
         #: that starts would be most of its cost.
@@ -80,7 +81,7 @@ class Lane:
             self._requests.append(request)
         else:
             bisect.insort(self._requests, request, lo=self._first, key=order_key)
-        self.key = order_key(self._requests[self._first])
+        self._note_first()
 
     def remove(self, request: Request) -> bool:
         """Take a request out; tell whether it was there."""
@@ -103,12 +104,16 @@ class Lane:
             del self._requests[: self._first]
             self._first = 0
         if self._requests:
-            self.key = order_key(self._requests[self._first])
+            self._note_first()
         return True
 
     def count_before(self, request: Request) -> int:
         """Count those whose turn is before that of a request, of this lane or another."""
         return self._bisect(request) - self._first
+
+    def _note_first(self) -> None:
+        self.first = self._requests[self._first]
+        self.key = order_key(self.first)
 
     def _bisect(self, request: Request) -> int:
         return bisect.bisect_left(self._requests, order_key(request), lo=self._first, key=order_key)
@@ -126,7 +131,7 @@ class RequestQueue:
         #: Made at most once a change.
         self._shapes: frozenset[Shape] | None = None
         #: What blocked requests have seen, by id; those that have seen nothing are left out.
-        self._standings: dict[str, Standing] = {}
+        self.standings: dict[str, Standing] = {}
         for request in requests:
             self.add(request)
 
@@ -169,13 +174,9 @@ class RequestQueue:
         if not lane:
             del self._lanes[shape]
             self._shapes = None
-        self._standings.pop(request.id, None)
+        self.standings.pop(request.id, None)
         return True
-
-    def standing(self, request_id: str) -> Standing | None:
-        """Give what a blocked request has seen; `None`: nothing yet."""
-        return self._standings.get(request_id)
 
     def note(self, standings: Mapping[str, Standing]) -> None:
         """Keep what a look at the queue did to requests that go on waiting."""
-        self._standings.update(standings)
+        self.standings.update(standings)

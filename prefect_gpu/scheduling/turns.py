@@ -7,7 +7,7 @@ out in `memory`.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -118,15 +118,17 @@ def decide(
                 continue
         heads.append((lane.key, number, 0))
         able += lane.least_bytes <= most_free_bytes
-    heapq.heapify(heads)
-    guard = Guard(board, patience, now_s, held)
+    heads.sort()
+    guard = Guard(board, queue.standings, patience, now_s, held)
     named: dict[int, list[Room]] = {}
     #: Above it a lane was too large from the beginning.
     ceiling_bytes = most_free_bytes
+    turn = -1
     while able and board and not host.full:
-        _, number, position = heads[0]
+        turn += 1
+        _, number, position = heads[turn]
         lane = lanes[number]
-        request = lane[position]
+        request = lane[position] if position else lane.first
         among: list[Room] | None = None
         if request.devices:
             if number not in named:
@@ -136,9 +138,8 @@ def decide(
         if lane.least_bytes <= most_free_bytes:
             chosen = board.choose(request, guard, among)
         if chosen is None:
-            heapq.heappop(heads)
             able -= lane.least_bytes <= ceiling_bytes
-            if able and guard.block(request, queue.standing(request.id), among):
+            if able and guard.block(request, among):
                 break
             continue
         if host.refusal(request):
@@ -150,9 +151,9 @@ def decide(
         host = host.after(request)
         placements.append((request, placement))
         if position + 1 < len(lane):
-            heapq.heapreplace(heads, (order_key(lane[position + 1]), number, position + 1))
+            following = (order_key(lane[position + 1]), number, position + 1)
+            bisect.insort(heads, following, lo=turn + 1)
         else:
-            heapq.heappop(heads)
             able -= 1
     return Decisions(tuple(placements), tuple(refusals), guard.finish())
 
@@ -205,7 +206,7 @@ def explain(
     )
     if ahead:
         reason += f"; {ahead} ahead in the queue"
-    standing = queue.standing(request.id)
+    standing = queue.standings.get(request.id)
     if standing is not None:
         reason += _describe_standing(standing, patience, now_s)
     return reason

@@ -72,7 +72,7 @@ def test_a_later_one_passes_where_it_does_not_delay(
 ) -> None:
     queue = RequestQueue([replace(head, id="head"), replace(later, id="later")])
     assert started(queue, rooms) == ([] if starts is None else [("later", starts)])
-    standing = queue.standing("head")
+    standing = queue.standings.get("head")
     assert standing is not None and standing.passed == 0 and standing.kept
 
 
@@ -105,7 +105,7 @@ def test_a_device_that_is_lost_is_kept_no_longer() -> None:
     started(queue, [HELD, second])
     queue.add(request(1, name="small"))
     started(queue, [room(0, error="lost"), second], 1.0)
-    standing = queue.standing("head")
+    standing = queue.standings.get("head")
     assert standing is not None and [uuid for _, uuid in standing.kept] == ["SIM-1"]
 
 
@@ -116,7 +116,7 @@ UNTOLD = [room(i, held=[until(None, 20, i)]) for i in range(2)]
 def test_where_ends_are_not_known_it_is_passed_so_often_and_no_more() -> None:
     queue = RequestQueue([request(23, name="head"), *(request(1, name=n) for n in "abcd")])
     assert [name for name, _ in started(queue, UNTOLD)] == ["a", "b"]
-    assert queue.standing("head") == Standing(passed=2, since_s=0.0, looked_s=0.0)
+    assert queue.standings.get("head") == Standing(passed=2, since_s=0.0, looked_s=0.0)
     assert started(queue, UNTOLD, 1.0) == []
     # Others than those that it could use are none of its business.
     small = room(2, 8)
@@ -153,7 +153,7 @@ def test_one_that_is_overdue_drains_all_that_it_could_use() -> None:
 def test_with_higher_priority_nobody_is_passed() -> None:
     queue = RequestQueue([request(23, name="head"), request(4, name="urgent", priority=1)])
     assert started(queue, UNTOLD, patience=NO_BACKFILL) == [("urgent", [0])]
-    assert queue.standing("head") is None
+    assert queue.standings.get("head") is None
 
 
 def test_without_patience_nobody_passes() -> None:
@@ -164,16 +164,16 @@ def test_without_patience_nobody_passes() -> None:
 def test_who_waits_for_the_same_device_is_not_passed_by_what_ends_before() -> None:
     queue = RequestQueue([request(23, name="head"), request(22, name="second"), request(4, name="a", expected_s=9)])  # fmt: skip
     assert [name for name, _ in started(queue, [HELD])] == ["a"]
-    assert queue.standing("second") is None or queue.standing("second").passed == 0  # type: ignore[union-attr]
+    assert queue.standings.get("second") is None or queue.standings.get("second").passed == 0  # type: ignore[union-attr]
 
 
 def test_what_is_noted_goes_with_the_request() -> None:
     head = request(23, name="head")
     queue = RequestQueue([head, request(4, name="behind")])
     assert started(queue, [HELD]) == []
-    assert queue.standing("head") is not None
+    assert queue.standings.get("head") is not None
     queue.remove(head)
-    assert queue.standing("head") is None
+    assert queue.standings.get("head") is None
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ import heapq
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
@@ -197,7 +196,7 @@ def main() -> None:
         for row, tasks in order.sample(cells, len(cells)):
             arguments = ["--row", row, "--tasks", str(tasks), "--devices", str(given.devices)]
             arguments += ["--seed", str(given.seed + repeat)]
-            runs.append({"repeat": repeat, **measure(arguments)})
+            runs.append({"repeat": repeat, **_common.measure(__file__, arguments, "")})
     found = {"versions": _common.versions(), "seed": given.seed, "runs": runs}
     print(json.dumps(found, indent=1))
     print(
@@ -205,21 +204,6 @@ def main() -> None:
         f"{given.repeats} run(s) each: CPU a placed task, µs, median (lowest–highest)\n"
     )
     print_rows(runs, given.rows, given.tasks)
-
-
-def measure(arguments: list[str]) -> dict[str, Any]:
-    """Run this file once more, to measure one row in a fresh process."""
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=_common.MEASUREMENT_S,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith(_common.MARK):
-            found: dict[str, Any] = json.loads(line[len(_common.MARK) :])
-            return found
-    raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode} and measured nothing")
 
 
 def print_rows(runs: list[dict[str, Any]], rows: list[str], sizes: list[int]) -> None:

@@ -53,13 +53,15 @@ class Room:
 
     def without(self, request_id: str) -> Room:
         """Give the room that is there once what was promised to a request is back."""
-        gone = [r for r in self.reservations if r.request_id == request_id]
+        free_bytes = self.free_bytes
+        stays: list[Reservation] = []
+        for reservation in self.reservations:
+            if reservation.request_id == request_id:
+                free_bytes += reservation.reserved_bytes
+            else:
+                stays.append(reservation)
         return Room(
-            snapshot=self.snapshot,
-            free_bytes=self.free_bytes + sum(r.reserved_bytes for r in gone),
-            foreign_bytes=self.foreign_bytes,
-            capacity_bytes=self.capacity_bytes,
-            reservations=tuple(r for r in self.reservations if r.request_id != request_id),
+            self.snapshot, free_bytes, self.foreign_bytes, self.capacity_bytes, tuple(stays)
         )
 
 

@@ -182,7 +182,10 @@ def is_open(room: Room) -> bool:
     """Tell whether a device can take anything: it works, and nobody has it to himself."""
     if room.snapshot.error:
         return False
-    return not any(reservation.exclusive for reservation in room.reservations)
+    for reservation in room.reservations:  # noqa: SIM110 - `any` takes twice as long, at every step
+        if reservation.exclusive:
+            return False
+    return True
 
 
 def place(request: Request, rooms: Sequence[Room], now_s: float = 0.0) -> Placement:

@@ -44,10 +44,10 @@ class Patience:
 
 #: What the runner uses. Makespan over its lower bound in simulations of 600 tasks of 24 shapes on 4
 #: devices of 80 GiB (and of 2,000 on 16), mean of 3 seeds: first come, first served 1.99 (1.41). Where no
-#: duration is known, by passes: 8 1.84 (1.30), 32 1.63 (1.19), 128 1.51 (1.15); by seconds, at 128
-#: passes: 600 1.51, 3600 1.24. Half of what that gains is had at 64 and 1800 for half of the delay.
-#: Where durations are known, 1.34 (1.17) with 1 head, 1.29 (1.17) with any number: a choice costs more
-#: for each, and those that were passed `passes` times get devices kept all the same.
+#: duration is known, by passes within 600 s: 8 1.84 (1.30), 32 1.63 (1.19), 128 1.51 (1.15); 128 within
+#: 3600 s 1.24 (1.13); 64 within 1800 s, which is chosen since a blocked task is delayed half as long,
+#: 1.39 (1.15). Where durations are known 1.25 (1.13) with these, and more heads did not do better than
+#: the seeds differ.
 PATIENCE = Patience(passes=64, wait_s=1800.0, heads=1)
 
 #: First come, first served: a blocked request blocks all behind it on the devices that it could use.

@@ -276,6 +276,7 @@ class Attempt:
             priority=policy.priority,
             # On host devices the budget is the machine's memory: it would be counted twice.
             host_bytes=0 if self._broker.kind == "host" else host_bytes_of(self._frameworks),
+            expected_s=self._grant.expected_s,
             sequence=self._sequence,
         )
         ticket.on_recovered = self._finish

@@ -29,6 +29,8 @@ from prefect_gpu.errors import (
 )
 from prefect_gpu.ledger import PROCESS_LEDGER
 from prefect_gpu.recovery import RecoveryWatch
+from prefect_gpu.scheduling.backfill import PATIENCE, Patience
+from prefect_gpu.scheduling.board import Board, PlacementStyle
 from prefect_gpu.scheduling.ledger import Ledger, LedgerView
 from prefect_gpu.scheduling.memory import Room, measure, survey_all
 from prefect_gpu.scheduling.model import (
@@ -42,8 +44,9 @@ from prefect_gpu.scheduling.model import (
     Request,
     Reservation,
 )
-from prefect_gpu.scheduling.placement import PlacementStyle, select_rooms
-from prefect_gpu.scheduling.queue import HostRoom, RequestQueue, Shape, decide, explain
+from prefect_gpu.scheduling.placement import select_rooms
+from prefect_gpu.scheduling.queue import RequestQueue, Shape
+from prefect_gpu.scheduling.turns import HostRoom, decide, explain
 from prefect_gpu.ticket import Ticket as Ticket
 from prefect_gpu.units import GIB, MIB, format_seconds
 
@@ -80,10 +83,12 @@ class Broker:
         ledger: Where promises are written.
         style: How to choose among devices that fit.
         max_processes: Most children at a time; `None`: four for each core, at least eight.
+        max_tasks_per_device: Most tasks on a device at a time; `None`: as many as fit.
         headroom_bytes: Kept free on each device; `None`: by kind of device.
         held_by_parent: What the GPU task around this process holds.
         clock: Time.
         read_host_available: Gives the bytes of the machine's memory that new processes could use.
+        patience: How far a task that is blocked may be passed by later ones.
     """
 
     def __init__(
@@ -92,10 +97,12 @@ class Broker:
         ledger: Ledger = PROCESS_LEDGER,
         style: PlacementStyle = "spread",
         max_processes: int | None = None,
+        max_tasks_per_device: int | None = None,
         headroom_bytes: int | None = None,
         held_by_parent: tuple[Reservation, ...] = (),
         clock: Clock | None = None,
         read_host_available: Callable[[], int] = read_host_available_bytes,
+        patience: Patience = PATIENCE,
     ) -> None:
         self.reader = reader
         self.devices: tuple[Device, ...] = reader.devices()
@@ -105,6 +112,8 @@ class Broker:
         self._ledger = ledger
         self._style = style
         self._max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
+        self._max_tasks_per_device = max_tasks_per_device
+        self._patience = patience
         self._headroom_bytes = (
             HEADROOM_BYTES[self.kind] if headroom_bytes is None else headroom_bytes
         )
@@ -127,7 +136,7 @@ class Broker:
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
         #: Shapes of requests in the queue that are known to be possible.
-        self._possible: set[Shape] = set()
+        self._possible: frozenset[Shape] = frozenset()
         self._reading: Reading | None = None
         #: Monotonic seconds when it came. Its own time is when it began, and a driver may be slow.
         self._reading_came_s = 0.0
@@ -192,6 +201,7 @@ class Broker:
         exclusive: bool = False,
         priority: int = 0,
         host_bytes: int = 0,
+        expected_s: float | None = None,
         sequence: int | None = None,
     ) -> Ticket:
         """Ask for devices; see `Request` for the arguments.
@@ -213,6 +223,7 @@ class Broker:
                 exclusive=exclusive,
                 priority=priority,
                 host_bytes=host_bytes,
+                expected_s=expected_s,
             )
         )
         with self._changed:
@@ -317,7 +328,13 @@ class Broker:
                 return f"the devices to answer ({why})"
             try:
                 return explain(
-                    ticket.request, self._queue, self._survey(reading), self._host_room(reading)
+                    ticket.request,
+                    self._queue,
+                    self._survey(reading),
+                    self._host_room(reading),
+                    self._patience,
+                    self._clock.now(),
+                    self._max_tasks_per_device,
                 )
             except PlacementError as error:
                 # About to be refused.
@@ -521,7 +538,7 @@ class Broker:
         if usable != self._usable:
             # A device that did not work at first tells only now what its driver keeps.
             self._usable = usable
-            self._possible.clear()
+            self._possible = frozenset()
         self._tell_measured(reading)
         self._tell_foreign_context(reading)
         self._tell_set_aside(reading)
@@ -579,7 +596,7 @@ class Broker:
 
     def _schedule(self) -> None:
         if not self._queue:
-            self._possible.clear()
+            self._possible = frozenset()
             return
         reading = self._reading
         if reading is None or self._clock.now() - self._reading_came_s > FRESH_S:
@@ -593,9 +610,15 @@ class Broker:
             view = self._ledger.view()
             decisions = decide(
                 self._queue,
-                self._survey(reading, view),
+                Board(
+                    self._survey(reading, view),
+                    self._style,
+                    self._max_tasks_per_device,
+                    self._held_by_parent,
+                ),
                 self._host_room(reading),
-                self._style,
+                self._patience,
+                self._clock.now(),
                 self._held_by_parent,
                 self._possible,
             )
@@ -604,6 +627,7 @@ class Broker:
                 break
             # Another broker has written meanwhile: what was free may be no more.
             self._rooms = None
+        self._queue.note(decisions.standings)
         for request, error in decisions.refusals:
             self._queue.remove(request)
             self._decide(self._waiting.pop(request.id), error=error)
@@ -619,7 +643,7 @@ class Broker:
             }
             self._placed[request.id] = ticket
             self._decide(ticket, placement)
-        self._possible = set(self._queue.shapes)
+        self._possible = self._queue.shapes
         if promises:
             self._rooms = None
 

@@ -23,6 +23,7 @@ from prefect_gpu.scheduling.history import (
     HistoryStore,
     Lesson,
     PastRun,
+    expected_s,
     learn,
     learned_context_bytes,
 )
@@ -66,6 +67,8 @@ class Grant:
     claims: frozenset[HistoryKey] = frozenset()
     #: Seconds that it waited for others' probes.
     waited_s: float = 0.0
+    #: Seconds for which it is expected to hold its devices; `None`: no run of it has completed.
+    expected_s: float | None = None
 
 
 class ProbeGate:
@@ -167,11 +170,13 @@ class BudgetBook:
         """
         names = list(dict.fromkeys(device_names))
         if memory is not None:
-            return Grant(memory, "tag", self._contexts(identity, names))
+            runs = {name: self._runs(identity.on(name)) for name in names}
+            return Grant(memory, "tag", _contexts(runs), expected_s=_longest_s(runs))
         began_s = time.monotonic()
         told = False
         while not cancelled():
-            lessons = {name: _placeable(self._runs(identity.on(name))) for name in names}
+            runs = {name: self._runs(identity.on(name)) for name in names}
+            lessons = {name: _placeable(past) for name, past in runs.items()}
             unknown = [identity.on(name) for name, lesson in lessons.items() if lesson is None]
             claims = self._gate.claim(unknown)
             if claims or len(unknown) < len(names):
@@ -185,9 +190,10 @@ class BudgetBook:
                     lessons[name] is not None or identity.on(name) in claims
                     for name in device_names
                 )
-                return self._from_lessons(
+                grant = self._from_lessons(
                     identity, lessons, claims, capacity_bytes, waited_s, roomy >= count
                 )
+                return replace(grant, expected_s=_longest_s(runs))
             waited_s = time.monotonic() - began_s
             if limit_s is not None and waited_s >= limit_s:
                 raise PlacementTimeoutError(
@@ -220,9 +226,7 @@ class BudgetBook:
         if not others:
             return grant
         self._gate.release(others)
-        return Grant(
-            grant.memory, grant.source, grant.contexts, grant.claims - others, grant.waited_s
-        )
+        return replace(grant, claims=grant.claims - others)
 
     def wake(self) -> None:
         """Have all who wait for probes look whether they were cancelled."""
@@ -267,10 +271,6 @@ class BudgetBook:
             (memory,) = budgets.values()
         return Grant(memory, "learned" if known else "probe", contexts, claims, waited_s)
 
-    def _contexts(self, identity: TaskIdentity, names: Iterable[str]) -> dict[str, int]:
-        found = ((name, learned_context_bytes(self._runs(identity.on(name)))) for name in names)
-        return {name: size for name, size in found if size is not None}
-
     def _runs(self, key: HistoryKey) -> list[PastRun]:
         """Give the runs of a key: kept ones and those of this process, each once, newest first."""
         try:
@@ -284,6 +284,17 @@ class BudgetBook:
                     "histories of tasks cannot be read (%s): those without gpu:memory probe", error
                 )
         return sorted({*kept, *self._recent.runs(key)}, key=lambda run: run.ended_at, reverse=True)
+
+
+def _contexts(runs: Mapping[str, Sequence[PastRun]]) -> dict[str, int]:
+    found = ((name, learned_context_bytes(past)) for name, past in runs.items())
+    return {name: size for name, size in found if size is not None}
+
+
+def _longest_s(runs: Mapping[str, Sequence[PastRun]]) -> float | None:
+    """Give the seconds that a task is expected to take on the slowest model that it is known on."""
+    known = [seconds for past in runs.values() if (seconds := expected_s(past)) is not None]
+    return max(known, default=None)
 
 
 def _placeable(runs: Sequence[PastRun]) -> Lesson | None:

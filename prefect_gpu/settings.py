@@ -58,6 +58,11 @@ class GPUSettings(PrefectBaseSettings):
         ge=1,
         description="GPU tasks running at once at most; none: as many as memory holds.",
     )
+    max_tasks_per_device: int | None = Field(
+        default=None,
+        ge=1,
+        description="GPU tasks on one device at once at most; none: as many as memory holds.",
+    )
     headroom: str | None = Field(
         default=None,
         description="Memory of each device left free whatever is asked, as in 512MiB, or 0; none: "

@@ -98,6 +98,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         placement: Among devices that fit: `"spread"` takes the emptiest, `"pack"` the fullest.
         max_processes: Most GPU tasks that run at a time; `None`: four for each core, at least
             eight.
+        max_tasks_per_device: Most GPU tasks on one device at a time; `None`: as many as its memory
+            holds.
         headroom: Kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
         reports: Whether to publish memory reports as artifacts.
         standby: Processes started ahead of their tasks, with Prefect, the framework and the task's
@@ -120,6 +122,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         reports: bool | None = None,
         standby: int | str | None = None,
         start_method: str | None = None,
+        max_tasks_per_device: int | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if sys.platform == "win32":
@@ -131,6 +134,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             "devices": None,
             "placement": placement,
             "max_processes": max_processes,
+            "max_tasks_per_device": max_tasks_per_device,
             "headroom": headroom,
             "reports": reports,
             "standby": standby,
@@ -141,6 +145,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         self.devices: DeviceSpec = parse_spec(settings.devices if devices is None else devices)
         self.placement = settings.placement
         self.max_processes = settings.max_processes
+        self.max_tasks_per_device = settings.max_tasks_per_device
         self.headroom = settings.headroom
         self.headroom_bytes = settings.headroom_bytes
         self.reports = settings.reports
@@ -168,6 +173,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             self.devices,
             self.placement,
             self.max_processes,
+            self.max_tasks_per_device,
             self.headroom_bytes,
             self.reports,
             self.standby,
@@ -407,7 +413,13 @@ class _Running:
 
     def _broker(self) -> Broker:
         runner = self._runner
-        key = (runner.devices, runner.placement, runner.max_processes, runner.headroom_bytes)
+        key = (
+            runner.devices,
+            runner.placement,
+            runner.max_processes,
+            runner.max_tasks_per_device,
+            runner.headroom_bytes,
+        )
         return shared_broker(key, lambda: _make_broker(runner))
 
     def report(self, report: TaskReport) -> None:
@@ -495,6 +507,7 @@ def _make_broker(runner: GPUTaskRunner) -> Broker:
         ledger=ProcessLedger() if simulated else PROCESS_LEDGER,
         style=runner.placement,
         max_processes=runner.max_processes,
+        max_tasks_per_device=runner.max_tasks_per_device,
         headroom_bytes=runner.headroom_bytes,
         held_by_parent=() if simulated else _held_by_parent(),
     )

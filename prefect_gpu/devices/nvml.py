@@ -223,6 +223,7 @@ class NvmlReader:
                 self._handles[device.uuid] = handle
             memory = self._read_memory(library, handle)
             processes = self._read_processes(library, handle, roots, memory.unified)
+            busy_fraction = _read_busy(library, handle)
         except library.NVMLError as error:
             self._handles.pop(device.uuid, None)
             if _is_fatal(library, error):
@@ -235,6 +236,7 @@ class NvmlReader:
             free_bytes=memory.free_bytes,
             system_reserved_bytes=memory.reserved_bytes,
             processes=processes,
+            busy_fraction=busy_fraction,
         )
 
     def _read_memory(self, library: NvmlLibrary, handle: Handle) -> _Memory:
@@ -341,6 +343,18 @@ def _name_instance(library: NvmlLibrary, handle: Handle, gpu_name: str) -> str:
         return f"{gpu_name} MIG"
     # Drivers differ in whether the profile, "MIG 1g.10gb", is in it.
     return name if "MIG" in name else f"{name} MIG"
+
+
+def _read_busy(library: NvmlLibrary, handle: Handle) -> float | None:
+    """Give the part of the time in which a device computed; `None`: not told (MIG, some drivers)."""
+    try:
+        percent = int(library.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except library.NVMLError as error:
+        if _is_fatal(library, error) or error.value in _codes(library, "GPU_IS_LOST"):
+            raise
+        # It only ever makes one device preferred to another.
+        return None
+    return min(percent, 100) / 100
 
 
 def _running(library: NvmlLibrary, handle: Handle, function: str) -> Sequence[Any]:

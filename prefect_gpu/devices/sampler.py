@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
+from prefect_gpu.devices.utilisation import Utilisation
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.scheduling.model import Reading
 
@@ -56,6 +57,8 @@ class Sampler:
         self._interval_s = interval_s
         self._clock: Clock = clock or RealClock()
         self._read_host_available = read_host_available
+        #: Of the sampler's thread.
+        self._utilisation = Utilisation()
         #: Guards all below; never held while reading or publishing.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -153,7 +156,8 @@ class Sampler:
         host_available_bytes = 0
         try:
             host_available_bytes = self._read_host_available()
-            return Reading(at_s, self._reader.read(self._roots()), host_available_bytes)
+            snapshots = self._utilisation.smooth(self._reader.read(self._roots()))
+            return Reading(at_s, snapshots, host_available_bytes)
         except DeviceError as error:
             problem = str(error)
         except Exception as error:

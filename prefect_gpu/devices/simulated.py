@@ -185,6 +185,7 @@ class SimulatedReader:
         self._foreign = dict.fromkeys(self._devices, 0)
         self._leaked = dict.fromkeys(self._devices, 0)
         self._failed: dict[str, str] = {}
+        self._busy: dict[str, float] = {}
         self._broken = ""
 
     # What a `DeviceReader` does.
@@ -207,6 +208,7 @@ class SimulatedReader:
                     free_bytes=self._free_bytes(uuid),
                     processes=self._processes(uuid, roots),
                     error=self._failed.get(uuid, ""),
+                    busy_fraction=self._busy.get(uuid),
                 )
                 for uuid, device in self._devices.items()
             )
@@ -330,6 +332,14 @@ class SimulatedReader:
         with self._lock:
             self._device(device_uuid)
             self._leaked[device_uuid] = max(0, self._leaked[device_uuid] + size_bytes)
+
+    def compute(self, device_uuid: str, busy_fraction: float | None) -> None:
+        """Let a device compute for a part of the time (0 to 1); `None`: it does not tell."""
+        with self._lock:
+            self._device(device_uuid)
+            self._busy.pop(device_uuid, None)
+            if busy_fraction is not None:
+                self._busy[device_uuid] = busy_fraction
 
     def fail(self, device_uuid: str, reason: str = "GPU is lost") -> None:
         """Let one device fall off the bus."""

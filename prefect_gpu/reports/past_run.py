@@ -40,4 +40,5 @@ def past_run(report: TaskReport) -> PastRun:
         step_s=steps.step_s if steps else None,
         run_s=report.run_s,
         wanted_bytes=report.wanted_bytes,
+        start_s=report.start_s,
     )

@@ -14,6 +14,7 @@ took 13.2 GiB because the device was empty needs 4.8 to run as fast):
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -85,6 +86,8 @@ class PastRun:
     run_s: float = 0.0
     #: Bytes on one device that it would have needed in all, as its out-of-memory says.
     wanted_bytes: int | None = None
+    #: Seconds from its placement to its body's first line; `None`: not known.
+    start_s: float | None = None
 
     def to_texts(self) -> dict[str, str]:
         """Write every known field as a short text."""
@@ -107,7 +110,14 @@ class PastRun:
         return cls(**values)  # type: ignore[arg-type]
 
 
-_READ = {"ended_at": float, "outcome": str, "cause": str, "step_s": float, "run_s": float}
+_READ = {
+    "ended_at": float,
+    "outcome": str,
+    "cause": str,
+    "step_s": float,
+    "run_s": float,
+    "start_s": float,
+}
 
 
 class HistoryStore(Protocol):
@@ -166,6 +176,16 @@ def learned_context_bytes(runs: Iterable[PastRun]) -> int | None:
     """
     seen = [run.context_bytes for run in runs if run.context_bytes and run.outcome == "completed"]
     return max(seen, default=None)
+
+
+def expected_s(runs: Iterable[PastRun]) -> float | None:
+    """Give the seconds for which a task is expected to hold its devices: the median of completed runs.
+
+    The start of the process counts where it is known. `None`: no run has completed.
+    """
+    completed = (run for run in runs if run.outcome == "completed" and run.run_s > 0)
+    held = [run.run_s + (run.start_s or 0.0) for run in completed]
+    return statistics.median(held) if held else None
 
 
 def _need_bytes(run: PastRun, context_bytes: int) -> int:

@@ -51,6 +51,19 @@ class Room:
             reservations=(*self.reservations, reservation),
         )
 
+    def without(self, request_id: str) -> Room:
+        """Give the room that is there once what was promised to a request is back."""
+        free_bytes = self.free_bytes
+        stays: list[Reservation] = []
+        for reservation in self.reservations:
+            if reservation.request_id == request_id:
+                free_bytes += reservation.reserved_bytes
+            else:
+                stays.append(reservation)
+        return Room(
+            self.snapshot, free_bytes, self.foreign_bytes, self.capacity_bytes, tuple(stays)
+        )
+
 
 def measure(
     snapshot: DeviceSnapshot,

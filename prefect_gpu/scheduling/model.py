@@ -71,6 +71,8 @@ class DeviceSnapshot:
     #: Why the device cannot be used ("fell off the bus"); empty: it can. The numbers above then
     #: mean nothing.
     error: str = ""
+    #: Part of the time (0 to 1) in which it computed, over the last readings; `None`: not known.
+    busy_fraction: float | None = None
 
     @property
     def used_bytes(self) -> int:
@@ -137,6 +139,8 @@ class Request:
     priority: int = 0
     #: Bytes of the machine's own memory that the process is expected to take.
     host_bytes: int = 0
+    #: Seconds for which it is expected to hold its devices, from its past runs; `None`: not known.
+    expected_s: float | None = None
 
     def need_bytes(self, device: Device) -> int | None:
         """Bytes of `device` that the request asks for; `None`: all that it has free."""
@@ -162,6 +166,8 @@ class Reservation:
     exclusive: bool = False
     #: For messages.
     task_name: str = ""
+    #: Monotonic seconds at which it is expected to be given back; `None`: not known.
+    ends_s: float | None = None
 
     @property
     def device_key(self) -> DeviceKey:

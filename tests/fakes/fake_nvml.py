@@ -57,6 +57,9 @@ class FakePart:
     #: What every question about it answers; `None`: it works.
     error: int | None = None
     memory_error: int | None = None
+    #: Percent of the time in which it computed, and what the question answers; `None`: it works.
+    busy_percent: int = 0
+    busy_error: int | None = None
     #: Errors of the next listings of processes, one each.
     process_errors: list[int] = field(default_factory=list)
     name_error: int | None = None
@@ -188,6 +191,10 @@ class FakeNvml:
         if version:
             memory.reserved = handle.reserved_bytes
         return memory
+
+    def nvmlDeviceGetUtilizationRates(self, handle: FakePart) -> SimpleNamespace:
+        self._check(handle.error, handle.busy_error)
+        return SimpleNamespace(gpu=handle.busy_percent, memory=0)
 
     def _list(self, handle: FakePart, used: dict[int, int | None]) -> list[SimpleNamespace]:
         self._check(handle.error, handle.process_errors.pop(0) if handle.process_errors else None)

@@ -162,8 +162,14 @@ def test_nothing_is_left_and_reports_are_published() -> None:
 
 def test_a_runner_copies_compares_and_pickles() -> None:
     runner = GPUTaskRunner(
-        devices=api.TWO, placement="pack", max_processes=3, headroom="1GiB", reports=False
+        devices=api.TWO,
+        placement="pack",
+        max_processes=3,
+        headroom="1GiB",
+        reports=False,
+        max_tasks_per_device=2,
     )
+    assert runner.max_tasks_per_device == 2
     again = runner.duplicate()
     assert again == runner and hash(again) == hash(runner) and again is not runner
     assert runner != GPUTaskRunner(devices=api.TWO) and runner != "runner"

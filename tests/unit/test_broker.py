@@ -19,6 +19,7 @@ from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import DeviceError, PlacementError, PlacementTimeoutError
 from prefect_gpu.ledger import ProcessLedger
 from prefect_gpu.recovery import RECOVERY_POLL_S, RECOVERY_S
+from prefect_gpu.scheduling.backfill import NO_BACKFILL
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceKind,
@@ -292,6 +293,43 @@ def test_max_processes_and_host_memory(make_rig: MakeRig) -> None:
     assert rig.broker.explain(third) == "2 processes run, and max_processes is 2"
 
 
+def test_max_tasks_per_device(make_rig: MakeRig) -> None:
+    rig = make_rig(max_tasks_per_device=1)
+    first = rig.place("a", 1)
+    second = rig.submit("b", 1)
+    assert rig.waits(second)
+    assert rig.broker.explain(second) == (
+        "1GiB on SIM-0; a task runs on each, and max_tasks_per_device is 1"
+    )
+    rig.start(first)
+    rig.exit(first)
+    rig.broker.read()
+    decided(second)
+    assert second.placement is not None
+
+
+def test_a_busy_device_is_passed_over_while_another_fits(make_rig: MakeRig) -> None:
+    rig = make_rig("2x24GiB")
+    rig.reader.compute("SIM-0", 0.95)
+    assert [indices(rig.place(name, 6)) for name in "abcde"] == [[1], [1], [1], [1], [0]]
+
+
+def test_a_short_task_passes_a_blocked_one_that_it_does_not_delay(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    first = rig.place("a", 20, expected_s=100.0)
+    head = rig.submit("b", 23, expected_s=50.0)
+    rig.clock.advance(40.0)
+    rig.broker.read()
+    long = rig.submit("c", 1.5, expected_s=61.0)
+    assert rig.waits(head, long)
+    assert rig.broker.explain(head) == (
+        "23GiB on SIM-0; most free 4GiB; SIM-0 kept for it, free in about 1m 00s"
+    )
+    rig.place("d", 3, expected_s=59.0)
+    assert first.placement is not None
+    assert [r.ends_s for r in first.placement.reservations] == [1100.0]
+
+
 def test_somebody_elses_memory_and_overuse_are_not_given_away(rig: Rig) -> None:
     rig.reader.occupy("SIM-0", 4 * GIB)
     first = rig.place("a", 6)
@@ -333,7 +371,8 @@ def test_a_waiter_is_told_why_and_again_when_it_changes(
     assert waiter.told.empty(), "the same reason is not told twice"
 
 
-def test_a_limit_ends_the_wait_and_lets_others_pass(rig: Rig) -> None:
+def test_a_limit_ends_the_wait_and_lets_others_pass(make_rig: MakeRig) -> None:
+    rig = make_rig(patience=NO_BACKFILL)
     rig.place("a", 20)
     waiter = Waiter(rig, rig.submit("b", 6), limit_s=0.5)
     behind = rig.submit("c", 4)
@@ -383,7 +422,8 @@ def test_who_stops_waiting_holds_nothing(rig: Rig) -> None:
     assert rig.ledger.view().reservations == ()
 
 
-def test_a_withdrawn_head_no_longer_blocks(rig: Rig) -> None:
+def test_a_withdrawn_head_no_longer_blocks(make_rig: MakeRig) -> None:
+    rig = make_rig(patience=NO_BACKFILL)
     first = rig.place("a", 20)
     head, behind = rig.submit("b", 6), rig.submit("c", 4)
     waiter = Waiter(rig, head)

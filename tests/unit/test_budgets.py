@@ -234,3 +234,20 @@ def test_no_more_is_waited_for_than_a_device_had_left_beside_others(books: Books
     books.store.add(WHO.on(MODEL), run(live=17 * GIB, budget_bytes=22 * GIB))
     granted = books.grant(capacity_bytes={MODEL: 23 * GIB})
     assert granted is not None and (granted.memory, granted.source) == (None, "learned")
+
+
+@pytest.mark.parametrize("memory", [None, GIB])
+def test_a_grant_says_how_long_the_task_is_expected_to_take(
+    books: Books, memory: int | None
+) -> None:
+    for seconds in (4.0, 8.0, 9.0):
+        books.store.add(WHO.on("A"), run(at=seconds, run_s=seconds, start_s=1.0))
+    books.store.add(WHO.on("B"), run(run_s=3.0))
+    granted = books.grant(memory=memory, device_names=["A", "B"])
+    assert granted is not None and granted.expected_s == 9.0, "on the slower of two models"
+    assert books.book().keep(granted, "A").expected_s == 9.0
+
+
+def test_of_a_task_that_never_completed_nothing_is_expected(books: Books) -> None:
+    granted = books.grant(memory=GIB)
+    assert granted is not None and granted.expected_s is None

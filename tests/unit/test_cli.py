@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -125,6 +127,86 @@ def test_devices_says_when_there_are_none(capsys: Capture, monkeypatch: pytest.M
 def test_devices_refuses_what_is_not_there(capsys: Capture) -> None:
     assert main(["devices", "--devices", "abacus"]) == 2
     assert "abacus" in capsys.readouterr().err
+
+
+LIST = """\
+name,duration,memory,devices,after
+a,10m,60GiB,,
+b,5m,30GiB,2,
+c,1m,10GiB,,
+d,1m,,,a b
+huge,1,99GiB,,
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> str:
+    path = tmp_path / "tasks.csv"
+    path.write_text(LIST)
+    return str(path)
+
+
+def test_simulate_prints_what_came_of_a_list(capsys: Capture, task_file: str) -> None:
+    assert main(["simulate", task_file, "--devices", "2x80GiB", "--tasks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "tasks        5, of which 4 ran" in lines
+    assert "makespan     16m 00s, 1.45 × the lower bound" in lines
+    assert "lower bound  11m 00s (longest chain)" in lines
+    assert "b     0ms        10m 00s  10m 00s  15m 00s  0,1      0" in lines
+    assert lines[-1].startswith("huge can never run: gpu:memory=99GiB is larger than any device")
+
+
+def test_simulate_prints_json(capsys: Capture, task_file: str) -> None:
+    assert (
+        main(["simulate", task_file, "--devices", "2x80GiB", "--json", "--placement", "pack"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["makespan_s"], found["lower_bound_s"], found["max_wait_s"]) == (960, 660, 600)
+    assert [task["started_s"] for task in found["tasks"]] == [0, 600, 0, 900, None]
+    assert found["tasks"][1]["devices"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "starts"),
+    [
+        pytest.param([], [0, 0, 100], id="backfill"),
+        pytest.param(["--no-backfill"], [0, 100, 100], id="no backfill"),
+        pytest.param(["--unknown-durations", "--max-tasks-per-device", "1"], [0, 110, 100], id="one at a time"),
+        pytest.param(["--max-processes", "1"], [0, 110, 100], id="one at all"),
+    ],
+)  # fmt: skip
+def test_simulate_takes_how_to_schedule(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: list[str], starts: list[float]
+) -> None:
+    text = "duration,memory,priority\n100,20GiB,2\n50,4GiB,0\n10,20GiB,1\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main(["simulate", "-", "--devices", "simulated:1x24GiB", "--json", *options]) == 0
+    tasks = json.loads(capsys.readouterr().out)["tasks"]
+    assert [task["started_s"] for task in tasks] == starts
+
+
+@pytest.mark.parametrize(
+    ("content", "devices", "says"),
+    [
+        pytest.param("duration,memory\n1,8\n", "1GiB", "tasks.csv, line 2, column 'memory'", id="a bad field"),
+        pytest.param(None, "1GiB", "tasks.csv cannot be read", id="no such file"),
+        pytest.param("duration\n1\n", "abacus", "abacus", id="bad devices"),
+    ],
+)  # fmt: skip
+def test_simulate_says_what_is_wrong(
+    capsys: Capture, tmp_path: Path, content: str | None, devices: str, says: str
+) -> None:
+    path = tmp_path / "tasks.csv"
+    if content is not None:
+        path.write_text(content)
+    assert main(["simulate", str(path), "--devices", devices]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_simulate_refuses_no_tasks_at_all(capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", "-", "--devices", "1GiB", "--max-tasks-per-device", "0"])
+    assert "'0' is no whole number from 1" in capsys.readouterr().err
 
 
 def test_version_is_that_of_the_package(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

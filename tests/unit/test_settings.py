@@ -15,7 +15,14 @@ PREFIX = "PREFECT_INTEGRATIONS_GPU_"
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DEVICES", "PLACEMENT", "MAX_PROCESSES", "HEADROOM", "REPORTS"):
+    for name in (
+        "DEVICES",
+        "PLACEMENT",
+        "MAX_PROCESSES",
+        "MAX_TASKS_PER_DEVICE",
+        "HEADROOM",
+        "REPORTS",
+    ):
         monkeypatch.delenv(PREFIX + name, raising=False)
 
 
@@ -25,6 +32,7 @@ def test_defaults() -> None:
         "devices": "auto",
         "placement": "spread",
         "max_processes": None,
+        "max_tasks_per_device": None,
         "headroom": None,
         "reports": True,
         "standby": "auto",
@@ -36,12 +44,14 @@ def test_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + "DEVICES", "simulated:2x24GiB")
     monkeypatch.setenv(PREFIX + "PLACEMENT", "pack")
     monkeypatch.setenv(PREFIX + "MAX_PROCESSES", "3")
+    monkeypatch.setenv(PREFIX + "MAX_TASKS_PER_DEVICE", "2")
     monkeypatch.setenv(PREFIX + "HEADROOM", "512 MiB")
     monkeypatch.setenv(PREFIX + "REPORTS", "false")
     settings = GPUSettings()
     assert settings.devices == "simulated:2x24GiB"
     assert settings.placement == "pack"
     assert settings.max_processes == 3
+    assert settings.max_tasks_per_device == 2
     assert settings.headroom_bytes == 512 * MIB
     assert settings.reports is False
 
@@ -74,6 +84,10 @@ def test_headroom_may_be_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("HEADROOM", "9" * 400 + "GiB", "accepted", id="headroom beyond numbers"),
         pytest.param("PLACEMENT", "random", "spread", id="an unknown placement"),
         pytest.param("MAX_PROCESSES", "0", "greater than or equal to 1", id="no process at all"),
+        pytest.param(
+            "MAX_TASKS_PER_DEVICE", "0", "greater than or equal to 1", id="no task at all"
+        ),
+        pytest.param("MAX_TASKS_PER_DEVICE", "two", "valid integer", id="a word for a number"),
         pytest.param("DEVICES", "", "at least 1 character", id="no devices named"),
     ],
 )

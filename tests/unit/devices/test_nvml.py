@@ -325,3 +325,26 @@ def test_the_fake_has_the_codes_and_functions_of_the_bindings() -> None:
             assert isinstance(fake, int) == isinstance(real, int), name
             if isinstance(fake, int):
                 assert fake == real, name
+
+
+@pytest.mark.parametrize(
+    ("percent", "error", "busy"),
+    [
+        pytest.param(93, None, 0.93, id="it tells"),
+        pytest.param(0, None, 0.0, id="idle"),
+        pytest.param(50, 3, None, id="not supported, as on MIG instances"),
+        pytest.param(50, 999, None, id="another error sets no device aside"),
+    ],
+)
+def test_how_busy_a_device_is(
+    rig: Rig, percent: int, error: int | None, busy: float | None
+) -> None:
+    rig.nvml.gpus[0].busy_percent, rig.nvml.gpus[0].busy_error = percent, error
+    (snapshot,) = rig.read()
+    assert (snapshot.busy_fraction, snapshot.error) == (busy, "")
+
+
+def test_a_device_that_is_lost_when_asked_how_busy_it_is_is_lost(rig: Rig) -> None:
+    rig.nvml.gpus[0].busy_error = 15
+    (snapshot,) = rig.read()
+    assert "GPU is lost" in snapshot.error

@@ -222,3 +222,15 @@ def test_a_reader_that_hangs_blocks_nobody(
     reader.gate.release()
     assert reader.closed.wait(DEADLOCK_S)
     assert published.empty()
+
+
+def test_readings_tell_how_busy_devices_were_over_the_last_of_them(rig: Rig) -> None:
+    rig.device.compute("SIM-0", 1.0)
+    rig.sampler.set_active(True)
+    assert rig.next().snapshots[0].busy_fraction == 1.0
+    rig.device.compute("SIM-0", 0.0)
+    rig.sampler.refresh()
+    assert rig.next().snapshots[0].busy_fraction == 0.5
+    rig.device.compute("SIM-0", None)
+    rig.sampler.refresh()
+    assert rig.next().snapshots[0].busy_fraction is None

@@ -36,6 +36,7 @@ def test_a_report_becomes_a_run() -> None:
         step_s=0.027,
         run_s=report.run_s,
         wanted_bytes=7 * GIB,
+        start_s=report.start_s,
     )
 
 

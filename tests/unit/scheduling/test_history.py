@@ -13,6 +13,7 @@ from prefect_gpu.scheduling.history import (
     LIVE_MARGIN_BYTES,
     ROUND_BYTES,
     PastRun,
+    expected_s,
     learn,
     learned_context_bytes,
 )
@@ -259,3 +260,20 @@ def test_fields_of_later_versions_are_passed_over() -> None:
 def test_what_is_no_run_is_refused(texts: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"no run|could not convert|invalid literal"):
         PastRun.from_texts(texts)
+
+
+@pytest.mark.parametrize(
+    ("runs", "seconds"),
+    [
+        pytest.param([], None, id="nothing is known"),
+        pytest.param([run(outcome="failed", run_s=9.0)], None, id="a failed run tells nothing"),
+        pytest.param([run(run_s=0.0)], None, id="a run that was not timed tells nothing"),
+        pytest.param([run(run_s=9.0)], 9.0, id="its body, where no more is known"),
+        pytest.param([run(run_s=9.0, start_s=2.0)], 11.0, id="the start of the process counts"),
+        pytest.param(
+            [run(run_s=s) for s in (1.0, 500.0, 3.0)], 3.0, id="one that hung does not decide"
+        ),
+    ],
+)
+def test_how_long_it_is_expected_to_take(runs: list[PastRun], seconds: float | None) -> None:
+    assert expected_s(runs) == seconds

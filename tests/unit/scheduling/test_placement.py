@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from prefect_gpu.errors import PlacementError
+from prefect_gpu.scheduling.board import PlacementStyle, choose_devices
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.scheduling.placement import (
-    Choices,
-    PlacementStyle,
     check_possible,
-    choose_devices,
     could_hold,
     describe_wait,
     select_rooms,
@@ -169,7 +167,7 @@ def test_choice(
     indices: list[int] | None,
     budgets_gib: list[float],
 ) -> None:
-    placement = choose_devices(asked, select_rooms(asked, rooms), style)
+    placement = choose_devices(asked, rooms, style)
     if indices is None:
         assert placement is None
         return
@@ -182,27 +180,6 @@ def test_choice(
         (asked.id, device.key, budget, asked.exclusive or asked.memory is None)
         for device, budget in zip(placement.devices, placement.budget_bytes, strict=True)
     ]
-
-
-def test_two_of_40_percent_run_together_and_a_third_waits() -> None:
-    choices = Choices([room(0)])
-    for _ in range(2):
-        placement = choices.choose(request(share=0.4))
-        assert placement is not None
-        choices.take(placement)
-    assert choices.choose(request(share=0.4)) is None
-
-
-def test_who_has_a_device_alone_takes_it_from_the_choices() -> None:
-    choices = Choices(TWO)
-    placement = choices.choose(request())
-    assert placement is not None
-    choices.take(placement)
-    assert len(choices) == 1
-    choices.block(TWO)
-    assert not choices
-    assert choices.choose(request(1)) is None
-    assert choices.choose(request(1), TWO) is None
 
 
 def test_naming_devices() -> None:

@@ -6,17 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from prefect_gpu.scheduling.backfill import NO_BACKFILL
+from prefect_gpu.scheduling.board import Board, PlacementStyle
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import Request, Reservation
-from prefect_gpu.scheduling.placement import PlacementStyle
-from prefect_gpu.scheduling.queue import (
-    Decisions,
-    HostRoom,
-    RequestQueue,
-    Shape,
-    decide,
-    explain,
-)
+from prefect_gpu.scheduling.queue import RequestQueue, Shape
+from prefect_gpu.scheduling.turns import Decisions, HostRoom, decide, explain
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import host, promise, request, room
 
@@ -201,7 +196,7 @@ def test_order(
     starts: list[tuple[str, list[int]]],
 ) -> None:
     queue = RequestQueue(waiting)
-    decisions = decide(queue, rooms, machine, style)
+    decisions = decide(queue, Board(rooms, style), machine, NO_BACKFILL)
     assert started(decisions) == starts
     assert refused(decisions) == []
     assert len(queue) == len(waiting), "deciding leaves the queue as it is"
@@ -215,14 +210,14 @@ def test_the_impossible_is_refused_wherever_it_stands() -> None:
         request(99, name="huge too"),
         request(1, devices=("9",), name="nowhere"),
     ]
-    decisions = decide(RequestQueue(waiting), TWO[:1], host())
+    decisions = decide(RequestQueue(waiting), Board(TWO[:1]), host())
     assert started(decisions) == [("a", [0])]
     assert refused(decisions) == ["huge", "huge too", "nowhere"]
 
 
 def test_what_was_checked_is_not_checked_again() -> None:
     huge = request(99)
-    assert refused(decide(RequestQueue([huge]), TWO, host(), checked={Shape.of(huge)})) == []
+    assert refused(decide(RequestQueue([huge]), Board(TWO), host(), checked={Shape.of(huge)})) == []
 
 
 OUTER = promise(0, 20, by="outer")
@@ -232,7 +227,9 @@ def test_inside_a_gpu_task_only_what_fits_beside_it_starts() -> None:
     rooms = [room(0, held=[OUTER]), room(1, 8)]
     held: tuple[Reservation, ...] = (OUTER,)
     waiting = [request(9, name="never"), request(5, name="a"), request(4, name="b")]
-    decisions = decide(RequestQueue(waiting), rooms, host(), held_by_parent=held)
+    decisions = decide(
+        RequestQueue(waiting), Board(rooms), host(), NO_BACKFILL, held_by_parent=held
+    )
     assert refused(decisions) == ["never"]
     assert started(decisions) == [("a", [1]), ("b", [0])]
 
@@ -241,7 +238,9 @@ def test_a_nested_head_blocks_only_where_it_could_run_beside_its_parent() -> Non
     full = room(1, held=[promise(1, 24)])
     rooms = [room(0, held=[OUTER]), full]
     waiting = [request(5, name="blocked"), request(4, name="b")]
-    decisions = decide(RequestQueue(waiting), rooms, host(), held_by_parent=(OUTER,))
+    decisions = decide(
+        RequestQueue(waiting), Board(rooms), host(), NO_BACKFILL, held_by_parent=(OUTER,)
+    )
     assert started(decisions) == [("b", [0])]
 
 

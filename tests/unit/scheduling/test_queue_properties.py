@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefect_gpu.scheduling.board import Board, PlacementStyle
 from prefect_gpu.scheduling.memory import Room, survey_all
 from prefect_gpu.scheduling.model import DeviceSnapshot, Placement, Request, Reservation
-from prefect_gpu.scheduling.placement import PlacementStyle
-from prefect_gpu.scheduling.queue import HostRoom, RequestQueue, Shape, decide
+from prefect_gpu.scheduling.queue import RequestQueue, Shape
+from prefect_gpu.scheduling.turns import HostRoom, decide
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import snapshot
 
@@ -41,7 +42,9 @@ class Simulation:
     def step(self) -> None:
         promised = sum(r.host_bytes for r, _ in self.running.values())
         host = HostRoom(self.host_bytes, promised, len(self.running), self.max_processes)
-        decisions = decide(self.queue, self.rooms(), host, self.style, (), self.checked)
+        board = Board(self.rooms(), self.style)
+        decisions = decide(self.queue, board, host, checked=self.checked)
+        self.queue.note(decisions.standings)
         for asked, placement in decisions.placements:
             assert self.queue.remove(asked)
             self.running[asked.id] = (asked, placement)

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect_gpu.scheduling.memory import Room, survey
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, ProcessUse, Request, Reservation
-from prefect_gpu.scheduling.queue import HostRoom
+from prefect_gpu.scheduling.turns import HostRoom
 from prefect_gpu.units import GIB
 
 HOST = "node"

@@ -1,0 +1,82 @@
+"""What the runner gives to scheduling: durations that were learned, and how many tasks a device takes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+from prefect import flow, task
+from pydantic import ValidationError
+
+from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.broker import Broker, Ticket
+from prefect_gpu.testing import SimulatedDevices
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture
+def tickets(monkeypatch: pytest.MonkeyPatch) -> list[Ticket]:
+    """What is asked of the broker, in order."""
+    asked: list[Ticket] = []
+    submit = Broker.submit
+
+    def spy(self: Broker, *args: Any, **kwargs: Any) -> Ticket:
+        ticket = submit(self, *args, **kwargs)
+        asked.append(ticket)
+        return ticket
+
+    monkeypatch.setattr(Broker, "submit", spy)
+    return asked
+
+
+def test_a_task_is_expected_to_take_as_long_as_its_earlier_runs(
+    tickets: list[Ticket],
+) -> None:
+    @task(tags=gpu(memory="1GiB"))
+    def naps_for_a_while() -> None:
+        time.sleep(0.5)
+
+    @flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x9GiB"), reports=False))
+    def thrice() -> None:
+        # A run is in the history once its memory is back, which the second need not have waited for.
+        for _ in range(3):
+            naps_for_a_while.submit().result()
+
+    thrice()
+    first, *_, last = tickets
+    assert first.request.expected_s is None
+    expected_s = last.request.expected_s
+    assert expected_s is not None and expected_s >= 0.5
+    assert last.placement is not None
+    (reservation,) = last.placement.reservations
+    assert reservation.ends_s is not None
+    assert last.request.submitted_s <= reservation.ends_s - expected_s <= last.placed_s
+
+
+def test_no_more_tasks_on_a_device_than_are_allowed() -> None:
+    @task(tags=gpu(memory="1GiB"))
+    def when() -> tuple[float, float]:
+        began = time.monotonic()
+        time.sleep(0.3)
+        return began, time.monotonic()
+
+    runner = GPUTaskRunner(
+        devices=SimulatedDevices("1x11GiB"), reports=False, max_tasks_per_device=1
+    )
+
+    @flow(task_runner=runner)
+    def three() -> list[tuple[float, float]]:
+        return [future.result() for future in [when.submit() for _ in range(3)]]
+
+    spans = sorted(three())
+    assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("given", [0, -1, "two"])
+def test_a_number_of_tasks_that_is_none_is_refused_at_once(given: Any) -> None:
+    with pytest.raises(ValidationError, match="max_tasks_per_device") as caught:
+        GPUTaskRunner(max_tasks_per_device=given)
+    assert caught.value.error_count() == 1

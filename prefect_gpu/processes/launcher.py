@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
-from prefect_gpu.processes import guardian, messages
+from prefect_gpu.processes import guardian, messages, passing
 from prefect_gpu.processes.guard import Guard
 from prefect_gpu.processes.interpreter import (
     child_environment,
@@ -46,6 +46,7 @@ from prefect_gpu.processes.spec import (
     Listener,
     ValueArrived,
 )
+from prefect_gpu.processes.transport import Parcel, unpack
 
 #: Bytes of standard error kept for the message about a death.
 STDERR_TAIL_BYTES = 64 * 1024
@@ -187,6 +188,7 @@ class ProcessLauncher:
         for child in self._children:
             if child.channel is not None:
                 child.channel.close()
+            child.drop_files()
             if child.pidfd is not None:
                 os.close(child.pidfd)
             for stream in child.streams.values():
@@ -347,11 +349,10 @@ class ProcessLauncher:
         assert spec is not None
         # First all that can fail for what the spec holds: then there is no process to undo.
         boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv}).encode()
-        call = memoryview(spec.call)
-        child.outgoing.append(memoryview(HEADER.pack(messages.BOOT, len(boot)) + boot))
-        child.outgoing.append(memoryview(messages.encode(spec.prepare)))
-        child.outgoing.append(memoryview(messages.value_header(len(call))))
-        child.outgoing.append(call)
+        call = spec.call if isinstance(spec.call, Parcel) else Parcel(messages.VALUE, spec.call)
+        child.queue(memoryview(HEADER.pack(messages.BOOT, len(boot)) + boot))
+        child.queue(memoryview(messages.encode(spec.prepare)))
+        child.queue(*call.frame, files=call.files)
         child.channel, theirs = socket.socketpair()
         with theirs:
             for end in (child.channel, theirs):
@@ -418,7 +419,7 @@ class ProcessLauncher:
     def send(self, child: LaunchedChild, data: memoryview) -> None:
         """Send bytes to a child; dropped if it is gone. The launcher's thread only."""
         if child.channel is not None:
-            child.outgoing.append(data)
+            child.queue(data)
             self._watch_channel(child)
 
     def _write(self, child: LaunchedChild) -> None:
@@ -427,13 +428,16 @@ class ProcessLauncher:
             return
         try:
             while child.outgoing:
-                head = child.outgoing[0]
-                sent = child.channel.send(head) if len(head) else 0
+                head, files = child.outgoing[0]
+                sent = passing.send(child.channel, head, files)
                 if sent == len(head):
                     child.outgoing.popleft()
                 else:
-                    child.outgoing[0] = head[sent:]
+                    child.outgoing[0] = head[sent:], ()
         except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self._refuse(child, error, "it could not be sent its call")
             return
         except OSError:
             # It is dying; that it died is seen where its end is.
@@ -445,11 +449,14 @@ class ProcessLauncher:
         taken_bytes = 0
         while child.channel is not None and taken_bytes < _TURN_BYTES:
             try:
-                size_bytes = child.channel.recv_into(child.frames.room)
+                size_bytes, files = passing.receive(child.channel, child.frames.room)
             except BlockingIOError:
                 return False
+            except ProtocolError as error:
+                self._refuse(child, error, "what it sent could not be received")
+                return False
             except OSError:
-                size_bytes = 0
+                size_bytes, files = 0, ()
             if not size_bytes:
                 self._close_channel(child)
                 if not child.value_arrived and child.deadline is None:
@@ -458,23 +465,29 @@ class ProcessLauncher:
                 return False
             taken_bytes += size_bytes
             try:
-                frame = child.frames.filled(size_bytes)
+                frame = child.frames.filled(size_bytes, files)
                 if frame is not None:
                     self._take_frame(child, *frame)
             except ProtocolError as error:
-                child.tell(ChildRefused(error))
-                self._close_channel(child)
-                self.kill_child(child, "it sent what is no message")
+                self._refuse(child, error, "it sent what is no message")
         return child.channel is not None
 
+    def _refuse(self, child: LaunchedChild, error: ProtocolError, because: str) -> None:
+        """End a child that cannot be spoken with."""
+        child.tell(ChildRefused(error))
+        self._close_channel(child)
+        self.kill_child(child, because)
+
     def _take_frame(self, child: LaunchedChild, kind: int, body: messages.Body) -> None:
-        if kind != messages.VALUE:
+        if kind not in (messages.VALUE, messages.PARCEL):
             child.tell(messages.decode(body))
             return
+        # Mapped at once: a listener that is gone, or does not want it, leaves no descriptor open.
+        contents = unpack(kind, body, child.frames.take_beside())
         child.value_arrived = True
         child.deadline = time.monotonic() + self._exit_grace_s
         child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
-        child.tell(ValueArrived(body))
+        child.tell(ValueArrived(contents))
 
     def _read_stream(self, child: LaunchedChild, name: StreamName, last: bool = False) -> bool:
         """Read what a child printed; `False`: nothing more can come now."""
@@ -565,7 +578,7 @@ class ProcessLauncher:
             self._unwatch(child.channel)
             child.channel.close()
             child.channel = None
-            child.outgoing.clear()
+            child.drop_files()
 
     def _unwatch(self, file: Any) -> None:
         try:

@@ -14,6 +14,7 @@ from prefect_gpu.processes import channel as channels
 from prefect_gpu.processes import messages
 from prefect_gpu.processes.channel import Channel, current_channel, set_current_channel
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted, FrameReader
+from prefect_gpu.processes.transport import Parcel
 
 
 class Pair:
@@ -40,7 +41,7 @@ def pair() -> Iterator[Pair]:
 
 def test_a_message_and_its_value_arrive_together(pair: Pair) -> None:
     pair.channel.send(BodyStarted())
-    pair.channel.send_with_value(BodyEnded(raised=False), memoryview(b"value"))
+    pair.channel.send_with_value(BodyEnded(raised=False), Parcel(messages.VALUE, b"value"))
     (_, started), (_, ended), value = pair.heard()
     assert messages.decode(started) == BodyStarted()
     assert messages.decode(ended) == BodyEnded(raised=False)
@@ -96,7 +97,7 @@ def test_a_channel_that_the_body_closed_is_an_error(pair: Pair) -> None:
 def test_in_a_fork_it_is_silent(pair: Pair) -> None:
     channels._forget(channels.weakref.ref(pair.channel))
     pair.channel.send(BodyStarted())
-    pair.channel.send_with_value(BodyEnded(raised=False), b"")
+    pair.channel.send_with_value(BodyEnded(raised=False), Parcel(messages.VALUE, b""))
     with pytest.raises(RuntimeError, match="forked"):
         pair.channel.ask("sum")
     assert pair.parent.recv(10) == b"", "closed, and nothing was said"

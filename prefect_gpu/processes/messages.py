@@ -149,9 +149,9 @@ def encode(message: Any) -> bytes:
     return HEADER.pack(SMALL, len(body)) + body
 
 
-def value_header(size_bytes: int) -> bytes:
-    """Give the header of a `VALUE` frame; its bytes are written after it, uncopied."""
-    return HEADER.pack(VALUE, size_bytes)
+def value_header(size_bytes: int, kind: int = VALUE) -> bytes:
+    """Give the header of a value's frame; its bytes are written after it, uncopied."""
+    return HEADER.pack(kind, size_bytes)
 
 
 def allocate_body(size_bytes: int) -> Body:

@@ -50,7 +50,7 @@ class Parcel:
     @property
     def frame(self) -> tuple[memoryview, ...]:
         """The frame's bytes; `files` go with the first of them."""
-        header = messages.HEADER.pack(self.kind, len(self.body))
+        header = messages.value_header(len(self.body), self.kind)
         return memoryview(header), memoryview(self.body)
 
     def open(self) -> Contents:
@@ -205,11 +205,11 @@ def unpack(kind: int, body: Body, files: Sequence[MemoryFile]) -> Contents:
         (count,) = _COUNT.unpack_from(body)
         for number in range(count):
             place, offset, size_bytes = _PART.unpack_from(body, _COUNT.size + number * _PART.size)
+            if not -1 <= place < len(files):
+                raise IndexError(f"it names file {place}")
             part = rooms[place][offset : offset + size_bytes]
-            if place < -1 or part.nbytes != size_bytes:
-                raise ProtocolError(
-                    f"part {number} of a value is {size_bytes} bytes at {offset}, past the end"
-                )
+            if part.nbytes != size_bytes:
+                raise IndexError(f"{size_bytes} bytes at {offset} are past the end")
             parts.append(part)
         stream, *buffers = parts
     except (struct.error, IndexError, ValueError, OverflowError) as error:

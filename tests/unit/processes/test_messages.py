@@ -14,7 +14,10 @@ from prefect_gpu.processes import messages
 from prefect_gpu.processes.messages import HEADER, Asked, BodyStarted, FrameReader
 
 FRAMES = st.lists(
-    st.tuples(st.sampled_from([messages.SMALL, messages.VALUE, messages.PARCEL]), st.binary(max_size=60)), max_size=6
+    st.tuples(
+        st.sampled_from([messages.SMALL, messages.VALUE, messages.PARCEL]), st.binary(max_size=60)
+    ),
+    max_size=6,
 )
 
 

@@ -16,7 +16,7 @@ from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import messages, passing
 from prefect_gpu.processes.memory_files import MemoryFile
 from prefect_gpu.processes.messages import HEADER, Answered, Asked, Body
-from prefect_gpu.processes.transport import Contents, Parcel, unpack
+from prefect_gpu.processes.transport import Contents, FrameTransport, Parcel, unpack
 
 
 class Channel:
@@ -51,11 +51,18 @@ class Channel:
         """Send a message and the value that it announces, with nothing between them."""
         if self._forked:
             return
-        header, body = value.frame
         with self._sending:
             self._check()
             self._socket.sendall(messages.encode(message))
-            sent = passing.send(self._socket, header, value.files)
+            header, body = value.frame
+            try:
+                sent = passing.send(self._socket, header, value.files)
+            except ProtocolError:
+                # Its files may not go now; nothing of it went. The parent waits for a value.
+                contents = value.open()
+                stream = memoryview(contents.stream)
+                header, body = FrameTransport().pack([stream], contents.buffers).frame
+                sent = 0
             self._socket.sendall(header[sent:])
             self._socket.sendall(body)
 

@@ -474,6 +474,11 @@ class ProcessLauncher:
 
     def _refuse(self, child: LaunchedChild, error: ProtocolError, because: str) -> None:
         """End a child that cannot be spoken with."""
+        link: BaseException | None = error
+        while link is not None:
+            # Whoever keeps the error would keep what its frames hold: files, and their memory.
+            link.__traceback__ = None
+            link = link.__cause__ or link.__context__
         child.tell(ChildRefused(error))
         self._close_channel(child)
         self.kill_child(child, because)

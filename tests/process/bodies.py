@@ -292,6 +292,14 @@ def numbers(count: int, writeable: bool = True) -> Any:
     return array
 
 
+def numbers_when(count: int) -> Any:
+    """Return an array once the parent says so."""
+    own = channel.current_channel()
+    assert own is not None
+    own.ask("go")
+    return numbers(count)
+
+
 def change(array: Any, by: float) -> tuple[float, bool, list[str]]:
     """Write to an argument; give what was its sum, whether it could be written, what holds it."""
     was = float(array.sum())

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.errors import ResultError
-from prefect_gpu.processes import memory_files, values
+from prefect_gpu.errors import ProtocolError, ResultError
+from prefect_gpu.processes import memory_files, passing, values
 from prefect_gpu.processes.arguments import ArgumentFiles
 from prefect_gpu.processes.call import Call
-from prefect_gpu.processes.messages import BodyEnded
+from prefect_gpu.processes.messages import Answered, Asked, BodyEnded
 from prefect_gpu.processes.spec import ChildRefused, LaunchSpec, ValueArrived
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, spec_of
@@ -324,3 +324,44 @@ def test_a_value_for_which_no_descriptor_is_left_goes_through_the_socket(rig: Ri
     array = rig.call(bodies.few_descriptors)
     assert np.array_equal(array, bodies.numbers(300_000))
     assert not references()
+
+
+def test_a_call_whose_files_may_not_pass_is_an_error_and_nothing_hangs(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = passing.send
+
+    def refuse(channel: Any, data: memoryview, files: Any = ()) -> int:
+        if files:
+            raise ProtocolError("as many are on their way as may be")
+        return send(channel, data)
+
+    monkeypatch.setattr(passing, "send", refuse)
+    child = rig.start(bodies.length, np.zeros(COUNT))
+    assert "on their way" in str(child.until(ChildRefused).error)
+    assert child.exit().code == -signal.SIGKILL
+    assert "could not be sent its call" in child.exit().killed_because
+    assert not references()
+
+
+def test_descriptors_run_out_in_the_parent_and_the_task_alone_fails(rig: Rig) -> None:
+    import resource
+
+    child = rig.start(bodies.numbers_when, COUNT)
+    child.until(Asked)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest)]
+    try:
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        child.handle.answer(Answered(result=0))
+        refused = child.until(ChildRefused)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in spare:
+            os.close(descriptor)
+    assert "ulimit -n" in str(refused.error)
+    assert child.exit().code == -signal.SIGKILL
+    assert rig.call(bodies.add, 1) == 1, "others go on"

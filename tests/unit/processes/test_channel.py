@@ -11,10 +11,10 @@ import pytest
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import channel as channels
-from prefect_gpu.processes import messages
+from prefect_gpu.processes import messages, values
 from prefect_gpu.processes.channel import Channel, current_channel, set_current_channel
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted, FrameReader
-from prefect_gpu.processes.transport import Parcel
+from prefect_gpu.processes.transport import Parcel, unpack
 
 
 class Pair:
@@ -46,6 +46,28 @@ def test_a_message_and_its_value_arrive_together(pair: Pair) -> None:
     assert messages.decode(started) == BodyStarted()
     assert messages.decode(ended) == BodyEnded(raised=False)
     assert value == (messages.VALUE, b"value")
+
+
+def test_a_value_whose_files_may_not_pass_goes_through_the_frame(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> int:
+        raise ProtocolError("as many are on their way as may be")
+
+    parcel = values.dumps(["x", bytes(2 << 20)], "return value", "result")
+    assert parcel.files
+    monkeypatch.setattr(channels.passing, "send", refuse)
+    thread = threading.Thread(
+        target=pair.channel.send_with_value, args=(BodyEnded(raised=False), parcel)
+    )
+    thread.start()
+    heard: list[tuple[int, bytes]] = []
+    while len(heard) < 2:
+        heard += pair.heard()
+    thread.join()
+    kind, body = heard[1]
+    contents = unpack(kind, bytearray(body), ())
+    assert values.loads(contents, "return value") == ["x", bytes(2 << 20)]
 
 
 def test_what_was_sent_is_received(pair: Pair) -> None:

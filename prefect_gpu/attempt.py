@@ -60,6 +60,7 @@ from prefect_gpu.processes.spec import (
     LaunchSpec,
     ValueArrived,
 )
+from prefect_gpu.processes.transport import Contents, Parcel
 from prefect_gpu.record import ProcessRecord, TaskFacts
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.scheduling.ladder import Cause
@@ -99,7 +100,7 @@ class Surroundings:
 
     #: Pickles the call. Called once a device is had, so that arguments of waiting tasks are not
     #: held twice.
-    dump_call: Callable[[], bytes | memoryview]
+    dump_call: Callable[[], Parcel]
     #: Variables for the child.
     environment: Callable[[], Mapping[str, str | None]]
     #: Told what the task waits for.
@@ -569,7 +570,7 @@ class Attempt:
         if self._ticket is not None and counters.reserved_bytes is not None:
             self._ticket.stand_in_bytes = counters.reserved_bytes + self._learned.context_bytes
 
-    def _open_value(self, ended: BodyEnded, data: Any) -> Any:
+    def _open_value(self, ended: BodyEnded, data: Contents) -> Any:
         try:
             value = values.loads(data, "exception" if ended.raised else "return value")
         except Exception as problem:

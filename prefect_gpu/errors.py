@@ -51,6 +51,9 @@ class PolicyError(PrefectGPUError, ValueError):
 #: In place of a type's name, for a value that was pickled and cannot be unpickled.
 REBUILT = "value that cannot be rebuilt"
 
+#: In place of a type's name, for a value for which there is no memory on its way.
+NO_ROOM = "value that finds no memory"
+
 
 class ResultError(PrefectGPUError):
     """A value that cannot travel between the parent and the child.
@@ -58,7 +61,8 @@ class ResultError(PrefectGPUError):
     Args:
         what: "return value", "exception", "argument" or "function".
         where: Path inside the value, `result['model'].lock`.
-        type_name: Qualified name of the type that cannot be pickled.
+        type_name: Qualified name of the type that cannot be pickled; `REBUILT` or `NO_ROOM` where it
+            is not for its type.
         reason: What pickle said.
     """
 
@@ -73,6 +77,12 @@ class ResultError(PrefectGPUError):
         if self.type_name == REBUILT:
             return (
                 f"the {self.what} of a GPU task cannot be rebuilt on the other side: {self.reason}"
+            )
+        if self.type_name == NO_ROOM:
+            return (
+                f"the {self.what} of a GPU task finds no memory of the machine for its way between "
+                f"processes ({self.reason}); free some, run fewer tasks at a time, or pass the path "
+                f"of a file"
             )
         text = (
             f"the {self.what} of a GPU task cannot be sent between processes: {self.where} is a "

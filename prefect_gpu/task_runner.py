@@ -34,6 +34,7 @@ from prefect_gpu.budgets import BudgetBook, Grant, TaskIdentity
 from prefect_gpu.contexts import context_meter
 from prefect_gpu.devices.spec import DeviceSpec, open_reader, parse_spec
 from prefect_gpu.errors import (
+    NO_ROOM,
     ChildDiedError,
     DeviceError,
     PlacementError,
@@ -45,11 +46,13 @@ from prefect_gpu.errors import (
 from prefect_gpu.escalation import Escalation
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.registry import detect_frameworks
+from prefect_gpu.frameworks.torch_adapter import reduce_large
 from prefect_gpu.inside import current_allocation
 from prefect_gpu.learn_by import digest_values
 from prefect_gpu.ledger import PROCESS_LEDGER, ProcessLedger
 from prefect_gpu.policy import GPUPolicy, parse_tags
 from prefect_gpu.processes import values
+from prefect_gpu.processes.arguments import Share, argument_files
 from prefect_gpu.processes.call import Call
 from prefect_gpu.processes.forkserver import check_modules
 from prefect_gpu.processes.kind import Kind, kind_of
@@ -57,6 +60,7 @@ from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.spec import Launcher
 from prefect_gpu.processes.standby import Announcement, standby_pool
 from prefect_gpu.processes.templates import ForkLauncher, template_pool
+from prefect_gpu.processes.transport import Parcel
 from prefect_gpu.record import TaskFacts
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport
@@ -76,10 +80,15 @@ CLOSING_S = 30.0
 #: Errors after which a retry could only fail the same way: the author or the machine must change.
 HOPELESS = (PolicyError, PlacementError, DeviceError, ResultError)
 
+#: How arguments are pickled beyond what pickle does itself.
+REDUCERS = (reduce_large,)
+
 
 def _is_hopeless(error: object) -> bool:
-    # What the body raised may pass, even if it could not be sent as it was.
-    own_error = isinstance(error, ResultError) and error.what == "exception"
+    # What the body raised may pass, even if it could not be sent as it was; so may a lack of memory.
+    own_error = isinstance(error, ResultError) and (
+        error.what == "exception" or error.type_name == NO_ROOM
+    )
     # A device that was busy for as long as `gpu:wait` allows may be free the next time.
     may_pass = own_error or isinstance(error, PlacementTimeoutError)
     return isinstance(error, HOPELESS) and not may_pass
@@ -600,14 +609,15 @@ class _GPUTask:
             raise self._problem
         self.task_run = task_run = bridge.current_task_run()
         try:
-            call = self._run.new_call(
-                lambda broker, book: self._call(broker, book, task_run, args, kwargs)
-            )
-            try:
-                return call.run()
-            finally:
-                # A retry of Prefect's goes on from here.
-                self._climb = call.climb
+            with argument_files().share((args, kwargs)) as share:
+                call = self._run.new_call(
+                    lambda broker, book: self._call(broker, book, task_run, args, kwargs, share)
+                )
+                try:
+                    return call.run()
+                finally:
+                    # A retry of Prefect's goes on from here.
+                    self._climb = call.climb
         except ChildDiedError as death:
             # An exception is retried by the engine if retries are left; what is not an `Exception`
             # ends the run as crashed.
@@ -622,6 +632,7 @@ class _GPUTask:
         task_run: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        share: Share,
     ) -> Escalation:
         task, policy = self._task, self._policy
         assert policy is not None
@@ -655,7 +666,7 @@ class _GPUTask:
                 launcher=self._launcher,
                 meter=context_meter(),
                 surroundings=Surroundings(
-                    dump_call=lambda: self._dump_call(args, kwargs),
+                    dump_call=lambda: self._dump_call(args, kwargs, share),
                     environment=bridge.environment_for_child,
                     on_waiting=bridge.show_awaiting,
                     on_running=bridge.show_running,
@@ -690,18 +701,21 @@ class _GPUTask:
         bound.apply_defaults()
         return dict(bound.arguments)
 
-    def _dump_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> memoryview:
+    def _dump_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], share: Share) -> Parcel:
         context, log_prints = bridge.context_for_child(self._task)
         call = Call(self._task.fn, args, kwargs, context, log_prints)
+        transport = share.transport()
         try:
-            return values.dumps(call, "call", "call")
+            return values.dumps(call, "call", "call", REDUCERS, transport)
         except ResultError as error:
+            if error.type_name == NO_ROOM:
+                raise
             named = self._explain(args, kwargs, error)
             if named is not error:
                 raise named from error
         # It is in what surrounds the call. A flow may have been given what only it can use.
         context = bridge.without_flow_parameters(context)
-        return values.dumps(replace(call, context=context), "call", "call")
+        return values.dumps(replace(call, context=context), "call", "call", REDUCERS, transport)
 
     def _explain(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], error: ResultError
@@ -710,12 +724,12 @@ class _GPUTask:
         bound = inspect.signature(self._task.fn).bind(*args, **kwargs).arguments
         for name, value in bound.items():
             try:
-                values.dumps(value, "argument", name)
+                values.check(value, "argument", name, REDUCERS)
             except ResultError as named:
                 return named
         for where, value in _held_by(self._task.fn, self._task.name):
             try:
-                values.dumps(value, "function", where)
+                values.check(value, "function", where, REDUCERS)
             except ResultError as named:
                 return named
         return error

@@ -26,6 +26,11 @@ ALL_MARGIN_BYTES = 64 * MIB
 LARGE_BLOCK_BYTES = 2 * MIB
 
 
+#: Bytes from which a storage in host memory travels as a buffer: a whole part of a value
+#: (`processes.transport.FILE_BYTES`). A smaller one PyTorch pickles itself, as one that can be resized.
+LARGE_STORAGE_BYTES = 1 * MIB
+
+
 class TorchAdapter:
     """PyTorch on CUDA devices; on the host only its threads are set."""
 
@@ -119,7 +124,7 @@ class TorchAdapter:
         return looks_out_of_memory(error) == self.name
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: copy a CUDA storage to the host, and carry a bare one that pickle would lose.
+        """Child: copy a CUDA storage to the host, and carry a bare or a large one better than pickle.
 
         Storages, not tensors: tensors, views, parameters, modules and sparse tensors all reduce to
         storages, so each keeps its class, strides and `requires_grad`. A tensor wraps its storage in
@@ -132,7 +137,7 @@ class TorchAdapter:
             return NotImplemented
         if isinstance(value, storage.TypedStorage):
             untyped = value._untyped_storage
-            if untyped.device.type != "cuda":
+            if untyped.device.type != "cuda" and not _is_large(untyped):
                 return NotImplemented
             return _rebuild_typed, (untyped, value.dtype)
         # On the host too: PyTorch pickles a bare storage (of a `uint16` tensor, say) so that it
@@ -160,6 +165,25 @@ class TorchAdapter:
                 f"{allotted} GPU(s) allotted, {found} found: {why}; install a build for this "
                 f"driver, or name what the task uses on the GPU with gpu:framework",
             )
+
+
+def reduce_large(value: Any) -> Any:
+    """Parent: a pickle reduction of a large storage in host memory that leaves its bytes in place.
+
+    PyTorch's own copies them twice. CUDA storages are left to it: they arrive on a device.
+    """
+    storage = getattr(loaded("torch"), "storage", None)
+    if storage is None:
+        return NotImplemented
+    if isinstance(value, storage.TypedStorage) and _is_large(value._untyped_storage):
+        return _rebuild_typed, (value._untyped_storage, value.dtype)
+    if isinstance(value, storage.UntypedStorage) and _is_large(value):
+        return reduce_storage(value)
+    return NotImplemented
+
+
+def _is_large(storage: Any) -> bool:
+    return storage.device.type == "cpu" and bool(storage.nbytes() >= LARGE_STORAGE_BYTES)
 
 
 def reduce_storage(storage: Any) -> tuple[Any, ...]:

@@ -13,8 +13,10 @@ import weakref
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
-from prefect_gpu.processes import messages
+from prefect_gpu.processes import messages, passing
+from prefect_gpu.processes.memory_files import MemoryFile
 from prefect_gpu.processes.messages import HEADER, Answered, Asked, Body
+from prefect_gpu.processes.transport import Contents, FrameTransport, Parcel, unpack
 
 
 class Channel:
@@ -45,15 +47,24 @@ class Channel:
             self._check()
             self._socket.sendall(data)
 
-    def send_with_value(self, message: Any, value: bytes | memoryview) -> None:
+    def send_with_value(self, message: Any, value: Parcel) -> None:
         """Send a message and the value that it announces, with nothing between them."""
         if self._forked:
             return
         with self._sending:
             self._check()
             self._socket.sendall(messages.encode(message))
-            self._socket.sendall(messages.value_header(len(value)))
-            self._socket.sendall(value)
+            header, body = value.frame
+            try:
+                sent = passing.send(self._socket, header, value.files)
+            except ProtocolError:
+                # Its files may not go now; nothing of it went. The parent waits for a value.
+                contents = value.open()
+                stream = memoryview(contents.stream)
+                header, body = FrameTransport().pack([stream], contents.buffers).frame
+                sent = 0
+            self._socket.sendall(header[sent:])
+            self._socket.sendall(body)
 
     def receive(self) -> Body:
         """Wait for the body of the next frame.
@@ -61,12 +72,24 @@ class Channel:
         Raises:
             EOFError: The parent is gone.
         """
+        return self._receive()[1]
+
+    def receive_value(self) -> Contents:
+        """Wait for the next frame, which is a value.
+
+        Raises:
+            EOFError: The parent is gone.
+            ProtocolError: What came with it cannot be put together.
+        """
+        return unpack(*self._receive())
+
+    def _receive(self) -> tuple[int, Body, list[MemoryFile]]:
         header = bytearray(HEADER.size)
-        self._fill(header)
-        _, length = HEADER.unpack(header)
+        files = self._fill(header)
+        kind, length = HEADER.unpack(header)
         body = messages.allocate_body(length)
-        self._fill(body)
-        return body
+        files += self._fill(body)
+        return kind, body, files
 
     def ask(self, method: str, **arguments: Any) -> Any:
         """Ask the parent something and wait for its answer.
@@ -94,13 +117,17 @@ class Channel:
         if _identity(self._socket.fileno()) != self._identity:
             raise OSError(errno.EBADF, "the body closed the channel to the parent process")
 
-    def _fill(self, body: Body) -> None:
+    def _fill(self, body: Body) -> list[MemoryFile]:
+        """Receive until it is full; give the memory files that came with it."""
         view = memoryview(body)
+        files: list[MemoryFile] = []
         while len(view):
-            got = self._socket.recv_into(view)
+            got, beside = passing.receive(self._socket, view)
             if not got:
                 raise EOFError("the parent process is gone")
+            files += beside
             view = view[got:]
+        return files
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

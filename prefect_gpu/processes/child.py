@@ -24,7 +24,6 @@ from prefect_gpu.processes.call import Call, run_body
 from prefect_gpu.processes.channel import Channel, set_current_channel
 from prefect_gpu.processes.messages import (
     Accepted,
-    Body,
     BodyEnded,
     BodyStarted,
     Prepare,
@@ -34,6 +33,7 @@ from prefect_gpu.processes.readings import Readings
 from prefect_gpu.processes.recorder import Recorder
 from prefect_gpu.processes.sampler import LiveSampler
 from prefect_gpu.processes.shortage import find_shortage
+from prefect_gpu.processes.transport import Contents
 
 
 def main(descriptor: int, warm: list[str] | None = None) -> None:
@@ -107,7 +107,7 @@ def _run(channel: Channel, prepare: Prepare) -> None:
     try:
         hooks.install(adapters, prepare.policy)
         # No name for the bytes: they go as soon as they are read.
-        call = _load_call(channel.receive())
+        call = _load_call(channel.receive_value())
         with _surroundings(call, channel):
             sampler.start()
             _collect_garbage_again()
@@ -192,7 +192,7 @@ def _shows_resource_warnings() -> bool:
     return True
 
 
-def _load_call(payload: Body) -> Call:
+def _load_call(payload: Contents) -> Call:
     try:
         call: Call = values.load_call(payload)
     except (ImportError, AttributeError, pickle.UnpicklingError) as error:

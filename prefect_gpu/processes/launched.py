@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
+from prefect_gpu.processes.memory_files import MemoryFile
 from prefect_gpu.processes.messages import FrameReader
 from prefect_gpu.processes.output import StreamName, decoder
 from prefect_gpu.processes.spawning import Process, Spawner
@@ -41,7 +42,8 @@ class LaunchedChild:
         self.pidfd: int | None = None
         self.streams: dict[StreamName, IO[bytes]] = {}
         self.decoders = {name: decoder() for name in ("stdout", "stderr")}
-        self.outgoing: deque[memoryview] = deque()
+        #: Bytes to send, and the memory files that go with the first of them.
+        self.outgoing: deque[tuple[memoryview, tuple[MemoryFile, ...]]] = deque()
         self.frames = FrameReader()
         self.stderr_tail = bytearray()
         self.value_arrived = False
@@ -56,6 +58,18 @@ class LaunchedChild:
     def give(self, task: GivenTask) -> None:
         """Have it do a task's work: the task's listener hears it from now on."""
         self.task, self.listener = task, task.listener
+
+    def queue(self, *pieces: memoryview, files: tuple[MemoryFile, ...] = ()) -> None:
+        """Add bytes to what is to be sent, and memory files that go with the first piece."""
+        for piece in pieces:
+            if len(piece):
+                self.outgoing.append((piece, files))
+                files = ()
+
+    def drop_files(self) -> None:
+        """Close the memory files that are still to be sent, or came for a frame cut short."""
+        self.outgoing.clear()
+        self.frames.take_beside()
 
     def tell(self, message: Any) -> None:
         """Tell the listener. What it raises is its own trouble, not the launcher's."""

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
-from prefect_gpu.processes import guardian, messages
+from prefect_gpu.processes import guardian, messages, passing
 from prefect_gpu.processes.guard import GuardKeeper
 from prefect_gpu.processes.interpreter import (
     environment_with,
@@ -48,6 +48,7 @@ from prefect_gpu.processes.spec import (
     WarmSpec,
 )
 from prefect_gpu.processes.streams import StreamReader
+from prefect_gpu.processes.transport import Parcel, unpack
 
 #: Seconds that a child may take to end once its value has arrived: room for libraries to tear down
 #: (chosen, not measured), and an end for a thread that would hang for ever.
@@ -223,6 +224,7 @@ class ProcessLauncher:
         for child in self._children:
             if child.channel is not None:
                 child.channel.close()
+            child.drop_files()
             if child.pidfd is not None:
                 os.close(child.pidfd)
             for stream in child.streams.values():
@@ -340,10 +342,9 @@ class ProcessLauncher:
 
     @staticmethod
     def _queue_call(child: LaunchedChild, prepare: bytes, spec: LaunchSpec) -> None:
-        call = memoryview(spec.call)
-        child.outgoing.append(memoryview(prepare))
-        child.outgoing.append(memoryview(messages.value_header(len(call))))
-        child.outgoing.append(call)
+        call = spec.call if isinstance(spec.call, Parcel) else Parcel(messages.VALUE, spec.call)
+        child.queue(memoryview(prepare))
+        child.queue(*call.frame, files=call.files)
 
     def _drop(self, child: LaunchedChild) -> None:
         """Leave nothing of a child that could not be started in full."""
@@ -368,7 +369,7 @@ class ProcessLauncher:
         # First all that can fail for what the spec holds: then there is no process to undo.
         warm = {"warm": spec.modules} if isinstance(spec, WarmSpec) else {}
         boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
-        child.outgoing.append(memoryview(HEADER.pack(messages.BOOT, len(boot)) + boot))
+        child.queue(memoryview(HEADER.pack(messages.BOOT, len(boot)) + boot))
         if isinstance(spec, LaunchSpec):
             self._queue_call(child, messages.encode(spec.prepare), spec)
             title, environment = spec.task_name, environment_with(spec.environment)
@@ -421,7 +422,7 @@ class ProcessLauncher:
     def send(self, child: LaunchedChild, data: memoryview) -> None:
         """Send bytes to a child; dropped if it is gone. The launcher's thread only."""
         if child.channel is not None:
-            child.outgoing.append(data)
+            child.queue(data)
             self._watch_channel(child)
 
     def _write(self, child: LaunchedChild) -> None:
@@ -430,13 +431,16 @@ class ProcessLauncher:
             return
         try:
             while child.outgoing:
-                head = child.outgoing[0]
-                sent = child.channel.send(head) if len(head) else 0
+                head, files = child.outgoing[0]
+                sent = passing.send(child.channel, head, files)
                 if sent == len(head):
                     child.outgoing.popleft()
                 else:
-                    child.outgoing[0] = head[sent:]
+                    child.outgoing[0] = head[sent:], ()
         except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self._refuse(child, error, "it could not be sent its call")
             return
         except OSError:
             # It is dying; that it died is seen where its end is.
@@ -448,11 +452,14 @@ class ProcessLauncher:
         taken_bytes = 0
         while child.channel is not None and taken_bytes < _TURN_BYTES:
             try:
-                size_bytes = child.channel.recv_into(child.frames.room)
+                size_bytes, files = passing.receive(child.channel, child.frames.room)
             except BlockingIOError:
                 return False
+            except ProtocolError as error:
+                self._refuse(child, error, "what it sent could not be received")
+                return False
             except OSError:
-                size_bytes = 0
+                size_bytes, files = 0, ()
             if not size_bytes:
                 self._close_channel(child)
                 if not child.value_arrived and child.deadline is None:
@@ -461,18 +468,28 @@ class ProcessLauncher:
                 return False
             taken_bytes += size_bytes
             try:
-                frame = child.frames.filled(size_bytes)
+                frame = child.frames.filled(size_bytes, files)
                 if frame is not None:
                     self._take_frame(child, *frame)
             except ProtocolError as error:
-                if child.task is None:
-                    child.tell(ChildRefused(error))
-                self._close_channel(child)
-                self.kill_child(child, "it sent what is no message")
+                self._refuse(child, error, "it sent what is no message")
         return child.channel is not None
 
+    def _refuse(self, child: LaunchedChild, error: ProtocolError, because: str) -> None:
+        """End a child that cannot be spoken with."""
+        link: BaseException | None = error
+        while link is not None:
+            # Whoever keeps the error would keep what its frames hold: files, and their memory.
+            link.__traceback__ = None
+            link = link.__cause__ or link.__context__
+        if child.task is None:
+            # One that has not taken its task yet is replaced.
+            child.tell(ChildRefused(error))
+        self._close_channel(child)
+        self.kill_child(child, because)
+
     def _take_frame(self, child: LaunchedChild, kind: int, body: messages.Body) -> None:
-        if kind != messages.VALUE:
+        if kind not in (messages.VALUE, messages.PARCEL):
             message = messages.decode(body)
             if isinstance(message, Accepted):
                 child.task = None
@@ -482,10 +499,12 @@ class ProcessLauncher:
             else:
                 child.tell(message)
             return
+        # Mapped at once: a listener that is gone, or does not want it, leaves no descriptor open.
+        contents = unpack(kind, body, child.frames.take_beside())
         child.value_arrived = True
         child.deadline = time.monotonic() + self._exit_grace_s
         child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
-        child.tell(ValueArrived(body))
+        child.tell(ValueArrived(contents))
 
     def signal_child(self, child: LaunchedChild, signum: int) -> None:
         """Send a signal to a child's group, if it lives. The launcher's thread only."""
@@ -547,7 +566,7 @@ class ProcessLauncher:
             self._unwatch(child.channel)
             child.channel.close()
             child.channel = None
-            child.outgoing.clear()
+            child.drop_files()
 
     def _unwatch(self, file: Any) -> None:
         try:

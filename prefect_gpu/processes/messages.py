@@ -2,7 +2,7 @@
 
 One stream socket for each child. A frame is a kind (1 byte), a length (8 bytes, big-endian) and that
 many bytes. Small messages are pickled values of the classes below; values of users travel as raw
-bytes in a frame of their own, so that neither side pickles them twice. A stream that ends inside a
+bytes in a frame of their own (`transport`), so that neither side pickles them twice. A stream that ends inside a
 frame is a death, not an error of the protocol (`FrameReader.truncated`).
 
 It does not know sockets, processes or Prefect.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import pickle
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -30,6 +30,8 @@ SMALL: Final = 1
 VALUE: Final = 2
 #: Only parent to child, and first: JSON that the bootstrap reads before it can import anything.
 BOOT: Final = 3
+#: A value in parts, some of them in memory files whose descriptors come with the frame.
+PARCEL: Final = 4
 
 #: Bytes from which a body gets memory of its own from the system: it is not filled with zeros first,
 #: and goes back to the system as soon as nobody holds it.
@@ -153,7 +155,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class BodyEnded:
-    """The body is over. A `VALUE` frame follows: the return value, or the exception."""
+    """The body is over. A value's frame follows: the return value, or the exception."""
 
     #: `True`: the value is an exception to raise in the parent.
     raised: bool
@@ -192,9 +194,9 @@ def encode(message: Any) -> bytes:
     return HEADER.pack(SMALL, len(body)) + body
 
 
-def value_header(size_bytes: int) -> bytes:
-    """Give the header of a `VALUE` frame; its bytes are written after it, uncopied."""
-    return HEADER.pack(VALUE, size_bytes)
+def value_header(size_bytes: int, kind: int = VALUE) -> bytes:
+    """Give the header of a value's frame; its bytes are written after it, uncopied."""
+    return HEADER.pack(kind, size_bytes)
 
 
 def allocate_body(size_bytes: int) -> Body:
@@ -224,6 +226,9 @@ class FrameReader:
         self._kind: int | None = None
         self._body: Body = bytearray()
         self._room = self._header
+        #: What came beside the bytes of the frame begun, or of the one just completed.
+        self._beside: list[Any] = []
+        self._completed = False
 
     @property
     def truncated(self) -> bool:
@@ -235,8 +240,18 @@ class FrameReader:
         """Where the next bytes go; never empty, never past the end of a frame."""
         return self._room
 
-    def filled(self, size_bytes: int) -> tuple[int, Body] | None:
+    def take_beside(self) -> list[Any]:
+        """Give up what came beside the bytes of the frame just completed, or of one cut short."""
+        taken, self._beside = self._beside, []
+        return taken
+
+    def filled(self, size_bytes: int, beside: Sequence[Any] = ()) -> tuple[int, Body] | None:
         """Say that so many bytes of `room` were written.
+
+        Args:
+            size_bytes: How many.
+            beside: What came with them: memory files. `take_beside` gives them, until the next
+                frame begins.
 
         Returns:
             Kind and body of the frame that is complete with them, or `None`.
@@ -244,12 +259,16 @@ class FrameReader:
         Raises:
             ProtocolError: The bytes are not a frame.
         """
+        if self._completed and size_bytes:
+            # Nobody wanted what came with the last one.
+            self._beside, self._completed = [], False
+        self._beside += beside
         self._room = self._room[size_bytes:]
         if len(self._room):
             return None
         if self._kind is None:
             kind, length = HEADER.unpack(self._header)
-            if kind not in (SMALL, VALUE, BOOT) or length > LONGEST_FRAME_BYTES:
+            if kind not in (SMALL, VALUE, BOOT, PARCEL) or length > LONGEST_FRAME_BYTES:
                 raise ProtocolError(
                     f"a child sent a frame of kind {kind} and length {length}; something "
                     f"other than prefect_gpu wrote to its channel"
@@ -260,6 +279,7 @@ class FrameReader:
                 return None
         frame = self._kind, self._body
         self._kind, self._body, self._room = None, bytearray(), self._header
+        self._completed = True
         return frame
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[int, Body]]:

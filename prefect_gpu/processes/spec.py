@@ -1,7 +1,8 @@
 """What starts a child, and the protocol of whoever starts it.
 
 A `LaunchSpec` is a value that could travel to another machine; a `Launcher` makes a process of it.
-No descriptor and no process id is part of what a launcher takes. The launcher of this machine is in
+No process id is part of what a launcher takes, and no descriptor but of memory files, whose bytes a
+launcher that cannot pass them would send (`transport.FrameTransport` packs without any). The launcher of this machine is in
 `launcher`.
 """
 
@@ -11,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prefect_gpu.processes.messages import Body, Prepare
+from prefect_gpu.processes.messages import Prepare
+from prefect_gpu.processes.transport import Contents, Parcel
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +24,8 @@ class LaunchSpec:
     #: Variables to set in the child's environment, or to remove (`None`).
     environment: Mapping[str, str | None]
     prepare: Prepare
-    #: The call, pickled; empty for a calibration.
-    call: bytes | memoryview = b""
+    #: The call, packed, or pickled as it is; empty for a calibration.
+    call: Parcel | bytes = b""
     #: Like the parent's.
     cwd: str = ""
     argv: tuple[str, ...] = ()
@@ -68,7 +70,7 @@ class ChildRefused:
 class ValueArrived:
     """The value that a `BodyEnded` announced."""
 
-    data: Body = field(repr=False)
+    data: Contents = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,29 +2,38 @@
 
 Functions and classes that the other side cannot import (defined in `__main__`, a notebook, a script
 that Prefect loaded by path) travel by value; classes keep their identity, so `except MyError` and
-`isinstance` hold in the flow. Values on a device travel as host copies. It does not move bytes: that
-is the launcher's and the child's business.
+`isinstance` hold in the flow. Values on a device travel as host copies. Large buffers (NumPy's,
+pandas', storages of PyTorch) are left where they are, beside the stream (pickle protocol 5); how
+both travel is `transport`'s business, moving them is the launcher's and the child's.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
-import io
 import os
 import pickle
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 
-from prefect_gpu.errors import REBUILT, ResultError
+from prefect_gpu.errors import NO_ROOM, REBUILT, ResultError
 from prefect_gpu.processes.messages import Body
+from prefect_gpu.processes.transport import Contents, Parcel, Transport, default_transport
+from prefect_gpu.units import format_bytes
 
 #: A function that may give a pickle reduction for a value, or `NotImplemented`.
 Reducer = Callable[[Any], Any]
+
+#: A value, pickled, in any of its forms.
+Packed: TypeAlias = bytes | memoryview | Body | Parcel | Contents
+
+#: Bytes from which a buffer is not copied into the stream. From here on the pickler writes every
+#: object apart anyway (`FRAME_SIZE_TARGET`).
+_BESIDE_BYTES = 64 * 1024
 
 #: Deepest path that is looked for when something cannot be pickled.
 _DEEPEST = 8
@@ -80,11 +89,43 @@ def _same_file(origin: str | None, file: str) -> bool:
     return origin == file or os.path.realpath(origin) == os.path.realpath(file)
 
 
+class _Pieces:
+    """Where a pickler writes: the pieces of its stream and the buffers beside it, uncopied."""
+
+    def __init__(self) -> None:
+        # A buffer that joins them would hold a large `bytes` twice, and more while it grows.
+        self.stream: list[memoryview] = []
+        self.buffers: list[memoryview] = []
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Take the next piece of the stream. The pickler gives large objects as they are."""
+        self.stream.append(memoryview(data))
+
+    def take_beside(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take a buffer, unless it is small; `True`: it goes into the stream."""
+        view = buffer.raw()
+        if view.nbytes < _BESIDE_BYTES:
+            return True
+        self.buffers.append(view)
+        return False
+
+
+class _Nothing(_Pieces):
+    """Where a pickler writes to see whether it can."""
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Forget it."""
+
+    def take_beside(self, buffer: pickle.PickleBuffer) -> bool:
+        """Forget it."""
+        return False
+
+
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
     """Cloudpickle that sends what cannot be imported by value, and device memory as host copies."""
 
-    def __init__(self, file: io.BytesIO, reducers: tuple[Reducer, ...] = ()) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+    def __init__(self, pieces: _Pieces, reducers: tuple[Reducer, ...] = ()) -> None:
+        super().__init__(pieces, protocol=5, buffer_callback=pieces.take_beside)
         self._reducers = reducers
 
     def reducer_override(self, obj: Any) -> Any:
@@ -123,68 +164,99 @@ def _own_class(tracker_id: str) -> type:
     return found
 
 
-def load_call(data: bytes | Body) -> Any:
+def load_call(data: Packed) -> Any:
     """In a child: unpickle the call.
 
     The classes in it that the child cannot import are the parent's own from then on: they go back by
     name alone. Sent by value, as cloudpickle would, they would set every attribute of the parent's
     class anew: its class variables to the child's, its methods to copies with other globals.
     """
-    call = pickle.loads(data)
+    call = _load(data)
     _from_parent.update(_tracker_ids())
     return call
 
 
-def dumps(value: Any, what: str, name: str, reducers: tuple[Reducer, ...] = ()) -> memoryview:
-    """Pickle a value for the other side.
+def dumps(
+    value: Any,
+    what: str,
+    name: str,
+    reducers: tuple[Reducer, ...] = (),
+    transport: Transport | None = None,
+) -> Parcel:
+    """Pickle and pack a value for the other side.
 
     Args:
         value: Anything.
         what: "return value", "exception", "argument" or "function", for the error.
         name: How the error names the value itself: "result".
         reducers: Of the frameworks in use.
-
-    Returns:
-        The bytes, uncopied.
+        transport: What packs it; `None`: the best of this system.
 
     Raises:
-        ResultError: Something in it cannot be pickled; it names the type and the path to it.
+        ResultError: Something in it cannot be pickled (it names the type and the path to it), or
+            there is no memory for it.
     """
-    buffer = io.BytesIO()
+    pieces = _Pieces()
     try:
-        ValuePickler(buffer, reducers).dump(value)
+        ValuePickler(pieces, reducers).dump(value)
+    except MemoryError as error:
+        raise ResultError(what, name, NO_ROOM, _short(error)) from error
     except Exception as error:
         where, culprit = _find_culprit(value, name, reducers)
         raise ResultError(what, where, _type_name(culprit), _short(error)) from error
-    return buffer.getbuffer()
+    try:
+        return (transport or default_transport()).pack(pieces.stream, pieces.buffers)
+    except (OSError, MemoryError) as error:
+        size_bytes = sum(part.nbytes for part in (*pieces.stream, *pieces.buffers))
+        reason = f"{format_bytes(size_bytes)}: {_short(error)}"
+        raise ResultError(what, name, NO_ROOM, reason) from error
 
 
-def loads(data: bytes | memoryview | Body, what: str) -> Any:
-    """Unpickle a value from the other side.
+def check(value: Any, what: str, name: str, reducers: tuple[Reducer, ...] = ()) -> None:
+    """See that a value can be pickled, without making anything of it.
+
+    Raises:
+        ResultError: As `dumps`.
+    """
+    try:
+        ValuePickler(_Nothing(), reducers).dump(value)
+    except Exception as error:
+        where, culprit = _find_culprit(value, name, reducers)
+        raise ResultError(what, where, _type_name(culprit), _short(error)) from error
+
+
+def loads(data: Packed, what: str) -> Any:
+    """Unpickle a value from the other side, in place: its buffers are those that came.
 
     Raises:
         ResultError: It cannot be rebuilt here.
     """
     try:
-        return pickle.loads(data)
+        return _load(data)
     except Exception as error:
         raise ResultError(what, "it", REBUILT, _short(error)) from error
 
 
-def dump_exception(
-    error: BaseException, reducers: tuple[Reducer, ...] = ()
-) -> tuple[memoryview, bool]:
+def _load(data: Packed) -> Any:
+    if isinstance(data, Parcel):
+        data = data.open()
+    if isinstance(data, Contents):
+        return pickle.loads(data.stream, buffers=data.buffers)
+    return pickle.loads(data)
+
+
+def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> tuple[Parcel, bool]:
     """Pickle an exception so that it certainly arrives.
 
     Returns:
-        The bytes of it, and `True`; or of a `ResultError` that names its type and says what it
+        It, packed, and `True`; or a `ResultError` that names its type and says what it
         said, and `False`, where it cannot be pickled or would not unpickle.
     """
     try:
         data = dumps(error, "exception", "exception", reducers)
         # Many classes pickle and then fail to unpickle: their constructor takes other arguments
         # than it passed on.
-        again = pickle.loads(data)
+        again = _load(data)
         if not isinstance(again, BaseException):
             raise TypeError(f"it comes back as a {_type_name(again)}")
     except Exception as problem:
@@ -212,7 +284,7 @@ def _short(error: BaseException) -> str:
 
 def _pickles(value: Any, reducers: tuple[Reducer, ...]) -> bool:
     try:
-        ValuePickler(io.BytesIO(), reducers).dump(value)
+        ValuePickler(_Nothing(), reducers).dump(value)
     except Exception:
         return False
     return True

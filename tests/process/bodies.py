@@ -283,3 +283,102 @@ def hold_channel_in_thread() -> str:
 
 def environment_of_self() -> dict[str, str]:
     return dict(os.environ)
+
+
+# Large values.
+
+
+def numbers(count: int, writeable: bool = True) -> Any:
+    import numpy as np
+
+    array = np.arange(count, dtype=np.float64)
+    array.flags.writeable = writeable
+    return array
+
+
+def numbers_when(count: int) -> Any:
+    """Return an array once the parent says so."""
+    own = channel.current_channel()
+    assert own is not None
+    own.ask("go")
+    return numbers(count)
+
+
+def change(array: Any, by: float) -> tuple[float, bool, list[str]]:
+    """Write to an argument; give what was its sum, whether it could be written, what holds it."""
+    was = float(array.sum())
+    writeable = bool(array.flags.writeable)
+    if writeable:
+        array += by
+    with open("/proc/self/maps", encoding="ascii") as file:
+        return was, writeable, [line.split()[4] for line in file if "memfd:prefect-gpu" in line]
+
+
+def hold(array: Any, ready: str) -> None:
+    touch(ready)
+    time.sleep(FOREVER_S)
+
+
+def tensors() -> Any:
+    import torch
+
+    base = torch.arange(600_000.0)
+    tied = torch.nn.Linear(600, 600, bias=False)
+    other = torch.nn.Linear(600, 600, bias=False)
+    other.weight = tied.weight
+    return {
+        "views": (base, base[10:20]),
+        "half": torch.ones(1 << 20, dtype=torch.bfloat16),
+        "leaf": torch.ones(300_000, requires_grad=True),
+        "modules": (tied, other),
+        "t": torch.arange(600_000.0).reshape(600, 1000).t(),
+    }
+
+
+def fail_with(count: int) -> None:
+    raise ValueError("too many", numbers(count))
+
+
+def die_sending(count: int, after_header: bool) -> None:
+    """Die between the message that announces a value, or its frame's first bytes, and its end."""
+    from prefect_gpu.processes import messages, passing, values
+
+    own = channel.current_channel()
+    assert own is not None
+    parcel = values.dumps(numbers(count), "return value", "result")
+    own._socket.sendall(messages.encode(messages.BodyEnded(raised=False)))
+    if after_header:
+        passing.send(own._socket, parcel.frame[0], parcel.files)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def send_wrong_table(count: int) -> None:
+    from dataclasses import replace
+
+    from prefect_gpu.processes import messages, values
+
+    own = channel.current_channel()
+    assert own is not None
+    parcel = values.dumps(numbers(count), "return value", "result")
+    own.send_with_value(messages.BodyEnded(raised=False), replace(parcel, files=()))
+    time.sleep(FOREVER_S)
+
+
+def no_memory_for_files() -> Any:
+    """Return an array where the system has no memory for its file."""
+    from prefect_gpu.processes import memory_files
+
+    def refuse(*given: object) -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    memory_files.os.pwrite = refuse  # type: ignore[attr-defined]
+    return numbers(300_000)
+
+
+def few_descriptors() -> Any:
+    """Return an array where no descriptor is left for a file."""
+    import resource
+
+    array = numbers(300_000)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    return array

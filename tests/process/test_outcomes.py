@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import pytest
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import FrameworkError, ProtocolError, ResultError
 from prefect_gpu.processes import launcher as launching
-from prefect_gpu.processes import messages
+from prefect_gpu.processes import messages, values
 from prefect_gpu.processes.messages import HEADER, Answered, Asked, BodyEnded, BodyStarted
 from prefect_gpu.processes.spec import ChildExited, ChildRefused, ChildStarted, ValueArrived
 from tests.process import bodies
@@ -153,7 +152,7 @@ def test_a_calibration_holds_its_device_until_the_parent_lets_go(rig: Rig, impor
     Path(importable, "sitecustomize.py").write_text("import calibration_stub\n")
     path = f"{importable}:{os.getcwd()}"
     child = rig.launch(replace(spec, environment={"PYTHONPATH": path}))
-    assert pickle.loads(child.until(ValueArrived).data) == 5
+    assert values.loads(child.until(ValueArrived).data, "return value") == 5
     assert is_alive(child.pid)
     child.handle.kill()
     assert child.exit().code == -signal.SIGKILL

@@ -81,8 +81,8 @@ class Broker:
 
 
 def said(value: Any, raised: bool = False) -> list[Any]:
-    data = bytearray(values.dumps(value, "return value", "result"))
-    return [ChildStarted(77), BodyEnded(raised), ValueArrived(data)]
+    data = values.dumps(value, "return value", "result")
+    return [ChildStarted(77), BodyEnded(raised), ValueArrived(data.open())]
 
 
 @pytest.fixture

@@ -23,6 +23,10 @@ ERRORS: list[tuple[Exception, list[str]]] = [
         errors.ResultError("return value", "result['model'].lock", "_thread.lock", "no way"),
         ["return value", "result['model'].lock is a _thread.lock", "no way", "return the path"],
     ),
+    (
+        errors.ResultError("argument", "x", errors.NO_ROOM, "2GiB: no"),
+        ["the argument of a GPU task finds no memory", "(2GiB: no)", "path of a file"],
+    ),
     (errors.CapacityError("too small"), ["too small"]),
     (errors.PlacementError("80GiB is too much"), ["80GiB is too much"]),
     (

@@ -11,9 +11,10 @@ import pytest
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import channel as channels
-from prefect_gpu.processes import messages
+from prefect_gpu.processes import messages, values
 from prefect_gpu.processes.channel import Channel, current_channel, set_current_channel
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted, FrameReader
+from prefect_gpu.processes.transport import Parcel, unpack
 
 
 class Pair:
@@ -40,11 +41,33 @@ def pair() -> Iterator[Pair]:
 
 def test_a_message_and_its_value_arrive_together(pair: Pair) -> None:
     pair.channel.send(BodyStarted())
-    pair.channel.send_with_value(BodyEnded(raised=False), memoryview(b"value"))
+    pair.channel.send_with_value(BodyEnded(raised=False), Parcel(messages.VALUE, b"value"))
     (_, started), (_, ended), value = pair.heard()
     assert messages.decode(started) == BodyStarted()
     assert messages.decode(ended) == BodyEnded(raised=False)
     assert value == (messages.VALUE, b"value")
+
+
+def test_a_value_whose_files_may_not_pass_goes_through_the_frame(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> int:
+        raise ProtocolError("as many are on their way as may be")
+
+    parcel = values.dumps(["x", bytes(2 << 20)], "return value", "result")
+    assert parcel.files
+    monkeypatch.setattr(channels.passing, "send", refuse)
+    thread = threading.Thread(
+        target=pair.channel.send_with_value, args=(BodyEnded(raised=False), parcel)
+    )
+    thread.start()
+    heard: list[tuple[int, bytes]] = []
+    while len(heard) < 2:
+        heard += pair.heard()
+    thread.join()
+    kind, body = heard[1]
+    contents = unpack(kind, bytearray(body), ())
+    assert values.loads(contents, "return value") == ["x", bytes(2 << 20)]
 
 
 def test_what_was_sent_is_received(pair: Pair) -> None:
@@ -96,7 +119,7 @@ def test_a_channel_that_the_body_closed_is_an_error(pair: Pair) -> None:
 def test_in_a_fork_it_is_silent(pair: Pair) -> None:
     channels._forget(channels.weakref.ref(pair.channel))
     pair.channel.send(BodyStarted())
-    pair.channel.send_with_value(BodyEnded(raised=False), b"")
+    pair.channel.send_with_value(BodyEnded(raised=False), Parcel(messages.VALUE, b""))
     with pytest.raises(RuntimeError, match="forked"):
         pair.channel.ask("sum")
     assert pair.parent.recv(10) == b"", "closed, and nothing was said"

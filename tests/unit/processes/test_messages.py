@@ -15,7 +15,10 @@ from prefect_gpu.processes import messages
 from prefect_gpu.processes.messages import HEADER, Asked, BodyStarted, CountersRead, FrameReader
 
 FRAMES = st.lists(
-    st.tuples(st.sampled_from([messages.SMALL, messages.VALUE]), st.binary(max_size=60)), max_size=6
+    st.tuples(
+        st.sampled_from([messages.SMALL, messages.VALUE, messages.PARCEL]), st.binary(max_size=60)
+    ),
+    max_size=6,
 )
 
 
@@ -52,7 +55,7 @@ def test_a_stream_that_ends_inside_a_frame_is_truncated(body: bytes, data: st.Da
     assert reader.truncated
 
 
-@given(st.binary(min_size=9, max_size=40).filter(lambda b: b[0] not in (1, 2, 3)))
+@given(st.binary(min_size=9, max_size=40).filter(lambda b: b[0] not in (1, 2, 3, 4)))
 def test_garbage_is_refused(garbage: bytes) -> None:
     with pytest.raises(ProtocolError, match="something other than prefect_gpu"):
         list(FrameReader().feed(garbage))

@@ -109,7 +109,7 @@ def test_a_finder_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_functions_and_modules_by_path_travel_by_value(by_path: types.ModuleType) -> None:
-    data = bytes(values.dumps((by_path.twice, by_path), "call", "call"))
+    data = values.dumps((by_path.twice, by_path), "call", "call").body
     del sys.modules["flow_by_path"]
     try:
         twice, module = pickle.loads(data)
@@ -120,7 +120,7 @@ def test_functions_and_modules_by_path_travel_by_value(by_path: types.ModuleType
 
 
 def test_importable_functions_travel_by_name() -> None:
-    data = bytes(values.dumps(pickle.dumps, "call", "call"))
+    data = values.dumps(pickle.dumps, "call", "call").body
     assert len(data) < 60
 
 
@@ -136,7 +136,7 @@ def test_a_class_that_came_with_the_call_goes_back_as_the_parents_own(
         fail(3)
     by_path.MyError.seen = 1
     data, whole = values.dump_exception(caught.value)
-    back = values.loads(bytes(data), "exception")
+    back = values.loads(data, "exception")
     assert whole
     assert type(back) is by_path.MyError
     assert by_path.MyError.seen == 1

@@ -1,0 +1,171 @@
+"""Files in memory: sealed, mapped copy on write, and gone with the last who holds them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import socket
+
+import pytest
+
+from prefect_gpu.errors import ProtocolError
+from prefect_gpu.processes import memory_files, passing
+from prefect_gpu.processes.memory_files import MemoryFile, address_of, lay_out, write_file
+
+pytestmark = pytest.mark.skipif(not memory_files.AVAILABLE, reason="no memory files on this system")
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_is_mapped_is_what_was_written_and_holds_no_descriptor() -> None:
+    before = open_descriptors()
+    data = os.urandom(3 * mmap.PAGESIZE + 5)
+    mapped = write_file([memoryview(data)]).map()
+    assert open_descriptors() == before
+    assert mapped[:] == data
+
+
+def test_parts_begin_where_they_are_laid_out() -> None:
+    parts = [b"a" * 65, b"", b"c" * 3]
+    offsets, end = lay_out([len(part) for part in parts])
+    assert (offsets, end) == ([0, 128, 128], 131)
+    mapped = write_file([memoryview(part) for part in parts]).map()
+    assert mapped[:] == b"a" * 65 + bytes(63) + b"ccc"
+
+
+def test_a_stream_has_nothing_between_its_pieces() -> None:
+    mapped = memory_files.write_stream([memoryview(b"abc"), memoryview(b"de")]).map()
+    assert mapped[:] == b"abcde"
+
+
+def test_nobody_sees_what_is_written_to_a_mapping() -> None:
+    file = write_file([memoryview(b"x" * 10)])
+    first, second = file.map(), file.map()
+    first[0:1] = b"y"
+    assert (first[0:2], second[0:2], file.map()[0:2]) == (b"yx", b"xx", b"xx")
+
+
+def test_whoever_has_the_descriptor_can_change_nothing() -> None:
+    file = write_file([memoryview(b"x" * 10)])
+    for change in (
+        lambda: os.pwrite(file.fileno(), b"y", 0),
+        lambda: os.ftruncate(file.fileno(), 0),
+        lambda: os.ftruncate(file.fileno(), 20),
+        lambda: mmap.mmap(file.fileno(), 10, flags=mmap.MAP_SHARED),
+        lambda: fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+
+
+def test_a_file_that_could_shrink_is_refused() -> None:
+    file = MemoryFile(os.memfd_create("unsealed"))
+    os.write(file.fileno(), b"x")
+    with pytest.raises(ProtocolError, match="no sealed memory file"):
+        file.map()
+    with pytest.raises(ProtocolError, match="cannot be mapped"):
+        MemoryFile(os.open(os.devnull, os.O_RDONLY)).map()
+
+
+def test_a_closed_file_is_an_error_and_closes_nothing_else() -> None:
+    file = write_file([memoryview(b"x")])
+    file.close()
+    other = os.open(os.devnull, os.O_RDONLY)
+    file.close()
+    os.fstat(other)
+    os.close(other)
+    with pytest.raises(ValueError, match="closed"):
+        file.fileno()
+
+
+def test_a_mapping_for_which_there_is_no_room_is_an_error() -> None:
+    with pytest.raises((OSError, MemoryError)):
+        memory_files._map_privately(write_file([memoryview(b"x")]).fileno(), 1 << 60)
+
+
+def test_it_knows_what_it_holds() -> None:
+    parts = [memoryview(bytearray(os.urandom(100))), memoryview(os.urandom(200))]
+    file = write_file(parts)
+    assert file.holds(parts)
+    assert not file.holds(parts[:1])
+    assert not file.holds([parts[1], parts[0]])
+    parts[0][99] ^= 1
+    assert not file.holds(parts)
+
+
+def test_addresses_are_those_of_the_memory() -> None:
+    data = memoryview(bytearray(100))
+    assert address_of(data[10:]) - address_of(data) == 10
+    assert address_of(data.toreadonly()) == address_of(data)
+
+
+def test_a_file_passes_over_a_socket() -> None:
+    before = open_descriptors()
+    left, right = socket.socketpair()
+    with left, right:
+        file = write_file([memoryview(b"passed")])
+        assert passing.send(left, memoryview(b"12345678"), [file]) == 8
+        del file
+        room = bytearray(3)
+        size, (came,) = passing.receive(right, memoryview(room))
+        assert (size, bytes(room), came.map()[:]) == (3, b"123", b"passed")
+        assert not os.get_inheritable(came.fileno())
+        assert passing.receive(right, memoryview(bytearray(9))) == (5, ())
+        # Sent, and never received.
+        passing.send(left, memoryview(b"1"), [came])
+        del came
+    gc.collect()
+    assert open_descriptors() == before
+
+
+class Full:
+    def sendmsg(self, *given: object) -> int:
+        raise OSError(self.number, "no")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_more_than_may_be_under_way_is_told_from_an_end_that_is_gone() -> None:
+    file = write_file([memoryview(b"x")])
+    with pytest.raises(ProtocolError, match="ulimit"):
+        passing.send(Full(errno.ETOOMANYREFS), memoryview(b"1"), [file])  # type: ignore[arg-type]
+    with pytest.raises(BrokenPipeError):
+        passing.send(Full(errno.EPIPE), memoryview(b"1"), [file])  # type: ignore[arg-type]
+
+
+def test_descriptors_for_which_there_is_no_room_are_an_error_and_leave_nothing() -> None:
+    import resource
+
+    left, right = socket.socketpair()
+    with left, right:
+        files = [write_file([memoryview(b"x")]) for _ in range(3)]
+        passing.send(left, memoryview(b"1"), files)
+        before = open_descriptors()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Numbers are given from the lowest that is free: above the highest in use there are none.
+        top = max(map(int, os.listdir("/proc/self/fd")))
+        spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(top + 2 - before)]
+        try:
+            highest = max(*spare, top)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limits[1]))
+            with pytest.raises(ProtocolError, match="ulimit"):
+                passing.receive(right, memoryview(bytearray(1)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for descriptor in spare:
+                os.close(descriptor)
+        gc.collect()
+        assert open_descriptors() == before
+
+
+def test_a_fork_holds_no_file_open() -> None:
+    file = write_file([memoryview(b"x")])
+    memory_files._close_all()
+    with pytest.raises(ValueError, match="closed"):
+        file.fileno()

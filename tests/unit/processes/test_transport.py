@@ -1,0 +1,214 @@
+"""What goes into the frame and what into memory files, and that it arrives as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_gpu.errors import NO_ROOM, ProtocolError, ResultError
+from prefect_gpu.processes import memory_files, messages, transport, values
+from prefect_gpu.processes.messages import PARCEL, VALUE
+from prefect_gpu.processes.transport import (
+    FILE_BYTES,
+    MOST_FILES,
+    FileTransport,
+    FrameTransport,
+    Parcel,
+    Transport,
+    default_transport,
+    group_parts,
+    unpack,
+)
+
+np = pytest.importorskip("numpy")
+
+needs_files = pytest.mark.skipif(
+    not memory_files.AVAILABLE, reason="no memory files on this system"
+)
+
+MIB = 1 << 20
+
+
+def views(*parts: bytes) -> list[memoryview]:
+    return [memoryview(part) for part in parts]
+
+
+@given(
+    st.lists(st.sampled_from([0, 100, FILE_BYTES // 2, FILE_BYTES, 5 * FILE_BYTES]), max_size=40)
+)
+def test_groups_are_few_and_what_stays_in_the_frame_is_small(sizes: list[int]) -> None:
+    groups = group_parts(sizes)
+    placed = [index for group in groups for index in group]
+    assert len(placed) == len(set(placed))
+    assert len(groups) < MOST_FILES, "one is left for the stream"
+    assert all(sum(sizes[i] for i in group) >= FILE_BYTES for group in groups)
+    assert sum(size for i, size in enumerate(sizes) if i not in placed) < FILE_BYTES
+
+
+def test_the_largest_have_files_of_their_own() -> None:
+    assert group_parts([MIB, 10, 3 * MIB]) == [[0], [2]]
+    sizes = [MIB] * 20 + [2 * MIB] * 3
+    groups = group_parts(sizes)
+    assert [g for g in groups if sizes[g[0]] == 2 * MIB] == [[20], [21], [22]]
+    assert len(groups[-1]) == 23 - (MOST_FILES - 2)
+
+
+@pytest.mark.parametrize("carrier", [FrameTransport(), default_transport()])
+@pytest.mark.parametrize(
+    ("stream", "buffers"),
+    [
+        ([b"stream"], []),
+        ([b"str", b"eam"], [b"x" * 100, b""]),
+        ([b"stream"], [b"a" * 70_000, b"b" * 3 * MIB, b"c" * MIB]),
+        ([b"s" * 64, b"t" * 2 * MIB], [b"a" * 70_000]),
+        ([b"s"], [bytes([n]) * (MIB + n) for n in range(20)]),
+    ],
+)
+def test_what_is_packed_is_unpacked(
+    carrier: Transport, stream: list[bytes], buffers: list[bytes]
+) -> None:
+    contents = carrier.pack(views(*stream), views(*buffers)).open()
+    assert bytes(contents.stream) == b"".join(stream)
+    assert [bytes(buffer) for buffer in contents.buffers] == buffers
+    assert not any(buffer.readonly for buffer in contents.buffers)
+
+
+def test_small_values_are_a_frame_of_plain_pickle() -> None:
+    parcel = values.dumps({"a": 1}, "return value", "result")
+    assert (parcel.kind, parcel.files) == (VALUE, ())
+    assert pickle.loads(parcel.body) == {"a": 1}
+    small = values.dumps(np.zeros(20_000), "return value", "result")
+    assert (small.kind, small.files) == (PARCEL, ())
+
+
+@needs_files
+def test_large_bytes_are_not_held_twice() -> None:
+    parcel = values.dumps({"blob": bytes(3 * MIB), "n": 5}, "return value", "result")
+    assert len(parcel.files) == 1
+    assert len(parcel.body) < 1000
+    assert values.loads(parcel, "return value") == {"blob": bytes(3 * MIB), "n": 5}
+
+
+@pytest.mark.parametrize("carrier", [FrameTransport(), default_transport()])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(300_000.0),
+        np.asfortranarray(np.arange(600_000.0).reshape(600, 1000)),
+        np.arange(600_000.0)[::2],
+        np.arange("2020", "2022", dtype="datetime64[s]")[:300_000],
+        np.zeros(300_000, dtype=[("a", "i4"), ("b", "f8")]),
+        np.array([object] * 10),
+        np.frombuffer(bytes(2 * MIB)),
+    ],
+    ids=["plain", "fortran", "every second", "dates", "records", "objects", "read-only"],
+)
+def test_arrays_arrive_as_they_were(carrier: Transport, array: Any) -> None:
+    parcel = values.dumps([array], "return value", "result", transport=carrier)
+    (back,) = values.loads(parcel, "return value")
+    assert back.dtype == array.dtype and np.array_equal(back, array)
+    assert back.flags.writeable == array.flags.writeable
+    assert back.flags.f_contiguous == array.flags.f_contiguous or array.strides == (16,)
+    # And they travel on, by whatever pickles them.
+    assert np.array_equal(pickle.loads(pickle.dumps(back)), array)
+    del parcel
+    if back.flags.writeable:
+        before = array.copy()
+        back[:1] = back[-1:]
+        assert np.array_equal(array, before)
+
+
+@needs_files
+def test_a_value_lives_as_long_as_somebody_holds_a_part_of_it() -> None:
+    first = np.arange(300_000.0)
+    parcel = values.dumps([first, first + 1, first[:200_000]], "return value", "result")
+    assert len(parcel.files) == 3
+    back = values.loads(parcel, "return value")[1][5:]
+    del parcel
+    assert back[0] == 6 and back.sum() == (first[5:] + 1).sum()
+
+
+def failing(number: int) -> Any:
+    def write(parts: Sequence[memoryview]) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return write
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSYS, errno.EFBIG, errno.EPERM])
+def test_where_no_file_can_be_had_the_frame_carries_it_all(number: int) -> None:
+    array = np.arange(300_000)
+    parcel = values.dumps(array, "argument", "x", transport=FileTransport(failing(number)))
+    assert parcel.files == ()
+    assert np.array_equal(values.loads(parcel, "argument"), array)
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENOSPC])
+def test_no_memory_is_one_clear_error(number: int) -> None:
+    with pytest.raises(
+        ResultError, match=r"return value of a GPU task finds no memory.*2\.3MiB"
+    ) as e:
+        values.dumps(
+            np.arange(300_000), "return value", "result", transport=FileTransport(failing(number))
+        )
+    assert e.value.type_name == NO_ROOM
+
+
+class Endless:
+    def __reduce__(self) -> Any:
+        raise MemoryError
+
+
+def test_no_memory_while_pickling_is_the_same_error() -> None:
+    with pytest.raises(ResultError, match="finds no memory"):
+        values.dumps([Endless()], "return value", "result")
+
+
+def test_checking_makes_nothing_and_names_the_culprit() -> None:
+    values.check([np.arange(300_000), bytes(MIB)], "argument", "x")
+    with pytest.raises(ResultError, match=r"x\[1\] is a"):
+        values.check([1, (i for i in "")], "argument", "x")
+
+
+def test_without_memory_files_the_frame_is_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_files, "AVAILABLE", False)
+    assert isinstance(default_transport(), FrameTransport)
+
+
+def table(*parts: tuple[int, int, int], count: int | None = None) -> bytearray:
+    body = bytearray(struct.pack("!I", len(parts) if count is None else count))
+    for part in parts:
+        body += struct.pack("!iQQ", *part)
+    return body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        bytearray(),
+        table(count=0),
+        table(count=5),
+        table((0, 0, 1)),
+        table((-2, 0, 1)),
+        table((-1, 20, 100)),
+        table((-1, 1 << 63, 1 << 63)),
+    ],
+    ids=["nothing", "no stream", "cut", "no file", "before", "past the end", "beyond belief"],
+)
+def test_a_table_that_does_not_fit_is_refused(body: bytearray) -> None:
+    with pytest.raises(ProtocolError):
+        unpack(PARCEL, body, ())
+
+
+def test_a_parcel_is_a_frame() -> None:
+    header, body = Parcel(VALUE, b"abc").frame
+    assert bytes(header) + bytes(body) == messages.value_header(3) + b"abc"
+    assert transport.unpack(VALUE, bytearray(b"abc"), ()).buffers == ()

@@ -5,6 +5,7 @@ The parent's end is in `launcher`; what is said is in `messages`.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import socket
@@ -33,6 +34,8 @@ class Channel:
         self._forked = False
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(itself))
+        # The first that is registered is called last: until then any thread may send.
+        atexit.register(self._socket.close)
 
     def send(self, message: Any) -> None:
         """Send a small message. A fork of the child (a worker of a data loader) sends nothing.

@@ -36,7 +36,11 @@ class Asked:
         self.channel.settimeout(DEADLOCK_S)
         with theirs:
             request = SpawnRequest("a-task", theirs.fileno(), environment, cwd)
-            self.process = server.fork(request)
+            try:
+                self.process = server.fork(request)
+            except OSError:
+                self.channel.close()
+                raise
         self.pid = self.process.pid
 
     def send(self, function: Callable[..., Any], *args: Any) -> None:

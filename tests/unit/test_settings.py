@@ -33,6 +33,7 @@ def test_defaults() -> None:
         "placement": "spread",
         "max_processes": None,
         "max_tasks_per_device": None,
+        "start_method": "spawn",
         "headroom": None,
         "reports": True,
         "standby": "auto",

@@ -242,8 +242,9 @@ class StandbyPool:
         """Start a task's process: a standby that suits it, or a fresh one."""
         environment = environment_with(spec.environment)
         with self._changed:
-            self._used.pop(kind, None)
-            self._used[kind] = None
+            if self._owners:
+                self._used.pop(kind, None)
+                self._used[kind] = None
             self._look_soon()
             found = self._choose(kind, environment)
             if found is not None:
@@ -298,7 +299,7 @@ class StandbyPool:
     def _take_misfit(self, standby: _Standby) -> None:
         """It was made for this kind, and the parent's environment has changed since."""
         self._end(standby)
-        state = self._states[standby.kind]
+        state = self._state(standby.kind)
         state.misfits += 1
         if state.misfits >= MOST_MISFITS and not state.useless:
             state.useless = "the environment changes from task to task"

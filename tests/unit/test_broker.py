@@ -823,3 +823,35 @@ def test_a_process_has_one_broker_for_each_specification(rig: Rig) -> None:
     assert shared_broker(object(), rig.another) is not broker
     broker.close()
     assert shared_broker(key, rig.another) is not broker
+
+
+# What standbys must know.
+
+
+def test_what_was_promised_of_the_machines_memory_is_told_until_it_is_taken(rig: Rig) -> None:
+    ticket = rig.place("one", 1, host_bytes=3 * GIB)
+    assert rig.broker.host_promised_bytes == 3 * GIB
+    ticket.running = True
+    assert rig.broker.host_promised_bytes == 0
+    rig.broker.end(ticket)
+
+
+def test_a_request_that_the_machines_memory_holds_up_is_told(rig: Rig) -> None:
+    first = rig.place("first", 1)
+    assert not rig.broker.wants_host_memory
+    rig.host_available_bytes = 2 * GIB
+    rig.submit("second", 1, host_bytes=3 * GIB)
+    rig.broker.read()
+    assert rig.broker.wants_host_memory
+    rig.host_available_bytes = 4 * GIB
+    rig.broker.read()
+    assert not rig.broker.wants_host_memory
+    rig.broker.end(first)
+
+
+def test_one_that_waits_for_a_device_alone_wants_nothing_of_the_machines(rig: Rig) -> None:
+    first = rig.place("first", 20)
+    rig.submit("second", 20, host_bytes=GIB)
+    rig.broker.read()
+    assert not rig.broker.wants_host_memory
+    rig.broker.end(first)

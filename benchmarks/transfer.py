@@ -350,6 +350,7 @@ def main() -> None:
         "--repeats", type=int, default=5, help="runs for times; memory: one in three"
     )
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
     parser.add_argument(
         "--seed", type=int, default=0, help="of the order of rows, and in the arrays"
     )
@@ -381,7 +382,7 @@ def main() -> None:
         for size in sorted(given.sizes):
             for repeat in range(given.repeats):
                 for row in order.sample(given.rows, len(given.rows)):
-                    for way in WAYS:
+                    for way in given.ways:
                         look = can_look and repeat % 3 == 0 and (not given.tiny or row == "ours")
                         for sampled in (False, True) if look else (False,):
                             need = expected_bytes(runs, row, way, size)
@@ -397,7 +398,7 @@ def main() -> None:
                             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     print(json.dumps({"versions": versions, "seed": given.seed, "runs": runs}, indent=1))
     print("\nmedian (lowest–highest)\n")
-    print_rows(runs, given.rows, sorted(given.sizes))
+    print_rows(runs, given.rows, given.ways, sorted(given.sizes))
 
 
 def available_bytes() -> int:
@@ -423,11 +424,13 @@ def seconds(run: dict[str, Any]) -> float:
     return float(run["full_s"] - run["empty_s"])
 
 
-def print_rows(runs: list[dict[str, Any]], rows: list[str], sizes: list[int]) -> None:
+def print_rows(
+    runs: list[dict[str, Any]], rows: list[str], ways: list[str], sizes: list[int]
+) -> None:
     """Print a line for each size, way and row."""
     table = []
     for size in sizes:
-        for way, label in WAYS.items():
+        for way in ways:
             of = {
                 row: [r for r in runs if (r["row"], r["way"], r["size_bytes"]) == (row, way, size)]
                 for row in rows
@@ -441,7 +444,7 @@ def print_rows(runs: list[dict[str, Any]], rows: list[str], sizes: list[int]) ->
                 looked = [extra(r) for r in of[row] if r["sampled"]]
                 table.append(
                     [
-                        f"{size / 1e6:g} MB {label}",
+                        f"{size / 1e6:g} MB {WAYS[way]}",
                         ROWS[row],
                         _common.spread(times[row], 2) if times[row] else "left out",
                         faster,

@@ -48,14 +48,22 @@ def make(number: float) -> Any:
     return np.full(COUNT, number)
 
 
-def test_an_array_that_several_tasks_take_is_written_once_and_is_nobody_elses() -> None:
-    written: list[int] = []
-    real = memory_files.write_file
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each file that is written for arguments."""
+    sizes: list[int] = []
 
-    def count(parts: Any) -> Any:
-        written.append(sum(part.nbytes for part in parts))
-        return real(parts)
+    def write(parts: Any) -> Any:
+        sizes.append(sum(part.nbytes for part in parts))
+        return memory_files.write_file(parts)
 
+    monkeypatch.setattr(argument_files(), "_write", write)
+    return sizes
+
+
+def test_an_array_that_several_tasks_take_is_written_once_and_is_nobody_elses(
+    written: list[int],
+) -> None:
     array = np.arange(COUNT, dtype=np.float64)
     total = float(array.sum())
 
@@ -63,19 +71,16 @@ def test_an_array_that_several_tasks_take_is_written_once_and_is_nobody_elses() 
     def several() -> list[Any]:
         return change.map(unmapped(array), [1.0, 2.0, 3.0]).result()
 
-    files = argument_files()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_write", count)
-        found = several()
+    found = several()
     assert [was for was, _, _ in found] == [total] * 3
     assert len({pid for _, _, pid in found}) == 3
     assert len({inode for _, inodes, _ in found for inode in inodes}) == 1
     assert written == [array.nbytes], "once, though two of them wait or run while one begins"
     assert float(array.sum()) == total
-    assert len(files) == 0
+    assert len(argument_files()) == 0
 
 
-def test_tensors_that_several_tasks_take_are_written_once() -> None:
+def test_tensors_that_several_tasks_take_are_written_once(written: list[int]) -> None:
     torch = pytest.importorskip("torch")
 
     @task(tags=gpu(memory="64MiB"), cache_policy=NO_CACHE)
@@ -91,6 +96,7 @@ def test_tensors_that_several_tasks_take_are_written_once() -> None:
         return fill.map(unmapped(tensor), [5.0, 6.0]).result()
 
     assert several() == [(COUNT, True)] * 2
+    assert written == [4 * COUNT]
     assert float(tensor.sum()) == COUNT
     assert len(argument_files()) == 0
 

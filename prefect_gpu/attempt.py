@@ -320,6 +320,7 @@ class Attempt:
             allocator_options=dict(policy.allocator_options),
             caching=policy.caching,
             cpus=policy.cpus or max(1, cores() // max(1, self._broker.processes)),
+            cpus_stated=policy.cpus is not None,
             frameworks=self._named,
             detected=self._sharing,
             shares={s.name: s.fraction for s in policy.frameworks if s.fraction is not None},

@@ -399,6 +399,7 @@ class _Running:
                 allocator_options=dict(policy.allocator_options),
                 caching=policy.caching,
                 cpus=threads,
+                cpus_stated=policy.cpus is not None,
                 frameworks=named,
                 detected=detected,
             ),

@@ -37,6 +37,8 @@ class FrameworkPolicy:
     caching: bool = True
     #: CPU threads that the frameworks may start, at least 1.
     cpus: int = 1
+    #: A tag says that number; else it was computed from the machine.
+    cpus_stated: bool = False
     #: Frameworks named by tags; empty: those that the task imports.
     frameworks: tuple[str, ...] = ()
     #: Frameworks that the task was found to use, where tags name none.

@@ -24,6 +24,7 @@ from prefect_gpu.scheduling.history import (
     Lesson,
     PastRun,
     expected_s,
+    known_floor_bytes,
     learn,
     learned_context_bytes,
 )
@@ -212,6 +213,7 @@ class BudgetBook:
         if not report.devices:
             return
         key, run = identity.on(report.devices[0].name), past_run(report)
+        run = replace(run, floor_bytes=known_floor_bytes((*self._runs(key), run)) or None)
         self._recent.add(key, run)
         self._store.add(key, run)
 

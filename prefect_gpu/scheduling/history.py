@@ -88,6 +88,9 @@ class PastRun:
     wanted_bytes: int | None = None
     #: Seconds from its placement to its body's first line; `None`: not known.
     start_s: float | None = None
+    #: Bytes that were known to be too few when it ended, though the run that showed it may be
+    #: forgotten since; `None`: none were.
+    floor_bytes: int | None = None
 
     def to_texts(self) -> dict[str, str]:
         """Write every known field as a short text."""
@@ -165,8 +168,21 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
         return None
     context = max(run.context_bytes for run in completed)
     need = max(_need_bytes(run, context) for run in completed)
-    floor = _floor_bytes(past, completed)
+    floor = known_floor_bytes(past)
     return Lesson(_round_up(max(need, floor)), context, len(completed), floor)
+
+
+def known_floor_bytes(runs: Iterable[PastRun]) -> int:
+    """Give the smallest budget that is known, or expected, not to be too small; 0: any.
+
+    A run that was too small shows it; when it is forgotten, the runs that came after it still say so.
+    """
+    past = tuple(runs)
+    shown = _floor_bytes(past, [run for run in past if run.outcome == "completed"])
+    if shown:
+        return shown
+    told = [(run.ended_at, run.floor_bytes) for run in past if run.floor_bytes]
+    return max(told)[1] if told else 0
 
 
 def learned_context_bytes(runs: Iterable[PastRun]) -> int | None:

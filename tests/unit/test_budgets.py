@@ -13,7 +13,7 @@ from prefect_gpu import budgets
 from prefect_gpu.budgets import NEVER_BYTES, BudgetBook, Grant, ProbeGate, TaskIdentity
 from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.reports.history import MemoryHistory
-from prefect_gpu.scheduling.history import PastRun, learn
+from prefect_gpu.scheduling.history import KEPT_RUNS, PastRun, learn
 from prefect_gpu.scheduling.model import ModelBudgets
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import device, task_report
@@ -251,3 +251,16 @@ def test_a_grant_says_how_long_the_task_is_expected_to_take(
 def test_of_a_task_that_never_completed_nothing_is_expected(books: Books) -> None:
     granted = books.grant(memory=GIB)
     assert granted is not None and granted.expected_s is None
+
+
+def test_a_floor_is_remembered_when_the_run_that_showed_it_is_forgotten(books: Books) -> None:
+    book = books.book()
+    small = task_report(outcome="oom", cause="own_cap", budget_bytes=4 * GIB)
+    enough = task_report(outcome="completed", budget_bytes=6 * GIB, cap_bytes=5 * GIB)
+    book.take(WHO, small)
+    for _ in range(KEPT_RUNS + 5):
+        book.take(WHO, enough)
+    kept = books.store.runs(WHO.on(MODEL))
+    assert all(r.outcome == "completed" for r in kept)
+    lesson = learn(kept)
+    assert lesson and lesson.floor_bytes == 6 * GIB

@@ -14,6 +14,7 @@ from prefect_gpu.scheduling.history import (
     ROUND_BYTES,
     PastRun,
     expected_s,
+    known_floor_bytes,
     learn,
     learned_context_bytes,
 )
@@ -192,6 +193,16 @@ def test_the_floor_remembers_what_was_too_small(runs: list[PastRun], floor_gib: 
     lesson = learn([run(1, 2), *runs])
     assert lesson and lesson.floor_bytes == gib(floor_gib)
     assert lesson.budget_bytes >= lesson.floor_bytes
+
+
+def test_a_floor_outlives_the_run_that_showed_it() -> None:
+    told = run(1, 6, ended_at=8.0, floor_bytes=gib(6))
+    before = run(1, 4, ended_at=7.0, floor_bytes=gib(4))
+    lesson = learn([run(1, 6, ended_at=9.0), told, before])
+    assert lesson and lesson.floor_bytes == gib(6) == lesson.budget_bytes
+    # What is shown wins over what is told: a budget was found since that was enough.
+    assert known_floor_bytes([told, oom(4), run(1, 5)]) == gib(5)
+    assert known_floor_bytes([run(1, 5)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,23 @@ def parse_standby(value: object) -> int | Literal["auto"]:
     )
 
 
+def parse_start_method(value: object) -> Literal["spawn", "forkserver"]:
+    """Read the runner's argument `start_method`.
+
+    Raises:
+        ValueError: It is neither `"spawn"` nor `"forkserver"`.
+    """
+    text = value.strip().lower() if isinstance(value, str) else value
+    if text == "spawn":
+        return "spawn"
+    if text == "forkserver":
+        return "forkserver"
+    raise ValueError(
+        f"start_method={value!r} is neither 'spawn' nor 'forkserver' (a fork of the flow's own process "
+        "would have its locks, but not the threads that hold them)"
+    )
+
+
 class GPUSettings(PrefectBaseSettings):
     """Defaults of every `GPUTaskRunner`; its own arguments win over them."""
 
@@ -87,6 +104,11 @@ class GPUSettings(PrefectBaseSettings):
     @classmethod
     def _check_standby(cls, value: object) -> int | Literal["auto"]:
         return parse_standby(value)
+
+    @field_validator("start_method", mode="before")
+    @classmethod
+    def _check_start_method(cls, value: object) -> Literal["spawn", "forkserver"]:
+        return parse_start_method(value)
 
     @field_validator("headroom")
     @classmethod

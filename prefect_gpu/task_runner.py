@@ -115,10 +115,12 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             modules imported: `"auto"`, or at most so many; 0 starts none.
         start_method: `"spawn"`: each process is a fresh interpreter. `"forkserver"`: it is forked from
             a process that has imported Prefect, NumPy and, for tasks that use it, PyTorch, and has
-            done nothing else; for many short tasks. Other frameworks are refused under it.
+            done nothing else; for many short tasks. Other frameworks are refused under it, and no
+            standbys are started.
 
     Raises:
-        DeviceError: `devices` cannot be read, or the platform has no sessions of processes.
+        DeviceError: `devices` cannot be read, or the platform has no sessions of processes, or no
+            `forkserver` (all but Linux).
         ValueError: Another argument cannot be read.
     """
 
@@ -160,6 +162,11 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         self.reports = settings.reports
         self.standby = settings.standby
         self.start_method = settings.start_method
+        if self.start_method == "forkserver" and not sys.platform.startswith("linux"):
+            raise DeviceError(
+                f'start_method="forkserver" is for Linux, and this is {sys.platform}; accepted '
+                'here: start_method="spawn"'
+            )
         self._run: _Running | None = None
 
     def duplicate(self) -> Self:
@@ -465,13 +472,19 @@ class _Running:
 
     def _end_what_waits(self) -> None:
         """End the processes that were made ahead, if no other runner of this process wants them."""
-        if self._runner.start_method == "forkserver":
-            template_pool().close(self)
-        elif self._runner.standby != 0:
+        if self._runner.standby != 0:
             standby_pool().close(self)
 
     def close(self, failed: bool) -> None:
         """See `GPUTaskRunner.__exit__`."""
+        try:
+            self._close(failed)
+        finally:
+            # Last: a template tells how its forks ended.
+            if self._runner.start_method == "forkserver":
+                template_pool().close(self)
+
+    def _close(self, failed: bool) -> None:
         failed = failed or not bridge.flow_run_goes_on(self._flow, self._runner)
         if failed:
             self.cancel()
@@ -489,7 +502,7 @@ class _Running:
                     concurrent.futures.wait(unfinished)
             except BaseException:
                 # Ctrl-C, or a signal that Prefect turned into an exception.
-                self.close(failed=True)
+                self._close(failed=True)
                 raise
         self._end_what_waits()
         if self._threads_started:

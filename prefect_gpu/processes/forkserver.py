@@ -10,6 +10,7 @@ import array
 import errno
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 from prefect_gpu.errors import PolicyError
-from prefect_gpu.processes.interpreter import interpreter_flags
+from prefect_gpu.processes.interpreter import interpreter_flags, with_token
 from prefect_gpu.processes.spawning import SpawnRequest
+from prefect_gpu.processes.template import NO_TOKEN, TEMPLATE_TITLE
 
 #: What a template's interpreter runs.
 TEMPLATE = Path(__file__).with_name("template.py")
@@ -141,7 +143,13 @@ class ForkServer:
             for end in (self._control, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, *interpreter_flags(), str(TEMPLATE), str(theirs.fileno())],
+                [
+                    sys.executable,
+                    *interpreter_flags(),
+                    str(TEMPLATE),
+                    str(theirs.fileno()),
+                    TEMPLATE_TITLE,
+                ],
                 stdin=subprocess.DEVNULL,
                 # Pipes, as its forks have: what Python knows of a stream (that it could be sought in,
                 # say) they inherit.
@@ -150,7 +158,8 @@ class ForkServer:
                 bufsize=0,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=self.environment,
+                # Room for the mark that each of its forks bears.
+                env=with_token(self.environment, NO_TOKEN),
             )
         assert self.process.stdout is not None
         threading.Thread(
@@ -184,8 +193,11 @@ class ForkServer:
         """Have a process forked: a `Spawner`.
 
         Raises:
-            OSError: The template is gone or does not answer, or the system would not fork.
+            OSError: The folder or the template is gone, it does not answer, or the system would not
+                fork.
         """
+        if request.cwd and not os.path.isdir(request.cwd):
+            raise FileNotFoundError(errno.ENOENT, "no such folder", request.cwd)
         outs = [os.pipe(), os.pipe()]
         try:
             with self._lock:
@@ -227,23 +239,35 @@ class ForkServer:
         return answer.pid
 
     def exit_code(self, pid: int, timeout_s: float | None) -> int:
-        """Wait for the end of a fork, and let go of it: its process id may then be another's.
+        """Wait for the end of a fork. Its process id stays its own until `reap`.
 
         Raises:
             TimeoutError: It has not ended in time.
         """
+        if not _await_end(pid, timeout_s):
+            raise TimeoutError(f"process {pid} has not ended")
         with self._lock:
             try:
                 while pid not in self._ended:
-                    ended = self._hear(ForkEnded, timeout_s)
+                    ended = self._hear(ForkEnded, ANSWER_S)
                     self._ended[ended.pid] = ended.code
-                self._control.send(json.dumps({"kind": "reap", "pid": pid}).encode())
-            except (EOFError, BrokenPipeError, ConnectionResetError):
+            except EOFError:
                 # The template was killed. Whoever inherits its forks reaps them, and keeps the code.
-                if pid not in self._ended and _lives(pid):
-                    raise TimeoutError(f"process {pid} has not ended") from None
-                return self._ended.pop(pid, UNKNOWN_CODE)
-            return self._ended.pop(pid)
+                self._ended[pid] = UNKNOWN_CODE
+            except TimeoutError as error:
+                self._give_up(str(error))
+                self._ended[pid] = UNKNOWN_CODE
+            return self._ended[pid]
+
+    def reap(self, pid: int) -> None:
+        """Let go of a fork that has ended: its process id may then be another's."""
+        with self._lock:
+            self._ended.pop(pid, None)
+            try:
+                self._control.send(json.dumps({"kind": "reap", "pid": pid}).encode())
+            except OSError:
+                # The template is gone, and the fork with it.
+                return
 
     def _hear(self, kind: Any, timeout_s: float | None) -> Any:
         """Wait for a message of some kind; ends of forks that come before it are kept.
@@ -275,6 +299,7 @@ class ForkServer:
     def forget(self) -> None:
         """After a fork of the parent: hold nothing of it."""
         self._control.close()
+        # Not a child of the fork's: nothing to wait for, or to warn of.
         self.process.returncode = 0
 
     def close(self) -> None:
@@ -297,39 +322,47 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Give the exit code, `None` while it runs."""
+        """Give the exit code, `None` while it runs; it is not let go of."""
         if self.returncode is None:
             try:
-                self.returncode = self._server.exit_code(self.pid, 0.0)
+                return self._server.exit_code(self.pid, 0.0)
             except TimeoutError:
                 return None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and give the exit code.
+        """Wait for its end, let go of it and give the exit code.
 
         Raises:
             TimeoutError: It has not ended in time.
         """
         if self.returncode is None:
             self.returncode = self._server.exit_code(self.pid, timeout)
+            self._server.reap(self.pid)
         return self.returncode
 
 
-def _lives(pid: int) -> bool:
-    """Tell whether a process runs: one that has ended and was not reaped does not."""
+def _await_end(pid: int, timeout_s: float | None) -> bool:
+    """Wait until a process has ended, reaped or not; `False`: it has not in time."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+    finally:
+        os.close(descriptor)
 
 
 def _pass_on(stream: IO[bytes]) -> None:
     """Show what a template prints, which is what its imports complain of."""
     with stream:
         while data := stream.read(1 << 16):
-            sys.stderr.write(data.decode("utf-8", errors="backslashreplace"))
+            # A flow without standard error, as under `pythonw`, has nobody to complain to.
+            if sys.stderr is not None:
+                sys.stderr.write(data.decode("utf-8", errors="backslashreplace"))
 
 
 def _parse(said: Mapping[str, Any]) -> TemplateMessage:

@@ -45,7 +45,8 @@ def has_ended(process: _Ended) -> bool:
     try:
         return waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
-        return True
+        # Reaped already, or a fork of a template, which is that one's child.
+        return process.poll() is not None
 
 
 def open_pidfd(pid: int) -> int | None:

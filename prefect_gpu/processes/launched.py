@@ -9,15 +9,18 @@ import logging
 import socket
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
 from prefect_gpu.processes.memory_files import MemoryFile
 from prefect_gpu.processes.messages import FrameReader
 from prefect_gpu.processes.output import StreamName, decoder
-from prefect_gpu.processes.spawning import Process, Spawner
+from prefect_gpu.processes.spawning import Process, Spawner, SpawnRequest
 from prefect_gpu.processes.spec import LaunchSpec, Listener, WarmSpec
+
+#: Bytes that a channel's socket is asked to hold; the kernel gives less (208 KiB by default).
+_SOCKET_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ class LaunchedChild:
     ) -> None:
         #: What it is to begin with; given up once it has that: a call may be large.
         self.spec: LaunchSpec | WarmSpec | None = spec
-        #: How its process comes to be; `None`: as all do.
+        #: How its process comes to be; `None`, or where that fails: as all do.
         self.spawn = spawn
         #: Hears its messages.
         self.listener = listener
@@ -54,6 +57,31 @@ class LaunchedChild:
         #: Monotonic seconds at which it is killed if it still lives, and why then.
         self.deadline: float | None = None
         self.deadline_reason = ""
+
+    def open(self, spawn: Spawner, title: str, environment: Mapping[str, str], cwd: str) -> None:
+        """Make its channel and its process: in its own way if it has one, else as all do.
+
+        Raises:
+            Exception: There can be no process; what is left of it is the caller's to close.
+        """
+        if self.spawn is not None:
+            try:
+                self._open(self.spawn, title, environment, cwd)
+                return
+            except OSError as error:
+                logger.debug("a GPU task gets a fresh interpreter: %s", error)
+                # A process that came of it all the same must not hear what is meant for the other:
+                # it sees its channel close, and ends.
+                assert self.channel is not None
+                self.channel.close()
+        self._open(spawn, title, environment, cwd)
+
+    def _open(self, spawn: Spawner, title: str, environment: Mapping[str, str], cwd: str) -> None:
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            for end in (self.channel, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+            self.process = spawn(SpawnRequest(title, theirs.fileno(), environment, cwd))
 
     def give(self, task: GivenTask) -> None:
         """Have it do a task's work: the task's listener hears it from now on."""

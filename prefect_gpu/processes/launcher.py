@@ -36,7 +36,7 @@ from prefect_gpu.processes.interpreter import (
 from prefect_gpu.processes.launched import GivenTask, LaunchedChild, tell
 from prefect_gpu.processes.messages import HEADER, Accepted, Late, Warmed
 from prefect_gpu.processes.output import OutputForwarder
-from prefect_gpu.processes.spawning import Spawner, SpawnRequest, spawn_fresh
+from prefect_gpu.processes.spawning import Spawner, spawn_fresh
 from prefect_gpu.processes.spec import (
     STANDBY_TITLE,
     ChildExited,
@@ -62,9 +62,6 @@ POLL_S = 0.05
 
 #: Bytes read from one channel before the others have their turn.
 _TURN_BYTES = 4 << 20
-
-#: Bytes that a channel's socket is asked to hold; the kernel gives less (208 KiB by default).
-_SOCKET_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +156,7 @@ class ProcessLauncher:
         Args:
             spec: What it is made of.
             listener: Hears it.
-            spawn: How this process comes to be; `None`: as all do.
+            spawn: How this process comes to be; `None`, or where that fails: as all do.
         """
         child = LaunchedChild(spec, listener, spawn)
         with self._lock:
@@ -375,18 +372,8 @@ class ProcessLauncher:
             title, environment = spec.task_name, environment_with(spec.environment)
         else:
             title, environment = STANDBY_TITLE, dict(spec.environment)
-        child.channel, theirs = socket.socketpair()
-        with theirs:
-            for end in (child.channel, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            child.process = (child.spawn or self._spawn_process)(
-                SpawnRequest(
-                    title=title,
-                    channel=theirs.fileno(),
-                    environment=with_token(environment, child.token),
-                    cwd=spec.cwd,
-                )
-            )
+        child.open(self._spawn_process, title, with_token(environment, child.token), spec.cwd)
+        assert child.process is not None and child.channel is not None
         # Told before the child hears anything: it does nothing until then, and ends by itself if
         # its channel closes first.
         self._keeper.tell(f"+{child.process.pid} {child.token}")

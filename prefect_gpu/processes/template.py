@@ -22,6 +22,7 @@ import _io
 import array
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -40,6 +41,13 @@ LONGEST_REQUEST_BYTES = 1 << 21
 #: Descriptors that come with a request to fork: channel, standard output, standard error.
 REQUEST_DESCRIPTORS = 3
 
+
+#: Stands in a template's command line where its forks have their task's name, for `ps`.
+TEMPLATE_TITLE = "template".ljust(80)
+
+#: Stands in a template's environment where each of its forks has the token that marks it and all
+#: that it starts (`guardian`): of the same length.
+NO_TOKEN = "0" * 32
 
 #: Names of the modules that the template imported: their files are not a body's.
 _shared: set[str] = set()
@@ -61,6 +69,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     boot = json.loads(control.recv(LONGEST_REQUEST_BYTES))
+    _end_with_parent(control, True)
     sys.path[:] = boot["sys_path"]
     failed = {}
     for name in boot["modules"]:
@@ -74,6 +83,7 @@ def main() -> None:
     _shared.update(sys.modules)
     # What was made so far stays: collecting it in a fork would only copy its pages.
     gc.freeze()
+    _end_with_parent(control, False)
     _say(control, kind="ready", failed=failed, unfit=_unfit())
     code = 0
     try:
@@ -87,6 +97,27 @@ def main() -> None:
             traceback.print_exc()
             code = 1
     _end(code)
+
+
+def _end_with_parent(control: socket.socket, imports: bool) -> None:
+    """Have the kernel end this process when the parent closes its end, while nobody can look.
+
+    To import takes seconds, in which nothing is read. A socket that is asynchronous sends SIGIO when
+    something arrives or the other end closes, and SIGIO ends a process. The parent says nothing until
+    it has heard from us.
+    """
+    flags = fcntl.fcntl(control, fcntl.F_GETFL)
+    if not imports:
+        fcntl.fcntl(control, fcntl.F_SETFL, flags & ~os.O_ASYNC)
+        return
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        # What closed before is not told.
+        if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            os._exit(0)
+    except BlockingIOError:
+        return
 
 
 def _unfit() -> str:
@@ -220,8 +251,16 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
-    from prefect_gpu.processes import bootstrap
+    from prefect_gpu.processes import bootstrap, guardian, warming
 
+    warming.retitle(request["title"], TEMPLATE_TITLE)
+    token = request["environment"].get(guardian.TOKEN_VARIABLE, "")
+    outer = token[: -len(NO_TOKEN)]
+    warming.rewrite(
+        warming.ENVIRONMENT,
+        f"{guardian.TOKEN_VARIABLE}={outer}{NO_TOKEN}\0".encode(),
+        f"{guardian.TOKEN_VARIABLE}={token}\0".encode(),
+    )
     sys.argv[:] = [bootstrap.__file__, str(channel), request["title"]]
     bootstrap.main()
 

@@ -7,7 +7,6 @@ standbys follow (`frameworks.late`), and so does one whose template fails: nothi
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import os
@@ -19,7 +18,6 @@ from prefect_gpu.processes.forkserver import TESTED, ForkServer
 from prefect_gpu.processes.interpreter import environment_with, import_paths
 from prefect_gpu.processes.kind import Kind
 from prefect_gpu.processes.launcher import Handle, ProcessLauncher, process_launcher
-from prefect_gpu.processes.spawning import Process, SpawnRequest, spawn_fresh
 from prefect_gpu.processes.spec import LaunchSpec, Listener
 
 logger = logging.getLogger(__name__)
@@ -109,7 +107,8 @@ class TemplatePool:
         )
         if late is None:
             return self._launcher.start(spec, listener)
-        return self._launcher.start(spec, listener, functools.partial(_fork, server))
+        # What a template cannot do a fresh interpreter does.
+        return self._launcher.start(spec, listener, server.fork)
 
     def _forget(self) -> None:
         """In a fork of the parent: the templates are not ours."""
@@ -131,15 +130,6 @@ class ForkLauncher:
 
     def retract(self) -> None:
         """Without effect: a template serves many."""
-
-
-def _fork(server: ForkServer, request: SpawnRequest) -> Process:
-    """Fork, on the launcher's thread; what a template cannot do a fresh interpreter does."""
-    try:
-        return server.fork(request)
-    except OSError as error:
-        logger.debug("a GPU task gets a fresh interpreter: %s", error)
-        return spawn_fresh(request)
 
 
 def _modules(kind: Kind) -> tuple[str, ...]:

@@ -22,6 +22,10 @@ from prefect_gpu.processes.spec import STANDBY_TITLE
 #: The driver's library, by the name under which every program loads it.
 DRIVER_LIBRARY = "libcuda.so.1"
 
+#: Fields of proc_pid_stat(5): where the arguments begin, and where the environment does. The next
+#: field is where they end.
+ARGUMENTS, ENVIRONMENT = 48, 50
+
 #: What the driver answers before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
 _NOT_INITIALIZED = 3
 
@@ -111,20 +115,33 @@ def catch_up(late: Late) -> None:
     retitle(late.title)
 
 
-def retitle(title: str) -> None:
-    """Show another title in `ps`, in the place of `STANDBY_TITLE`; without effect where that cannot be done."""
+def retitle(title: str, before: str = STANDBY_TITLE) -> None:
+    """Show another title in `ps`, in the place of one; without effect where that cannot be done."""
+    size = len(before)
+    rewrite(ARGUMENTS, before.encode() + b"\0", title.encode()[:size].ljust(size) + b"\0")
+
+
+def rewrite(field: int, before: bytes, after: bytes) -> None:
+    """Change what others see of this process; without effect where that cannot be done.
+
+    Args:
+        field: `ARGUMENTS` or `ENVIRONMENT`, as this process was started with.
+        before: What to look for; its last place counts.
+        after: What to put there, of the same length.
+    """
+    if len(before) != len(after):
+        return
     # Through a file, so that a wrong address is an error and no segfault.
     try:
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        # Fields 48 and 49 of proc_pid_stat(5); the first here is the third.
-        begin, end = int(fields[45]), int(fields[46])
+        # The first here is the third.
+        begin, end = int(fields[field - 3]), int(fields[field - 2])
         with open("/proc/self/mem", "r+b", buffering=0) as memory:
             memory.seek(begin)
-            place = memory.read(end - begin).rfind(STANDBY_TITLE.encode() + b"\0")
+            place = memory.read(end - begin).rfind(before)
             if begin > 0 and place >= 0:
-                size = len(STANDBY_TITLE)
                 memory.seek(begin + place)
-                memory.write(title.encode()[:size].ljust(size))
+                memory.write(after)
     except (OSError, ValueError, IndexError, OverflowError):
         return

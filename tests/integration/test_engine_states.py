@@ -23,6 +23,7 @@ from prefect_gpu.errors import (
     ResultError,
 )
 from tests.integration import engine_api as api
+from tests.process.rig import eventually
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -359,10 +360,11 @@ def test_large_values_arrays_and_tensors() -> None:
     large()
 
 
-def test_a_wait_for_a_device_shows_in_the_api_and_ends() -> None:
+def test_a_wait_for_a_device_shows_in_the_api_and_ends(tmp_path: Path) -> None:
     @task(tags=gpu(memory="6GiB"))
-    def holds() -> None:
-        time.sleep(3.5)
+    def holds(index: int) -> None:
+        (tmp_path / f"holds-{index}").touch()
+        assert eventually((tmp_path / "let-go").exists)
 
     @task(tags=gpu(memory="6GiB", priority=1))
     def follows() -> None:
@@ -376,14 +378,17 @@ def test_a_wait_for_a_device_shows_in_the_api_and_ends() -> None:
 
     @flow(task_runner=GPUTaskRunner(devices=api.TWO, reports=False))
     def crowd() -> None:
-        holders = [holds.submit() for _ in range(2)]
-        api.until(lambda: len(api.children()) == 2)
+        holders = [holds.submit(index) for index in range(2)]
+        # Not by the number of processes: standbys are some too.
+        api.until(lambda: all((tmp_path / f"holds-{index}").exists() for index in range(2)))
         kept["follows"] = follows.submit()
         kept["impatient"] = impatient.submit()
         kept["seen"] = api.until(
             lambda: (s := kept["follows"].state).name == "AwaitingGPU" and s, "AwaitingGPU"
         )
-        for future in (*holders, kept["follows"], kept["impatient"]):
+        kept["impatient"].wait()
+        (tmp_path / "let-go").touch()
+        for future in (*holders, kept["follows"]):
             future.wait()
 
     crowd()

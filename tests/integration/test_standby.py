@@ -92,7 +92,8 @@ def test_a_task_that_waits_for_another_has_one_kept_for_it() -> None:
 
 
 def test_what_a_body_finds_is_the_same_in_both(tmp_path: Path) -> None:
-    @task(tags=SMALL, log_prints=True)
+    # Else the number of threads depends on whether the process before has gone yet.
+    @task(tags=gpu(memory="64MiB", framework="none", cpus=1), log_prints=True)
     def look() -> dict[str, Any]:
         import prefect
         from prefect.context import get_run_context

@@ -24,6 +24,12 @@ import _bodies
 import _common
 from prefect.events.worker import EventsWorker
 
+#: Variables for a process that is to tell what of its memory is in use.
+MALLOC_BY_SYSTEM = {"PYTHONMALLOC": "malloc"}
+
+# Children are to have what they always have.
+_BY_SYSTEM = os.environ.pop("PYTHONMALLOC", "") == "malloc"
+
 #: Seconds after the last result at which memory is read: reports are on their way to the API.
 SETTLE_S = 2.0
 
@@ -138,9 +144,9 @@ class _Flows:
         many = self._many[kind]
         # Imports, threads, pools and the template.
         many(2)
-        rss = settled_rss_bytes()
+        rss, used = settled_rss_bytes(), used_bytes()
         began, before = time.monotonic(), cpu_s()
-        finished, at_s, settled_s, kept, threads = many(tasks)
+        finished, at_s, settled_s, threads, rss_then, used_then = many(tasks)
         cpu = cpu_s() - before
         found = {
             "tasks": tasks,
@@ -151,10 +157,12 @@ class _Flows:
             "flow_s": time.monotonic() - began - settled_s,
             "parent_cpu_s": cpu,
             "parent_cpu_per_task_s": cpu / tasks,
-            "parent_kept_per_task_bytes": (kept - rss) / tasks,
+            "parent_rss_per_task_bytes": (rss_then - rss) / tasks,
             "parent_threads": threads,
             "parent_peak_rss_bytes": peak_rss_bytes(),
         }
+        if used is not None and used_then is not None:
+            found["parent_kept_per_task_bytes"] = (used_then - used) / tasks
         if one_by_one:
             with _Starts() as starts:
                 # The first has nothing that could be ready.
@@ -164,12 +172,13 @@ class _Flows:
         return found
 
 
-def _collect(futures: Any) -> tuple[int, float, float, int, int]:
+def _collect(futures: Any) -> tuple[int, float, float, int, int, int | None]:
     """Wait for all, and see what is kept while the flow goes on.
 
     Returns:
         How many gave what they should, when the last was there (monotonic seconds), for how many
-        seconds nothing was done since, the resident set in bytes, and how many threads there are.
+        seconds nothing was done since, how many threads there are, the resident set and what of it is
+        in use, in bytes.
     """
     finished = sum(future.result()[0] == index for index, future in enumerate(futures))
     at_s = time.monotonic()
@@ -177,7 +186,8 @@ def _collect(futures: Any) -> tuple[int, float, float, int, int]:
     EventsWorker.instance().wait_until_empty()
     time.sleep(SETTLE_S)
     settled_s = time.monotonic() - at_s
-    return finished, at_s, settled_s, settled_rss_bytes(), threading.active_count()
+    threads = threading.active_count()
+    return finished, at_s, settled_s, threads, settled_rss_bytes(), used_bytes()
 
 
 def _wait_for_standby() -> None:
@@ -272,7 +282,7 @@ def _measure_spawn(tasks: int, one_by_one: int) -> dict[str, Any]:
         "tasks_per_s": tasks / results_s,
         "parent_cpu_s": cpu,
         "parent_cpu_per_task_s": cpu / tasks,
-        "parent_kept_per_task_bytes": (settled_rss_bytes() - rss) / tasks,
+        "parent_rss_per_task_bytes": (settled_rss_bytes() - rss) / tasks,
         "parent_peak_rss_bytes": peak_rss_bytes(),
         "latencies_s": latencies,
     }
@@ -289,6 +299,32 @@ def peak_rss_bytes() -> int:
     # macOS counts in bytes, Linux in KiB.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What `mallinfo2(3)` gives, for all arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks"),
+            *("fordblks", "keepcost"),
+        )
+    ]
+
+
+def used_bytes() -> int | None:
+    """Give the bytes that are allocated; `None`: they are not known.
+
+    Only the system's allocator says it: a process that is to tell runs with `MALLOC_BY_SYSTEM`.
+    """
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None or not _BY_SYSTEM:
+        return None
+    ask.restype = _Mallinfo2
+    gc.collect()
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
 
 
 def settled_rss_bytes() -> int:

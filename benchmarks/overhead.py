@@ -20,9 +20,11 @@ most of an hour, so it is the fork server's, beside threads without tags (with t
 the API 2,000 times at once, which a server on SQLite does not answer).
 
 What is measured: tasks a second from the flow's start to its last result; `submit` → first line,
-one task at a time; `RUSAGE_SELF` of the flow's process, without its children; how much larger its
-resident set is once all results are there and the flow goes on, futures and all. For standbys, what
-lies between a task's placement and its first line beyond serialising the call and Prefect's context.
+one task at a time; `RUSAGE_SELF` of the flow's process, without its children; how much its resident
+set has grown once all results are there and the flow goes on, futures and all; in the crowd, whose flows
+run on the system's allocator for that, also how much of it is in use: the rest is room that 2,000 tasks
+took while all of them waited, and that those after them take again. For standbys, what lies between a
+task's placement and its first line beyond serialising the call and Prefect's context.
 
 Prints tables, whether each target is met, and JSON (versions, seed, every run). Within `--budget` what
 has no time left says so.
@@ -143,11 +145,10 @@ def _over(runs: Iterable[Run], row: str, values: Callable[[Run], list[float]]) -
 
 
 def _above(runs: list[Run], row: str, baseline: str, key: str, times: float) -> list[float]:
-    base = _over(runs, baseline, lambda run: [run[key]])
-    if not base:
-        return []
-    level = statistics.median(base)
-    return [(value - level) * times for value in _over(runs, row, lambda run: [run[key]])]
+    base, own = (
+        _over(runs, name, lambda run: [run[key]] if key in run else []) for name in (baseline, row)
+    )
+    return [(value - statistics.median(base)) * times for value in own] if base else []
 
 
 def _at_most(name: str, values: list[float], limit: float, unit: str) -> Check:
@@ -190,7 +191,10 @@ def run_row(
     arguments += ["--one-by-one", str(given.one_by_one if part == "rows" else 0)]
     told: list[Run] = []
     _common.say(f"{part}: {row}, {tasks} tasks, {kind} flow")
-    problem = _common.stream(__file__, arguments, url, max(60.0, clock.left_s), told.append)
+    problem = _common.stream(
+        *(__file__, arguments, url, max(60.0, clock.left_s), told.append),
+        environment=_overhead_row.MALLOC_BY_SYSTEM if part == "crowd" else None,
+    )
     if not told:
         return {**found, "problem": problem or "it told nothing", "failed": True}
     given.pace[row] = min(told[0]["tasks_per_s"], given.pace.get(row, 1e9))
@@ -285,7 +289,7 @@ def print_rows(runs: list[Run], rows: list[str]) -> None:
             "submit → first line, ms",
             "parent's CPU a task, ms",
             "above threads, ms",
-            "parent keeps a task, kB",
+            "parent grows a task, kB",
             "its peak RSS, MiB",
         ],
         table,
@@ -302,7 +306,7 @@ def _cost(part: list[Run], own: list[Run], row: str, baseline: str) -> list[str]
     return [
         _common.spread([run[key] * 1000 for run in own]),
         "0" if row == baseline else _common.spread(above),
-        _common.spread([run["parent_kept_per_task_bytes"] / 1000 for run in own]),
+        _common.spread([run["parent_rss_per_task_bytes"] / 1000 for run in own]),
     ]
 
 
@@ -334,8 +338,10 @@ def print_crowd(runs: list[Run]) -> None:
             own = [run for run in of_kind if run["row"] == row and "tasks" in run]
             if not own:
                 problem = next((run["problem"] for run in of_kind if run["row"] == row), "not run")
-                table.append([ROWS[row].title, kind, problem, *[""] * 6])
+                table.append([ROWS[row].title, kind, problem, *[""] * 8])
                 continue
+            kept = [run.get("parent_kept_per_task_bytes") for run in own]
+            above = _above(of_kind, row, CROWD_BASELINE, "parent_kept_per_task_bytes", 0.001)
             table.append(
                 [
                     ROWS[row].title,
@@ -344,6 +350,8 @@ def print_crowd(runs: list[Run]) -> None:
                     _common.spread([run["results_s"] for run in own]),
                     _common.spread([run["tasks_per_s"] for run in own]),
                     *_cost(of_kind, own, row, CROWD_BASELINE),
+                    _common.spread([size / 1000 for size in kept if size is not None]),
+                    "0" if row == CROWD_BASELINE else _common.spread(above),
                     _common.spread([run["parent_peak_rss_bytes"] / 2**20 for run in own], 0),
                 ]
             )
@@ -356,7 +364,9 @@ def print_crowd(runs: list[Run]) -> None:
             "tasks a second",
             "parent's CPU a task, ms",
             "above threads, ms",
-            "parent keeps a task, kB",
+            "parent grows a task, kB",
+            "of it in use, kB",
+            "above threads, kB",
             "its peak RSS, MiB",
         ],
         table,

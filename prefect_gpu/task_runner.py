@@ -353,7 +353,13 @@ class _Running:
         """Let go of a call once nothing of it is left: it holds all that its task run had."""
         with self._lock:
             self._calls.discard(call)
-            self._ending = {c for c in (*self._ending, call) if not c.finished}
+            self._ending.add(call)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            # Few: their processes are gone, or about to be.
+            self._ending = {call for call in self._ending if not call.finished}
 
     def announce(
         self, task: Task[..., Any], policy: GPUPolicy
@@ -440,6 +446,7 @@ class _Running:
 
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without holding up the caller."""
+        self._let_go()
         if not self._runner.reports:
             return
         with self._lock:

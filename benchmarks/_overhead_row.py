@@ -22,7 +22,6 @@ from typing import Any
 
 import _bodies
 import _common
-from prefect.events.worker import EventsWorker
 
 #: Variables for a process that is to tell what of its memory is in use.
 MALLOC_BY_SYSTEM = {"PYTHONMALLOC": "malloc"}
@@ -44,7 +43,8 @@ class Row:
     title: str
     #: Makes Prefect's task runner; `None`: Prefect has no part in it.
     runner: Callable[[], Any] | None
-    #: An interpreter starts for each task, which takes seconds: fewer tasks will do.
+    #: An interpreter starts for each task, which takes seconds (or it is the baseline of those):
+    #: fewer tasks will do.
     slow: bool = False
     #: Tasks have the tags of a GPU task.
     tagged: bool = True
@@ -75,10 +75,11 @@ def _pool() -> Any:
 
 ROWS = {
     "threads": Row("`ThreadPoolTaskRunner`", _threads),
+    "threads-few": Row("`ThreadPoolTaskRunner`, few tasks", _threads, slow=True),
     "threads-untagged": Row("`ThreadPoolTaskRunner`, no tags", _threads, tagged=False),
     "pool": Row("`ProcessPoolTaskRunner`", _pool),
     "ray": Row("`RayTaskRunner`", lambda: _common.ray_runner(0), needs="prefect_ray"),
-    "spawn": Row("multiprocessing spawn, no Prefect", None),
+    "spawn": Row("multiprocessing spawn, no Prefect", None, slow=True),
     "cold": Row("ours, `standby=0`", _ours(standby=0), slow=True),
     "standby": Row("ours, as it is by default", _ours(), slow=True),
     "forkserver": Row('ours, `start_method="forkserver"`', _ours(start_method="forkserver")),
@@ -146,23 +147,23 @@ class _Flows:
         many(2)
         rss, used = settled_rss_bytes(), used_bytes()
         began, before = time.monotonic(), cpu_s()
-        finished, at_s, settled_s, threads, rss_then, used_then = many(tasks)
-        cpu = cpu_s() - before
+        seen = many(tasks)
+        cpu = cpu_s() - before - seen.looking_cpu_s
         found = {
             "tasks": tasks,
             "flow": kind,
-            "finished": finished,
-            "results_s": at_s - began,
-            "tasks_per_s": tasks / (at_s - began),
-            "flow_s": time.monotonic() - began - settled_s,
+            "finished": seen.finished,
+            "results_s": seen.at_s - began,
+            "tasks_per_s": tasks / (seen.at_s - began),
+            "flow_s": time.monotonic() - began - seen.looking_s,
             "parent_cpu_s": cpu,
             "parent_cpu_per_task_s": cpu / tasks,
-            "parent_rss_per_task_bytes": (rss_then - rss) / tasks,
-            "parent_threads": threads,
+            "parent_rss_per_task_bytes": (seen.rss_bytes - rss) / tasks,
+            "parent_threads": seen.threads,
             "parent_peak_rss_bytes": peak_rss_bytes(),
         }
-        if used is not None and used_then is not None:
-            found["parent_kept_per_task_bytes"] = (used_then - used) / tasks
+        if used is not None and seen.used_bytes is not None:
+            found["parent_kept_per_task_bytes"] = (seen.used_bytes - used) / tasks
         if one_by_one:
             with _Starts() as starts:
                 # The first has nothing that could be ready.
@@ -172,22 +173,36 @@ class _Flows:
         return found
 
 
-def _collect(futures: Any) -> tuple[int, float, float, int, int, int | None]:
-    """Wait for all, and see what is kept while the flow goes on.
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was seen in a flow that goes on, its tasks over and its futures there."""
 
-    Returns:
-        How many gave what they should, when the last was there (monotonic seconds), for how many
-        seconds nothing was done since, how many threads there are, the resident set and what of it is
-        in use, in bytes.
-    """
+    #: How many gave what they should.
+    finished: int
+    #: Monotonic seconds of the last result.
+    at_s: float
+    threads: int
+    rss_bytes: int
+    #: Bytes that are allocated; `None`: not known.
+    used_bytes: int | None
+    #: Seconds that passed while this was seen, and seconds of CPU that it took.
+    looking_s: float
+    looking_cpu_s: float
+
+
+def _collect(futures: Any) -> _Seen:
+    """Wait for all, and see what is kept while the flow goes on."""
+    # Here, or each process of the row without Prefect would import it.
+    from prefect.events.worker import EventsWorker
+
     finished = sum(future.result()[0] == index for index, future in enumerate(futures))
     at_s = time.monotonic()
     # Prefect sends its events behind the tasks, whatever the runner.
     EventsWorker.instance().wait_until_empty()
     time.sleep(SETTLE_S)
-    settled_s = time.monotonic() - at_s
-    threads = threading.active_count()
-    return finished, at_s, settled_s, threads, settled_rss_bytes(), used_bytes()
+    before = cpu_s()
+    found = threading.active_count(), settled_rss_bytes(), used_bytes()
+    return _Seen(finished, at_s, *found, time.monotonic() - at_s, cpu_s() - before)
 
 
 def _wait_for_standby() -> None:

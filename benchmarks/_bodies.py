@@ -1,4 +1,4 @@
-"""The smallest use of a device: the body of `dispatch.py`, and what others warm up with.
+"""Bodies of tasks: the smallest use of a device (`dispatch.py`, and what others warm up with), and none.
 
 In a module that any process can import: nothing at the top but time.
 """
@@ -63,3 +63,21 @@ def first_use(framework: str, on_gpu: bool, size_bytes: int) -> dict[str, float]
 def spawned(queue: Any, *arguments: Any) -> None:
     """Run the body in a process of `multiprocessing`."""
     queue.put(first_use(*arguments))
+
+
+def nothing(index: int) -> tuple[int, float, int]:
+    """Note when the first line ran, and where: the body of `overhead.py`."""
+    return index, time.time(), os.getpid()
+
+
+def nothing_to(answers: Any, index: int) -> None:
+    """Put what `nothing` gives where the parent hears it."""
+    answers.put(nothing(index))
+
+
+def import_one(framework: str) -> float:
+    """Import what a GPU task would, unless it is "none"; give when the first line ran."""
+    began = time.time()
+    if framework != "none":
+        __import__(framework)
+    return began

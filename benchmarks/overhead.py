@@ -1,291 +1,329 @@
-"""What does a GPU task cost the flow's own process, above a task in a thread?
+"""What does a GPU task cost beside its body: throughput, latency, and the flow's own process?
 
-Prefect's engine runs there for every task, whatever the runner; a process for each task must not
-make the parent a bottleneck. Peers, on the same tasks (10 ms of sleep) in the same run: Prefect's
-`ThreadPoolTaskRunner`, which is the baseline, and its `ProcessPoolTaskRunner`. Ours runs on host
-devices, so any machine will do, with and without memory reports. All rows have the same tasks, tags
-included: Prefect asks its API about the concurrency limit of every tag.
+Prefect's engine runs in the flow's process for every task, whatever the runner; a process for each
+task must neither make it a bottleneck nor fill it. Tasks do nothing, on host devices, so any machine
+will do. Peers in the same run: Prefect's `ThreadPoolTaskRunner`, which is the baseline, its
+`ProcessPoolTaskRunner`, `RayTaskRunner` where it is installed, plain `multiprocessing`; ours with a
+fresh interpreter for each task, with standbys (the default), and with `start_method="forkserver"`.
 
-    python benchmarks/overhead.py                          # 100 tasks, three times each
-    python benchmarks/overhead.py --tasks 1000 --flow async --repeats 1
-    python benchmarks/overhead.py --tiny                   # that it runs, in seconds
+    python benchmarks/overhead.py                              # under five minutes on two cores
+    python benchmarks/overhead.py --all-tasks --repeats 3 --budget 3600
+    python benchmarks/overhead.py --rows threads-few cold standby --framework torch --at-once 0
+    python benchmarks/overhead.py --tiny                       # that it runs, in under a minute
 
-A last table has what a process that waited ahead saves: from the placement of a task to its first
-line, with a cold start, and with a standby that was ready. The time that serialising the call and
-Prefect's context takes in between is shown apart: neither changes it. With `--framework torch` the
-body imports PyTorch.
+Each row is measured in a fresh process against one Prefect server whose URL everybody has, with
+compiled bytecode, after a first flow of two tasks that is not counted (imports, threads, pools, the
+template). All rows but one have the same tags: Prefect asks its API about each tag. Rows that start an
+interpreter for each task run fewer tasks, unless `--all-tasks` is given. Then a crowd: 2,000 tasks
+mapped at once, from a sync and from an async flow; with a fresh interpreter for each that would take
+most of an hour, so it is the fork server's, beside threads without tags (with tags their engine asks
+the API 2,000 times at once, which a server on SQLite does not answer).
 
-Each row is measured in a fresh process against one Prefect server, after a first flow of two tasks
-that is not counted (imports, threads, pools). CPU is `RUSAGE_SELF` of the flow's process: its
-children are not in it. Latency is `submit` → first line of the body, one task at a time.
+What is measured: tasks a second from the flow's start to its last result; `submit` → first line,
+one task at a time; `RUSAGE_SELF` of the flow's process, without its children; how much its resident
+set has grown once all results are there and the flow goes on, futures and all; in the crowd, whose flows
+run on the system's allocator for that, also how much of it is in use: the rest is room that 2,000 tasks
+took while all of them waited, and that those after them take again. For standbys, what lies between a
+task's placement and its first line beyond serialising the call and Prefect's context.
 
-Prints JSON (versions, seed, every run), then a table of medians and spreads.
+Prints tables, whether each target is met, and JSON (versions, seed, every run). Within `--budget` what
+has no time left says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import resource
 import statistics
-import sys
 import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import _common
+import _overhead_row
+from _overhead_row import ROWS
 
-BASELINE = "ThreadPoolTaskRunner"
-ROWS = {
-    "threads": BASELINE,
-    "pool": "ProcessPoolTaskRunner",
-    "ours": "GPUTaskRunner",
-    "ours-bare": "GPUTaskRunner, reports=False",
-}
+BASELINE = "threads"
+#: For rows with fewer tasks: a flow has a cost of its own.
+FEW_BASELINE = "threads-few"
+CROWD_BASELINE = "threads-untagged"
+CROWD = "forkserver"
+OURS = ("cold", "standby", "forkserver")
 
-STARTS = {"cold": "standby=0", "ready": "standby=1, ready"}
+#: Tasks of a row that starts an interpreter for each: each takes two seconds of CPU.
+SLOW_TASKS = 16
 
-#: Seconds that a task takes, so that it does something.
-BODY_S = 0.01
+#: Seconds that a row takes beside its tasks: imports, its first flow, what comes one by one.
+ROW_S = 20.0
 
+#: Targets: milliseconds from placement to first line under a ready standby, beyond serialising; times
+#: the throughput of fresh interpreters; milliseconds of CPU, and bytes kept, a task above threads.
+STANDBY_MS = 10.0
+TIMES_COLD = 5.0
+ABOVE_THREADS_MS = 25.0
+KEPT_ABOVE_BYTES = 10_000
 
-def body(index: int) -> tuple[int, float, int]:
-    """Note when the first line ran, and where."""
-    started = time.time()
-    time.sleep(BODY_S)
-    return index, started, os.getpid()
-
-
-def cpu_s() -> float:
-    """Seconds of CPU that this process has used, without its children."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+Run = dict[str, Any]
 
 
-def peak_rss_bytes() -> int:
-    """Give the largest resident set of this process so far."""
-    # macOS counts in bytes, Linux in KiB.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A target, and what was found."""
+
+    name: str
+    #: Whether it is met; `None`: it was not measured.
+    met: bool | None
+    found: str
+
+    def line(self) -> str:
+        """Say it in one line."""
+        verdict = {True: "PASS", False: "MISSED", None: "not measured"}[self.met]
+        return f"{verdict}: {self.name}: {self.found}"
 
 
-def make_runner(row: str, max_processes: int | None) -> Any:
-    """Make the task runner of a row."""
-    from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
+def checks(runs: Iterable[Run]) -> list[Check]:
+    """Hold what was measured against the targets."""
+    found = list(runs)
+    rows = [run for run in found if run["part"] == "rows"]
+    crowd = [run for run in found if run["part"] == "crowd"]
+    beyond = _over(rows, "standby", lambda run: [s * 1000 for s in run.get("beyond_s", ())])
+    made = [
+        _at_most(
+            f"a ready standby adds at most {STANDBY_MS:g} ms between placement and first line, beyond "
+            "serialising",
+            beyond,
+            STANDBY_MS,
+            "ms",
+        )
+    ]
+    fast = _over(rows, "forkserver", lambda run: [run["tasks_per_s"]])
+    cold = _over(rows, "cold", lambda run: [run["tasks_per_s"]])
+    name = f'`start_method="forkserver"` does {TIMES_COLD:g} times the tasks of fresh interpreters'
+    if fast and cold:
+        times = statistics.median(fast) / statistics.median(cold)
+        made.append(Check(name, times >= TIMES_COLD, f"{times:.1f} times"))
+    else:
+        made.append(Check(name, None, "a row is missing"))
+    for row in OURS:
+        made.append(
+            _at_most(
+                f"the flow's own CPU, {ROWS[row].title}, is at most {ABOVE_THREADS_MS:g} ms a task above "
+                "threads",
+                _above(rows, row, _baseline(row), "parent_cpu_per_task_s", 1000),
+                ABOVE_THREADS_MS,
+                "ms",
+            )
+        )
+    for kind in ("sync", "async"):
+        of_kind = [run for run in crowd if run["flow"] == kind]
+        made.append(
+            _at_most(
+                f"the flow's process keeps at most {KEPT_ABOVE_BYTES / 1000:g} kB a task above threads, "
+                f"{kind} flow",
+                _above(of_kind, CROWD, CROWD_BASELINE, "parent_kept_per_task_bytes", 0.001),
+                KEPT_ABOVE_BYTES / 1000,
+                "kB",
+            )
+        )
+    ran = [run for run in found if "tasks" in run]
+    lost = [f"{run['tasks'] - run['finished']} of {run['row']}" for run in ran if _lost(run)]
+    # What ended early lost its tasks; what had no time or is not installed did not begin.
+    lost += [f"all of {run['row']}" for run in found if run.get("failed")]
+    total = sum(run["tasks"] for run in ran)
+    told = ", ".join(lost) or f"{total} of {total}"
+    made.append(Check("every task finishes", not lost if ran or lost else None, told))
+    return made
 
-    from prefect_gpu import GPUTaskRunner
 
-    if row == "threads":
-        return ThreadPoolTaskRunner()
-    if row == "pool":
-        return ProcessPoolTaskRunner(max_workers=max_processes)
-    return GPUTaskRunner(devices="host", max_processes=max_processes, reports=row == "ours")
+def _baseline(row: str) -> str:
+    return FEW_BASELINE if ROWS[row].slow else BASELINE
 
 
-def measure_row(row: str, tasks: int, kind: str, max_processes: int | None) -> None:
-    """Run the flow of one row in this process, and tell."""
-    import asyncio
+def _lost(run: Run) -> bool:
+    return bool(run["finished"] != run["tasks"])
 
-    from prefect import flow, task
 
-    from prefect_gpu import gpu
+def _over(runs: Iterable[Run], row: str, values: Callable[[Run], list[float]]) -> list[float]:
+    return [value for run in runs if run["row"] == row and "tasks" in run for value in values(run)]
 
-    work = task(body, name="work", tags=gpu(memory="64MiB", framework="none"))
-    runner = make_runner(row, max_processes)
 
-    @flow(task_runner=runner)
-    def many_sync(count: int) -> list[tuple[int, float, int]]:
-        return work.map(list(range(count))).result()
-
-    @flow(task_runner=runner)
-    async def many_async(count: int) -> list[tuple[int, float, int]]:
-        return [future.result() for future in work.map(list(range(count)))]
-
-    @flow(task_runner=runner)
-    def one_by_one(count: int) -> list[float]:
-        latencies = []
-        for index in range(count):
-            submitted = time.time()
-            latencies.append(work.submit(index).result()[1] - submitted)
-        return latencies
-
-    def run(count: int) -> list[tuple[int, float, int]]:
-        return asyncio.run(many_async(count)) if kind == "async" else many_sync(count)
-
-    run(2)
-    began, before = time.monotonic(), cpu_s()
-    results = run(tasks)
-    wall, cpu = time.monotonic() - began, cpu_s() - before
-    assert [r[0] for r in results] == list(range(tasks))
-    peak = peak_rss_bytes()
-    latencies = one_by_one(2 if tasks < 10 else 6)
-    _common.tell(
-        {
-            "row": row,
-            "flow": kind,
-            "tasks": tasks,
-            "parent_cpu_s": cpu,
-            "parent_cpu_per_task_s": cpu / tasks,
-            "wall_s": wall,
-            "processes": len({r[2] for r in results} - {os.getpid()}),
-            "first_latency_s": latencies[0],
-            "later_latencies_s": latencies[1:],
-            "parent_peak_rss_bytes": peak,
-        }
+def _above(runs: list[Run], row: str, baseline: str, key: str, times: float) -> list[float]:
+    base, own = (
+        _over(runs, name, lambda run: [run[key]] if key in run else []) for name in (baseline, row)
     )
+    return [(value - statistics.median(base)) * times for value in own] if base else []
 
 
-def start_body(framework: str) -> None:
-    """Import what a GPU task would."""
-    if framework != "none":
-        __import__(framework)
+def _at_most(name: str, values: list[float], limit: float, unit: str) -> Check:
+    if not values:
+        return Check(name, None, "a row is missing")
+    return Check(name, statistics.median(values) <= limit, f"{_common.spread(values)} {unit}")
 
 
-def measure_start(row: str, tasks: int, framework: str) -> None:
-    """Run tasks one by one, each with a cold process or with one that waits, and tell."""
-    from prefect import flow, task
+class _Clock:
+    """What is left of the time that the whole may take."""
 
-    from prefect_gpu import GPUTaskRunner, gpu, task_runner
-    from prefect_gpu.processes.standby import standby_pool
+    def __init__(self, budget_s: float) -> None:
+        self._until_s = time.monotonic() + budget_s
 
-    dumps: list[float] = []
-    starts: list[float] = []
-    real_dump = task_runner._GPUTask._dump_call
-    real_report = task_runner._Running.report
+    @property
+    def left_s(self) -> float:
+        return self._until_s - time.monotonic()
 
-    def dump(self: Any, args: Any, kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return real_dump(self, args, kwargs)
-        finally:
-            dumps.append(time.perf_counter() - began)
 
-    def report(self: Any, found: Any) -> None:
-        starts.append(found.start_s)
-        real_report(self, found)
-
-    task_runner._GPUTask._dump_call = dump  # type: ignore[method-assign]
-    task_runner._Running.report = report  # type: ignore[method-assign]
-    work = task(start_body, name="work", tags=gpu(memory="64MiB", framework=framework))
-
-    @flow(task_runner=GPUTaskRunner(devices="host", standby=int(row == "ready")))
-    def one_by_one() -> None:
-        for _ in range(tasks + 1):
-            work.submit(framework).result()
-            while row == "ready" and not standby_pool().ready:
-                time.sleep(0.01)
-
-    one_by_one()
-    # The first has nothing that could be ready.
-    _common.tell(
-        {
-            "start": row,
-            "framework": framework,
-            "start_s": starts[1:],
-            "serialise_s": dumps[1:],
-            "beyond_s": [s - d for s, d in zip(starts[1:], dumps[1:], strict=True)],
-        }
+def run_row(
+    row: str, given: argparse.Namespace, part: str, clock: _Clock, url: str, kind: str
+) -> Run:
+    """Measure a row in a process of its own, or say why it was not measured."""
+    spec = ROWS[row]
+    found: Run = {"part": part, "row": row}
+    if part == "crowd":
+        tasks = given.at_once
+    else:
+        tasks = given.tasks
+        if spec.slow and not given.all_tasks:
+            tasks = min(tasks, SLOW_TASKS)
+    found["flow"] = kind
+    if spec.needs and not _common.installed(spec.needs):
+        return {**found, "problem": "not installed"}
+    expected_s = ROW_S + tasks / given.pace.get(row, 100.0)
+    if expected_s > clock.left_s:
+        return {**found, "problem": f"no time: it takes about {expected_s:.0f} s"}
+    arguments = ["--row", row, "--tasks", str(tasks), "--flow", kind]
+    arguments += ["--framework", given.framework]
+    arguments += ["--one-by-one", str(given.one_by_one if part == "rows" else 0)]
+    told: list[Run] = []
+    _common.say(f"{part}: {row}, {tasks} tasks, {kind} flow")
+    problem = _common.stream(
+        *(__file__, arguments, url, max(60.0, clock.left_s), told.append),
+        environment=_overhead_row.MALLOC_BY_SYSTEM if part == "crowd" else None,
     )
+    if not told:
+        return {**found, "problem": problem or "it told nothing", "failed": True}
+    given.pace[row] = min(told[0]["tasks_per_s"], given.pace.get(row, 1e9))
+    return {**found, **told[0]}
 
 
 def main() -> None:
-    """Measure every row, print JSON and the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--tasks", type=int, default=100)
-    parser.add_argument("--flow", choices=("sync", "async"), default="sync")
-    parser.add_argument("--repeats", type=int, default=3)
+    """Measure every row and the crowd; print tables, checks and JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--tasks", type=int, default=200)
+    parser.add_argument("--all-tasks", action="store_true", help="as many for slow rows as well")
+    parser.add_argument("--at-once", type=int, default=2000, help="tasks of the crowd; 0: none")
+    parser.add_argument("--one-by-one", type=int, default=6, help="tasks that show the latency")
+    parser.add_argument("--flow", choices=("sync", "async"), default="sync", help="of the rows")
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
-    parser.add_argument("--max-processes", type=int, default=None)
+    parser.add_argument("--budget", type=float, default=285.0, help="seconds for all of it")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which rows run")
     parser.add_argument("--api-url", default=None, help="use this Prefect server")
+    parser.add_argument("--framework", default="none", help="that bodies one by one import")
+    parser.add_argument("--out", type=Path, default=None, help="write the JSON here, not to stdout")
     parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
-    parser.add_argument("--framework", default="none", help="that standbys import: torch, …")
     parser.add_argument("--row", choices=tuple(ROWS), help=argparse.SUPPRESS)
-    parser.add_argument("--start", choices=tuple(STARTS), help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.start:
-        measure_start(given.start, given.tasks, given.framework)
-        return
     if given.row:
-        measure_row(given.row, given.tasks, given.flow, given.max_processes)
+        _common.tell(
+            _overhead_row.measure(
+                given.row, given.tasks, given.one_by_one, given.flow, given.framework
+            )
+        )
         return
     if given.tiny:
-        given.tasks, given.repeats, given.rows = 3, 1, ["threads", "pool", "ours"]
+        given.tasks, given.at_once, given.one_by_one = 3, 20, 1
+        given.rows = ["threads", "threads-few", "threads-untagged", "standby", "forkserver"]
+    #: Tasks a second, as far as they are known.
+    given.pace = {"cold": 1.0, "standby": 1.0, "forkserver": 10.0}
 
-    order = random.Random(given.seed)
-    runs = []
+    clock, order, runs = _Clock(given.budget), random.Random(given.seed), []
     with _common.prefect_server(given.api_url) as url:
-        found_versions = _common.versions()
+        head = {"versions": _common.versions("prefect-ray"), "seed": given.seed}
         for repeat in range(given.repeats):
             for row in order.sample(given.rows, len(given.rows)):
-                arguments = ["--row", row, "--tasks", str(given.tasks), "--flow", given.flow]
-                if given.max_processes:
-                    arguments += ["--max-processes", str(given.max_processes)]
-                runs.append({"repeat": repeat, **_common.measure(__file__, arguments, url)})
-        starts = []
-        for repeat in range(given.repeats):
-            for row in order.sample(list(STARTS), len(STARTS)):
-                arguments = ["--start", row, "--framework", given.framework]
-                arguments += ["--tasks", str(min(given.tasks, 10))]
-                starts.append({"repeat": repeat, **_common.measure(__file__, arguments, url)})
-    print(
-        json.dumps(
-            {"versions": found_versions, "seed": given.seed, "runs": runs + starts}, indent=1
-        )
-    )
-    print(
-        f"\n{given.tasks} tasks of {BODY_S * 1000:.0f} ms, {given.flow} flow, "
-        f"{given.repeats} run(s) each: median (lowest–highest)\n"
-    )
+                run = run_row(row, given, "rows", clock, url, given.flow)
+                runs.append({"repeat": repeat, **run})
+            for kind in ("sync", "async"):
+                for row in (CROWD_BASELINE, CROWD):
+                    if row in given.rows and given.at_once:
+                        run = run_row(row, given, "crowd", clock, url, kind)
+                        runs.append({"repeat": repeat, **run})
+    found = {**head, "runs": runs, "checks": [check.line() for check in checks(runs)]}
+    if given.out is None:
+        print(json.dumps(found, indent=1))
+    else:
+        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{given.tasks} tasks that do nothing, {given.flow} flow: median (lowest–highest)\n")
     print_rows(runs, given.rows)
     print(f"\nFrom placement to the first line (framework: {given.framework}), ms\n")
-    print_starts(starts)
+    print_starts(runs)
+    if given.at_once:
+        print(f"\n{given.at_once} tasks mapped at once\n")
+        print_crowd(runs)
+    print()
+    for check in checks(runs):
+        print(check.line())
 
 
-def print_rows(runs: list[dict[str, Any]], rows: list[str]) -> None:
+def print_rows(runs: list[Run], rows: list[str]) -> None:
     """Print a line for each row."""
-    baseline = [r["parent_cpu_per_task_s"] for r in runs if r["row"] == "threads"]
+    part = [run for run in runs if run["part"] == "rows"]
     table = []
     for row in rows:
-        own = [r for r in runs if r["row"] == row]
-        cpu_ms = [r["parent_cpu_per_task_s"] * 1000 for r in own]
-        above = "–"
-        if baseline:
-            above_ms = [ms - statistics.median(baseline) * 1000 for ms in cpu_ms]
-            above = "0" if row == "threads" else _common.spread(above_ms)
+        own = [run for run in part if run["row"] == row and "tasks" in run]
+        if not own:
+            problem = next((run["problem"] for run in part if run["row"] == row), "not run")
+            table.append([ROWS[row].title, problem, *[""] * 6])
+            continue
         table.append(
             [
-                ROWS[row],
-                _common.spread(cpu_ms),
-                above,
-                _common.spread([r["wall_s"] for r in own]),
-                _common.spread([r["first_latency_s"] for r in own], 2),
-                _common.spread([s for r in own for s in r["later_latencies_s"]], 2),
-                _common.spread([r["parent_peak_rss_bytes"] / 2**20 for r in own], 0),
+                ROWS[row].title,
+                str(own[0]["tasks"]),
+                _common.spread([run["tasks_per_s"] for run in own]),
+                _latency(own),
+                *_cost(part, own, row, _baseline(row)),
+                _common.spread([run["parent_peak_rss_bytes"] / 2**20 for run in own], 0),
             ]
         )
     _common.print_table(
         [
             "runner",
-            "parent's CPU per task, ms",
+            "tasks",
+            "tasks a second",
+            "submit → first line, ms",
+            "parent's CPU a task, ms",
             "above threads, ms",
-            "wall, s",
-            "first latency, s",
-            "later, s",
-            "parent's peak RSS, MiB",
+            "parent grows a task, kB",
+            "its peak RSS, MiB",
         ],
         table,
     )
 
 
-def print_starts(starts: list[dict[str, Any]]) -> None:
-    """Print a line for each way to start."""
+def _latency(own: list[Run]) -> str:
+    return _common.spread([s * 1000 for run in own for s in run.get("latencies_s", ())], 0)
+
+
+def _cost(part: list[Run], own: list[Run], row: str, baseline: str) -> list[str]:
+    key = "parent_cpu_per_task_s"
+    above = _above(part, row, baseline, key, 1000)
+    return [
+        _common.spread([run[key] * 1000 for run in own]),
+        "0" if row == baseline else _common.spread(above),
+        _common.spread([run["parent_rss_per_task_bytes"] / 1000 for run in own]),
+    ]
+
+
+def print_starts(runs: list[Run]) -> None:
+    """Print a line for each way to start that was seen from inside."""
     table = []
-    for row, name in STARTS.items():
-        own = [s for s in starts if s["start"] == row]
-        columns = [[v * 1000 for s in own for v in s[key]] for key in _START_COLUMNS]
-        table.append([name, *map(_common.spread, columns)])
+    for row in OURS:
+        own = [run for run in runs if run["row"] == row and run.get("start_s")]
+        columns = [[v * 1000 for run in own for v in run[key]] for key in _START_COLUMNS]
+        if own:
+            table.append([ROWS[row].title, *map(_common.spread, columns)])
     _common.print_table(["process", *_START_COLUMNS.values()], table)
 
 
@@ -294,6 +332,51 @@ _START_COLUMNS = {
     "serialise_s": "of it serialising the call",
     "beyond_s": "beyond that",
 }
+
+
+def print_crowd(runs: list[Run]) -> None:
+    """Print a line for each flow and runner of the crowd."""
+    part = [run for run in runs if run["part"] == "crowd"]
+    table = []
+    for kind in ("sync", "async"):
+        of_kind = [run for run in part if run["flow"] == kind]
+        for row in (CROWD_BASELINE, CROWD):
+            own = [run for run in of_kind if run["row"] == row and "tasks" in run]
+            if not own:
+                problem = next((run["problem"] for run in of_kind if run["row"] == row), "not run")
+                table.append([ROWS[row].title, kind, problem, *[""] * 8])
+                continue
+            kept = [run.get("parent_kept_per_task_bytes") for run in own]
+            above = _above(of_kind, row, CROWD_BASELINE, "parent_kept_per_task_bytes", 0.001)
+            table.append(
+                [
+                    ROWS[row].title,
+                    kind,
+                    f"{sum(run['finished'] for run in own)} of {sum(run['tasks'] for run in own)}",
+                    _common.spread([run["results_s"] for run in own]),
+                    _common.spread([run["tasks_per_s"] for run in own]),
+                    *_cost(of_kind, own, row, CROWD_BASELINE),
+                    _common.spread([size / 1000 for size in kept if size is not None]),
+                    "0" if row == CROWD_BASELINE else _common.spread(above),
+                    _common.spread([run["parent_peak_rss_bytes"] / 2**20 for run in own], 0),
+                ]
+            )
+    _common.print_table(
+        [
+            "runner",
+            "flow",
+            "finished",
+            "last result after, s",
+            "tasks a second",
+            "parent's CPU a task, ms",
+            "above threads, ms",
+            "parent grows a task, kB",
+            "of it in use, kB",
+            "above threads, kB",
+            "its peak RSS, MiB",
+        ],
+        table,
+    )
 
 
 if __name__ == "__main__":

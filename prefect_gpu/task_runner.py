@@ -33,6 +33,7 @@ from prefect_gpu.broker import Broker, next_sequence, shared_broker
 from prefect_gpu.budgets import BudgetBook, Grant, TaskIdentity
 from prefect_gpu.contexts import context_meter
 from prefect_gpu.devices.spec import DeviceSpec, open_reader, parse_spec
+from prefect_gpu.engines import EngineThreads
 from prefect_gpu.errors import (
     NO_ROOM,
     ChildDiedError,
@@ -251,16 +252,16 @@ class _Running:
         self._runner = runner
         self._threads: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=sys.maxsize)
         self._threads_started = False
-        # Engine threads wait for upstream futures and for devices, so there is no bound on them: a
-        # bounded pool deadlocks as soon as waiting tasks fill it.
-        self._engines = concurrent.futures.ThreadPoolExecutor(
-            max_workers=sys.maxsize, thread_name_prefix="prefect-gpu-engine"
-        )
+        self._engines = EngineThreads()
         self._client = bridge.SharedClient()
         self.limits = TagLimits(self._client.lend)
         self.gate = StartGate()
         self._lock = threading.Lock()
+        #: Calls of bodies that go on, and those that are over but for their memory or their report.
         self._calls: set[Escalation] = set()
+        self._ending: set[Escalation] = set()
+        #: Whether there was a call at all: what its process printed may be on its way.
+        self._called = False
         self._futures: set[concurrent.futures.Future[Any]] = set()
         self._closing = False
         self._publisher: Publisher | None = None
@@ -299,8 +300,8 @@ class _Running:
         task_run_id = bridge.new_task_run_id()
         context = copy_context()
         future: concurrent.futures.Future[Any] = self._engines.submit(
-            context.run,
             functools.partial(
+                context.run,
                 gpu_task.run,
                 self._client,
                 task_run_id,
@@ -351,9 +352,21 @@ class _Running:
         with self._lock:
             if self._closing:
                 raise CancelledByRunner
-            self._calls = {c for c in self._calls if not c.finished}
             self._calls.add(call)
+            self._called = True
         return call
+
+    def call_is_over(self, call: Escalation) -> None:
+        """Let go of a call once nothing of it is left: it holds all that its task run had."""
+        with self._lock:
+            self._calls.discard(call)
+            self._ending.add(call)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            # Few: their processes are gone, or about to be.
+            self._ending = {call for call in self._ending if not call.finished}
 
     def announce(
         self, task: Task[..., Any], policy: GPUPolicy
@@ -441,6 +454,7 @@ class _Running:
 
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without holding up the caller."""
+        self._let_go()
         if not self._runner.reports:
             return
         with self._lock:
@@ -466,7 +480,7 @@ class _Running:
         """End all processes of this runner, and let no new one start."""
         with self._lock:
             self._closing = True
-            calls = tuple(self._calls)
+            calls = (*self._calls, *self._ending)
         for call in calls:
             call.cancel()
 
@@ -507,12 +521,12 @@ class _Running:
         self._end_what_waits()
         if self._threads_started:
             self._threads.__exit__(None, None, None)
-        self._engines.shutdown(wait=not failed, cancel_futures=failed)
+        self._engines.close(wait=not failed)
         with self._lock:
-            calls = tuple(self._calls)
+            calls = (*self._calls, *self._ending)
         for call in calls:
             call.wait_finished(CLOSING_S)
-        if calls:
+        if self._called:
             process_launcher().output.flush(CLOSING_S)
         if self._publisher is not None:
             name, flow_run_id = bridge.flow_of(self._flow)
@@ -632,6 +646,7 @@ class _GPUTask:
                 finally:
                     # A retry of Prefect's goes on from here.
                     self._climb = call.climb
+                    self._run.call_is_over(call)
         except ChildDiedError as death:
             # An exception is retried by the engine if retries are left; what is not an `Exception`
             # ends the run as crashed.

@@ -125,7 +125,12 @@ class PrefectHistory:
         """See `HistoryStore.add`."""
         version = uuid4().hex
         known = self._shelf(key).add(version, run)
-        self._publisher.put(lambda client: publish_run(key, version, known, client))
+        self._publisher.put(
+            lambda client: publish_run(key, version, known, client),
+            # Nobody reads more of them.
+            series=key,
+            most=KEPT_RUNS,
+        )
 
     def _shelf(self, key: HistoryKey) -> _Shelf:
         with self._lock:
@@ -197,6 +202,7 @@ class _Shelf:
         self._runs = dict(list(items)[:KEPT_RUNS])
 
 
+@functools.lru_cache(256)
 def history_artifact_key(key: HistoryKey) -> str:
     """Give the artifact's key of a history: `gpu-history-<task-slug>-<digest>`."""
     text = json.dumps(astuple(key))

@@ -171,3 +171,57 @@ def test_a_published_report_is_let_go_of() -> None:
     gc.collect()
     assert watcher() is None
     it.close(PATIENCE_S)
+
+
+def test_of_a_series_that_waits_only_the_newest_are_published() -> None:
+    api = FakeAPI()
+    api.go.clear()
+    done: list[str] = []
+    made = publisher(api)
+
+    def put(name: str, series: str | None) -> None:
+        made.put(lambda client: done.append(name), series=series, most=2)
+
+    # The thread has this one, and hangs in opening its client.
+    put("first", None)
+    for index in range(5):
+        put(f"a{index}", "a")
+        put(f"alone{index}", None)
+    put("b0", "b")
+    api.go.set()
+    made.close(PATIENCE_S)
+    assert made.lost == 0
+    in_order = [f"alone{i}" for i in range(3)] + ["a3", "alone3", "a4", "alone4", "b0"]
+    assert done == ["first", *in_order]
+
+
+def test_parts_of_a_series_that_come_one_by_one_are_all_published() -> None:
+    api = FakeAPI()
+    made = publisher(api)
+    done: list[int] = []
+    for index in range(5):
+        published = threading.Event()
+
+        def job(client: object, index: int = index, published: threading.Event = published) -> None:
+            done.append(index)
+            published.set()
+
+        made.put(job, series="a", most=1)
+        assert published.wait(PATIENCE_S)
+    made.close(PATIENCE_S)
+    assert done == list(range(5))
+
+
+def test_what_is_dropped_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "WAITING_LIMIT", 4)
+    api = FakeAPI()
+    api.go.clear()
+    done: list[int] = []
+    made = publisher(api)
+    made.put(lambda client: done.append(-1))
+    for index in range(20):
+        made.put(lambda client, index=index: done.append(index), series="a", most=1)  # type: ignore[misc]
+    api.go.set()
+    made.close(PATIENCE_S)
+    assert made.lost == 0
+    assert done[-1] == 19

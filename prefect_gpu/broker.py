@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from functools import partial
 
 from prefect_gpu.clock import Clock, RealClock
@@ -31,6 +31,7 @@ from prefect_gpu.ledger import PROCESS_LEDGER
 from prefect_gpu.recovery import RecoveryWatch
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.board import Board, PlacementStyle
+from prefect_gpu.scheduling.hot import choose_device, settle
 from prefect_gpu.scheduling.ledger import Ledger, LedgerView
 from prefect_gpu.scheduling.memory import Room, measure, survey_all
 from prefect_gpu.scheduling.model import (
@@ -47,6 +48,8 @@ from prefect_gpu.scheduling.model import (
 from prefect_gpu.scheduling.placement import select_rooms
 from prefect_gpu.scheduling.queue import RequestQueue, Shape
 from prefect_gpu.scheduling.turns import HostRoom, decide, explain
+from prefect_gpu.shelf import Shelf
+from prefect_gpu.ticket import Loan
 from prefect_gpu.ticket import Ticket as Ticket
 from prefect_gpu.units import GIB, MIB, format_seconds
 
@@ -135,6 +138,10 @@ class Broker:
         self._waiting: dict[str, Ticket] = {}
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
+        #: Hot standbys on our devices.
+        self._shelf = Shelf()
+        #: By request id: the kind of hot standby that suits it.
+        self._kinds: dict[str, Hashable] = {}
         #: Shapes of requests in the queue that are known to be possible.
         self._possible: frozenset[Shape] = frozenset()
         self._reading: Reading | None = None
@@ -203,10 +210,12 @@ class Broker:
         host_bytes: int = 0,
         expected_s: float | None = None,
         sequence: int | None = None,
+        standby: Hashable = None,
     ) -> Ticket:
         """Ask for devices; see `Request` for the arguments.
 
-        Args other than those: `sequence` is from `next_sequence`, `None` takes the next.
+        Args other than those: `sequence` is from `next_sequence`, `None` takes the next; `standby` is
+        the kind of hot standby that suits it, `None`: none does.
 
         Returns:
             A ticket that is `decided` once it has a `placement` or an `error`.
@@ -230,16 +239,22 @@ class Broker:
             if self._closed:
                 self._decide(ticket)
                 return ticket
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="prefect-gpu-broker", daemon=True
-                )
-                self._thread.start()
+            self._start()
             self._queue.add(ticket.request)
             self._waiting[ticket.request.id] = ticket
+            if standby is not None:
+                self._kinds[ticket.request.id] = standby
             self._sampler.set_active(True)
             self._wake()
         return ticket
+
+    def _start(self) -> None:
+        """Start the thread, with the lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="prefect-gpu-broker", daemon=True
+            )
+            self._thread.start()
 
     def wait(
         self,
@@ -350,6 +365,7 @@ class Broker:
             if self._waiting.pop(ticket.request.id, None) is None:
                 return False
             self._queue.remove(ticket.request)
+            self._kinds.pop(ticket.request.id, None)
             self._decide(ticket)
             # It may have been what blocked others.
             self._wake()
@@ -357,8 +373,152 @@ class Broker:
 
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Say which process holds what was reserved."""
-        ticket.pid = pid
+        with self._changed:
+            loan = ticket.standby
+            if loan is not None and loan.ticket.pid != pid:
+                self._leave_standby(ticket)
+            ticket.standby = None
+            ticket.pid = pid
         self._ledger.attach(ticket.request.id, pid)
+
+    # Hot standbys. Any thread; whoever has them made may hold a lock of his own.
+
+    def lend(
+        self,
+        request_id: str,
+        kind: Hashable,
+        pid: int,
+        context_of: Callable[[Device], int],
+        give_up: Callable[[], None],
+        avoid: Container[str] = (),
+        patience_s: float = 0.5,
+    ) -> Loan | None:
+        """Reserve the context of a hot standby that is about to be made.
+
+        Args:
+            request_id: Unique in the ledger.
+            kind: Of the tasks that may take it.
+            pid: The process; it has not touched a device yet.
+            context_of: Gives the bytes that it will hold of a device.
+            give_up: Ends it, once its memory is needed; called without a lock of ours.
+            avoid: UUIDs of devices where it does not work.
+            patience_s: Seconds to wait for a reading.
+
+        Returns:
+            `None`: there is no room beside those that are there, or the devices do not answer.
+        """
+        with self._changed:
+            if self._closed:
+                return None
+            self._start()
+            reading = self._fresh_reading(patience_s)
+            if reading is None or self._closed:
+                return None
+            view = self._ledger.view()
+            self._rooms = None
+            room = choose_device(
+                self._survey(reading, view),
+                self._style,
+                context_of,
+                lambda key: self._shelf.count(kind, key),
+                avoid,
+            )
+            if room is None:
+                return None
+            size = context_of(room.device)
+            promise = Reservation(
+                request_id,
+                room.device.host,
+                room.device.uuid,
+                size,
+                task_name="a hot standby",
+                standby=True,
+            )
+            if not self._ledger.try_reserve(view.version, [promise]):
+                # Somebody was faster; it is asked again soon.
+                return None
+            ticket = Ticket(Request(request_id, "a hot standby", -1, self._clock.now()), pid=pid)
+            ticket.placement = Placement(request_id, (room.device,), (size,), (promise,))
+            self._recovery.take_baseline(ticket, reading)
+            loan = self._shelf.add(Loan(ticket, kind, give_up))
+            self._ledger.attach(request_id, pid)
+            self._ledger.lend(request_id, lambda: self._reclaim(loan))
+            self._rooms = None
+            return loan
+
+    def offer(self, loan: Loan) -> None:
+        """Say that tasks may take a hot standby: it is about to start its context."""
+        with self._changed:
+            loan.touched = True
+            # Unless it was asked to end meanwhile.
+            loan.offered = not loan.ending
+            # Where the device does not list it, this is what it is taken to hold.
+            assert loan.ticket.placement is not None
+            loan.ticket.stand_in_bytes = loan.ticket.placement.budget_bytes[0]
+
+    def end_loan(self, loan: Loan) -> None:
+        """Say that the process of a hot standby is gone; without effect once a task had it."""
+        with self._changed:
+            loan.ended, loan.offered = True, False
+            if not self._shelf.remove(loan):
+                return
+            if not self._closed:
+                if loan.touched:
+                    self._await_loan(loan)
+                else:
+                    self._calls.append(partial(self._ledger.release, loan.id))
+                self._wake()
+                return
+        self._ledger.release(loan.id)
+
+    def leave_standby(self, ticket: Ticket) -> None:
+        """Say that a request will not use the hot standby that was kept for it: it ends."""
+        with self._changed:
+            self._leave_standby(ticket)
+
+    def _leave_standby(self, ticket: Ticket) -> None:
+        loan, ticket.standby = ticket.standby, None
+        if loan is None:
+            return
+        if ticket.pid == loan.ticket.pid:
+            ticket.pid = None
+            ticket.stand_in_bytes = 0
+        # Its promise went to the request; what it holds until it is gone is ours all the same.
+        loan.ending, loan.offered = True, False
+        if loan.ended:
+            self._await_loan(loan)
+        else:
+            self._shelf.add(loan)
+            self._calls.append(loan.give_up)
+        self._wake()
+
+    def _await_loan(self, loan: Loan) -> None:
+        """Wait for the memory of a hot standby whose process is gone."""
+        ticket = loan.ticket
+        ticket.ended_s = self._clock.now()
+        ticket.ended_pid, ticket.pid = ticket.pid, None
+        self._recovery.begin(ticket, ticket.ended_s)
+
+    def _reclaim(self, loan: Loan) -> None:
+        """Somebody needs the memory of a hot standby: from the ledger, without a lock."""
+        with self._changed:
+            if not self._shelf.holds(loan) or loan.ending:
+                # A task has it, or it is ending already.
+                return
+            loan.ending, loan.offered = True, False
+        loan.give_up()
+
+    def _fresh_reading(self, patience_s: float) -> Reading | None:
+        """Wait for a reading to decide on, with the lock; `None`: none came, or it failed."""
+        asked_s = self._clock.now()
+        if self._reading is None or asked_s - self._reading_came_s > FRESH_S:
+            self._sampler.refresh()
+            while self._reading is None or self._reading.at_s < asked_s:
+                left_s = asked_s + patience_s - self._clock.now()
+                if left_s <= 0 or self._closed:
+                    return None
+                self._clock.wait(self._changed, left_s)
+        return None if self._reading.error else self._reading
 
     def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
         """Give the devices that a task may use; all, where it names some that are not there."""
@@ -428,6 +588,8 @@ class Broker:
         with self._changed:
             if self._placed.pop(ticket.request.id, None) is None:
                 return
+            # It may have ended before it had a process.
+            self._leave_standby(ticket)
             ticket.ended_s = self._clock.now()
             ticket.ended_pid, ticket.pid = ticket.pid, None
             if not self._closed:
@@ -445,7 +607,10 @@ class Broker:
         with self._changed:
             self._closed = True
             thread = self._thread
+            loans = self._shelf.loans
             self._changed.notify_all()
+        for loan in loans:
+            loan.give_up()
         self._end_watch()
         self._sampler.stop()
         if thread is not None and thread is not threading.current_thread():
@@ -467,7 +632,8 @@ class Broker:
     def _roots(self) -> list[int]:
         with self._changed:
             own = [os.getpid()] if self._held_by_parent else []
-            tickets = (*self._placed.values(), *self._recovery.ending)
+            hot = (loan.ticket for loan in self._shelf.loans)
+            tickets = (*self._placed.values(), *self._recovery.ending, *hot)
             pids = [pid for t in tickets if (pid := t.pid or t.ended_pid) is not None]
         # Those of other brokers of this process too: what they hold is not foreign.
         return list(dict.fromkeys([*own, *pids, *self._ledger.view().processes]))
@@ -608,10 +774,11 @@ class Broker:
             return
         while True:
             view = self._ledger.view()
+            rooms = self._survey(reading, view)
             decisions = decide(
                 self._queue,
                 Board(
-                    self._survey(reading, view),
+                    rooms,
                     self._style,
                     self._max_tasks_per_device,
                     self._held_by_parent,
@@ -622,18 +789,24 @@ class Broker:
                 self._held_by_parent,
                 self._possible,
             )
-            promises = [r for _, placement in decisions.placements for r in placement.reservations]
-            if not promises or self._ledger.try_reserve(view.version, promises):
+            settled = settle(decisions.placements, rooms, self._shelf.offers, self._kinds)
+            promises = [r for _, p, _ in settled.made for r in p.reservations]
+            taken = [loan_id for _, _, loan_id in settled.made if loan_id]
+            if not promises or self._ledger.try_reserve(view.version, promises, taken):
                 break
             # Another broker has written meanwhile: what was free may be no more.
             self._rooms = None
         self._queue.note(decisions.standings)
+        # Those for whom they must go are decided anew once the devices show their memory.
+        self._calls += [partial(self._ledger.reclaim, loan_id) for loan_id in settled.given_up]
         for request, error in decisions.refusals:
             self._queue.remove(request)
+            self._kinds.pop(request.id, None)
             self._decide(self._waiting.pop(request.id), error=error)
         foreign = {r.device.key: r.foreign_bytes for r in self._survey(reading)}
-        for request, placement in decisions.placements:
+        for request, placement, loan_id in settled.made:
             self._queue.remove(request)
+            self._kinds.pop(request.id, None)
             ticket = self._waiting.pop(request.id)
             ticket.placed_s = self._clock.now()
             ticket.placement = placement
@@ -642,10 +815,20 @@ class Broker:
                 device.key: foreign[device.key] for device in placement.devices
             }
             self._placed[request.id] = ticket
+            if loan_id:
+                self._hand_over(self._shelf.take(loan_id), ticket)
             self._decide(ticket, placement)
         self._possible = self._queue.shapes
         if promises:
             self._rooms = None
+
+    def _hand_over(self, loan: Loan, ticket: Ticket) -> None:
+        """What a hot standby holds is a request's from now on."""
+        ticket.standby = loan
+        ticket.pid = loan.ticket.pid
+        ticket.stand_in_bytes = loan.ticket.stand_in_bytes
+        if ticket.pid is not None:
+            self._ledger.attach(ticket.request.id, ticket.pid)
 
     @staticmethod
     def _decide(
@@ -674,7 +857,8 @@ class Broker:
         for reservation in self._held_by_parent:
             roots.setdefault(reservation.device_key, {})[os.getpid()] = reservation.request_id
         stand_ins: dict[str, int] = {}
-        for ticket in (*self._placed.values(), *self._recovery.ending):
+        hot = (loan.ticket for loan in self._shelf.loans)
+        for ticket in (*self._placed.values(), *self._recovery.ending, *hot):
             pid = ticket.pid or ticket.ended_pid
             if pid is None or ticket.placement is None:
                 continue

@@ -842,6 +842,8 @@ def test_a_request_that_the_machines_memory_holds_up_is_told(rig: Rig) -> None:
     first = rig.place("first", 1)
     assert not rig.broker.wants_host_memory
     rig.host_available_bytes = 2 * GIB
+    # Or it would be decided on what the machine had before.
+    rig.broker.read()
     rig.submit("second", 1, host_bytes=3 * GIB)
     rig.broker.read()
     assert rig.broker.wants_host_memory

@@ -342,7 +342,7 @@ class Attempt:
         elif self._broker.kind == "nvml":
             if not self._meter.is_measured(self._frameworks, placement.devices[0]):
                 # What is measured runs within this reservation, where one context has room.
-                self._broker.leave_standby(self._ticket)
+                self._broker.lending.leave(self._ticket)
             contexts = self._meter.contexts(
                 self._frameworks,
                 placement.devices[0],

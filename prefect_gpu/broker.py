@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Container, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 
 from prefect_gpu.clock import Clock, RealClock
@@ -28,10 +28,11 @@ from prefect_gpu.errors import (
     PrefectGPUError,
 )
 from prefect_gpu.ledger import PROCESS_LEDGER
+from prefect_gpu.lending import Lending, Surroundings
 from prefect_gpu.recovery import RecoveryWatch
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.board import Board, PlacementStyle
-from prefect_gpu.scheduling.hot import choose_device, settle
+from prefect_gpu.scheduling.hot import settle
 from prefect_gpu.scheduling.ledger import Ledger, LedgerView
 from prefect_gpu.scheduling.memory import Room, measure, survey_all
 from prefect_gpu.scheduling.model import (
@@ -48,8 +49,6 @@ from prefect_gpu.scheduling.model import (
 from prefect_gpu.scheduling.placement import select_rooms
 from prefect_gpu.scheduling.queue import RequestQueue, Shape
 from prefect_gpu.scheduling.turns import HostRoom, decide, explain
-from prefect_gpu.shelf import Shelf
-from prefect_gpu.ticket import Loan
 from prefect_gpu.ticket import Ticket as Ticket
 from prefect_gpu.units import GIB, MIB, format_seconds
 
@@ -139,7 +138,14 @@ class Broker:
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
         #: Hot standbys on our devices.
-        self._shelf = Shelf()
+        self.lending = Lending(
+            self._changed,
+            ledger,
+            self._recovery,
+            self._clock,
+            style,
+            Surroundings(self._fresh_reading, self._look, self._call_later, lambda: self._closed),
+        )
         #: By request id: the kind of hot standby that suits it.
         self._kinds: dict[str, Hashable] = {}
         #: Shapes of requests in the queue that are known to be possible.
@@ -374,151 +380,11 @@ class Broker:
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Say which process holds what was reserved."""
         with self._changed:
-            loan = ticket.standby
-            if loan is not None and loan.ticket.pid != pid:
-                self._leave_standby(ticket)
+            if ticket.standby is not None and ticket.standby.ticket.pid != pid:
+                self.lending.leave(ticket)
             ticket.standby = None
             ticket.pid = pid
         self._ledger.attach(ticket.request.id, pid)
-
-    # Hot standbys. Any thread; whoever has them made may hold a lock of his own.
-
-    def lend(
-        self,
-        request_id: str,
-        kind: Hashable,
-        pid: int,
-        context_of: Callable[[Device], int],
-        give_up: Callable[[], None],
-        avoid: Container[str] = (),
-        patience_s: float = 0.5,
-    ) -> Loan | None:
-        """Reserve the context of a hot standby that is about to be made.
-
-        Args:
-            request_id: Unique in the ledger.
-            kind: Of the tasks that may take it.
-            pid: The process; it has not touched a device yet.
-            context_of: Gives the bytes that it will hold of a device.
-            give_up: Ends it, once its memory is needed; called without a lock of ours.
-            avoid: UUIDs of devices where it does not work.
-            patience_s: Seconds to wait for a reading.
-
-        Returns:
-            `None`: there is no room beside those that are there, or the devices do not answer.
-        """
-        with self._changed:
-            if self._closed:
-                return None
-            self._start()
-            reading = self._fresh_reading(patience_s)
-            if reading is None or self._closed:
-                return None
-            view = self._ledger.view()
-            self._rooms = None
-            room = choose_device(
-                self._survey(reading, view),
-                self._style,
-                context_of,
-                lambda key: self._shelf.count(kind, key),
-                avoid,
-            )
-            if room is None:
-                return None
-            size = context_of(room.device)
-            promise = Reservation(
-                request_id,
-                room.device.host,
-                room.device.uuid,
-                size,
-                task_name="a hot standby",
-                standby=True,
-            )
-            if not self._ledger.try_reserve(view.version, [promise]):
-                # Somebody was faster; it is asked again soon.
-                return None
-            ticket = Ticket(Request(request_id, "a hot standby", -1, self._clock.now()), pid=pid)
-            ticket.placement = Placement(request_id, (room.device,), (size,), (promise,))
-            self._recovery.take_baseline(ticket, reading)
-            loan = self._shelf.add(Loan(ticket, kind, give_up))
-            self._ledger.attach(request_id, pid)
-            self._ledger.lend(request_id, lambda: self._reclaim(loan))
-            self._rooms = None
-            return loan
-
-    def offer(self, loan: Loan) -> None:
-        """Say that tasks may take a hot standby: it is about to start its context."""
-        with self._changed:
-            loan.touched = True
-            # Unless it was asked to end meanwhile.
-            loan.offered = not loan.ending
-            # Where the device does not list it, this is what it is taken to hold.
-            assert loan.ticket.placement is not None
-            loan.ticket.stand_in_bytes = loan.ticket.placement.budget_bytes[0]
-
-    def end_loan(self, loan: Loan) -> None:
-        """Say that the process of a hot standby is gone; without effect once a task had it."""
-        with self._changed:
-            loan.ended, loan.offered = True, False
-            if not self._shelf.remove(loan):
-                return
-            if not self._closed:
-                if loan.touched:
-                    self._await_loan(loan)
-                else:
-                    self._calls.append(partial(self._ledger.release, loan.id))
-                self._wake()
-                return
-        self._ledger.release(loan.id)
-
-    def leave_standby(self, ticket: Ticket) -> None:
-        """Say that a request will not use the hot standby that was kept for it: it ends."""
-        with self._changed:
-            self._leave_standby(ticket)
-
-    def _leave_standby(self, ticket: Ticket) -> None:
-        loan, ticket.standby = ticket.standby, None
-        if loan is None:
-            return
-        if ticket.pid == loan.ticket.pid:
-            ticket.pid = None
-            ticket.stand_in_bytes = 0
-        # Its promise went to the request; what it holds until it is gone is ours all the same.
-        loan.ending, loan.offered = True, False
-        if loan.ended:
-            self._await_loan(loan)
-        else:
-            self._shelf.add(loan)
-            self._calls.append(loan.give_up)
-        self._wake()
-
-    def _await_loan(self, loan: Loan) -> None:
-        """Wait for the memory of a hot standby whose process is gone."""
-        ticket = loan.ticket
-        ticket.ended_s = self._clock.now()
-        ticket.ended_pid, ticket.pid = ticket.pid, None
-        self._recovery.begin(ticket, ticket.ended_s)
-
-    def _reclaim(self, loan: Loan) -> None:
-        """Somebody needs the memory of a hot standby: from the ledger, without a lock."""
-        with self._changed:
-            if not self._shelf.holds(loan) or loan.ending:
-                # A task has it, or it is ending already.
-                return
-            loan.ending, loan.offered = True, False
-        loan.give_up()
-
-    def _fresh_reading(self, patience_s: float) -> Reading | None:
-        """Wait for a reading to decide on, with the lock; `None`: none came, or it failed."""
-        asked_s = self._clock.now()
-        if self._reading is None or asked_s - self._reading_came_s > FRESH_S:
-            self._sampler.refresh()
-            while self._reading is None or self._reading.at_s < asked_s:
-                left_s = asked_s + patience_s - self._clock.now()
-                if left_s <= 0 or self._closed:
-                    return None
-                self._clock.wait(self._changed, left_s)
-        return None if self._reading.error else self._reading
 
     def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
         """Give the devices that a task may use; all, where it names some that are not there."""
@@ -589,7 +455,7 @@ class Broker:
             if self._placed.pop(ticket.request.id, None) is None:
                 return
             # It may have ended before it had a process.
-            self._leave_standby(ticket)
+            self.lending.leave(ticket)
             ticket.ended_s = self._clock.now()
             ticket.ended_pid, ticket.pid = ticket.pid, None
             if not self._closed:
@@ -607,7 +473,7 @@ class Broker:
         with self._changed:
             self._closed = True
             thread = self._thread
-            loans = self._shelf.loans
+            loans = self.lending.loans
             self._changed.notify_all()
         for loan in loans:
             loan.give_up()
@@ -632,7 +498,7 @@ class Broker:
     def _roots(self) -> list[int]:
         with self._changed:
             own = [os.getpid()] if self._held_by_parent else []
-            hot = (loan.ticket for loan in self._shelf.loans)
+            hot = self.lending.tickets
             tickets = (*self._placed.values(), *self._recovery.ending, *hot)
             pids = [pid for t in tickets if (pid := t.pid or t.ended_pid) is not None]
         # Those of other brokers of this process too: what they hold is not foreign.
@@ -758,6 +624,33 @@ class Broker:
         if ticket.on_recovered is not None:
             ticket.on_recovered(leaked_bytes)
 
+    def _look(self, reading: Reading, view: LedgerView) -> list[Room]:
+        self._rooms = None
+        try:
+            return self._survey(reading, view)
+        finally:
+            # What follows from it changes them.
+            self._rooms = None
+
+    def _call_later(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+        self._wake()
+
+    def _fresh_reading(self, patience_s: float) -> Reading | None:
+        """Wait for a reading to decide on, with the lock; `None`: none came, or it failed."""
+        if self._closed:
+            return None
+        self._start()
+        asked_s = self._clock.now()
+        if self._reading is None or asked_s - self._reading_came_s > FRESH_S:
+            self._sampler.refresh()
+            while self._reading is None or self._reading.at_s < asked_s:
+                left_s = asked_s + patience_s - self._clock.now()
+                if left_s <= 0 or self._closed:
+                    return None
+                self._clock.wait(self._changed, left_s)
+        return None if self._reading.error else self._reading
+
     # Decisions.
 
     def _schedule(self) -> None:
@@ -789,7 +682,7 @@ class Broker:
                 self._held_by_parent,
                 self._possible,
             )
-            settled = settle(decisions.placements, rooms, self._shelf.offers, self._kinds)
+            settled = settle(decisions.placements, rooms, self.lending.offers, self._kinds)
             promises = [r for _, p, _ in settled.made for r in p.reservations]
             taken = [loan_id for _, _, loan_id in settled.made if loan_id]
             if not promises or self._ledger.try_reserve(view.version, promises, taken):
@@ -816,19 +709,11 @@ class Broker:
             }
             self._placed[request.id] = ticket
             if loan_id:
-                self._hand_over(self._shelf.take(loan_id), ticket)
+                self.lending.hand_over(loan_id, ticket)
             self._decide(ticket, placement)
         self._possible = self._queue.shapes
         if promises:
             self._rooms = None
-
-    def _hand_over(self, loan: Loan, ticket: Ticket) -> None:
-        """What a hot standby holds is a request's from now on."""
-        ticket.standby = loan
-        ticket.pid = loan.ticket.pid
-        ticket.stand_in_bytes = loan.ticket.stand_in_bytes
-        if ticket.pid is not None:
-            self._ledger.attach(ticket.request.id, ticket.pid)
 
     @staticmethod
     def _decide(
@@ -857,7 +742,7 @@ class Broker:
         for reservation in self._held_by_parent:
             roots.setdefault(reservation.device_key, {})[os.getpid()] = reservation.request_id
         stand_ins: dict[str, int] = {}
-        hot = (loan.ticket for loan in self._shelf.loans)
+        hot = self.lending.tickets
         for ticket in (*self._placed.values(), *self._recovery.ending, *hot):
             pid = ticket.pid or ticket.ended_pid
             if pid is None or ticket.placement is None:

@@ -50,7 +50,7 @@ class BrokerHeater:
                 known[device.uuid] = self._context_bytes(kind.hot, device)
             return known[device.uuid]
 
-        loan = self._broker.lend(standby_id, kind, pid, context_of, give_up, avoid)
+        loan = self._broker.lending.lend(standby_id, kind, pid, context_of, give_up, avoid)
         if loan is None:
             return None
         return BrokerLent(self._broker, loan, pid)
@@ -86,10 +86,10 @@ class BrokerLent:
         """Let tasks take it."""
         if isinstance(self._broker.reader, SimulatedReader):
             self._broker.reader.attach(self._pid, (self.device_uuid,))
-        self._broker.offer(self._loan)
+        self._broker.lending.offer(self._loan)
 
     def end(self) -> None:
         """Have its memory waited for, unless it is a task's by now."""
         if isinstance(self._broker.reader, SimulatedReader) and self._loan.touched:
             self._broker.reader.detach(self._pid)
-        self._broker.end_loan(self._loan)
+        self._broker.lending.end(self._loan)

@@ -33,7 +33,7 @@ class Hot:
         self, name: str, kind: str = KIND, broker: WatchedBroker | None = None, **options: Any
     ) -> Loan | None:
         pid = next(self.rig.pids)
-        loan = (broker or self.rig.broker).lend(
+        loan = (broker or self.rig.broker).lending.lend(
             name, kind, pid, lambda device: GIB, lambda: self.asked.append(name), **options
         )
         if loan is not None:
@@ -46,13 +46,13 @@ class Hot:
         assert loan is not None
         self.rig.reader.attach(self.pids[name], [loan.device.uuid])
         self.rig.reader.allocate(self.pids[name], loan.device.uuid, GIB)
-        (broker or self.rig.broker).offer(loan)
+        (broker or self.rig.broker).lending.offer(loan)
         return loan
 
     def end(self, name: str, broker: WatchedBroker | None = None) -> None:
         """Its process is gone."""
         self.rig.reader.detach(self.pids[name])
-        (broker or self.rig.broker).end_loan(self.loans[name])
+        (broker or self.rig.broker).lending.end(self.loans[name])
 
     def reserved(self) -> dict[str, int]:
         return {
@@ -117,7 +117,7 @@ def test_a_driver_that_does_not_answer_lends_nothing(rig: Rig, hot: Hot) -> None
 def test_one_that_never_touched_its_device_leaves_at_once(rig: Rig, hot: Hot) -> None:
     loan = hot.lend("s")
     assert loan is not None
-    rig.broker.end_loan(loan)
+    rig.broker.lending.end(loan)
     rig.broker.settle()
     assert hot.reserved() == {} and not rig.broker._recovery.ending
 
@@ -134,7 +134,7 @@ def test_a_task_of_its_kind_takes_it_and_with_it_its_context(rig: Rig, hot: Hot)
     assert free_gib(rig.broker) == 0
     rig.broker.attach(ticket, hot.pids["s"])
     assert ticket.standby is None
-    rig.broker.end_loan(loan)
+    rig.broker.lending.end(loan)
     rig.exit(ticket)
     assert rig.next_recovered() == ("a", 0), "all of it came back, the context too"
     assert free_gib(rig.broker) == 24
@@ -174,7 +174,7 @@ def test_a_task_that_ends_before_its_process_has_it_ended(rig: Rig, hot: Hot) ->
     hot.end("s")
     assert free_gib(rig.broker) == 24
     rig.broker.settle()
-    assert not rig.broker._shelf.loans and not rig.broker._recovery.ending
+    assert not rig.broker.lending.loans and not rig.broker._recovery.ending
 
 
 def test_a_task_that_gets_another_process_has_it_ended(rig: Rig, hot: Hot) -> None:
@@ -197,7 +197,7 @@ def test_one_that_died_before_its_task_came_is_waited_for(rig: Rig, hot: Hot) ->
     hot.end("s")
     rig.start(ticket)
     rig.broker.read()
-    assert not rig.broker._shelf.loans and not rig.broker._recovery.ending
+    assert not rig.broker.lending.loans and not rig.broker._recovery.ending
     rig.exit(ticket)
     assert rig.next_recovered() == ("a", 0)
 

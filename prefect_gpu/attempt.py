@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -134,6 +134,7 @@ class Attempt:
         launcher: Starts processes.
         meter: Knows or measures contexts.
         surroundings: What it needs of whoever runs it.
+        hot: Kind of the hot standbys that suit it; `None`: none does.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Attempt:
         launcher: Launcher,
         meter: ContextMeter,
         surroundings: Surroundings,
+        hot: Hashable = None,
     ) -> None:
         self._facts = facts
         self._policy = policy
@@ -164,6 +166,7 @@ class Attempt:
         self._launcher = launcher
         self._meter = meter
         self._surroundings = surroundings
+        self._hot = hot
         self._messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
         self._ticket: Ticket | None = None
         #: What its frameworks may do with the budget; known once it was placed.
@@ -279,6 +282,7 @@ class Attempt:
             host_bytes=0 if self._broker.kind == "host" else host_bytes_of(self._frameworks),
             expected_s=self._grant.expected_s,
             sequence=self._sequence,
+            standby=self._hot,
         )
         ticket.on_recovered = self._finish
         if self._cancelled.is_set():
@@ -337,6 +341,9 @@ class Attempt:
             contexts = {**known, **{n: int(learned * framework_policy.share(n)) for n in names}}
             framework_policy = replace(framework_policy, context_bytes=contexts)
         elif self._broker.kind == "nvml":
+            if not self._meter.is_measured(self._frameworks, placement.devices[0]):
+                # What is measured runs within this reservation, where one context has room.
+                self._broker.lending.leave(self._ticket)
             contexts = self._meter.contexts(
                 self._frameworks,
                 placement.devices[0],
@@ -379,6 +386,7 @@ class Attempt:
             cwd=_cwd(),
             argv=tuple(sys.argv),
             sys_path=import_paths(),
+            standby="" if self._ticket.standby is None else self._ticket.standby.id,
         )
 
     def _cap(self, policy: FrameworkPolicy, placement: Placement) -> tuple[int, ...] | None:

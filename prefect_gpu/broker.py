@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 
 from prefect_gpu.clock import Clock, RealClock
@@ -28,9 +28,11 @@ from prefect_gpu.errors import (
     PrefectGPUError,
 )
 from prefect_gpu.ledger import PROCESS_LEDGER
+from prefect_gpu.lending import Lending, Surroundings
 from prefect_gpu.recovery import RecoveryWatch
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.board import Board, PlacementStyle
+from prefect_gpu.scheduling.hot import settle
 from prefect_gpu.scheduling.ledger import Ledger, LedgerView
 from prefect_gpu.scheduling.memory import Room, measure, survey_all
 from prefect_gpu.scheduling.model import (
@@ -135,6 +137,17 @@ class Broker:
         self._waiting: dict[str, Ticket] = {}
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
+        #: Hot standbys on our devices.
+        self.lending = Lending(
+            self._changed,
+            ledger,
+            self._recovery,
+            self._clock,
+            style,
+            Surroundings(self._fresh_reading, self._look, self._call_later, lambda: self._closed),
+        )
+        #: By request id: the kind of hot standby that suits it.
+        self._kinds: dict[str, Hashable] = {}
         #: Shapes of requests in the queue that are known to be possible.
         self._possible: frozenset[Shape] = frozenset()
         self._reading: Reading | None = None
@@ -203,10 +216,12 @@ class Broker:
         host_bytes: int = 0,
         expected_s: float | None = None,
         sequence: int | None = None,
+        standby: Hashable = None,
     ) -> Ticket:
         """Ask for devices; see `Request` for the arguments.
 
-        Args other than those: `sequence` is from `next_sequence`, `None` takes the next.
+        Args other than those: `sequence` is from `next_sequence`, `None` takes the next; `standby` is
+        the kind of hot standby that suits it, `None`: none does.
 
         Returns:
             A ticket that is `decided` once it has a `placement` or an `error`.
@@ -230,16 +245,22 @@ class Broker:
             if self._closed:
                 self._decide(ticket)
                 return ticket
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="prefect-gpu-broker", daemon=True
-                )
-                self._thread.start()
+            self._start()
             self._queue.add(ticket.request)
             self._waiting[ticket.request.id] = ticket
+            if standby is not None:
+                self._kinds[ticket.request.id] = standby
             self._sampler.set_active(True)
             self._wake()
         return ticket
+
+    def _start(self) -> None:
+        """Start the thread, with the lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="prefect-gpu-broker", daemon=True
+            )
+            self._thread.start()
 
     def wait(
         self,
@@ -350,6 +371,7 @@ class Broker:
             if self._waiting.pop(ticket.request.id, None) is None:
                 return False
             self._queue.remove(ticket.request)
+            self._kinds.pop(ticket.request.id, None)
             self._decide(ticket)
             # It may have been what blocked others.
             self._wake()
@@ -357,7 +379,11 @@ class Broker:
 
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Say which process holds what was reserved."""
-        ticket.pid = pid
+        with self._changed:
+            if ticket.standby is not None and ticket.standby.ticket.pid != pid:
+                self.lending.leave(ticket)
+            ticket.standby = None
+            ticket.pid = pid
         self._ledger.attach(ticket.request.id, pid)
 
     def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
@@ -428,6 +454,8 @@ class Broker:
         with self._changed:
             if self._placed.pop(ticket.request.id, None) is None:
                 return
+            # It may have ended before it had a process.
+            self.lending.leave(ticket)
             ticket.ended_s = self._clock.now()
             ticket.ended_pid, ticket.pid = ticket.pid, None
             if not self._closed:
@@ -445,7 +473,10 @@ class Broker:
         with self._changed:
             self._closed = True
             thread = self._thread
+            loans = self.lending.loans
             self._changed.notify_all()
+        for loan in loans:
+            loan.give_up()
         self._end_watch()
         self._sampler.stop()
         if thread is not None and thread is not threading.current_thread():
@@ -467,7 +498,8 @@ class Broker:
     def _roots(self) -> list[int]:
         with self._changed:
             own = [os.getpid()] if self._held_by_parent else []
-            tickets = (*self._placed.values(), *self._recovery.ending)
+            hot = self.lending.tickets
+            tickets = (*self._placed.values(), *self._recovery.ending, *hot)
             pids = [pid for t in tickets if (pid := t.pid or t.ended_pid) is not None]
         # Those of other brokers of this process too: what they hold is not foreign.
         return list(dict.fromkeys([*own, *pids, *self._ledger.view().processes]))
@@ -592,6 +624,33 @@ class Broker:
         if ticket.on_recovered is not None:
             ticket.on_recovered(leaked_bytes)
 
+    def _look(self, reading: Reading, view: LedgerView) -> list[Room]:
+        self._rooms = None
+        try:
+            return self._survey(reading, view)
+        finally:
+            # What follows from it changes them.
+            self._rooms = None
+
+    def _call_later(self, call: Callable[[], object]) -> None:
+        self._calls.append(call)
+        self._wake()
+
+    def _fresh_reading(self, patience_s: float) -> Reading | None:
+        """Wait for a reading to decide on, with the lock; `None`: none came, or it failed."""
+        if self._closed:
+            return None
+        self._start()
+        asked_s = self._clock.now()
+        if self._reading is None or asked_s - self._reading_came_s > FRESH_S:
+            self._sampler.refresh()
+            while self._reading is None or self._reading.at_s < asked_s:
+                left_s = asked_s + patience_s - self._clock.now()
+                if left_s <= 0 or self._closed:
+                    return None
+                self._clock.wait(self._changed, left_s)
+        return None if self._reading.error else self._reading
+
     # Decisions.
 
     def _schedule(self) -> None:
@@ -608,10 +667,11 @@ class Broker:
             return
         while True:
             view = self._ledger.view()
+            rooms = self._survey(reading, view)
             decisions = decide(
                 self._queue,
                 Board(
-                    self._survey(reading, view),
+                    rooms,
                     self._style,
                     self._max_tasks_per_device,
                     self._held_by_parent,
@@ -622,18 +682,24 @@ class Broker:
                 self._held_by_parent,
                 self._possible,
             )
-            promises = [r for _, placement in decisions.placements for r in placement.reservations]
-            if not promises or self._ledger.try_reserve(view.version, promises):
+            settled = settle(decisions.placements, rooms, self.lending.offers, self._kinds)
+            promises = [r for _, p, _ in settled.made for r in p.reservations]
+            taken = [loan_id for _, _, loan_id in settled.made if loan_id]
+            if not promises or self._ledger.try_reserve(view.version, promises, taken):
                 break
             # Another broker has written meanwhile: what was free may be no more.
             self._rooms = None
         self._queue.note(decisions.standings)
+        # Those for whom they must go are decided anew once the devices show their memory.
+        self._calls += [partial(self._ledger.reclaim, loan_id) for loan_id in settled.given_up]
         for request, error in decisions.refusals:
             self._queue.remove(request)
+            self._kinds.pop(request.id, None)
             self._decide(self._waiting.pop(request.id), error=error)
         foreign = {r.device.key: r.foreign_bytes for r in self._survey(reading)}
-        for request, placement in decisions.placements:
+        for request, placement, loan_id in settled.made:
             self._queue.remove(request)
+            self._kinds.pop(request.id, None)
             ticket = self._waiting.pop(request.id)
             ticket.placed_s = self._clock.now()
             ticket.placement = placement
@@ -642,6 +708,8 @@ class Broker:
                 device.key: foreign[device.key] for device in placement.devices
             }
             self._placed[request.id] = ticket
+            if loan_id:
+                self.lending.hand_over(loan_id, ticket)
             self._decide(ticket, placement)
         self._possible = self._queue.shapes
         if promises:
@@ -674,7 +742,8 @@ class Broker:
         for reservation in self._held_by_parent:
             roots.setdefault(reservation.device_key, {})[os.getpid()] = reservation.request_id
         stand_ins: dict[str, int] = {}
-        for ticket in (*self._placed.values(), *self._recovery.ending):
+        hot = self.lending.tickets
+        for ticket in (*self._placed.values(), *self._recovery.ending, *hot):
             pid = ticket.pid or ticket.ended_pid
             if pid is None or ticket.placement is None:
                 continue

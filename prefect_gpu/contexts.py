@@ -85,6 +85,10 @@ class ContextMeter:
             found[name] = self._context(name, device, policy, broker, ticket)
         return {**self.known(device), **found}
 
+    def is_measured(self, frameworks: Iterable[str], device: Device) -> bool:
+        """Tell whether `contexts` would measure nothing."""
+        return all(self._store.get(_key(name, device)) is not None for name in frameworks)
+
     def known(self, device: Device) -> dict[str, int]:
         """Give the context of every framework as it is known, or else a documented figure."""
         contexts: dict[str, int] = {}

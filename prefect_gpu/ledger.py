@@ -21,6 +21,8 @@ class ProcessLedger:
         self._version = 0
         self._reservations: dict[str, tuple[Reservation, ...]] = {}
         self._pids: dict[str, int] = {}
+        #: Of hot standbys: called without the lock.
+        self._give_ups: dict[str, Callable[[], None]] = {}
         #: Made at most once a change: it is asked for far more often.
         self._view: LedgerView | None = None
         self._watchers: list[Callable[[], None]] = []
@@ -36,11 +38,18 @@ class ProcessLedger:
                 )
             return self._view
 
-    def try_reserve(self, version: int, reservations: Sequence[Reservation]) -> bool:
-        """Write all reservations if `version` still stands; else write none."""
+    def try_reserve(
+        self, version: int, reservations: Sequence[Reservation], instead_of: Sequence[str] = ()
+    ) -> bool:
+        """Write all reservations if `version` still stands; else write none.
+
+        What is taken back for them is told to nobody: it is theirs.
+        """
         with self._lock:
             if version != self._version:
                 return False
+            for request_id in instead_of:
+                self._forget(request_id)
             for reservation in reservations:
                 group = self._reservations.get(reservation.request_id, ())
                 self._reservations[reservation.request_id] = (*group, reservation)
@@ -59,14 +68,31 @@ class ProcessLedger:
     def release(self, request_id: str) -> None:
         """Take back all reservations of one request; unknown ones are ignored."""
         with self._lock:
-            if self._reservations.pop(request_id, None) is None:
+            if not self._forget(request_id):
                 return
-            self._pids.pop(request_id, None)
             self._version += 1
             self._view = None
             watchers = list(self._watchers)
         for changed in watchers:
             changed()
+
+    def lend(self, request_id: str, give_up: Callable[[], None]) -> None:
+        """Say how to ask for a hot standby's reservation back."""
+        with self._lock:
+            if request_id in self._reservations:
+                self._give_ups[request_id] = give_up
+
+    def reclaim(self, request_id: str) -> None:
+        """Ask whoever holds a hot standby's reservation to give it up; others are ignored."""
+        with self._lock:
+            give_up = self._give_ups.get(request_id)
+        if give_up is not None:
+            give_up()
+
+    def _forget(self, request_id: str) -> bool:
+        self._pids.pop(request_id, None)
+        self._give_ups.pop(request_id, None)
+        return self._reservations.pop(request_id, None) is not None
 
     def renew(self, owner_pid: int, owner_started_s: float) -> None:
         """Do nothing: this ledger dies with its only owner."""

@@ -13,26 +13,30 @@ from prefect.settings.base import (
     PrefectSettingsConfigDict,
     build_settings_config,
 )
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
 from prefect_gpu.units import SIZES_ACCEPTED, parse_bytes
 
 
-def parse_standby(value: object) -> int | Literal["auto"]:
+def parse_standby(value: object) -> int | Literal["auto", "hot"]:
     """Read the runner's argument `standby`.
 
     Raises:
-        ValueError: It is neither `"auto"` nor a number of processes.
+        ValueError: It is neither `"auto"` nor `"hot"` nor a number of processes.
     """
     text = value.strip().lower() if isinstance(value, str) else value
     if text == "auto":
         return "auto"
+    if text == "hot":
+        return "hot"
     if isinstance(text, str) and text.isdecimal():
         text = int(text)
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     raise ValueError(
-        f"standby={value!r} is neither 'auto' nor a number of processes (0: none are started ahead)"
+        f"standby={value!r} is neither 'auto', 'hot' nor a number of processes (0: none are started "
+        "ahead)"
     )
 
 
@@ -95,20 +99,30 @@ class GPUSettings(PrefectBaseSettings):
         description="Publish a memory report for each process and each flow run as artifacts.",
     )
 
-    standby: int | Literal["auto"] = Field(
+    standby: int | Literal["auto", "hot"] = Field(
         default="auto",
-        description="Processes started ahead of their tasks: auto, or at most so many; 0 for none.",
+        description="Processes started ahead of their tasks: auto, or at most so many; 0 for none; "
+        "hot, as auto, with PyTorch or CuPy running on a device already.",
     )
 
     @field_validator("standby", mode="before")
     @classmethod
-    def _check_standby(cls, value: object) -> int | Literal["auto"]:
+    def _check_standby(cls, value: object) -> int | Literal["auto", "hot"]:
         return parse_standby(value)
 
     @field_validator("start_method", mode="before")
     @classmethod
     def _check_start_method(cls, value: object) -> Literal["spawn", "forkserver"]:
         return parse_start_method(value)
+
+    @model_validator(mode="after")
+    def _check_start(self) -> Self:
+        if self.standby == "hot" and self.start_method == "forkserver":
+            raise ValueError(
+                "standby='hot' cannot be had with start_method='forkserver': a fork cannot use CUDA that "
+                "was started before it; leave one of them out"
+            )
+        return self
 
     @field_validator("headroom")
     @classmethod

@@ -48,6 +48,7 @@ from prefect_gpu.escalation import Escalation
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.registry import detect_frameworks
 from prefect_gpu.frameworks.torch_adapter import reduce_large
+from prefect_gpu.heating import BrokerHeater
 from prefect_gpu.inside import current_allocation
 from prefect_gpu.learn_by import digest_values
 from prefect_gpu.ledger import PROCESS_LEDGER, ProcessLedger
@@ -113,7 +114,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         headroom: Kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
         reports: Whether to publish memory reports as artifacts.
         standby: Processes started ahead of their tasks, with Prefect, the framework and the task's
-            modules imported: `"auto"`, or at most so many; 0 starts none.
+            modules imported: `"auto"`, or at most so many; 0 starts none. `"hot"`: as `"auto"`, and
+            PyTorch or CuPy runs on a device already, whose context each of them holds there.
         start_method: `"spawn"`: each process is a fresh interpreter. `"forkserver"`: it is forked from
             a process that has imported Prefect, NumPy and, for tasks that use it, PyTorch, and has
             done nothing else; for many short tasks. Other frameworks are refused under it, and no
@@ -387,16 +389,20 @@ class _Running:
                 return template_pool().announce(kind)
             pool = standby_pool()
             most = broker.max_processes
+            heater = BrokerHeater(broker, context_meter()) if standby == "hot" else None
             with self._lock:
                 if self._closing:
                     return None
                 pool.open(
                     self,
-                    most_by_default(cores(), most) if standby == "auto" else min(standby, most),
+                    min(standby, most)
+                    if isinstance(standby, int)
+                    else most_by_default(cores(), most),
                     lambda: broker.host_promised_bytes,
                     lambda: broker.wants_host_memory,
+                    heater,
                 )
-            return pool.announce(kind)
+            return pool.announce(kind, heater)
         except Exception:
             # What is amiss is told where the task asks for a device.
             logger.debug("no process is kept ahead for %r", task.name, exc_info=True)
@@ -425,7 +431,11 @@ class _Running:
             ),
             cpus_stated=policy.cpus is not None,
             size_bytes=host_bytes_of(named or detected),
+            hot=self._runner.standby == "hot" and policy.count == 1,
         )
+        if self._runner.standby == "hot" and policy.count == 1 and not kind.hot:
+            what = "NVIDIA devices" if broker.kind == "host" else "PyTorch or CuPy in a task"
+            self._log_once(f"standby='hot' needs {what}: without, standbys only import ahead")
         self._kinds[id(task.fn)] = task.fn, policy, kind
         return kind
 
@@ -470,11 +480,18 @@ class _Running:
 
     def tell_once(self, logger: logging.Logger | Any, text: str) -> None:
         """Log a warning, the first time for this flow run."""
+        if self._is_new(text):
+            logger.warning(text)
+
+    def _log_once(self, text: str) -> None:
+        if self._is_new(text):
+            logger.info(text)
+
+    def _is_new(self, text: str) -> bool:
         with self._lock:
-            if text in self._told:
-                return
+            new = text not in self._told
             self._told.add(text)
-        logger.warning(text)
+        return new
 
     def cancel(self) -> None:
         """End all processes of this runner, and let no new one start."""
@@ -591,6 +608,8 @@ class _GPUTask:
         self._climb = Climb()
         #: Starts its processes; once it was announced, from among those that wait.
         self._launcher: Launcher = process_launcher()
+        #: Kind of the hot standbys that suit it; `None`: none does.
+        self._hot: Kind | None = None
         #: The engine's own object, once the body was called.
         self.task_run: Any = None
 
@@ -608,6 +627,8 @@ class _GPUTask:
             announced = self._run.announce(self._task, self._policy)
         if announced is not None:
             self._launcher = announced
+            if isinstance(announced, Announcement) and announced.kind.hot:
+                self._hot = announced.kind
         waits = wait_for or any(isinstance(value, PrefectFuture) for value in parameters.values())
         # One that waits for others must not hold a place that they need.
         self._passage = Passage(None) if waits else self._run.gate.enter()
@@ -705,6 +726,7 @@ class _GPUTask:
                     tell=logger.warning,
                     on_report=on_report,
                 ),
+                hot=self._hot,
             )
 
         return Escalation(

@@ -6,11 +6,42 @@ Values only: who places it and ends it is `broker`, whether its memory is back `
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from prefect_gpu.errors import PrefectGPUError
-from prefect_gpu.scheduling.model import DeviceKey, Placement, Request
+from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
+
+
+@dataclass(eq=False)
+class Loan:
+    """What a hot standby has of a device, from before it is made until its memory is back."""
+
+    #: Its place in the ledger and the memory that is waited for once it has ended.
+    ticket: Ticket
+    #: What suits the same tasks.
+    kind: Hashable
+    #: Ends its process; called without any lock.
+    give_up: Callable[[], None]
+    #: A task may take it.
+    offered: bool = False
+    #: Its process may hold memory of the device: it was offered once.
+    touched: bool = False
+    #: It was asked to end.
+    ending: bool = False
+    #: Its process is gone.
+    ended: bool = False
+
+    @property
+    def id(self) -> str:
+        """Its request's id."""
+        return self.ticket.request.id
+
+    @property
+    def device(self) -> Device:
+        """The device that it is on."""
+        assert self.ticket.placement is not None
+        return self.ticket.placement.devices[0]
 
 
 @dataclass
@@ -28,6 +59,8 @@ class Ticket:
     placed_s: float = 0.0
     #: Process that holds what was reserved; `None`: none yet, or no longer.
     pid: int | None = None
+    #: The hot standby that was kept for it, until a process has its task; `None`: none was.
+    standby: Loan | None = None
     #: Whether the body has begun: what the process needs of the machine's memory is then taken.
     running: bool = False
     #: Bytes that its own counters (plus context) give, where the device cannot tell.

@@ -117,6 +117,29 @@ class TracingAdapter(Protocol):
         ...
 
 
+@runtime_checkable
+class HeatingAdapter(Protocol):
+    """What an adapter has besides where its framework may start before its task's policy is known."""
+
+    def heat(self) -> None:
+        """Child: make the context on device 0 and run a first kernel, so that libraries are loaded.
+
+        The allocator holds nothing afterwards, and its counters stand as if nothing had been.
+        """
+        ...
+
+    def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
+        """Tell whether a variable of this framework's may change after `heat`. Pure.
+
+        Arguments are those of `applies_late`.
+        """
+        ...
+
+    def apply_hot(self, policy: FrameworkPolicy) -> None:
+        """Child: apply what `apply` leaves to variables that were read when the framework started."""
+        ...
+
+
 class FrameworkAdapter(Protocol):
     """One framework. Stateless: every method may be called in the parent unless it says child."""
 

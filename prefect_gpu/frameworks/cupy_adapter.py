@@ -43,6 +43,20 @@ class CupyAdapter:
         """Name the pool's limit: read with the first allocation."""
         return name == "CUPY_GPU_MEMORY_LIMIT"
 
+    def heat(self) -> None:
+        """Child: make the context and load cuBLAS."""
+        _heat(load("cupy"))
+
+    def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
+        """Name the pool's limit, which `apply_hot` sets."""
+        return name == "CUPY_GPU_MEMORY_LIMIT"
+
+    def apply_hot(self, policy: FrameworkPolicy) -> None:
+        """Child: limit the pool, which has read its variable with the first allocation."""
+        caps = policy.cap_bytes(self.name)
+        # 0: no limit.
+        load("cupy").get_default_memory_pool().set_limit(size=min(caps) if caps else 0)
+
     def has_started(self) -> bool:
         """Child: leave it to the driver: asking CuPy's pool would initialise it."""
         return False
@@ -139,6 +153,13 @@ def _read_counters(cupy: Any) -> Counters | None:  # needs a GPU
     if held == 0:
         return None
     return Counters(live, held, live, held)
+
+
+def _heat(cupy: Any) -> None:  # needs a GPU
+    a = cupy.ones((256, 256), dtype=cupy.float32)
+    float((a @ a).sum())
+    del a
+    _release(cupy)
 
 
 def _calibrate(cupy: Any) -> int:  # needs a GPU

@@ -7,9 +7,9 @@ the rule says is proven on real devices by `tests/gpu/test_late_policy.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from prefect_gpu.frameworks.adapter import FrameworkAdapter
+from prefect_gpu.frameworks.adapter import FrameworkAdapter, HeatingAdapter
 from prefect_gpu.frameworks.environment import THREAD_VARIABLES
 
 #: Variables that say how many threads to start. Most are read as a library loads.
@@ -45,6 +45,41 @@ def late_changes(
         if not late and (cpus_stated or name not in CPU_VARIABLES):
             return None
         changes[name] = new
+    return changes
+
+
+def hot_changes(
+    before: Mapping[str, str],
+    after: Mapping[str, str],
+    hot: str,
+    adapters: Collection[FrameworkAdapter],
+    *,
+    cpus_stated: bool,
+) -> dict[str, str | None] | None:
+    """Give what must change in a process that has started a framework on its device, if it still may.
+
+    Its device is settled, and so is all that its framework reads when it starts. Other frameworks have
+    not started there: of theirs, what applies late does.
+
+    Args:
+        before: The environment in which it started the framework.
+        after: The environment that the task needs.
+        hot: The framework, as in `gpu:framework=`.
+        adapters: All that there are.
+        cpus_stated: As for `late_changes`, and so is what is returned.
+    """
+    changes = late_changes(before, after, adapters, cpus_stated=cpus_stated)
+    if changes is None:
+        return None
+    for name in changes:
+        if name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+            return None
+        for adapter in adapters:
+            if adapter.name != hot or not isinstance(adapter, HeatingAdapter):
+                continue
+            old, new = before.get(name), after.get(name)
+            if adapter.applies_late(name, old, new) and not adapter.applies_hot(name, old, new):
+                return None
     return changes
 
 

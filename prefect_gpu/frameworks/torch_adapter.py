@@ -93,6 +93,17 @@ class TorchAdapter:
             return _backend(before) == _backend(after)
         return name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
+    def heat(self) -> None:
+        """Child: make the context and load cuBLAS; its workspace and the peaks are given back."""
+        _heat(load("torch"))
+
+    def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
+        """Name what is read anew each time. The allocator has read all of its options."""
+        return name == "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+    def apply_hot(self, policy: FrameworkPolicy) -> None:
+        """Child: do nothing: once CUDA has started, `apply` caps at once."""
+
     def has_started(self) -> bool:
         """Child: tell whether CUDA was initialised through PyTorch."""
         return _started_cuda() is not None
@@ -306,6 +317,22 @@ def _read_counters(cuda: Any) -> Counters:  # needs a GPU
             total("reserved_bytes.all.freed") if cuda.get_allocator_backend() == "native" else None
         ),
     )
+
+
+def _heat(torch: Any) -> None:  # needs a GPU
+    torch.cuda.init()
+    a = torch.ones(256, 256, device="cuda:0")
+    (a @ a).sum().item()
+    torch.cuda.synchronize()
+    del a
+    # cuBLAS keeps up to 32 MiB of the allocator's memory; a body that never multiplies would not
+    # have them. Private, but there since 1.12.
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_accumulated_memory_stats()
 
 
 def _calibrate(torch: Any) -> int:  # needs a GPU

@@ -26,6 +26,7 @@ from prefect_gpu.processes.messages import (
     Accepted,
     BodyEnded,
     BodyStarted,
+    Heat,
     Prepare,
     decode,
 )
@@ -51,7 +52,15 @@ def main(descriptor: int, warm: list[str] | None = None) -> None:
             if warmed.problem:
                 sys.stdout.flush()
                 os._exit(0)
-        prepare: Prepare = decode(channel.receive())
+        message = decode(channel.receive())
+        if isinstance(message, Heat):
+            heated = warming.heat(message)
+            channel.send(heated)
+            if heated.problem:
+                sys.stdout.flush()
+                os._exit(0)
+            message = decode(channel.receive())
+        prepare: Prepare = message
         if prepare.late is not None:
             try:
                 warming.catch_up(prepare.late)
@@ -106,6 +115,8 @@ def _run(channel: Channel, prepare: Prepare) -> None:
     text = ""
     try:
         hooks.install(adapters, prepare.policy)
+        if prepare.late is not None and prepare.late.hot:
+            warming.hold_to(prepare.late.hot, prepare.policy)
         # No name for the bytes: they go as soon as they are read.
         call = _load_call(channel.receive_value())
         with _surroundings(call, channel):

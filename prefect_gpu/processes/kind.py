@@ -16,13 +16,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefect_gpu.frameworks import registry
-from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.frameworks.adapter import FrameworkPolicy, HeatingAdapter
 from prefect_gpu.frameworks.environment import child_environment
 from prefect_gpu.frameworks.late import CPU_VARIABLES
 from prefect_gpu.processes import values
 
 #: What every task's process imports before its body: Prefect, and what puts it into its run.
 OWN_MODULES = ("prefect_gpu.prefect_bridge", "prefect_gpu.task_runner")
+
+
+#: Stands for a framework where devices are simulated: there is a context, and nothing to start.
+SIMULATED = "simulated"
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Kind:
     cpus: int = field(compare=False)
     #: Host memory that one takes, before any was measured (bytes).
     size_bytes: int = field(compare=False)
+    #: Framework that is started ahead on a device, as in `gpu:framework=`, or `SIMULATED`; empty: none.
+    hot: str = ""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -74,6 +80,7 @@ def kind_of(
     cpus_stated: bool,
     size_bytes: int,
     environ: Mapping[str, str] | None = None,
+    hot: bool = False,
 ) -> Kind:
     """Tell what can be done ahead for a task.
 
@@ -84,6 +91,7 @@ def kind_of(
         cpus_stated: A tag says how many threads.
         size_bytes: Host memory that such a process takes, roughly.
         environ: The parent's environment; `None`: this process's.
+        hot: Its framework is to be started ahead, where that can be done.
     """
     environ = os.environ if environ is None else environ
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
@@ -99,7 +107,18 @@ def kind_of(
         cpus_stated=cpus_stated,
         cpus=policy.cpus,
         size_bytes=size_bytes,
+        hot=_find_hot(policy, names) if hot else "",
     )
+
+
+def _find_hot(policy: FrameworkPolicy, names: Iterable[str]) -> str:
+    """Name the framework to start ahead; the context that it makes is all the process's."""
+    if policy.device_kind == "simulated":
+        return SIMULATED
+    if policy.device_kind != "nvml":
+        return ""
+    hot = (name for name in names if isinstance(registry.ADAPTERS[name], HeatingAdapter))
+    return next((name for name in hot if _can_import(registry.ADAPTERS[name].module)), "")
 
 
 @functools.cache

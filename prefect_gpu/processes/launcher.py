@@ -34,7 +34,7 @@ from prefect_gpu.processes.interpreter import (
     with_token,
 )
 from prefect_gpu.processes.launched import GivenTask, LaunchedChild, tell
-from prefect_gpu.processes.messages import HEADER, Accepted, Late, Warmed
+from prefect_gpu.processes.messages import HEADER, Accepted, Heated, Late, Warmed
 from prefect_gpu.processes.output import OutputForwarder
 from prefect_gpu.processes.spawning import Spawner, spawn_fresh
 from prefect_gpu.processes.spec import (
@@ -480,7 +480,7 @@ class ProcessLauncher:
             message = messages.decode(body)
             if isinstance(message, Accepted):
                 child.task = None
-            elif isinstance(message, Warmed) and child.task is not None:
+            elif isinstance(message, (Warmed, Heated)) and child.task is not None:
                 # Of what it did before the task was given to it.
                 tell(child.task.keeper, message)
             else:

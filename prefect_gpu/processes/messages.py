@@ -74,6 +74,18 @@ class Late:
     sys_path: tuple[str, ...]
     #: The task's name, for `ps`.
     title: str
+    #: The framework that was started ahead, as in `Heat`; empty: none was.
+    hot: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """To a process made ahead of its task: start a framework on the device that it will have."""
+
+    #: As in `gpu:framework=`; one that has no adapter (simulated devices) starts nothing.
+    framework: str
+    #: Variables to set first, the device among them, or to remove (`None`).
+    environment: Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,14 @@ class Warmed:
         if self.touched:
             return self.touched
         return f"{', '.join(self.failed)} could not be imported" if self.failed else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heated:
+    """A process made ahead of its task has started its framework, or ends by itself now."""
+
+    #: Why it could not; empty: it has.
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +196,10 @@ class BodyEnded:
 #: Every class that may come as a small message.
 _MESSAGES: Final = (
     Prepare,
+    Heat,
     Answered,
     Warmed,
+    Heated,
     Accepted,
     BodyStarted,
     LogEmitted,

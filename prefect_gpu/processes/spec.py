@@ -30,6 +30,8 @@ class LaunchSpec:
     cwd: str = ""
     argv: tuple[str, ...] = ()
     sys_path: tuple[str, ...] = ()
+    #: The hot standby that is kept for it, as it is called in the ledger; empty: none is.
+    standby: str = ""
 
 
 #: Title of a process that waits for its task; spaces leave room for the task's name.

@@ -2,7 +2,8 @@
 
 One pool serves all runners of a Python process. A runner announces each task as it is submitted; the
 announcement is the task's `Launcher` from then on. A standby is used once. It does not decide how
-many there should be (`scheduling.standbys`), nor what one imports (`kind`).
+many there should be (`scheduling.standbys`), nor what one imports (`kind`), nor which device one starts
+its framework on and who takes it there (`heater`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.frameworks import registry
-from prefect_gpu.frameworks.late import late_changes
+from prefect_gpu.frameworks.late import hot_changes, late_changes
+from prefect_gpu.processes.heater import Heater, Lent
 from prefect_gpu.processes.interpreter import (
     environment_with,
     import_paths,
@@ -29,7 +31,7 @@ from prefect_gpu.processes.interpreter import (
 )
 from prefect_gpu.processes.kind import Kind
 from prefect_gpu.processes.launcher import Handle, ProcessLauncher, process_launcher
-from prefect_gpu.processes.messages import Late, Warmed
+from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
 from prefect_gpu.processes.spec import (
     ChildExited,
     ChildHandle,
@@ -66,6 +68,13 @@ MAKING_ROOM_S = 10.0
 MOST_DEATHS = 3
 MOST_MISFITS = 3
 
+#: Seconds that a framework may take to start on a device: 0.2 to 0.4 measured on an H200, seconds on
+#: a machine with many devices and no persistence daemon.
+HEATING_S = 60.0
+
+#: Seconds until a device is asked for again where there was none for a hot standby, or one had to go.
+COOL_S = 5.0
+
 #: Seconds that `close` waits for processes that were killed.
 _ENDING_S = 5.0
 
@@ -87,6 +96,27 @@ class _Standby:
     ready: bool = False
     #: Ended by us.
     ended: bool = False
+    #: A device is asked for, or was had.
+    heating: bool = False
+    #: What it has of that device, and it is for tasks there alone; `None`: nothing yet.
+    lent: Lent | None = None
+    #: Monotonic seconds since when its framework starts; `None`: it does not, or has.
+    heating_since_s: float | None = None
+    #: Its framework has started.
+    hot: bool = False
+
+    @property
+    def id(self) -> str:
+        """What it is called in the ledger."""
+        return f"standby-{os.getpid()}-{self.serial}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment that what it has done so far rests on."""
+        changed: dict[str, str | None] = dict(self.spec.environment)
+        if self.lent is not None:
+            changed.update(self.lent.environment)
+        return {name: value for name, value in changed.items() if value is not None}
 
 
 @dataclass(eq=False)
@@ -100,6 +130,12 @@ class _KindState:
     without_users: bool = False
     #: Why no more of them are made; empty: they are.
     useless: str = ""
+    #: Lends devices to them; `None`: they import, and no more.
+    heater: Heater | None = None
+    #: Devices where their framework did not start.
+    cold_uuids: set[str] = field(default_factory=set)
+    #: Monotonic seconds before which no device is asked for.
+    cool_until_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -112,6 +148,8 @@ class _Owner:
     promised_bytes: Callable[[], int]
     #: Whether a task of its waits for memory of the machine itself.
     wants_room: Callable[[], bool]
+    #: Lends its devices to hot standbys; `None`: it wants none.
+    heater: Heater | None = None
 
 
 class Announcement:
@@ -185,6 +223,7 @@ class StandbyPool:
         most: int,
         promised_bytes: Callable[[], int] = lambda: 0,
         wants_room: Callable[[], bool] = lambda: False,
+        heater: Heater | None = None,
     ) -> None:
         """Say that a runner may have standbys; again: without effect.
 
@@ -194,16 +233,18 @@ class StandbyPool:
             promised_bytes: Gives the host memory that was promised to processes of its tasks and that
                 they have not taken yet.
             wants_room: Tells whether a task of its waits for the machine's own memory.
+            heater: Lends its devices to hot standbys; `None`: it wants none.
         """
         with self._changed:
             if not self._shut:
-                self._owners.setdefault(owner, _Owner(most, promised_bytes, wants_room))
+                self._owners.setdefault(owner, _Owner(most, promised_bytes, wants_room, heater))
 
     def close(self, owner: object) -> None:
         """Say that a runner has ended. With the last one all standbys end."""
         with self._changed:
             self._owners.pop(owner, None)
             if self._owners:
+                self._end_unheated()
                 return
             self._announced.clear()
             self._used.clear()
@@ -223,11 +264,18 @@ class StandbyPool:
             self._end_all()
             self._wake()
 
-    def announce(self, kind: Kind) -> Announcement:
-        """Say that a task of a kind will come."""
+    def announce(self, kind: Kind, heater: Heater | None = None) -> Announcement:
+        """Say that a task of a kind will come.
+
+        Args:
+            kind: What can be done ahead for it.
+            heater: Lends the devices that the task may have; `None`: nothing is started there.
+        """
         announcement = Announcement(self, kind)
         with self._changed:
             self._announced[announcement] = None
+            if heater is not None and kind.hot:
+                self._state(kind).heater = heater
             self._look_soon()
         return announcement
 
@@ -246,12 +294,18 @@ class StandbyPool:
                 self._used.pop(kind, None)
                 self._used[kind] = None
             self._look_soon()
-            found = self._choose(kind, environment)
+            found = self._take_kept(spec.standby, kind, environment) if spec.standby else None
+            found = found or self._choose(kind, environment)
             if found is not None:
                 standby, changes = found
                 self._standbys.remove(standby)
                 assert standby.handle is not None
-                late = Late(changes, spec.cwd, spec.argv, spec.sys_path, spec.task_name)
+                hot = ""
+                if standby.lent is not None:
+                    hot = standby.kind.hot
+                    # Another may have its place.
+                    self._state(standby.kind).cool_until_s = 0.0
+                late = Late(changes, spec.cwd, spec.argv, spec.sys_path, spec.task_name, hot)
                 return standby.handle.give(spec, late, listener)
         return self._launcher.start(spec, listener)
 
@@ -262,12 +316,37 @@ class StandbyPool:
             return sum(s.ready for s in self._standbys)
 
     @property
+    def hot(self) -> int:
+        """Standbys whose framework has started, and that wait for a task."""
+        with self._changed:
+            return sum(s.hot and not s.ended for s in self._standbys)
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of all standbys."""
         with self._changed:
             return tuple(s.pid for s in self._standbys if s.pid is not None)
 
     # With the lock.
+
+    def _take_kept(
+        self, standby_id: str, kind: Kind, environment: dict[str, str]
+    ) -> tuple[_Standby, dict[str, str | None]] | None:
+        """Find the hot standby that is kept for a task; one that does not suit it ends."""
+        standby = next((s for s in self._standbys if s.id == standby_id), None)
+        if standby is None or standby.ended:
+            return None
+        changes = hot_changes(
+            standby.environment,
+            environment,
+            standby.kind.hot,
+            tuple(registry.ADAPTERS.values()),
+            cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
+        )
+        if changes is None or standby.flags != tuple(interpreter_flags()):
+            self._take_misfit(standby)
+            return None
+        return standby, changes
 
     def _choose(
         self, kind: Kind, environment: dict[str, str]
@@ -277,7 +356,7 @@ class StandbyPool:
         best_rank: tuple[Any, ...] = ()
         for standby in self._standbys:
             # Not one that has imported what this task would not.
-            same = standby.kind.always == kind.always
+            same = standby.kind.always == kind.always and standby.lent is None
             if standby.ended or not same or not set(standby.spec.modules) <= set(kind.modules):
                 continue
             changes = late_changes(
@@ -291,7 +370,7 @@ class StandbyPool:
                     self._take_misfit(standby)
                 continue
             # One that imports still is further along than one that has not begun.
-            rank = (standby.ready, len(standby.spec.modules), -standby.serial)
+            rank = (standby.ready, not standby.heating, len(standby.spec.modules), -standby.serial)
             if best is None or rank > best_rank:
                 best, best_rank = (standby, changes), rank
         return best
@@ -322,6 +401,17 @@ class StandbyPool:
     def _end_all(self) -> None:
         for standby in self._standbys:
             self._end(standby)
+
+    def _end_unheated(self) -> None:
+        """End what holds devices that no runner has any more."""
+        heaters = [owner.heater for owner in self._owners.values()]
+        for state in self._states.values():
+            if state.heater not in heaters:
+                state.heater = None
+        for standby in self._standbys:
+            if standby.heating and self._state(standby.kind).heater is None:
+                self._end(standby)
+        self._wake()
 
     def _end(self, standby: _Standby) -> None:
         if not standby.ended and standby.handle is not None:
@@ -361,6 +451,10 @@ class StandbyPool:
                 if not standby.ready and now - standby.started_s > WARMING_S:
                     self._take_death(standby, f"it imported for more than {WARMING_S:g} s")
                     self._end(standby)
+                since_s = standby.heating_since_s
+                if since_s is not None and now - since_s > HEATING_S and not standby.ended:
+                    self._end(standby)
+                    self._take_cold(standby, f"it had not started after {HEATING_S:g} s")
             self._starved_since_s = (self._starved_since_s or now) if wants_room else None
             if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
                 self._hold_until_s = now + MAKING_ROOM_S
@@ -375,6 +469,75 @@ class StandbyPool:
                 max(owner.most for owner in self._owners.values()),
             )
             self._carry_out(plan_standbys(self._demands(), machine))
+            heated = self._choose_to_heat(now)
+        for standby, heater, avoid in heated:
+            self._heat(standby, heater, avoid)
+
+    def _choose_to_heat(self, now: float) -> list[tuple[_Standby, Heater, frozenset[str]]]:
+        chosen = []
+        plain: dict[Kind, int] = {}
+        for standby in self._standbys:
+            state = self._state(standby.kind)
+            free = standby.ready and not standby.ended and not standby.heating
+            if free and state.heater is not None and now >= state.cool_until_s:
+                plain[standby.kind] = plain.get(standby.kind, 0) + 1
+                if plain[standby.kind] <= self._spare(standby.kind):
+                    continue
+                standby.heating = True
+                chosen.append((standby, state.heater, frozenset(state.cold_uuids)))
+        return chosen
+
+    def _spare(self, kind: Kind) -> int:
+        """Say how many of a kind are for tasks that are placed on another device than the hot ones."""
+        heater = self._state(kind).heater
+        return int(heater is not None and heater.device_count > 1)
+
+    def _heat(self, standby: _Standby, heater: Heater, avoid: frozenset[str]) -> None:
+        """Have a standby start its framework, without the lock: a device is asked for."""
+        assert standby.pid is not None and standby.handle is not None
+        lent: Lent | None = None
+        try:
+            lent = heater.lend(
+                standby.id, standby.kind, standby.pid, lambda: self._give_up(standby), avoid
+            )
+        except Exception:
+            logger.debug("no device for a hot standby", exc_info=True)
+        with self._changed:
+            if lent is None:
+                standby.heating = False
+                self._state(standby.kind).cool_until_s = time.monotonic() + COOL_S
+                return
+            standby.lent = lent
+            if standby not in self._standbys:
+                # It has a task meanwhile, or died: it has not touched the device.
+                lent.end()
+                return
+            if standby.ended:
+                return
+            standby.heating_since_s = time.monotonic()
+            standby.handle.answer(Heat(standby.kind.hot, lent.environment))
+            # What is given to it now it takes once its framework has started.
+            lent.offer()
+
+    def _give_up(self, standby: _Standby) -> None:
+        """A device's memory is needed: from the thread that hands out devices, which holds no lock."""
+        with self._changed:
+            self._state(standby.kind).cool_until_s = time.monotonic() + COOL_S
+            self._end(standby)
+
+    def _take_cold(self, standby: _Standby, problem: str) -> None:
+        """Its framework does not start on its device: not for this kind, not again."""
+        standby.ended = True
+        uuid = standby.lent.device_uuid if standby.lent is not None else ""
+        cold = self._state(standby.kind).cold_uuids
+        if uuid not in cold:
+            cold.add(uuid)
+            logger.warning(
+                "no standby starts %s on device %s ahead of its task any more: %s",
+                standby.kind.hot,
+                uuid,
+                problem,
+            )
 
     def _demands(self) -> list[KindDemand]:
         # Those who came first are served first.
@@ -399,6 +562,7 @@ class StandbyPool:
                     ready=sum(s.ready for s in own),
                     warming=sum(not s.ready for s in own),
                     useful=not state.useless,
+                    spare=self._spare(kind),
                 )
             )
         return demands
@@ -407,7 +571,7 @@ class StandbyPool:
         for kind in plan.ends:
             own = [s for s in self._standbys if s.kind == kind and not s.ended]
             if own:
-                self._end(min(own, key=lambda s: (s.ready, -s.serial)))
+                self._end(min(own, key=lambda s: (s.heating, s.ready, -s.serial)))
         for kind in plan.starts:
             assert isinstance(kind, Kind)
             self._warm(kind)
@@ -433,6 +597,11 @@ class StandbyPool:
                 standby.pid = message.pid
             elif isinstance(message, Warmed):
                 self._take_warmed(standby, message)
+            elif isinstance(message, Heated):
+                standby.heating_since_s = None
+                standby.hot = not message.problem
+                if message.problem:
+                    self._take_cold(standby, message.problem)
             elif isinstance(message, ChildRefused):
                 self._take_death(standby, str(message.error))
                 self._end(standby)
@@ -440,9 +609,13 @@ class StandbyPool:
                     # No process came of it, so none will be heard to end.
                     self._drop(standby)
             elif isinstance(message, ChildExited):
-                if not standby.ended:
+                if not standby.ended and standby.heating_since_s is not None:
+                    self._take_cold(standby, f"it ended with {message.code} as it started")
+                elif not standby.ended:
                     self._take_death(standby, f"it ended with {message.code}", message.stderr_tail)
                 self._drop(standby)
+                if standby.lent is not None:
+                    standby.lent.end()
             self._wake()
 
     def _drop(self, standby: _Standby) -> None:

@@ -11,12 +11,13 @@ import ctypes
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prefect_gpu import inside
 from prefect_gpu.frameworks import registry
-from prefect_gpu.processes.messages import Late, Warmed
+from prefect_gpu.frameworks.adapter import FrameworkPolicy, HeatingAdapter
+from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
 from prefect_gpu.processes.spec import STANDBY_TITLE
 
 #: The driver's library, by the name under which every program loads it.
@@ -97,22 +98,45 @@ def private_bytes() -> int:
     return (resident - shared) * os.sysconf("SC_PAGESIZE")
 
 
+def heat(order: Heat) -> Heated:
+    """Start a framework on its device; what goes wrong is told, not raised."""
+    _set_variables(order.environment)
+    adapter = registry.ADAPTERS.get(order.framework)
+    try:
+        if isinstance(adapter, HeatingAdapter):
+            adapter.heat()
+    except BaseException as error:
+        return Heated(f"{type(error).__name__}: {error}".partition("\n")[0])
+    return Heated()
+
+
+def hold_to(framework: str, policy: FrameworkPolicy) -> None:
+    """Hold a framework that was started ahead to a policy, as far as that is not done at its import."""
+    adapter = registry.ADAPTERS.get(framework)
+    if isinstance(adapter, HeatingAdapter):
+        adapter.apply_hot(policy)
+
+
 def catch_up(late: Late) -> None:
     """Become the process of a task: its environment, folder, arguments and paths.
 
     Raises:
         OSError: The folder is gone.
     """
-    for name, value in late.environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    _set_variables(late.environment)
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
     sys.path[:] = late.sys_path
     retitle(late.title)
+
+
+def _set_variables(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def retitle(title: str, before: str = STANDBY_TITLE) -> None:

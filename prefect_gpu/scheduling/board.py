@@ -248,7 +248,7 @@ class Board:
                     continue
                 if at in watch.places and not watch.allows(at, room, request):
                     continue
-            fitting.append((_is_busy(room), position, room))
+            fitting.append((is_busy(room), position, room))
         if len(fitting) < request.count:
             return None
         chosen = sorted(fitting, key=lambda one: one[:2])[: request.count]
@@ -276,7 +276,7 @@ class Board:
             )
             return (group.shut,), (first_s, at)
         self._open += 1
-        busy = _is_busy(room)
+        busy = is_busy(room)
         entry = (self._sign * room.free_bytes, at)
         if room.reservations:
             return (group.open[busy],), entry
@@ -302,6 +302,7 @@ def choose_devices(
     return None if chosen is None else place(request, chosen)
 
 
-def _is_busy(room: Room) -> bool:
+def is_busy(room: Room) -> bool:
+    """Tell whether a device computes so much that another task is better placed elsewhere."""
     busy = room.snapshot.busy_fraction
     return busy is not None and busy > BUSY_FRACTION

@@ -32,11 +32,29 @@ class Ledger(Protocol):
         """Give all reservations and the version that they stand at."""
         ...
 
-    def try_reserve(self, version: int, reservations: Sequence[Reservation]) -> bool:
+    def try_reserve(
+        self, version: int, reservations: Sequence[Reservation], instead_of: Sequence[str] = ()
+    ) -> bool:
         """Write all reservations if `version` still stands; else write none.
+
+        Args:
+            version: Of the view on which they were decided.
+            reservations: What to write.
+            instead_of: Requests whose reservations are taken back in the same step.
 
         Returns:
             Whether they were written.
+        """
+        ...
+
+    def lend(self, request_id: str, give_up: Callable[[], None]) -> None:
+        """Say how to ask for a hot standby's reservation back: see `reclaim`."""
+        ...
+
+    def reclaim(self, request_id: str) -> None:
+        """Ask whoever holds a hot standby's reservation to give it up; others are ignored.
+
+        It is released once its memory is back.
         """
         ...
 

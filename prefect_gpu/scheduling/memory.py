@@ -6,6 +6,9 @@ Pure arithmetic over one snapshot. The formula is the one of the design:
     free(d)    = min(driver_free, total - system_reserved - foreign - sum of max(reserved, measured))
                  - headroom
 
+Hot standbys are processes of ours, and count as if they were gone: they are ended before anybody who
+needs their memory starts (`hot`).
+
 Which device a task gets is decided in `placement`.
 """
 
@@ -23,23 +26,40 @@ OVERSHOOT_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
+class StandbyHold:
+    """What one hot standby holds of a device."""
+
+    request_id: str
+    #: The larger of what was promised to it and what it was seen to hold.
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Room:
     """One device as placement sees it, all read in one tick."""
 
     snapshot: DeviceSnapshot
-    #: Bytes free for new reservations; negative where others took what we had promised.
+    #: Bytes free for new reservations, once its hot standbys are gone; negative where others took what
+    #: we had promised.
     free_bytes: int
     #: Bytes that processes which are not ours hold.
     foreign_bytes: int
     #: Bytes that could ever be promised on it, were it empty: usable − headroom.
     capacity_bytes: int
-    #: Promises of ours on it.
+    #: Promises of ours on it, but for those to hot standbys.
     reservations: tuple[Reservation, ...] = ()
+    #: Hot standbys on it.
+    standbys: tuple[StandbyHold, ...] = ()
 
     @property
     def device(self) -> Device:
         """The device itself."""
         return self.snapshot.device
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes free beside its hot standbys, at least."""
+        return self.free_bytes - sum(hold.held_bytes for hold in self.standbys)
 
     def after(self, reservation: Reservation) -> Room:
         """Give the room that is left once `reservation` is made."""
@@ -49,6 +69,7 @@ class Room:
             foreign_bytes=self.foreign_bytes,
             capacity_bytes=self.capacity_bytes,
             reservations=(*self.reservations, reservation),
+            standbys=self.standbys,
         )
 
     def without(self, request_id: str) -> Room:
@@ -61,7 +82,12 @@ class Room:
             else:
                 stays.append(reservation)
         return Room(
-            self.snapshot, free_bytes, self.foreign_bytes, self.capacity_bytes, tuple(stays)
+            self.snapshot,
+            free_bytes,
+            self.foreign_bytes,
+            self.capacity_bytes,
+            tuple(stays),
+            self.standbys,
         )
 
 
@@ -123,19 +149,26 @@ def survey(
     """
     device = snapshot.device
     ours = tuple(r for r in reservations if r.device_key == device.key)
+    hot = {r.request_id for r in ours if r.standby}
     promised = {r.request_id: r.reserved_bytes for r in ours}
-    counted = sum(
-        max(promised.get(request_id, 0), measured.get(request_id, 0))
+    counts = {
+        request_id: max(promised.get(request_id, 0), measured.get(request_id, 0))
         for request_id in promised.keys() | measured.keys()
-    )
+    }
+    counted = sum(counts.values())
+    driver_free = snapshot.free_bytes
+    if hot:
+        counted -= sum(counts[request_id] for request_id in hot)
+        driver_free += sum(measured.get(request_id, 0) for request_id in hot)
     foreign = max(0, snapshot.used_bytes - sum(measured.values()))
-    free = min(snapshot.free_bytes, snapshot.usable_bytes - foreign - counted) - headroom_bytes
+    free = min(driver_free, snapshot.usable_bytes - foreign - counted) - headroom_bytes
     return Room(
         snapshot=snapshot,
         free_bytes=free,
         foreign_bytes=foreign,
         capacity_bytes=max(0, snapshot.usable_bytes - headroom_bytes),
-        reservations=ours,
+        reservations=tuple(r for r in ours if not r.standby) if hot else ours,
+        standbys=tuple(StandbyHold(r.request_id, counts[r.request_id]) for r in ours if r.standby),
     )
 
 

@@ -168,6 +168,8 @@ class Reservation:
     task_name: str = ""
     #: Monotonic seconds at which it is expected to be given back; `None`: not known.
     ends_s: float | None = None
+    #: A hot standby's context: the first thing given up when somebody needs the memory.
+    standby: bool = False
 
     @property
     def device_key(self) -> DeviceKey:

@@ -30,6 +30,9 @@ class KindDemand:
     warming: int
     #: Another one may be started. Not so where they died, or were of no use.
     useful: bool = True
+    #: Further ones, beside those for the tasks that are wanted: for the case that a hot one waits on
+    #: another device.
+    spare: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,10 @@ def plan_standbys(demands: Sequence[KindDemand], machine: Machine) -> StandbyPla
 
 
 def _targets(demands: Sequence[KindDemand], most: int) -> dict[Hashable, int]:
-    wanted = {d.kind: max(d.waiting, int(d.latest)) if d.useful else 0 for d in demands}
+    wanted = {}
+    for demand in demands:
+        least = max(demand.waiting, int(demand.latest))
+        wanted[demand.kind] = least + demand.spare if demand.useful and least else 0
     targets = dict.fromkeys(wanted, 0)
     # In turns: one kind with a thousand tasks must not keep the others from theirs.
     while most > 0 and any(targets[kind] < wanted[kind] for kind in wanted):

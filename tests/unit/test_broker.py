@@ -657,11 +657,13 @@ class ContestedLedger(ProcessLedger):
 
     rival: Reservation | None = None
 
-    def try_reserve(self, version: int, reservations: Sequence[Reservation]) -> bool:
+    def try_reserve(
+        self, version: int, reservations: Sequence[Reservation], instead_of: Sequence[str] = ()
+    ) -> bool:
         if self.rival is not None:
             rival, self.rival = self.rival, None
             assert super().try_reserve(version, [rival])
-        return super().try_reserve(version, reservations)
+        return super().try_reserve(version, reservations, instead_of)
 
 
 def test_who_lost_a_race_decides_again(make_rig: MakeRig) -> None:

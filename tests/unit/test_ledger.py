@@ -60,5 +60,34 @@ def test_processes_are_named_as_long_as_they_hold_something() -> None:
     assert ledger.view().processes == {}
 
 
+def test_one_promise_takes_the_place_of_another_in_one_step_and_nobody_is_told() -> None:
+    ledger, told = ProcessLedger(), list[str]()
+    ledger.watch(lambda: told.append("one"))
+    ledger.try_reserve(0, [promise(by="standby")])
+    ledger.attach("standby", 1)
+    before = ledger.view()
+    assert not ledger.try_reserve(0, [promise(by="a")], ["standby"])
+    assert ledger.view() == before, "all or nothing"
+    assert ledger.try_reserve(before.version, [promise(by="a")], ["standby", "unknown"])
+    view = ledger.view()
+    assert [r.request_id for r in view.reservations] == ["a"] and view.processes == {}
+    assert told == []
+
+
+def test_whoever_holds_what_may_be_taken_back_is_asked_as_long_as_he_holds_it() -> None:
+    ledger, asked = ProcessLedger(), list[str]()
+    ledger.lend("standby", lambda: asked.append("too early"))
+    ledger.reclaim("standby")
+    ledger.try_reserve(0, [promise(by="standby")])
+    ledger.reclaim("standby")
+    ledger.lend("standby", lambda: asked.append("standby"))
+    ledger.reclaim("standby")
+    assert asked == ["standby"]
+    assert len(ledger.view().reservations) == 1, "it is released once its memory is back"
+    ledger.release("standby")
+    ledger.reclaim("standby")
+    assert asked == ["standby"]
+
+
 def test_nothing_outlives_its_only_owner() -> None:
     ProcessLedger().renew(1, 2.0)

@@ -58,7 +58,7 @@ def test_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "standby"), [("auto", "auto"), (" Auto", "auto"), ("0", 0), ("12", 12)]
+    ("text", "standby"), [("auto", "auto"), (" Auto", "auto"), ("HOT", "hot"), ("0", 0), ("12", 12)]
 )
 def test_standby_is_a_word_or_a_number(
     monkeypatch: pytest.MonkeyPatch, text: str, standby: object
@@ -67,10 +67,15 @@ def test_standby_is_a_word_or_a_number(
     assert GPUSettings().standby == standby
 
 
-@pytest.mark.parametrize("value", ["hot", "-1", -1, True, 1.5, "1.5", ""])
+@pytest.mark.parametrize("value", ["warm", "-1", -1, True, 1.5, "1.5", ""])
 def test_what_standby_is_not(value: object) -> None:
-    with pytest.raises(ValidationError, match="neither 'auto' nor a number of processes"):
+    with pytest.raises(ValidationError, match="neither 'auto', 'hot' nor a number"):
         GPUSettings(standby=value)
+
+
+def test_forks_are_never_hot() -> None:
+    with pytest.raises(ValidationError, match="standby='hot' cannot be had with start_method"):
+        GPUSettings(standby="hot", start_method="forkserver")
 
 
 def test_headroom_may_be_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

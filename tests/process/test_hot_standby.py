@@ -1,0 +1,300 @@
+"""Standbys that start on a device ahead of their task: who gets one, and what becomes of the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prefect_gpu.processes import standby
+from prefect_gpu.processes.kind import SIMULATED, Kind
+from prefect_gpu.processes.messages import Heat, Heated
+from prefect_gpu.processes.standby import StandbyPool
+from prefect_gpu.processes.warming import heat, hold_to
+from prefect_gpu.units import GIB
+from tests.process import bodies
+from tests.process.rig import Rig, eventually, is_alive, spec_of
+from tests.process.test_standby import KIND, Warm
+
+HOT = replace(KIND, hot=SIMULATED)
+
+
+class Lent:
+    """A device that is lent; the words for what was said of it."""
+
+    def __init__(self, uuid: str, give_up: Callable[[], None], standby_id: str) -> None:
+        self.device_uuid = uuid
+        self.give_up = give_up
+        self.id = standby_id
+        self.said: list[str] = []
+
+    @property
+    def environment(self) -> Mapping[str, str | None]:
+        return {"CUDA_VISIBLE_DEVICES": self.device_uuid}
+
+    def offer(self) -> None:
+        self.said.append("offered")
+
+    def end(self) -> None:
+        self.said.append("ended")
+
+
+class Lender:
+    """Lends the devices that it is told to, one after the other."""
+
+    def __init__(self, *uuids: str) -> None:
+        self.uuids = list(uuids)
+        self.lent: list[Lent] = []
+        self.device_count = 1
+        self.during: Callable[[], object] = lambda: None
+
+    def lend(
+        self,
+        standby_id: str,
+        kind: Kind,
+        pid: int,
+        give_up: Callable[[], None],
+        avoid: Container[str],
+    ) -> Lent | None:
+        self.during()
+        free = [uuid for uuid in self.uuids if uuid not in avoid]
+        if not free:
+            return None
+        self.uuids.remove(free[0])
+        self.lent.append(Lent(free[0], give_up, standby_id))
+        return self.lent[-1]
+
+
+class Warmth(Warm):
+    """A pool whose runner lends devices."""
+
+    def __init__(self, rig: Rig, lender: Lender, most: int = 1) -> None:
+        self.lender = lender
+        super().__init__(rig, 0)
+        self.pool.close(self)
+        self.pool = StandbyPool(rig.launcher, read_available=lambda: 64 * GIB, cores=4)
+        self.pool.open(self, most, heater=lender)
+
+    def announce(self, kind: Kind = HOT) -> standby.Announcement:
+        return self.pool.announce(kind, self.lender)
+
+    def wait_hot(self, count: int = 1) -> None:
+        assert eventually(lambda: self.pool.hot == count)
+
+
+@pytest.fixture
+def make_warm(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Warmth]]:
+    warms: list[Warmth] = []
+
+    def make(*uuids: str, most: int = 1) -> Warmth:
+        warms.append(Warmth(make_rig(), Lender(*uuids), most))
+        return warms[-1]
+
+    yield make
+    for warm in warms:
+        warm.pool.close(warm)
+        assert warm.pool.pids == ()
+        warm.pool.shut_down()
+
+
+def kept(lent: Lent, body: Callable[..., Any] = bodies.environment_of_self, **changes: Any) -> Any:
+    environment = {"CUDA_VISIBLE_DEVICES": lent.device_uuid, **changes}
+    return replace(spec_of(body, environment=environment), standby=lent.id)
+
+
+def test_a_task_is_done_by_the_one_that_was_kept_for_it(make_warm: Callable[..., Warmth]) -> None:
+    warm = make_warm("GPU-1")
+    announced = warm.announce()
+    warm.wait_hot()
+    (pid,), (lent,) = warm.pool.pids, warm.lender.lent
+    assert lent.said == ["offered"]
+    child = warm.run(announced, kept(lent))
+    assert child.value()["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+    assert child.pid == pid
+    assert lent.said == ["offered"], "it is the task's"
+
+
+def test_it_may_be_given_before_it_has_started(make_warm: Callable[..., Warmth]) -> None:
+    warm = make_warm("GPU-1")
+    announced = warm.announce()
+    assert eventually(lambda: bool(warm.lender.lent and warm.lender.lent[0].said))
+    (pid,) = warm.pool.pids
+    child = warm.run(announced, kept(warm.lender.lent[0]))
+    child.value()
+    assert child.pid == pid
+
+
+def test_a_task_on_another_device_does_not_get_it(make_warm: Callable[..., Warmth]) -> None:
+    warm = make_warm("GPU-1")
+    announced = warm.announce()
+    warm.wait_hot()
+    (pid,) = warm.pool.pids
+    child = warm.run(announced, spec_of(bodies.add, 1))
+    assert child.value() == 1 and child.pid != pid
+    assert is_alive(pid)
+
+
+def test_where_there_are_several_devices_a_plain_one_waits_too(
+    make_warm: Callable[..., Warmth],
+) -> None:
+    warm = make_warm("GPU-1", "GPU-2", most=2)
+    warm.lender.device_count = 2
+    announced = warm.announce()
+    warm.wait_ready(2)
+    warm.wait_hot(1)
+    pids = warm.pool.pids
+    child = warm.run(announced, spec_of(bodies.add, 1))
+    assert child.value() == 1 and child.pid in pids
+    assert warm.pool.hot == 1
+
+
+def test_one_whose_environment_does_not_suit_ends_and_the_task_gets_its_own(
+    make_warm: Callable[..., Warmth],
+) -> None:
+    warm = make_warm("GPU-1")
+    announced = warm.announce()
+    warm.wait_hot()
+    (pid,), (lent,) = warm.pool.pids, warm.lender.lent
+    child = warm.run(announced, kept(lent, MY_OWN="changed"))
+    assert child.value()["MY_OWN"] == "changed" and child.pid != pid
+    assert eventually(lambda: not is_alive(pid))
+    assert eventually(lambda: lent.said == ["offered", "ended"])
+
+
+def test_one_that_was_given_up_ends_and_is_not_made_again_at_once(
+    make_warm: Callable[..., Warmth],
+) -> None:
+    warm = make_warm("GPU-1", "GPU-2")
+    warm.announce()
+    warm.wait_hot()
+    (pid,), (lent,) = warm.pool.pids, warm.lender.lent
+    lent.give_up()
+    assert eventually(lambda: not is_alive(pid))
+    assert eventually(lambda: lent.said == ["offered", "ended"])
+    warm.wait_ready()
+    assert warm.pool.hot == 0 and warm.lender.uuids == ["GPU-2"]
+
+
+def test_one_that_gets_a_task_while_a_device_is_asked_for_is_not_started_there(
+    make_warm: Callable[..., Warmth],
+) -> None:
+    warm = make_warm("GPU-1")
+    announced: list[standby.Announcement] = []
+    children: list[Any] = []
+    warm.lender.during = lambda: children.append(
+        warm.run(announced[0], spec_of(bodies.environment_of_self))
+    )
+    with warm.pool._changed:
+        announced.append(warm.announce())
+    assert eventually(lambda: bool(children and warm.lender.lent))
+    warm.lender.during = lambda: None
+    assert children[0].value()
+    assert eventually(lambda: warm.lender.lent[0].said == ["ended"])
+
+
+def test_where_there_is_no_device_it_waits_as_any_other(make_warm: Callable[..., Warmth]) -> None:
+    warm = make_warm()
+    announced = warm.announce()
+    (pid,) = warm.wait_ready()
+    child = warm.run(announced, spec_of(bodies.add, 1))
+    assert child.value() == 1 and child.pid == pid
+
+
+def test_one_that_dies_as_it_starts_is_not_started_there_again(
+    make_warm: Callable[..., Warmth], caplog: pytest.LogCaptureFixture
+) -> None:
+    warm = make_warm("GPU-1", "GPU-1")
+    warm.lender.during = lambda: [os.kill(pid, signal.SIGSTOP) for pid in warm.pool.pids]
+    warm.announce()
+    assert eventually(lambda: bool(warm.lender.lent and warm.lender.lent[0].said))
+    (pid,) = warm.pool.pids
+    warm.lender.during = lambda: None
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: warm.lender.lent[0].said == ["offered", "ended"])
+    (waits,) = warm.wait_ready()
+    assert waits != pid and warm.lender.uuids == ["GPU-1"]
+    (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "on device GPU-1" in told.getMessage()
+    assert warm.pool._states[HOT].deaths == 0
+
+
+def test_a_task_that_was_given_to_one_that_dies_as_it_starts_has_another(
+    make_warm: Callable[..., Warmth], caplog: pytest.LogCaptureFixture
+) -> None:
+    warm = make_warm("GPU-1")
+    warm.lender.during = lambda: [os.kill(pid, signal.SIGSTOP) for pid in warm.pool.pids]
+    announced = warm.announce()
+    assert eventually(lambda: bool(warm.lender.lent and warm.lender.lent[0].said))
+    (pid,), (lent,) = warm.pool.pids, warm.lender.lent
+    child = warm.run(announced, kept(lent))
+    assert child.pid == pid
+    os.kill(pid, signal.SIGKILL)
+    assert child.value()["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+    assert eventually(lambda: lent.said == ["offered", "ended"])
+
+
+def test_the_runner_whose_devices_they_hold_takes_them_along(
+    make_warm: Callable[..., Warmth],
+) -> None:
+    warm = make_warm("GPU-1")
+    other = object()
+    warm.pool.open(other, 1)
+    warm.announce()
+    warm.wait_hot()
+    (pid,), (lent,) = warm.pool.pids, warm.lender.lent
+    warm.pool.close(warm)
+    assert eventually(lambda: not is_alive(pid) and lent.said[-1] == "ended")
+    warm.pool.close(other)
+
+
+# In the process.
+
+
+class Framework:
+    """One that starts as it is told."""
+
+    module = "a_framework"
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.said: list[object] = []
+
+    def heat(self) -> None:
+        self.said.append(os.environ.get("A_DEVICE"))
+        if self.error is not None:
+            raise self.error
+
+    def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
+        return False
+
+    def apply_hot(self, policy: object) -> None:
+        self.said.append(policy)
+
+
+@pytest.fixture
+def framework(monkeypatch: pytest.MonkeyPatch) -> Framework:
+    made = Framework()
+    monkeypatch.setattr("prefect_gpu.frameworks.registry.ADAPTERS", {"made-up": made})
+    monkeypatch.setenv("A_DEVICE", "none")
+    return made
+
+
+def test_the_device_is_set_before_the_framework_starts(framework: Framework) -> None:
+    assert heat(Heat("made-up", {"A_DEVICE": "GPU-1"})) == Heated()
+    hold_to("made-up", "a policy")  # type: ignore[arg-type]
+    assert framework.said == ["GPU-1", "a policy"]
+
+
+def test_what_goes_wrong_is_told(framework: Framework) -> None:
+    framework.error = RuntimeError("CUDA error: out of memory\nmore")
+    assert heat(Heat("made-up", {})).problem == "RuntimeError: CUDA error: out of memory"
+
+
+def test_simulated_devices_need_nothing_started(framework: Framework) -> None:
+    assert heat(Heat(SIMULATED, {})) == Heated()
+    assert framework.said == []

@@ -1,0 +1,256 @@
+"""`prefect_gpu.scheduling.hot`: who takes a hot standby, which must go, where the next one is made."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_gpu.scheduling.hot import MOST_ON_DEVICE, Settled, choose_device, settle
+from prefect_gpu.scheduling.memory import Room, StandbyHold, survey
+from prefect_gpu.scheduling.model import (
+    Device,
+    DeviceSnapshot,
+    Placement,
+    ProcessUse,
+    Request,
+    Reservation,
+)
+from prefect_gpu.units import GIB
+
+
+def device(index: int = 0) -> Device:
+    return Device(f"GPU-{index}", index, "a model", 24 * GIB, "nvml", "here")
+
+
+def room(*standbys: tuple[str, int], free: int = 20, index: int = 0, **changes: object) -> Room:
+    some = device(index)
+    return Room(
+        DeviceSnapshot(some, 0.0, free * GIB, **changes),  # type: ignore[arg-type]
+        free * GIB,
+        0,
+        24 * GIB,
+        standbys=tuple(StandbyHold(name, size * GIB) for name, size in standbys),
+    )
+
+
+def placed(
+    name: str, gib: int, index: int = 0, exclusive: bool = False
+) -> tuple[Request, Placement]:
+    some = device(index)
+    promise = Reservation(name, "here", some.uuid, gib * GIB, exclusive)
+    return Request(name, name, 0, 0.0), Placement(name, (some,), (gib * GIB,), (promise,))
+
+
+def outcome(settled: Settled) -> tuple[dict[str, str], tuple[str, ...]]:
+    return {request.id: taken for request, _, taken in settled.made}, settled.given_up
+
+
+KINDS = dict.fromkeys(("a", "b", "c"), "torch")
+
+
+@pytest.mark.parametrize(
+    ("placements", "standbys", "offers", "made", "given_up"),
+    [
+        pytest.param([placed("a", 4)], [], {}, {"a": ""}, (), id="nobody waits"),
+        pytest.param(
+            [placed("a", 4)],
+            [("s", 1)],
+            {"s": "torch"},
+            {"a": "s"},
+            (),
+            id="a task takes the one of its kind",
+        ),
+        pytest.param(
+            [placed("a", 4), placed("b", 4)],
+            [("s", 1)],
+            {"s": "torch"},
+            {"a": "s", "b": ""},
+            (),
+            id="one is taken once",
+        ),
+        pytest.param(
+            [placed("a", 4)],
+            [("s", 1)],
+            {"s": "cupy"},
+            {"a": ""},
+            (),
+            id="another kind's stays beside it",
+        ),
+        pytest.param(
+            [placed("a", 4)], [("s", 1)], {}, {"a": ""}, (), id="what is not offered is not taken"
+        ),
+        pytest.param(
+            [placed("a", 20)],
+            [("s", 1)],
+            {"s": "torch"},
+            {"a": "s"},
+            (),
+            id="the context is part of the budget of who takes it",
+        ),
+        pytest.param(
+            [placed("a", 20)],
+            [("s", 1)],
+            {"s": "cupy"},
+            {},
+            ("s",),
+            id="another's goes before a task that needs all",
+        ),
+        pytest.param(
+            [placed("a", 18)],
+            [("s", 1), ("t", 1), ("u", 1)],
+            {},
+            {},
+            ("s",),
+            id="no more go than must",
+        ),
+        pytest.param(
+            [placed("a", 4, exclusive=True)],
+            [("s", 1), ("t", 0)],
+            {"s": "torch", "t": "torch"},
+            {},
+            ("t",),
+            id="alone but for the one that it takes, whatever others hold",
+        ),
+        pytest.param(
+            [placed("a", 4, exclusive=True)],
+            [("s", 1)],
+            {"s": "torch"},
+            {"a": "s"},
+            (),
+            id="alone with the one that it takes",
+        ),
+        pytest.param(
+            [placed("a", 10), placed("b", 9), placed("c", 1)],
+            [("s", 1)],
+            {},
+            {"a": "", "b": ""},
+            ("s",),
+            id="those before go on, and whoever does not fit beside it waits",
+        ),
+        pytest.param(
+            [placed("a", 19), placed("b", 1)],
+            [("s", 1), ("t", 1)],
+            {},
+            {},
+            ("s", "t"),
+            id="what goes holds its memory until it is gone",
+        ),
+        pytest.param(
+            [placed("a", 20), placed("b", 4, index=1)],
+            [("s", 1)],
+            {},
+            {"b": ""},
+            ("s",),
+            id="another device is another matter",
+        ),
+    ],
+)
+def test_settle(
+    placements: list[tuple[Request, Placement]],
+    standbys: list[tuple[str, int]],
+    offers: dict[str, str],
+    made: dict[str, str],
+    given_up: tuple[str, ...],
+) -> None:
+    rooms = [room(*standbys), room(index=1)]
+    assert outcome(settle(placements, rooms, offers, KINDS)) == (made, given_up)
+
+
+def test_a_task_on_two_devices_takes_none_and_has_room_made_on_both() -> None:
+    devices = device(0), device(1)
+    promises = tuple(Reservation("a", "here", d.uuid, 20 * GIB) for d in devices)
+    both = Placement("a", devices, (20 * GIB,) * 2, promises)
+    rooms = [room(("s", 1)), room(("t", 1), index=1)]
+    settled = settle(
+        [(Request("a", "a", 0, 0.0, count=2), both)], rooms, {"s": "torch", "t": "torch"}, KINDS
+    )
+    assert outcome(settled) == ({}, ("s", "t"))
+
+
+def test_a_task_that_no_standby_suits_takes_none() -> None:
+    settled = settle([placed("x", 4)], [room(("s", 1))], {"s": "torch"}, KINDS)
+    assert outcome(settled) == ({"x": ""}, ())
+
+
+# Where the next one is made.
+
+
+def chosen(*rooms: Room, style: str = "spread", count: dict[int, int] | None = None) -> int | None:
+    found = choose_device(
+        rooms,
+        style,  # type: ignore[arg-type]
+        lambda some: GIB,
+        lambda key: (count or {}).get(int(key[1][-1]), 0),
+        avoid={"GPU-3"},
+    )
+    return None if found is None else found.device.index
+
+
+@pytest.mark.parametrize(
+    ("rooms", "options", "index"),
+    [
+        pytest.param([room(free=9), room(free=20, index=1)], {}, 1, id="the emptiest"),
+        pytest.param(
+            [room(free=9), room(free=20, index=1)], {"style": "pack"}, 0, id="the fullest that fits"
+        ),
+        pytest.param(
+            [room(free=9), room(free=20, index=1)],
+            {"count": {1: 1}},
+            0,
+            id="one on each before a second",
+        ),
+        pytest.param([room()], {"count": {0: MOST_ON_DEVICE}}, None, id="no more than the most"),
+        pytest.param([room(free=0)], {}, None, id="no room for a context"),
+        pytest.param(
+            [room(("s", 20))], {}, None, id="beside those that are there, who are not ended for it"
+        ),
+        pytest.param(
+            [room(free=20, busy_fraction=0.95), room(free=9, index=1)], {}, 1, id="a calm one first"
+        ),
+        pytest.param([room(index=3)], {}, None, id="not where it does not start"),
+        pytest.param([room(error="lost")], {}, None, id="not where nothing works"),
+    ],
+)
+def test_choose_device(rooms: list[Room], options: dict[str, object], index: int | None) -> None:
+    assert chosen(*rooms, **options) == index  # type: ignore[arg-type]
+
+
+def test_not_where_somebody_is_alone() -> None:
+    alone = room().after(Reservation("a", "here", "GPU-0", GIB, exclusive=True))
+    assert chosen(alone) is None
+
+
+# What a survey makes of them.
+
+
+def surveyed(promised: int, measured: int, free: int) -> Room:
+    some = device()
+    used = ProcessUse(7, 7, measured * GIB)
+    return survey(
+        DeviceSnapshot(some, 0.0, free * GIB, processes=(used,) if measured else ()),
+        [
+            Reservation("s", "here", some.uuid, promised * GIB, standby=True),
+            Reservation("a", "here", some.uuid, 4 * GIB),
+        ],
+        {"s": measured * GIB} if measured else {},
+        GIB,
+    )
+
+
+@pytest.mark.parametrize(
+    ("promised", "measured", "free", "beside"),
+    [
+        pytest.param(1, 0, 19, 18, id="promised and not there yet"),
+        pytest.param(2, 1, 19, 17, id="there in part"),
+        pytest.param(1, 3, 19, 16, id="larger than it was promised"),
+    ],
+)
+def test_what_a_standby_holds_counts_as_free_and_is_told(
+    promised: int, measured: int, free: int, beside: int
+) -> None:
+    room = surveyed(promised, measured, 24 - measured)
+    assert (room.free_bytes, room.beside_bytes) == (free * GIB, beside * GIB)
+    assert room.foreign_bytes == 0
+    assert [r.request_id for r in room.reservations] == ["a"]
+    later = room.after(Reservation("b", "here", "GPU-0", GIB))
+    assert later.beside_bytes == (beside - 1) * GIB
+    assert later.without("b").standbys == room.standbys

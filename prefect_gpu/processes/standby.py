@@ -9,7 +9,6 @@ its framework on and who takes it there (`heater`).
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import sys
@@ -17,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_gpu.devices.host import read_host_available_bytes
@@ -30,7 +28,7 @@ from prefect_gpu.processes.interpreter import (
     interpreter_flags,
 )
 from prefect_gpu.processes.kind import Kind
-from prefect_gpu.processes.launcher import Handle, ProcessLauncher, process_launcher
+from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
 from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
 from prefect_gpu.processes.spec import (
     ChildExited,
@@ -41,6 +39,7 @@ from prefect_gpu.processes.spec import (
     Listener,
     WarmSpec,
 )
+from prefect_gpu.processes.waiting import KindState, Owner, Standby, serials
 from prefect_gpu.scheduling.standbys import KindDemand, Machine, StandbyPlan, plan_standbys
 from prefect_gpu.units import GIB
 
@@ -78,79 +77,6 @@ COOL_S = 5.0
 #: Seconds that `close` waits for processes that were killed.
 _ENDING_S = 5.0
 
-_serials = itertools.count()
-
-
-@dataclass(eq=False)
-class _Standby:
-    """One process that waits, or imports."""
-
-    kind: Kind
-    #: As it was started: users' modules may have been left out, the environment completed.
-    spec: WarmSpec
-    flags: tuple[str, ...]
-    started_s: float
-    serial: int = field(default_factory=lambda: next(_serials))
-    handle: Handle | None = None
-    pid: int | None = None
-    ready: bool = False
-    #: Ended by us.
-    ended: bool = False
-    #: A device is asked for, or was had.
-    heating: bool = False
-    #: What it has of that device, and it is for tasks there alone; `None`: nothing yet.
-    lent: Lent | None = None
-    #: Monotonic seconds since when its framework starts; `None`: it does not, or has.
-    heating_since_s: float | None = None
-    #: Its framework has started.
-    hot: bool = False
-
-    @property
-    def id(self) -> str:
-        """What it is called in the ledger."""
-        return f"standby-{os.getpid()}-{self.serial}"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment that what it has done so far rests on."""
-        changed: dict[str, str | None] = dict(self.spec.environment)
-        if self.lent is not None:
-            changed.update(self.lent.environment)
-        return {name: value for name, value in changed.items() if value is not None}
-
-
-@dataclass(eq=False)
-class _KindState:
-    """What is known of a kind."""
-
-    size_bytes: int
-    deaths: int = 0
-    misfits: int = 0
-    #: What the user's modules do as they are imported would come too early for a task.
-    without_users: bool = False
-    #: Why no more of them are made; empty: they are.
-    useless: str = ""
-    #: Lends devices to them; `None`: they import, and no more.
-    heater: Heater | None = None
-    #: Devices where their framework did not start.
-    cold_uuids: set[str] = field(default_factory=set)
-    #: Monotonic seconds before which no device is asked for.
-    cool_until_s: float = 0.0
-
-
-@dataclass(eq=False)
-class _Owner:
-    """A runner that is open."""
-
-    #: Standbys at most; `None`: not known yet.
-    most: int
-    #: Host memory promised to its processes that they have not taken.
-    promised_bytes: Callable[[], int]
-    #: Whether a task of its waits for memory of the machine itself.
-    wants_room: Callable[[], bool]
-    #: Lends its devices to hot standbys; `None`: it wants none.
-    heater: Heater | None = None
-
 
 class Announcement:
     """A task that was submitted: the `Launcher` of all its processes.
@@ -162,7 +88,7 @@ class Announcement:
         self._pool = pool
         self.kind = kind
         #: In the order of arrival.
-        self.serial = next(_serials)
+        self.serial = next(serials)
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
         """Give the task to a standby that suits it, or start a process for it."""
@@ -204,10 +130,10 @@ class StandbyPool:
         self._dirty = False
         self._shut = False
         self._thread: threading.Thread | None = None
-        self._owners: dict[object, _Owner] = {}
+        self._owners: dict[object, Owner] = {}
         self._announced: dict[Announcement, None] = {}
-        self._standbys: list[_Standby] = []
-        self._states: dict[Kind, _KindState] = {}
+        self._standbys: list[Standby] = []
+        self._states: dict[Kind, KindState] = {}
         #: Kinds of which a task was started, the last one last.
         self._used: dict[Kind, None] = {}
         #: Monotonic seconds since when a task has waited for the machine's memory; `None`: none does.
@@ -237,7 +163,7 @@ class StandbyPool:
         """
         with self._changed:
             if not self._shut:
-                self._owners.setdefault(owner, _Owner(most, promised_bytes, wants_room, heater))
+                self._owners.setdefault(owner, Owner(most, promised_bytes, wants_room, heater))
 
     def close(self, owner: object) -> None:
         """Say that a runner has ended. With the last one all standbys end."""
@@ -331,7 +257,7 @@ class StandbyPool:
 
     def _take_kept(
         self, standby_id: str, kind: Kind, environment: dict[str, str]
-    ) -> tuple[_Standby, dict[str, str | None]] | None:
+    ) -> tuple[Standby, dict[str, str | None]] | None:
         """Find the hot standby that is kept for a task; one that does not suit it ends."""
         standby = next((s for s in self._standbys if s.id == standby_id), None)
         if standby is None or standby.ended:
@@ -344,15 +270,23 @@ class StandbyPool:
             cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
         )
         if changes is None or standby.flags != tuple(interpreter_flags()):
-            self._take_misfit(standby)
+            self._end(standby)
+            state = self._state(standby.kind)
+            state.hot_misfits += 1
+            if state.hot_misfits == MOST_MISFITS:
+                logger.debug(
+                    "standbys for %s are hot no more: the environment changes from task to task in what "
+                    "is read as a framework starts",
+                    standby.kind.modules,
+                )
             return None
         return standby, changes
 
     def _choose(
         self, kind: Kind, environment: dict[str, str]
-    ) -> tuple[_Standby, dict[str, str | None]] | None:
+    ) -> tuple[Standby, dict[str, str | None]] | None:
         flags = tuple(interpreter_flags())
-        best: tuple[_Standby, dict[str, str | None]] | None = None
+        best: tuple[Standby, dict[str, str | None]] | None = None
         best_rank: tuple[Any, ...] = ()
         for standby in self._standbys:
             # Not one that has imported what this task would not.
@@ -375,7 +309,7 @@ class StandbyPool:
                 best, best_rank = (standby, changes), rank
         return best
 
-    def _take_misfit(self, standby: _Standby) -> None:
+    def _take_misfit(self, standby: Standby) -> None:
         """It was made for this kind, and the parent's environment has changed since."""
         self._end(standby)
         state = self._state(standby.kind)
@@ -413,13 +347,13 @@ class StandbyPool:
                 self._end(standby)
         self._wake()
 
-    def _end(self, standby: _Standby) -> None:
+    def _end(self, standby: Standby) -> None:
         if not standby.ended and standby.handle is not None:
             standby.ended = True
             standby.handle.kill()
 
-    def _state(self, kind: Kind) -> _KindState:
-        return self._states.setdefault(kind, _KindState(kind.size_bytes))
+    def _state(self, kind: Kind) -> KindState:
+        return self._states.setdefault(kind, KindState(kind.size_bytes))
 
     # The pool's thread.
 
@@ -439,7 +373,7 @@ class StandbyPool:
             except Exception:
                 logger.exception("the keeper of standby processes met an error; it goes on")
 
-    def _step(self, owners: tuple[_Owner, ...]) -> None:
+    def _step(self, owners: tuple[Owner, ...]) -> None:
         available_bytes = self._read_available()
         promised_bytes = sum(owner.promised_bytes() for owner in owners)
         wants_room = any(owner.wants_room() for owner in owners)
@@ -473,13 +407,14 @@ class StandbyPool:
         for standby, heater, avoid in heated:
             self._heat(standby, heater, avoid)
 
-    def _choose_to_heat(self, now: float) -> list[tuple[_Standby, Heater, frozenset[str]]]:
+    def _choose_to_heat(self, now: float) -> list[tuple[Standby, Heater, frozenset[str]]]:
         chosen = []
         plain: dict[Kind, int] = {}
         for standby in self._standbys:
             state = self._state(standby.kind)
             free = standby.ready and not standby.ended and not standby.heating
-            if free and state.heater is not None and now >= state.cool_until_s:
+            suits = state.hot_misfits < MOST_MISFITS
+            if free and suits and state.heater is not None and now >= state.cool_until_s:
                 plain[standby.kind] = plain.get(standby.kind, 0) + 1
                 if plain[standby.kind] <= self._spare(standby.kind):
                     continue
@@ -492,7 +427,7 @@ class StandbyPool:
         heater = self._state(kind).heater
         return int(heater is not None and heater.device_count > 1)
 
-    def _heat(self, standby: _Standby, heater: Heater, avoid: frozenset[str]) -> None:
+    def _heat(self, standby: Standby, heater: Heater, avoid: frozenset[str]) -> None:
         """Have a standby start its framework, without the lock: a device is asked for."""
         assert standby.pid is not None and standby.handle is not None
         lent: Lent | None = None
@@ -519,13 +454,13 @@ class StandbyPool:
             # What is given to it now it takes once its framework has started.
             lent.offer()
 
-    def _give_up(self, standby: _Standby) -> None:
+    def _give_up(self, standby: Standby) -> None:
         """A device's memory is needed: from the thread that hands out devices, which holds no lock."""
         with self._changed:
             self._state(standby.kind).cool_until_s = time.monotonic() + COOL_S
             self._end(standby)
 
-    def _take_cold(self, standby: _Standby, problem: str) -> None:
+    def _take_cold(self, standby: Standby, problem: str) -> None:
         """Its framework does not start on its device: not for this kind, not again."""
         standby.ended = True
         uuid = standby.lent.device_uuid if standby.lent is not None else ""
@@ -585,13 +520,13 @@ class StandbyPool:
             argv=tuple(sys.argv),
             sys_path=import_paths(),
         )
-        standby = _Standby(kind, spec, tuple(interpreter_flags()), time.monotonic())
+        standby = Standby(kind, spec, tuple(interpreter_flags()), time.monotonic())
         self._standbys.append(standby)
         standby.handle = self._launcher.start(spec, lambda message: self._hear(standby, message))
 
     # The launcher's thread.
 
-    def _hear(self, standby: _Standby, message: Any) -> None:
+    def _hear(self, standby: Standby, message: Any) -> None:
         with self._changed:
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
@@ -618,12 +553,12 @@ class StandbyPool:
                     standby.lent.end()
             self._wake()
 
-    def _drop(self, standby: _Standby) -> None:
+    def _drop(self, standby: Standby) -> None:
         # One that was given a task is in the list no more.
         if standby in self._standbys:
             self._standbys.remove(standby)
 
-    def _take_warmed(self, standby: _Standby, warmed: Warmed) -> None:
+    def _take_warmed(self, standby: Standby, warmed: Warmed) -> None:
         state = self._state(standby.kind)
         problem = warmed.problem
         if not problem:
@@ -641,7 +576,7 @@ class StandbyPool:
             state.useless = problem
             logger.debug("no standbys are kept for %s: %s", standby.kind.modules, problem)
 
-    def _take_death(self, standby: _Standby, how: str, stderr_tail: str = "") -> None:
+    def _take_death(self, standby: Standby, how: str, stderr_tail: str = "") -> None:
         state = self._state(standby.kind)
         state.deaths += 1
         if state.deaths >= MOST_DEATHS and not state.useless:

@@ -166,6 +166,24 @@ def test_one_whose_environment_does_not_suit_ends_and_the_task_gets_its_own(
     assert eventually(lambda: lent.said == ["offered", "ended"])
 
 
+def test_where_hot_ones_never_suit_they_only_import(make_warm: Callable[..., Warmth]) -> None:
+    warm = make_warm(*["GPU-1"] * 9)
+    elsewhere = {"CUDA_VISIBLE_DEVICES": "GPU-2"}
+    for number in range(standby.MOST_MISFITS):
+        announced = warm.announce()
+        warm.wait_hot()
+        lent = warm.lender.lent[-1]
+        spec = spec_of(bodies.add, number, environment=elsewhere)
+        child = warm.run(announced, replace(spec, standby=lent.id))
+        assert child.value() == number
+        assert eventually(lambda lent=lent: lent.said[-1] == "ended")  # type: ignore[misc]
+    announced = warm.announce()
+    (pid,) = warm.wait_ready()
+    assert len(warm.lender.lent) == standby.MOST_MISFITS and warm.pool.hot == 0
+    child = warm.run(announced, spec_of(bodies.add, 1, environment=elsewhere))
+    assert child.value() == 1 and child.pid == pid
+
+
 def test_one_that_was_given_up_ends_and_is_not_made_again_at_once(
     make_warm: Callable[..., Warmth],
 ) -> None:

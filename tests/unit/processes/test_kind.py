@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
-from prefect_gpu.processes.kind import OWN_MODULES, kind_of
+from prefect_gpu.processes.kind import OWN_MODULES, SIMULATED, kind_of
 from tests.unit.processes import kind_bodies
 
 NVML = FrameworkPolicy("nvml", (), (), (), cpus=3, frameworks=("torch",))
@@ -85,3 +85,27 @@ def test_a_framework_that_the_tags_do_not_name_is_not_imported_ahead() -> None:
     assert "torch.nn" in found.users and "tensorflow" not in str(found.modules)
     none = kind(kind_bodies.imports_either, replace(NVML, frameworks=("none",)))
     assert "torch" not in str(none.modules)
+
+
+@pytest.mark.parametrize(
+    ("frameworks", "hot"),
+    [
+        (("torch",), "torch"),
+        (("tensorflow", "torch"), "torch"),
+        (("tensorflow",), ""),
+        (("none",), ""),
+        ((), ""),
+    ],
+)
+def test_the_framework_that_is_started_ahead(frameworks: tuple[str, ...], hot: str) -> None:
+    policy = replace(NVML, frameworks=frameworks, detected=())
+    assert kind(kind_bodies.imports_inside, policy, hot=True).hot == hot
+    assert kind(kind_bodies.imports_inside, policy).hot == "", "only if it was asked for"
+
+
+@pytest.mark.parametrize(("device_kind", "hot"), [("host", ""), ("simulated", SIMULATED)])
+def test_other_devices_have_no_framework_to_start(device_kind: Any, hot: str) -> None:
+    policy = replace(NVML, device_kind=device_kind, frameworks=("torch",))
+    found = kind(kind_bodies.imports_inside, policy, hot=True)
+    assert found.hot == hot
+    assert (found == kind(kind_bodies.imports_inside, policy)) == (not hot)

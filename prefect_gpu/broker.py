@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 from prefect_gpu.clock import Clock, RealClock
@@ -32,7 +32,7 @@ from prefect_gpu.lending import Lending, Surroundings
 from prefect_gpu.recovery import RecoveryWatch
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.board import Board, PlacementStyle
-from prefect_gpu.scheduling.hot import settle
+from prefect_gpu.scheduling.hot import in_the_way, settle
 from prefect_gpu.scheduling.ledger import Ledger, LedgerView
 from prefect_gpu.scheduling.memory import Room, measure, survey_all
 from prefect_gpu.scheduling.model import (
@@ -48,7 +48,7 @@ from prefect_gpu.scheduling.model import (
 )
 from prefect_gpu.scheduling.placement import select_rooms
 from prefect_gpu.scheduling.queue import RequestQueue, Shape
-from prefect_gpu.scheduling.turns import HostRoom, decide, explain
+from prefect_gpu.scheduling.turns import Decisions, HostRoom, decide, explain
 from prefect_gpu.ticket import Ticket as Ticket
 from prefect_gpu.units import GIB, MIB, format_seconds
 
@@ -691,7 +691,8 @@ class Broker:
             self._rooms = None
         self._queue.note(decisions.standings)
         # Those for whom they must go are decided anew once the devices show their memory.
-        self._calls += [partial(self._ledger.reclaim, loan_id) for loan_id in settled.given_up]
+        given_up = settled.given_up or self._in_the_way(decisions, rooms, reading)
+        self._calls += [partial(self._ledger.reclaim, loan_id) for loan_id in given_up]
         for request, error in decisions.refusals:
             self._queue.remove(request)
             self._kinds.pop(request.id, None)
@@ -714,6 +715,18 @@ class Broker:
         self._possible = self._queue.shapes
         if promises:
             self._rooms = None
+
+    def _in_the_way(
+        self, decisions: Decisions, rooms: Sequence[Room], reading: Reading
+    ) -> tuple[str, ...]:
+        """Name the hot standbys that keep the first who found no device from one."""
+        if not self.lending.offers:
+            return ()
+        settled = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
+        first = next((r for r in self._queue if r.id not in settled), None)
+        if first is None or self._host_room(reading).refusal(first):
+            return ()
+        return in_the_way(first, select_rooms(first, rooms))
 
     @staticmethod
     def _decide(

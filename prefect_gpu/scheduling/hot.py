@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from prefect_gpu.scheduling.board import PlacementStyle, is_busy
 from prefect_gpu.scheduling.memory import Room, StandbyHold
 from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
-from prefect_gpu.scheduling.placement import is_open
+from prefect_gpu.scheduling.placement import could_hold, is_open
 
 #: Hot standbys of one kind on a device. Each holds a context (0.5 to 0.7 GiB) and saves a task 0.2 s;
 #: after two in a row the next is hot again while the second's task still reads its data.
@@ -68,6 +68,24 @@ def settle(
         else:
             made.append((request, placement, taken))
     return Settled(tuple(made), tuple(given_up))
+
+
+def in_the_way(request: Request, rooms: Iterable[Room]) -> tuple[str, ...]:
+    """Name the hot standbys on devices that a request which found none could have to itself.
+
+    A driver takes some memory for each process that it lists, 9 MiB on an H200, which is nobody's and
+    comes back with the process. Who needs a device to the last byte would wait for it for ever.
+
+    Args:
+        request: What is asked; it waits.
+        rooms: The devices that it may use.
+    """
+    alone = [r for r in rooms if not r.reservations and is_open(r) and could_hold(request, r)]
+    if len(alone) < request.count:
+        return ()
+    # Where the fewest must go.
+    alone.sort(key=lambda room: len(room.standbys))
+    return tuple(hold.request_id for room in alone[: request.count] for hold in room.standbys)
 
 
 def _find(

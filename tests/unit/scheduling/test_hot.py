@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from prefect_gpu.scheduling.hot import MOST_ON_DEVICE, Settled, choose_device, settle
+from prefect_gpu.scheduling.hot import MOST_ON_DEVICE, Settled, choose_device, in_the_way, settle
 from prefect_gpu.scheduling.memory import Room, StandbyHold, survey
 from prefect_gpu.scheduling.model import (
     Device,
@@ -254,3 +256,22 @@ def test_what_a_standby_holds_counts_as_free_and_is_told(
     later = room.after(Reservation("b", "here", "GPU-0", GIB))
     assert later.beside_bytes == (beside - 1) * GIB
     assert later.without("b").standbys == room.standbys
+
+
+def test_who_needs_a_device_to_the_last_byte_has_hot_standbys_end() -> None:
+    whole = Request("a", "a", 0, 0.0, memory=24 * GIB)
+    # Their bookkeeping in the driver is nobody's: 23 of 24 GiB are counted free.
+    full, empty = room(("s", 1), ("t", 1), free=23), room(("u", 1), free=23, index=1)
+    assert in_the_way(whole, [full]) == ("s", "t")
+    assert in_the_way(whole, [full, empty]) == ("u",)
+    both = Request("b", "b", 0, 0.0, memory=24 * GIB, count=2)
+    assert in_the_way(both, [full]) == ()
+    assert set(in_the_way(both, [full, empty])) == {"s", "t", "u"}
+
+
+def test_none_ends_for_a_task_that_others_of_ours_hold_up() -> None:
+    whole = Request("a", "a", 0, 0.0, memory=24 * GIB)
+    running = placed("b", 4)[1].reservations
+    held = replace(room(("s", 1), free=19), reservations=running)
+    assert in_the_way(whole, [held]) == ()
+    assert in_the_way(Request("c", "c", 0, 0.0, memory=25 * GIB), [room(("s", 1))]) == ()

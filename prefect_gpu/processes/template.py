@@ -180,17 +180,25 @@ class _Template:
         return True
 
     def _fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        heard, told = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:
+            os.close(told)
             _say(self._control, kind="refused", id=request["id"], reason=str(error))
         else:
             if pid == 0:
+                os.setsid()
+                os.close(heard)
+                os.close(told)
                 self._leave()
                 raise _Forked(request, descriptors)
+            os.close(told)
+            # Until it leads a group, or is dead: what kills the group would miss it.
+            os.read(heard, 1)
             self._forks[pid] = False
             _say(self._control, kind="forked", id=request["id"], pid=pid)
-        for descriptor in descriptors:
+        for descriptor in (heard, *descriptors):
             os.close(descriptor)
 
     def _leave(self) -> None:
@@ -237,7 +245,6 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     """In a fork: be the child that a fresh interpreter would have become."""
-    os.setsid()
     channel, *streams = descriptors
     for number, descriptor in zip((1, 2), streams, strict=True):
         os.dup2(descriptor, number)

@@ -244,6 +244,8 @@ def test_a_guardian_that_was_stopped_does_not_stop_the_launcher(rig: Rig) -> Non
     rig.call(bodies.add, 1)
     stopped = guardian_of(rig)
     stopped.suspend()
+    # Before that it would still take what it is told: as much as the pipe holds.
+    assert eventually(lambda: stopped.status() == psutil.STATUS_STOPPED)
     rig.launcher.call(lambda: [rig.launcher._keeper.tell("-" + "9" * 9) for _ in range(10_000)])
     assert rig.call(bodies.add, 2) == 2
     assert guardian_of(rig).pid != stopped.pid

@@ -307,6 +307,41 @@ def test_a_process_that_came_after_all_hears_nothing_of_the_call(rig: Rig) -> No
     plain.close(DEADLOCK_S)
 
 
+_REFUSES = """
+import json, socket, sys
+control = socket.socket(fileno=int(sys.argv[1]))
+control.recv(1 << 20)
+control.send(json.dumps({"kind": "ready", "failed": {"x": "gone"}, "unfit": ""}).encode())
+while data := control.recv(1 << 20):
+    answer = {"kind": "refused", "id": json.loads(data)["id"], "reason": "no more processes"}
+    control.send(json.dumps(answer).encode())
+"""
+
+
+def test_a_fork_that_the_system_refuses_leaves_the_template_in_use(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "refuses.py").write_text(_REFUSES)
+    monkeypatch.setattr(forkserver, "TEMPLATE", tmp_path / "refuses.py")
+    refusing = ForkServer((), (), dict(os.environ))
+    assert refusing.wait_ready(DEADLOCK_S) == ""
+    assert refusing.failed == {"x": "gone"}
+    for _ in range(2):
+        with pytest.raises(BlockingIOError, match="no fork: no more processes"):
+            refusing.fork(SpawnRequest("a-task", 0, {}, ""))
+    assert refusing.problem == ""
+    refusing.close()
+
+
+def test_a_template_that_imports_for_too_long_is_given_up(importable: str) -> None:
+    Path(importable, "imports_for_ever.py").write_text("import time\ntime.sleep(600)\n")
+    server = ForkServer(("imports_for_ever",), import_paths(), dict(os.environ))
+    assert "said nothing for 0.05 s" in server.wait_ready(0.05)
+    assert server.failed == {}
+    server.process.wait(DEADLOCK_S)
+    server.close()
+
+
 # The parent.
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -33,6 +32,9 @@ from prefect_gpu.units import (
     parse_duration,
     parse_size,
 )
+
+#: Longest time that is believed: three centuries.
+MOST_SECONDS = 1e10
 
 COLUMNS = (
     "name",
@@ -196,8 +198,8 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         return parse_duration(text)
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"{text} is no number of seconds")
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise ValueError(f"{text} is no number of seconds from 0 to {MOST_SECONDS:g}")
     return seconds
 
 

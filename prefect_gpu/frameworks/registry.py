@@ -178,7 +178,7 @@ class _Walk:
             yield from self.modules(value)
 
     def _function(self, fn: FunctionType) -> Iterator[str]:
-        if not _is_users(fn.__module__):
+        if not is_users(fn.__module__):
             return
         for code in _nested(fn.__code__):
             yield from _imports(code, fn.__globals__.get("__package__"), self._with_names)
@@ -204,7 +204,7 @@ class _Walk:
     def _class(self, cls: type) -> Iterator[str]:
         for base in cls.__mro__:
             yield _text(base.__module__)
-            if _is_users(base.__module__):
+            if is_users(base.__module__):
                 yield from self._all(
                     member
                     for member in list(vars(base).values())
@@ -258,7 +258,7 @@ def _root(name: Any) -> str:
 
 
 @functools.cache
-def _is_users(module: str | None) -> bool:
+def is_users(module: str | None) -> bool:
     """Tell the user's own code, worth reading, from the standard library and what is installed."""
     root = _root(module)
     if root == "__main__":

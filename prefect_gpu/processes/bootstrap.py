@@ -39,8 +39,12 @@ def _read_exactly(descriptor: int, size_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def main() -> None:
-    """Read the first frame, become like the parent, and run the child."""
+def main(forked: bool = False) -> None:
+    """Read the first frame, become like the parent, and run the child.
+
+    Args:
+        forked: This process is a fork of a template.
+    """
     # Until the body begins nothing of what is imported becomes garbage: collecting took an eighth of
     # the time to import Prefect (1.05 s of CPU, 0.92 without). `child` switches it on again.
     gc.disable()
@@ -60,7 +64,7 @@ def main() -> None:
     sys.argv[:] = boot["argv"]
     from prefect_gpu.processes import child
 
-    child.main(descriptor, boot.get("warm"))
+    child.main(descriptor, boot.get("warm"), forked)
 
 
 if __name__ == "__main__":

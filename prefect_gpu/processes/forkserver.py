@@ -166,7 +166,10 @@ class ForkServer:
             target=_pass_on, args=(self.process.stdout,), name="prefect-gpu-template", daemon=True
         ).start()
         boot = {"sys_path": sys_path, "modules": modules}
-        self._control.send(json.dumps(boot).encode())
+        try:
+            self._control.send(json.dumps(boot).encode())
+        except OSError as error:
+            self._give_up(f"the template process ended at once ({error})")
 
     def wait_ready(self, timeout_s: float) -> str:
         """Wait until it may be asked for forks.

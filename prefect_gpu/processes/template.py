@@ -31,8 +31,6 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any, NoReturn
 
 #: Bytes of the longest request: an environment, which the kernel bounds by a quarter of the stack.
@@ -48,9 +46,6 @@ TEMPLATE_TITLE = "template".ljust(80)
 #: Stands in a template's environment where each of its forks has the token that marks it and all
 #: that it starts (`guardian`): of the same length.
 NO_TOKEN = "0" * 32
-
-#: Names of the modules that the template imported: their files are not a body's.
-_shared: set[str] = set()
 
 
 class _Forked(BaseException):
@@ -80,7 +75,6 @@ def main() -> None:
         else:
             if name == "prefect_gpu.prefect_bridge":
                 module.rehearse()
-    _shared.update(sys.modules)
     # What was made so far stays: collecting it in a fork would only copy its pages.
     gc.freeze()
     _end_with_parent(control, False)
@@ -269,7 +263,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         f"{guardian.TOKEN_VARIABLE}={token}\0".encode(),
     )
     sys.argv[:] = [bootstrap.__file__, str(channel), request["title"]]
-    bootstrap.main()
+    bootstrap.main(forked=True)
 
 
 def _end(code: int) -> NoReturn:
@@ -284,20 +278,13 @@ def _end(code: int) -> NoReturn:
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
-    for found in _made_here():
+    # All but what the template made, which was set aside, and looking at which would copy its pages.
+    for found in gc.get_objects():
         # Files that nobody closed: their text is still in this process.
         if issubclass(type(found), _io._IOBase):
             with contextlib.suppress(Exception):
                 found.flush()
     os._exit(code)
-
-
-def _made_here() -> Iterator[Any]:
-    """Give what may be a file of the body's: to look at all objects would copy the template's pages."""
-    yield from gc.get_objects()
-    for name, module in tuple(sys.modules.items()):
-        if name not in _shared and isinstance(module, ModuleType):
-            yield from tuple(vars(module).values())
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ must not run a task. Which modules is `kind`'s choice; which variables may still
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from prefect_gpu import inside
@@ -31,12 +34,29 @@ ARGUMENTS, ENVIRONMENT = 48, 50
 _NOT_INITIALIZED = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where modules of the user's were imported from."""
+
+    #: Wall-clock nanoseconds when the imports began.
+    began_ns: int
+    sys_path: tuple[str, ...]
+    cwd: str
+
+
+#: `None`: this process has imported none of the user's ahead.
+_imported_from: _Origin | None = None
+
+
 def warm_up(entries: Iterable[str]) -> Warmed:
     """Import modules, and look at what that did.
 
     Args:
         entries: As in `WarmSpec.modules`.
     """
+    global _imported_from
+    entries = tuple(entries)
+    began_ns = time.time_ns()
     failed = []
     with inside.before_the_task() as asked:
         for entry in entries:
@@ -48,6 +68,8 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     touched = find_touched()
     if asked:
         touched = touched or "a module asked current_allocation() as it was imported"
+    if any(_is_users(entry.partition(":")[0]) for entry in entries):
+        _imported_from = _Origin(began_ns, tuple(sys.path), os.getcwd())
     return Warmed(tuple(failed), touched, private_bytes())
 
 
@@ -122,13 +144,57 @@ def catch_up(late: Late) -> None:
 
     Raises:
         OSError: The folder is gone.
+        ImportError: What was imported ahead is not what the task would import now.
     """
+    _check_modules(late)
+    _follow_parent()
     _set_variables(late.environment)
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
     sys.path[:] = late.sys_path
     retitle(late.title)
+
+
+def _check_modules(late: Late) -> None:
+    """See that the user's modules are those that a process made now would have."""
+    origin = _imported_from
+    if origin is None:
+        return
+    if tuple(late.sys_path) != origin.sys_path or (late.cwd and late.cwd != origin.cwd):
+        raise ImportError("modules are found elsewhere by now")
+    for name, module in tuple(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and _is_users(name):
+            # A file that is gone, too: a process made now would not have it.
+            if os.stat(path).st_mtime_ns >= origin.began_ns:
+                raise ImportError(f"{name} was written to since it was imported")
+
+
+def _is_users(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root != "prefect_gpu" and registry.is_users(root)
+
+
+def _follow_parent() -> None:
+    """Take over what a process made now would inherit: its umask, and its limits of resources."""
+    parent = os.getppid()
+    try:
+        with open(f"/proc/{parent}/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("Umask:"):
+                    os.umask(int(line.split()[1], 8))
+                    break
+    except OSError:
+        # No `/proc` (macOS): as it was when this process was made.
+        return
+    import resource
+
+    for name in dir(resource):
+        if name.startswith("RLIMIT_"):
+            limit = getattr(resource, name)
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(limit, resource.prlimit(parent, limit))
 
 
 def _set_variables(changes: Mapping[str, str | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import multiprocessing
 import os
 import signal
@@ -382,3 +383,53 @@ def few_descriptors() -> Any:
     array = numbers(300_000)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
     return array
+
+
+class ImportedAtLoad:
+    """Becomes a module as it is unpickled; not imported where it is made."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (self.name,)
+
+
+#: A module of a user's that holds files in all the places where one keeps them.
+HOLDS_FILES = """
+import csv, os
+HERE = os.path.dirname(__file__)
+def opened(name):
+    return open(os.path.join(HERE, name + ".txt"), "w")
+class Log:
+    out = opened("class attribute")
+class Holder:
+    def __init__(self):
+        self.out = opened("instance")
+PLAIN, DICT, HOLDER = opened("global"), {"out": opened("dict")}, Holder()
+WRITER = csv.writer(opened("behind C"))
+CYCLE = {"out": opened("cycle")}
+CYCLE["self"] = CYCLE
+def write(text):
+    global LATER
+    LATER = opened("opened later")
+    for out in (Log.out, PLAIN, DICT["out"], HOLDER.out, CYCLE["out"], LATER):
+        out.write(text)
+    WRITER.writerow([text])
+"""
+
+
+def write_to_held_files(module: Any, text: str) -> None:
+    module.write(text)
+
+
+def value_of(module: Any) -> Any:
+    return module.VALUE
+
+
+def umask_and_files() -> tuple[int, int]:
+    import resource
+
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask, resource.getrlimit(resource.RLIMIT_NOFILE)[0]

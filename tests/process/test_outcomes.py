@@ -457,3 +457,15 @@ def test_a_thread_that_reads_the_channel_at_exit_does_not_hold_it_up(rig: Rig) -
     started = time.monotonic()
     assert child.value() == "done"
     assert time.monotonic() - started < DEADLOCK_S and child.exit().code == 0
+
+
+def test_what_was_written_to_files_that_modules_hold_open_is_there(
+    rig: Rig, importable: str
+) -> None:
+    Path(importable, "test_holds_files.py").write_text(bodies.HOLDS_FILES)
+    module = bodies.ImportedAtLoad("test_holds_files")
+    child = rig.launch(spec_of(bodies.write_to_held_files, module, "all of it"))
+    assert child.value() is None
+    assert child.exit().code == 0
+    found = {path.stem: path.read_text().strip() for path in Path(importable).glob("*.txt")}
+    assert len(found) == 7 and set(found.values()) == {"all of it"}, found

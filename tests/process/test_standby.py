@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -448,3 +449,57 @@ def test_none_outlives_a_parent_that(tmp_path: Path, then: str, how: int | None)
     assert process.wait(DEADLOCK_S) in (0, 3, -signal.SIGKILL, -signal.SIGINT)
     assert eventually(lambda: not any(map(is_alive, pids)))
     assert len(pids) == 1 + (then == _FORK)
+
+
+# What was imported ahead is what would be imported now.
+
+
+def test_files_that_its_modules_hold_open_are_written(warm: Warm, importable: str) -> None:
+    module(importable, "test_holds_files", bodies.HOLDS_FILES)
+    announced = warm.announce(kind_with("test_holds_files"))
+    (waited,) = warm.wait_ready()
+    held = bodies.ImportedAtLoad("test_holds_files")
+    child = warm.run(announced, spec_of(bodies.write_to_held_files, held, "all of it"))
+    assert child.value() is None and child.pid == waited
+    assert child.exit().code == 0
+    found = {path.stem: path.read_text().strip() for path in Path(importable).glob("*.txt")}
+    assert len(found) == 7 and set(found.values()) == {"all of it"}, found
+
+
+@pytest.mark.parametrize("changed", ["source", "path", "folder"])
+def test_a_task_whose_modules_have_changed_gets_a_fresh_process(
+    warm: Warm, importable: str, tmp_path: Path, changed: str
+) -> None:
+    module(importable, "test_standby_changes", "VALUE = 'old'")
+    announced = warm.announce(kind_with("test_standby_changes"))
+    (waited,) = warm.wait_ready()
+    spec = spec_of(bodies.value_of, bodies.ImportedAtLoad("test_standby_changes"))
+    expected = "new"
+    if changed == "source":
+        module(importable, "test_standby_changes", "VALUE = 'new, and longer'")
+        expected = "new, and longer"
+    elif changed == "path":
+        (tmp_path / "before").mkdir()
+        module(str(tmp_path / "before"), "test_standby_changes", "VALUE = 'new'")
+        spec = replace(spec, sys_path=(str(tmp_path / "before"), *spec.sys_path))
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        spec = replace(spec, cwd=str(tmp_path / "elsewhere"))
+        expected = "old"
+    child = warm.run(announced, spec)
+    assert child.value() == expected
+    assert child.of(BodyStarted) is not None
+    assert [m.pid for m in child.messages if isinstance(m, ChildStarted)][-1] != waited
+
+
+def test_it_follows_the_umask_and_the_limits_of_its_parent(warm: Warm) -> None:
+    announced = warm.announce()
+    warm.wait_ready()
+    umask, (soft, hard) = os.umask(0o27), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        child = warm.run(announced, spec_of(bodies.umask_and_files))
+        assert child.value() == (0o27, soft - 1)
+    finally:
+        os.umask(umask)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -11,7 +11,7 @@ import pytest
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.hot import MOST_ON_DEVICE
 from prefect_gpu.ticket import Loan, Ticket
-from prefect_gpu.units import GIB
+from prefect_gpu.units import GIB, MIB
 from tests.unit.test_broker import Reader, Rig, WatchedBroker, decided, indices
 from tests.unit.test_broker import make_rig as make_rig
 
@@ -232,6 +232,21 @@ def test_it_goes_before_whoever_needs_its_memory_starts(
     rig.start(ticket)
     rig.exit(ticket)
     assert rig.next_recovered() == ("a", 0)
+
+
+def test_a_task_of_the_whole_device_is_not_kept_from_it_by_a_drivers_bookkeeping(
+    rig: Rig, hot: Hot
+) -> None:
+    hot.make("s")
+    # On an H200 in use by nobody as long as a process of ours is listed.
+    rig.reader.occupy("SIM-0", 9 * MIB)
+    ticket = rig.submit("a", 24)
+    rig.broker.read()
+    assert rig.waits(ticket) and hot.asked == ["s"]
+    rig.reader.vacate("SIM-0")
+    hot.end("s")
+    decided(ticket)
+    assert ticket.placement is not None
 
 
 def test_a_probe_takes_the_one_of_its_kind_and_has_the_others_gone(rig: Rig, hot: Hot) -> None:

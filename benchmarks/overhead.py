@@ -6,7 +6,8 @@ will do. Peers in the same run: Prefect's `ThreadPoolTaskRunner`, which is the b
 `ProcessPoolTaskRunner`, `RayTaskRunner` where it is installed, plain `multiprocessing`; ours with a
 fresh interpreter for each task, with standbys (the default), and with `start_method="forkserver"`.
 
-    python benchmarks/overhead.py                              # under five minutes on two cores
+    python benchmarks/overhead.py                              # what has time in five minutes
+    python benchmarks/overhead.py --budget 900                 # all of it on two quiet cores
     python benchmarks/overhead.py --all-tasks --repeats 3 --budget 3600
     python benchmarks/overhead.py --rows threads-few cold standby --framework torch --at-once 0
     python benchmarks/overhead.py --tiny                       # that it runs, in under a minute
@@ -23,8 +24,8 @@ What is measured: tasks a second from the flow's start to its last result; `subm
 one task at a time; `RUSAGE_SELF` of the flow's process, without its children; how much its resident
 set has grown once all results are there and the flow goes on, futures and all; in the crowd, whose flows
 run on the system's allocator for that, also how much of it is in use: the rest is room that 2,000 tasks
-took while all of them waited, and that those after them take again. For standbys, what lies between a
-task's placement and its first line beyond serialising the call and Prefect's context.
+took while all of them waited. For standbys, what lies between a task's placement and its first line
+beyond serialising the call and Prefect's context.
 
 Prints tables, whether each target is met, and JSON (versions, seed, every run). Within `--budget` what
 has no time left says so.

@@ -38,6 +38,7 @@ import json
 import random
 import statistics
 import time
+import urllib.request
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,10 @@ STANDBY_MS = 10.0
 TIMES_COLD = 5.0
 ABOVE_THREADS_MS = 25.0
 KEPT_ABOVE_BYTES = 10_000
+
+#: Seconds for which the server must store nothing more before a row, and for which that is waited for.
+QUIET_S = 3.0
+QUIET_LIMIT_S = 120.0
 
 Run = dict[str, Any]
 
@@ -175,6 +180,28 @@ class _Clock:
         return self._until_s - time.monotonic()
 
 
+def wait_until_quiet(url: str) -> None:
+    """Wait until the server has stored what the row before it sent: it does so behind the flow.
+
+    Right after 2,000 tasks in threads it answered the next flow with 503 (SQLite, Prefect 3.8.8).
+    """
+    deadline = time.monotonic() + QUIET_LIMIT_S
+    seen, since = -1, time.monotonic()
+    done = {"task_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+    asked = urllib.request.Request(
+        f"{url}/task_runs/count", json.dumps(done).encode(), {"Content-Type": "application/json"}
+    )
+    while time.monotonic() < min(deadline, since + QUIET_S):
+        try:
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                found = int(answer.read())
+        except OSError:
+            found = -1
+        if found != seen or found < 0:
+            seen, since = found, time.monotonic()
+        time.sleep(0.5)
+
+
 def run_row(
     row: str, given: argparse.Namespace, part: str, clock: _Clock, url: str, kind: str
 ) -> Run:
@@ -197,6 +224,7 @@ def run_row(
     arguments += ["--framework", given.framework]
     arguments += ["--one-by-one", str(given.one_by_one if part == "rows" else 0)]
     told: list[Run] = []
+    wait_until_quiet(url)
     _common.say(f"{part}: {row}, {tasks} tasks, {kind} flow")
     problem = _common.stream(
         *(__file__, arguments, url, max(60.0, clock.left_s), told.append),

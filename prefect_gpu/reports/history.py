@@ -53,6 +53,10 @@ READ_TRIES = 2
 #: Seconds for which an API that did not answer is not asked again.
 AWAY_S = 60.0
 
+#: Runs of one history that may wait to be written; older ones are dropped where tasks end faster than
+#: the API takes artifacts. Nobody reads more than `KEPT_RUNS`; twice as many leave room to read more.
+MOST_WAITING = 2 * KEPT_RUNS
+
 #: Characters of the digest in an artifact's key: 48 bits tell histories of one name apart.
 DIGEST_CHARS = 12
 
@@ -127,9 +131,8 @@ class PrefectHistory:
         known = self._shelf(key).add(version, run)
         self._publisher.put(
             lambda client: publish_run(key, version, known, client),
-            # Nobody reads more of them.
             series=key,
-            most=KEPT_RUNS,
+            most=MOST_WAITING,
         )
 
     def _shelf(self, key: HistoryKey) -> _Shelf:

@@ -74,11 +74,12 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
         if prepare.work == "calibrate":
             _calibrate(channel, prepare)
         else:
-            _run(channel, prepare, forked)
-        if not forked:
-            # Ending as if it had never been set aside. A quarter to half a second with a framework, and
-            # not to be saved: files that modules hold open are written, and `__del__` called, only if
-            # the collector sees them as the interpreter ends.
+            _run(channel, prepare, set_aside=forked or warm is not None)
+        if not forked and (warm is None or sys.flags.dev_mode):
+            # Ending as if it had never been set aside: files that the user's modules hold open are
+            # written, and `__del__` called, only if the collector sees them as the interpreter ends. It
+            # takes half a second with a framework, for which memory of the device stays taken. What was
+            # imported ahead had libraries set aside before the user's modules came, and they stay so.
             gc.unfreeze()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone; there is nobody to tell. The guardian ends the rest.
@@ -104,7 +105,7 @@ def _calibrate(channel: Channel, prepare: Prepare) -> None:
         return
 
 
-def _run(channel: Channel, prepare: Prepare, forked: bool) -> None:
+def _run(channel: Channel, prepare: Prepare, set_aside: bool) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
     adapters = registry.adapters_for(prepare.policy)
     readings = Readings(prepare.policy, adapters)
@@ -122,7 +123,7 @@ def _run(channel: Channel, prepare: Prepare, forked: bool) -> None:
         call = _load_call(channel.receive_value())
         with _surroundings(call, channel):
             sampler.start()
-            _collect_garbage_again(forked)
+            _collect_garbage_again(set_aside)
             channel.send(BodyStarted())
             recorder.begin()
             try:
@@ -190,11 +191,11 @@ def _host_peak_bytes() -> int:
     return 0
 
 
-def _collect_garbage_again(forked: bool) -> None:
+def _collect_garbage_again(set_aside: bool) -> None:
     """Undo what the bootstrap did for the imports; what they made will stay, so it is set aside."""
-    if not forked:
-        # A fork's has been, and what its task imported since must be found as it ends.
+    if not set_aside:
         gc.freeze()
+    # Else libraries have been, and what the user's modules made since must be found at the end.
     gc.enable()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import sys
@@ -51,20 +52,30 @@ _imported_from: _Origin | None = None
 def warm_up(entries: Iterable[str]) -> Warmed:
     """Import modules, and look at what that did.
 
+    What libraries made is set aside from the garbage collector for good: to take it apart as the process
+    ends takes most of a second with PyTorch. What came with the user's modules is not, for they may
+    hold files open.
+
     Args:
-        entries: As in `WarmSpec.modules`.
+        entries: As in `WarmSpec.modules`: libraries before what needs them.
     """
     global _imported_from
     entries = tuple(entries)
     began_ns = time.time_ns()
     failed = []
+    set_aside = False
     with inside.before_the_task() as asked:
         for entry in entries:
+            if not set_aside and not _is_library(entry):
+                gc.freeze()
+                set_aside = True
             try:
                 _import(entry)
             except BaseException:
                 # Whatever it is: the body will see it, in a process that has not seen half of it.
                 failed.append(entry)
+    if not set_aside:
+        gc.freeze()
     touched = find_touched()
     if asked:
         touched = touched or "a module asked current_allocation() as it was imported"
@@ -169,6 +180,13 @@ def _check_modules(late: Late) -> None:
             # A file that is gone, too: a process made now would not have it.
             if os.stat(path).st_mtime_ns >= origin.began_ns:
                 raise ImportError(f"{name} was written to since it was imported")
+
+
+def _is_library(entry: str) -> bool:
+    """Tell what is ours, and frameworks."""
+    module = entry.partition(":")[0]
+    frameworks = (adapter.module for adapter in registry.ADAPTERS.values())
+    return module.partition(".")[0] == "prefect_gpu" or module in frameworks
 
 
 def _is_users(module: str) -> bool:

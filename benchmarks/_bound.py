@@ -126,6 +126,57 @@ class Check:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What one task had of a device in a row, beside what it takes alone. Times in seconds."""
+
+    #: What it takes alone.
+    cost: Cost
+    #: Bytes that were set aside for it.
+    budget_bytes: int
+    #: When its device was chosen; when the device answered it; when its body ended; when the last of
+    #: its memory was seen.
+    placed_s: float
+    ready_s: float
+    ended_s: float
+    gone_s: float
+
+
+def account(uses: Iterable[Use], makespan_s: float, device_bytes: int) -> dict[str, float]:
+    """Say where the memory of one device went during a row.
+
+    Args:
+        uses: One for each task.
+        makespan_s: How long the row took.
+        device_bytes: Memory of the device.
+
+    Returns:
+        Seconds of the whole device by what they were for; they add up to the makespan. The first is the
+        bound's `memory × time`.
+    """
+    found = dict.fromkeys(
+        (
+            "as alone",
+            "budgets above peaks",
+            "processes start",
+            "work takes longer than alone",
+            "processes end",
+        ),
+        0.0,
+    )
+    for use in uses:
+        alone_s, peak = use.cost.duration_s, use.cost.memory_bytes
+        found["as alone"] += peak * alone_s / device_bytes
+        found["budgets above peaks"] += (use.budget_bytes - peak) * alone_s / device_bytes
+        found["processes start"] += use.budget_bytes * (use.ready_s - use.placed_s) / device_bytes
+        longer_s = use.ended_s - use.ready_s - alone_s
+        found["work takes longer than alone"] += use.budget_bytes * longer_s / device_bytes
+        ending_s = max(0.0, use.gone_s - use.ended_s)
+        found["processes end"] += use.budget_bytes * ending_s / device_bytes
+    found["nobody's"] = makespan_s - sum(found.values())
+    return found
+
+
 def longest_first(costs: Iterable[Cost]) -> list[Cost]:
     """Order tasks by their seconds, the longest first: short ones fill what is left at the end."""
     return sorted(costs, key=lambda c: (-c.duration_s, c.name))

@@ -366,7 +366,10 @@ def read_reports(flow_run_id: str, least: int, patience_s: float = 15.0) -> list
                 if len(page) < 200:
                     break
             if len(rows) >= least or time.monotonic() > deadline:
-                return [row["metadata_"] or {} for row in rows]
+                return [
+                    {**(row["metadata_"] or {}), "task_run_id": str(row["task_run_id"])}
+                    for row in rows
+                ]
             time.sleep(0.5)
 
 

@@ -184,6 +184,8 @@ class Sampler(threading.Thread):
         self._stopped = threading.Event()
         #: Most bytes of a process on a device.
         self.peaks: dict[tuple[int, int], int] = {}
+        #: `time.time()` at which a process was seen last.
+        self.last_seen: dict[int, float] = {}
         #: Most bytes in use on each device.
         self.used_peaks: list[int] = [0] * max(1, len(self._handles))
         #: `time.time()` and utilisation of each device, 0 to 1.
@@ -221,6 +223,7 @@ class Sampler(threading.Thread):
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 key = (process.pid, index)
                 self.peaks[key] = max(self.peaks.get(key, 0), process.usedGpuMemory or 0)
+                self.last_seen[process.pid] = now
         # Last: a driver that does not tell this one tells the rest.
         load = [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
         self.busy.append((now, load))

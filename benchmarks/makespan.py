@@ -19,8 +19,15 @@ same in all other rows. The lower bound of every row is made of those costs: the
 chain; memory × duration over the device's memory; durations of tasks larger than half a device; GPU-busy
 seconds; CPU seconds over cores. Durations leave out the start of the process and of CUDA. Which term
 binds is printed. Tasks are submitted the longest first in all rows but the sequential one, where the
-order makes no difference. All have one CPU thread each. Before it is timed, a row of ours runs one small
-task of each framework, as a machine that is in use has done: their contexts are measured once.
+order makes no difference. All have one CPU thread each.
+
+Caches are warm, as on a machine that is in use: before anything is timed, what JAX compiles for these
+models is put into its own cache on disk, which all rows read (a process for each task would compile
+again what the one before it has compiled, whoever starts it); and a row of ours runs one small task of
+each framework, whose contexts are measured once.
+
+Where memory binds, it is also told what the device's memory was for during a row of ours: work as it is
+alone, budgets above peaks, processes that start and end, work that took longer, nobody's.
 """
 
 from __future__ import annotations
@@ -30,7 +37,9 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +68,9 @@ GUESS_START_S = 2.5
 #: Seconds that a row takes before and after: imports, flow run, reports.
 AROUND_S = 12.0
 
+#: Processes that fill caches at a time: together they need at most 80 GiB.
+CACHES_AT_A_TIME = 4
+
 #: What is aimed for.
 LEAST_SPEEDUP = 4.0
 MOST_ABOVE_BOUND = 1.2
@@ -71,6 +83,8 @@ ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    # By default what took less than a second to compile is not kept.
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 
 
@@ -79,6 +93,11 @@ def why_not(row: str) -> str:
     if row == "ray" and not (_common.installed("ray") and _common.installed("prefect_ray")):
         return "not installed: prefect-ray"
     return ""
+
+
+def is_compiled(job: _evaluations.Evaluation) -> bool:
+    """Tell whether a framework compiles what it runs, and can keep it."""
+    return job.framework == "jax"
 
 
 # One row, in a process of its own.
@@ -90,6 +109,21 @@ def spawned(queue: Any, arguments: dict[str, Any]) -> None:
         queue.put(_evaluations.evaluate(**arguments))
     except Exception as error:
         queue.put({"error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def fill_caches(jobs: list[_evaluations.Evaluation], on_gpu: bool) -> None:
+    """Have what is compiled put into caches on disk: each model once, some at a time."""
+    context = multiprocessing.get_context("spawn")
+    waiting = [dataclasses.replace(job, seconds=0.0) for job in jobs if is_compiled(job)]
+    running: list[Any] = []
+    while waiting or running:
+        running = [process for process in running if process.is_alive()]
+        while waiting and len(running) < CACHES_AT_A_TIME:
+            arguments = (context.SimpleQueue(), arguments_of(waiting.pop(), 1, on_gpu))
+            running.append(context.Process(target=spawned, args=arguments, daemon=True))
+            running[-1].start()
+        time.sleep(0.05)
+    _common.tell({"kind": "caches"})
 
 
 def arguments_of(job: _evaluations.Evaluation, steps: int, on_gpu: bool) -> dict[str, Any]:
@@ -105,6 +139,7 @@ def tell_task(
     if not error:
         record |= found
         record["peak_bytes"] = sampler.peak_bytes(found["pid"])
+        record["gone"] = sampler.last_seen.get(found["pid"], found["ended"])
         record["busy_fraction"] = sampler.busy_fraction(found["ready"], found["ended"])
     _common.tell(record)
 
@@ -186,6 +221,7 @@ def measure_flow(
         began = time.time()
         futures = [(job, submit(job)) for job in jobs]
         seen["results"] = results = []
+        seen["task_runs"] = {str(future.task_run_id): job.name for job, future in futures}
         for job, future in futures:
             results.append((job, future.result(raise_on_failure=False)))
             if len(results) % 10 == 0:
@@ -218,6 +254,15 @@ def measure_flow(
         reports = _common.read_reports(seen["flow_run_id"], len(jobs))
         summary = _common.summarise_reports(reports)
         record["reports"] = summary
+        #: By task: bytes set aside, and seconds from its placement to its first line.
+        record["placed"] = {
+            seen["task_runs"][report["task_run_id"]]: [
+                int(report["budget_bytes"]),
+                float(report["start_s"]),
+            ]
+            for report in reports
+            if report["task_run_id"] in seen["task_runs"]
+        }
         # A task that ran out of memory and then ended well is in the reports alone.
         record["out_of_memory"] = max(out_of_memory, summary["out_of_memory"])
     _common.tell(record)
@@ -271,7 +316,14 @@ def bound_of(
     costs: dict[str, dict[str, Any]], device_bytes: int, cores: int, with_init: bool = False
 ) -> _bound.Bound:
     """Work out the least makespan; with or without CUDA's start in a task's duration."""
-    made = [
+    return _bound.lower_bound(costs_of(costs, device_bytes, with_init), 1, device_bytes, cores)
+
+
+def costs_of(
+    costs: dict[str, dict[str, Any]], device_bytes: int, with_init: bool = False
+) -> list[_bound.Cost]:
+    """Give what tasks take alone as the arithmetic wants it; see `bound_of`."""
+    return [
         _bound.Cost(
             name,
             cost["duration_s"] + (cost["init_s"] if with_init else 0.0),
@@ -281,7 +333,6 @@ def bound_of(
         )
         for name, cost in costs.items()
     ]
-    return _bound.lower_bound(made, 1, device_bytes, cores)
 
 
 def main() -> None:
@@ -303,7 +354,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write JSON here as results come")
     parser.add_argument("--json", action="store_true", help="print the JSON too")
     parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
-    parser.add_argument("--row", choices=tuple(ROWS), help=argparse.SUPPRESS)
+    parser.add_argument("--row", choices=("caches", *ROWS), help=argparse.SUPPRESS)
     parser.add_argument("--on-gpu", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     settings = _common.read_settings(given.settings)
@@ -317,6 +368,9 @@ def main() -> None:
     if not frameworks:
         raise SystemExit(f"none of {', '.join(given.frameworks)} is installed")
     jobs = _evaluations.plan(given.seed, given.tasks, frameworks, given.scale, given.tiny)
+    if given.row == "caches":
+        fill_caches(jobs, given.on_gpu)
+        return
     if given.row == "sequential":
         measure_sequential(jobs, given.on_gpu)
         return
@@ -393,8 +447,15 @@ class Benchmark:
         if self._on_gpu and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
             # One device, for all rows alike.
             os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        with _common.prefect_server(given.api_url) as url:
+        with (
+            _common.prefect_server(given.api_url) as url,
+            tempfile.TemporaryDirectory() as self._caches,
+        ):
             _common.say("the server is there")
+            if any(map(is_compiled, self._jobs)):
+                began = time.monotonic()
+                self._run_row("caches", url, given.budget, lambda found: None)
+                _common.say(f"caches are filled: {time.monotonic() - began:.0f} s")
             for row in ROWS:
                 if row in given.rows:
                     self._measure(row, url)
@@ -435,6 +496,19 @@ class Benchmark:
             return
         began = time.monotonic()
         self._tasks[row] = []
+        problem = self._run_row(row, url, left_s, lambda found: self._take(row, found))
+        if row not in self._rows:
+            self._absent[row] = problem or "it told nothing"
+        elif row == "sequential":
+            self._costs = make_costs(self._tasks[row], self._jobs)
+            self._results.put("costs", self._costs)
+        self._results.put("rows", self._rows)
+        _common.say(f"{ROWS[row]}: {time.monotonic() - began:.0f} s {problem}".rstrip())
+
+    def _run_row(
+        self, row: str, url: str, left_s: float, take: Callable[[dict[str, Any]], None]
+    ) -> str:
+        given = self._given
         costs_file = self._write_costs()
         problem = _common.stream(
             __file__,
@@ -448,21 +522,13 @@ class Benchmark:
             ],
             url,
             max(10.0, left_s),
-            lambda found: self._take(row, found),
-            ENVIRONMENT,
+            take,
+            {**ENVIRONMENT, "JAX_COMPILATION_CACHE_DIR": self._caches},
         )
         costs_file.unlink()
-        if row not in self._rows:
-            self._absent[row] = problem or "it told nothing"
-        elif row == "sequential":
-            self._costs = make_costs(self._tasks[row], self._jobs)
-            self._results.put("costs", self._costs)
-        self._results.put("rows", self._rows)
-        _common.say(f"{ROWS[row]}: {time.monotonic() - began:.0f} s {problem}".rstrip())
+        return problem
 
     def _write_costs(self) -> Path:
-        import tempfile
-
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
             json.dump({"costs": self._costs}, file)
         return Path(file.name)
@@ -536,6 +602,8 @@ class Benchmark:
             ],
             table,
         )
+        for row in ("ours", "learned"):
+            self._print_account(row)
         print()
         for check in checks:
             print(check)
@@ -544,6 +612,28 @@ class Benchmark:
         self._results.put("checks", [str(check) for check in checks])
         if self._given.json:
             print(json.dumps(self._results.found, indent=1))
+
+    def _print_account(self, row: str) -> None:
+        """Say where the device's memory went during a row."""
+        found = self._rows.get(row)
+        if found is None or not self._on_gpu:
+            return
+        costs = {cost.name: cost for cost in costs_of(self._costs, self._device_bytes)}
+        uses = []
+        for told in self._tasks[row]:
+            placed = found["placed"].get(told["name"])
+            if told["error"] or placed is None:
+                continue
+            budget, start_s = placed
+            times = told["line"] - start_s, told["ready"], told["ended"], told["gone"]
+            uses.append(_bound.Use(costs[told["name"]], budget, *times))
+        parts = _bound.account(uses, found["makespan_s"], self._device_bytes)
+        self._results.put(f"account of {row}", parts)
+        print(f"\n{ROWS[row]}: what the device's memory was for\n")
+        _common.print_table(
+            ["memory × time", "s of the whole device", "of the makespan"],
+            [[n, f"{s:.1f}", f"{s / found['makespan_s']:.0%}"] for n, s in parts.items()],
+        )
 
     def _same_scores(self, row: str) -> str:
         """Count tasks whose score is what it was alone: the same work was done."""

@@ -83,3 +83,24 @@ def test_a_check_says_its_verdict_first(measured: float, at_least: bool, verdict
 def test_a_budget_leaves_room_for_a_context_that_is_larger() -> None:
     # 676 MiB were measured where a task's own was 520.
     assert _bound.budget_bytes(2**30) - 2**30 > (676 - 520) * 2**20
+
+
+def test_the_account_of_a_row_adds_up_to_its_makespan() -> None:
+    use = _bound.Use(
+        task(duration_s=4, memory_bytes=40),
+        budget_bytes=50,
+        placed_s=10.0,
+        ready_s=11.0,
+        ended_s=17.0,
+        gone_s=17.5,
+    )
+    found = _bound.account([use], 10.0, 100)
+    assert found == {
+        "as alone": pytest.approx(4 * 0.4),
+        "budgets above peaks": pytest.approx(4 * 0.1),
+        "processes start": pytest.approx(1 * 0.5),
+        "work takes longer than alone": pytest.approx(2 * 0.5),
+        "processes end": pytest.approx(0.5 * 0.5),
+        "nobody's": pytest.approx(10 - 1.6 - 0.4 - 0.5 - 1.0 - 0.25),
+    }
+    assert sum(found.values()) == pytest.approx(10.0)

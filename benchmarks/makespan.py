@@ -119,9 +119,10 @@ def fill_caches(jobs: list[_evaluations.Evaluation], on_gpu: bool) -> None:
     while waiting or running:
         running = [process for process in running if process.is_alive()]
         while waiting and len(running) < CACHES_AT_A_TIME:
-            arguments = (context.SimpleQueue(), arguments_of(waiting.pop(), 1, on_gpu))
-            running.append(context.Process(target=spawned, args=arguments, daemon=True))
-            running[-1].start()
+            arguments = arguments_of(waiting.pop(), 1, on_gpu)
+            process = context.Process(target=_evaluations.evaluate, kwargs=arguments, daemon=True)
+            process.start()
+            running.append(process)
         time.sleep(0.05)
     _common.tell({"kind": "caches"})
 

@@ -37,16 +37,20 @@ _NOT_INITIALIZED = 3
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where modules of the user's were imported from."""
+    """Where modules were imported from ahead of the task."""
 
     #: Wall-clock nanoseconds when the imports began.
     began_ns: int
+    #: Before the imports: modules add to it.
     sys_path: tuple[str, ...]
+    #: Empty: the folder was gone.
     cwd: str
+    #: Modules of the user's are among them.
+    has_users: bool
 
 
-#: `None`: this process has imported none of the user's ahead.
-_imported_from: _Origin | None = None
+#: `None`: this process was made for its task.
+_origin: _Origin | None = None
 
 
 def warm_up(entries: Iterable[str]) -> Warmed:
@@ -59,9 +63,9 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     Args:
         entries: As in `WarmSpec.modules`: libraries before what needs them.
     """
-    global _imported_from
+    global _origin
     entries = tuple(entries)
-    began_ns = time.time_ns()
+    began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), _cwd()
     failed = []
     set_aside = False
     with inside.before_the_task() as asked:
@@ -79,8 +83,9 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     touched = find_touched()
     if asked:
         touched = touched or "a module asked current_allocation() as it was imported"
-    if any(_is_users(entry.partition(":")[0]) for entry in entries):
-        _imported_from = _Origin(began_ns, tuple(sys.path), os.getcwd())
+    # Not before: whose a module is, its place tells.
+    has_users = any(_is_users(entry.partition(":")[0]) for entry in entries)
+    _origin = _Origin(began_ns, sys_path, cwd, has_users)
     return Warmed(tuple(failed), touched, private_bytes())
 
 
@@ -163,17 +168,36 @@ def catch_up(late: Late) -> None:
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
-    sys.path[:] = late.sys_path
+    _set_path(late.sys_path)
     retitle(late.title)
+
+
+def _set_path(wanted: tuple[str, ...]) -> None:
+    """Look for modules where a process made now would, once it had imported the same."""
+    before = wanted if _origin is None else _origin.sys_path
+    if wanted in (before, tuple(sys.path)):
+        return
+    added = [path for path in sys.path if path not in before and path not in wanted]
+    sys.path[:] = [*wanted, *added]
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def _check_modules(late: Late) -> None:
     """See that the user's modules are those that a process made now would have."""
-    origin = _imported_from
-    if origin is None:
+    origin = _origin
+    if origin is None or not origin.has_users:
         return
-    if tuple(late.sys_path) != origin.sys_path or (late.cwd and late.cwd != origin.cwd):
+    # The parent may have imported, since, what adds to its path.
+    if late.sys_path not in (origin.sys_path, tuple(sys.path)):
         raise ImportError("modules are found elsewhere by now")
+    if late.cwd and late.cwd != origin.cwd:
+        raise ImportError("modules may be found elsewhere in another folder")
     for name, module in tuple(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if isinstance(path, str) and _is_users(name):

@@ -395,6 +395,11 @@ class ImportedAtLoad:
         return importlib.import_module, (self.name,)
 
 
+def path_with(module: Any) -> list[str]:
+    """Give where modules are looked for; `module` was imported with the call."""
+    return sys.path
+
+
 #: A module of a user's that holds files in all the places where one keeps them.
 HOLDS_FILES = """
 import csv, os

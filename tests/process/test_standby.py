@@ -466,6 +466,16 @@ def test_files_that_its_modules_hold_open_are_written(warm: Warm, importable: st
     assert len(found) == 7 and set(found.values()) == {"all of it"}, found
 
 
+def test_a_module_may_add_to_the_path_as_it_is_imported(warm: Warm, importable: str) -> None:
+    module(importable, "test_adds_to_path", "import sys\nsys.path.insert(0, '/added')\nVALUE = 1")
+    announced = warm.announce(kind_with("test_adds_to_path"))
+    (waited,) = warm.wait_ready()
+    spec = spec_of(bodies.path_with, bodies.ImportedAtLoad("test_adds_to_path"))
+    child = warm.run(announced, spec)
+    assert child.value() == ["/added", *spec.sys_path]
+    assert [m.pid for m in child.messages if isinstance(m, ChildStarted)][-1] == waited
+
+
 @pytest.mark.parametrize("changed", ["source", "path", "folder"])
 def test_a_task_whose_modules_have_changed_gets_a_fresh_process(
     warm: Warm, importable: str, tmp_path: Path, changed: str

@@ -74,6 +74,28 @@ def test_pytorch_on_the_cpu_starts_nothing() -> None:
     assert look("import torch", asks) == ""
 
 
+def test_what_a_library_added_to_the_path_stays_when_the_parents_has_changed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "adds_to_path.py").write_text("import sys; sys.path.append('/added')")
+    program = f"""
+import sys
+from prefect_gpu.processes import messages, warming
+before = [{os.fspath(tmp_path)!r}, *sys.path]
+sys.path[:] = before
+warming._is_users = lambda module: False
+assert not warming.warm_up(["adds_to_path"]).failed
+warming.catch_up(messages.Late({{}}, "", (), ("/new", *before), ""))
+assert sys.path == ["/new", *before, "/added"], sys.path
+"""
+    subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        check=True,
+        timeout=DEADLOCK_S,
+    )
+
+
 def test_private_memory_grows_with_what_is_taken() -> None:
     before = warming.private_bytes()
     taken = bytearray(os.urandom(1 << 20) * 64)

@@ -95,6 +95,8 @@ class Board:
         self._parents = {r.device_key for r in held_by_parent}
         self._sign = -1 if style == "spread" else 1
         self._places = {room.device.key: at for at, room in enumerate(self.rooms)}
+        #: Whether any device is: a busy one stays so for as long as the board is used.
+        self._some_busy = False
         groups: dict[object, Group] = {}
         self._group_of: list[Group] = []
         for room in self.rooms:
@@ -144,13 +146,14 @@ class Board:
 
     def most_free_bytes(self) -> int:
         """Give the bytes free on the emptiest device that can take somebody; less than 0: none can."""
-        most = -1
-        at = 0 if self._sign < 0 else -1
+        most: float = -1
+        sign = self._sign
+        at = 0 if sign < 0 else -1
         for group in self.groups:
             for order in group.open:
-                if order:
-                    most = max(most, int(self._sign * order[at][0]))
-        return most
+                if order and (free := sign * order[at][0]) > most:
+                    most = free
+        return int(most)
 
     def most_on(self, room: Room) -> int | None:
         """Give how many reservations a device may have; `None`: as many as fit."""
@@ -175,10 +178,10 @@ class Board:
             return self._choose_named(request, watch, among)
         count = request.count
         found = self._prefer(request, watch, 0, count)
-        if len(found) < count:
+        if len(found) < count and self._some_busy:
             found += self._prefer(request, watch, 1, count - len(found))
-            if len(found) < count:
-                return None
+        if len(found) < count:
+            return None
         return [self.rooms[at] for at in found]
 
     def take(self, placement: Placement) -> None:
@@ -207,23 +210,24 @@ class Board:
         """Give the places of up to `wanted` devices that fit, the preferred first."""
         memory = request.memory
         spread = self._sign < 0
+        drained: Container[int] = () if watch is None else watch.drained
+        asked: Container[int] = () if watch is None else watch.places
         found: list[Entry] = []
         for group in self.groups:
-            need = memory if type(memory) is int else need_bytes(request, group.some)
-            lists = group.idle if need is None or request.exclusive else group.open
-            order = lists[busy]
-            least = group.least_whole_bytes if need is None else need
-            if not order or (watch is not None and group.number in watch.drained):
+            if group.number in drained:
                 continue
+            need = memory if type(memory) is int else need_bytes(request, group.some)
+            order = (group.idle if need is None or request.exclusive else group.open)[busy]
+            least = group.least_whole_bytes if need is None else need
+            shift = (need or 0) * self._sign
             # A packed list begins with those that are too full.
             first = 0 if spread else bisect.bisect_left(order, (least, -1))
-            shift = (need or 0) * self._sign
             left = wanted
             for position in range(first, len(order)):
                 key, at = order[position]
                 if spread and -key < least:
                     break
-                if watch is not None and at in watch.places:
+                if at in asked and watch is not None:
                     if not watch.allows(at, self.rooms[at], request):
                         continue
                 found.append((key - shift, at))
@@ -277,12 +281,16 @@ class Board:
             return (group.shut,), (first_s, at)
         self._open += 1
         busy = is_busy(room)
+        if busy:
+            self._some_busy = True
         entry = (self._sign * room.free_bytes, at)
         if room.reservations:
             return (group.open[busy],), entry
         return (group.open[busy], group.idle[busy]), entry
 
     def _is_full(self, room: Room) -> bool:
+        if self._max_tasks is None:
+            return False
         most = self.most_on(room)
         return most is not None and len(room.reservations) >= most
 

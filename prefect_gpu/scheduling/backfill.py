@@ -215,8 +215,6 @@ class Guard:
         #: Of kept ones that were asked about: `spare_bytes`, and of which room.
         self._spare: dict[int, tuple[Room, int]] = {}
         self._passable: list[_Passable] = []
-        #: How often each of them was passed in this look, by id.
-        self._more: dict[str, int] = {}
         self._blocked = 0
         self._standings: dict[str, Standing] = {}
 
@@ -225,10 +223,6 @@ class Guard:
 
         Those that nothing happened to are left out.
         """
-        if self._more:
-            for _, request, standing, _ in self._passable:
-                if request.id in self._more:
-                    self._standings[request.id] = self._passed(request, standing)
         return self._standings
 
     def allows(self, place: int, room: Room, request: Request) -> bool:
@@ -281,6 +275,8 @@ class Guard:
                 return False
         if over:
             return self._drain(request, named)
+        # Devices may have been looked for in vain, which is noted.
+        standing = self._standings.get(request.id, standing)
         self._passable.append((rank, request, standing, named))
         return False
 
@@ -299,33 +295,28 @@ class Guard:
                 last = math.inf if kept is None else kept.rank
                 taken.append((at, board.group_of(at).number, last))
         over: list[_Passable] = []
-        for blocked in self._passable:
-            rank, request, standing, named = blocked
+        passable = self._passable
+        for index, (rank, request, standing, named) in enumerate(passable):
             reach = board.groups_for(request) if named is None and not held else None
             for at, number, last in taken:
                 if rank > last:
                     continue
                 if self._could_use(request, named, at) if reach is None else number in reach:
-                    self._more[request.id] = more = self._more.get(request.id, 0) + 1
-                    if standing.passed + more >= self._patience.passes:
-                        over.append(blocked)
+                    passed, since_s, kept_for, starts_s, looked_s = standing
+                    passed += 1
+                    if since_s is None:
+                        since_s = self._now_s
+                    standing = Standing(passed, since_s, kept_for, starts_s, looked_s)
+                    self._standings[request.id] = standing
+                    passable[index] = rank, request, standing, named
+                    if passed >= self._patience.passes:
+                        over.append(passable[index])
                     break
         for blocked in over:
-            self._passable.remove(blocked)
+            passable.remove(blocked)
             rank, request, standing, named = blocked
-            self._standings[request.id] = standing = self._passed(request, standing)
             if not self._keep_soonest(rank, request, standing, named):
                 self._drain(request, named)
-
-    def _passed(self, request: Request, standing: Standing) -> Standing:
-        passed, since_s, kept, starts_s, looked_s = self._standings.get(request.id, standing)
-        return Standing(
-            passed + self._more[request.id],
-            self._now_s if since_s is None else since_s,
-            kept,
-            starts_s,
-            looked_s,
-        )
 
     def _could_use(self, request: Request, named: Sequence[Room] | None, place: int) -> bool:
         """Tell whether a device could hold a request that names devices or runs beside a parent."""
@@ -339,6 +330,11 @@ class Guard:
         assert standing.starts_s is not None
         board, places = self._board, self.places
         kept = _Kept(rank, request, standing.starts_s)
+        likely = board.places_for(request, standing.kept)
+        if likely is not None and places.keys().isdisjoint(likely):
+            # As nearly always.
+            places.update(dict.fromkeys(likely, kept))
+            return True
         found: dict[int, _Kept | None] = {}
         for key in standing.kept:
             at = board.place_of(key)

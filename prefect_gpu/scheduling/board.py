@@ -95,8 +95,6 @@ class Board:
         self._parents = {r.device_key for r in held_by_parent}
         self._sign = -1 if style == "spread" else 1
         self._places = {room.device.key: at for at, room in enumerate(self.rooms)}
-        #: Whether any device is: a busy one stays so for as long as the board is used.
-        self._some_busy = False
         groups: dict[object, Group] = {}
         self._group_of: list[Group] = []
         for room in self.rooms:
@@ -110,6 +108,12 @@ class Board:
         self._open = 0
         #: Groups that could hold what asks for so much; see `groups_for`.
         self._reach: dict[object, frozenset[int]] = {}
+        #: By request: what was asked of `places_for`, and the answer.
+        self._asked: dict[str, tuple[tuple[DeviceKey, ...], tuple[int, ...] | None]] = {}
+        #: By place: whether it computes so much that others are preferred.
+        self._busy = [is_busy(room) for room in self.rooms]
+        #: Whether any does. It stays so for as long as the board is used.
+        self._some_busy = any(self._busy)
         #: By place: the lists that it stands in, and as what.
         self._filed: list[tuple[tuple[list[Entry], ...], Entry]] = []
         for at, room in enumerate(self.rooms):
@@ -137,12 +141,36 @@ class Board:
         """Give the numbers of the groups whose devices could hold a request if they were empty."""
         memory = request.memory
         # 1 byte and 100 % are equal numbers.
-        key = memory, type(memory)
+        key = memory if type(memory) is int else (memory, type(memory))
         reach = self._reach.get(key)
         if reach is None:
             able = (group.number for group in self.groups if fits_empty(request, group.some))
             reach = self._reach[key] = frozenset(able)
         return reach
+
+    def places_for(self, request: Request, keys: tuple[DeviceKey, ...]) -> tuple[int, ...] | None:
+        """Give the places of devices, if each works and could hold a request if it were empty.
+
+        What is kept for a blocked request is asked about at every look. The answer is kept: neither
+        promises nor releases change it.
+        """
+        known = self._asked.get(request.id)
+        if known is None or known[0] is not keys:
+            known = self._asked[request.id] = keys, self._find_places(request, keys)
+        return known[1]
+
+    def _find_places(self, request: Request, keys: tuple[DeviceKey, ...]) -> tuple[int, ...] | None:
+        found: list[int] = []
+        for key in keys:
+            at = self._places.get(key)
+            if (
+                at is None
+                or self.rooms[at].snapshot.error
+                or not fits_empty(request, self.rooms[at])
+            ):
+                return None
+            found.append(at)
+        return tuple(found)
 
     def most_free_bytes(self) -> int:
         """Give the bytes free on the emptiest device that can take somebody; less than 0: none can."""
@@ -262,7 +290,7 @@ class Board:
         lists, entry = self._filed[at]
         for each in lists:
             del each[bisect.bisect_left(each, entry)]
-        if len(lists) and lists[0] is not self._group_of[at].shut:
+        if lists and lists[0] is not self._group_of[at].shut:
             self._open -= 1
         self.rooms[at] = room
         self._filed[at] = lists, entry = self._sort(at, room)
@@ -274,23 +302,19 @@ class Board:
         if room.snapshot.error:
             return (), (0, at)
         group = self._group_of[at]
-        if self._is_full(room) or not is_open(room):
+        if not is_open(room) or (self._max_tasks is not None and self._is_full(room)):
             first_s = min(
                 (r.ends_s for r in room.reservations if r.ends_s is not None), default=math.inf
             )
             return (group.shut,), (first_s, at)
         self._open += 1
-        busy = is_busy(room)
-        if busy:
-            self._some_busy = True
+        busy = self._busy[at]
         entry = (self._sign * room.free_bytes, at)
         if room.reservations:
             return (group.open[busy],), entry
         return (group.open[busy], group.idle[busy]), entry
 
     def _is_full(self, room: Room) -> bool:
-        if self._max_tasks is None:
-            return False
         most = self.most_on(room)
         return most is not None and len(room.reservations) >= most
 

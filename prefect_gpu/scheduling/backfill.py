@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from prefect_gpu.scheduling.board import Board
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.scheduling.placement import could_hold, least_whole_bytes, need_bytes
+from prefect_gpu.scheduling.placement import could_hold, fits_empty, least_whole_bytes, need_bytes
 
 #: Seconds after which devices are looked for again for a request for which none could be told.
 LOOK_AGAIN_S = 5.0
@@ -97,7 +97,9 @@ def ready_s(request: Request, room: Room, now_s: float, most: int | None) -> flo
     least = least_whole_bytes(room) if need is None else need
     free = room.free_bytes
     at_s = now_s
-    held = sorted(room.reservations, key=_end_s)
+    held: Sequence[Reservation] = room.reservations
+    if len(held) > 1:
+        held = sorted(held, key=_end_s)
     for left in range(len(held), -1, -1):
         fits = free >= least and (left == 0 or not alone)
         if fits and (most is None or left < most):
@@ -110,36 +112,6 @@ def ready_s(request: Request, room: Room, now_s: float, most: int | None) -> flo
             at_s = max(at_s, ending.ends_s)
             free += ending.reserved_bytes
     return None
-
-
-def leaves_room(
-    request: Request,
-    room: Room,
-    head: Request,
-    starts_s: float,
-    now_s: float,
-    most: int | None,
-) -> bool:
-    """Tell whether one more on a device lets a blocked request start there when it is expected to.
-
-    Args:
-        request: Who would join, now.
-        room: The device.
-        head: The blocked one.
-        starts_s: When it is expected to start there.
-        now_s: Now.
-        most: Most reservations on it at a time; `None`: as many as fit.
-    """
-    if _ends_before(request, now_s, starts_s):
-        return True
-    if request.exclusive:
-        return False
-    need = need_bytes(request, room)
-    return need is not None and need <= spare_bytes(room, head, starts_s, most)
-
-
-def _ends_before(request: Request, now_s: float, starts_s: float) -> bool:
-    return request.expected_s is not None and now_s + request.expected_s <= starts_s
 
 
 def spare_bytes(room: Room, head: Request, starts_s: float, most: int | None) -> int:
@@ -212,7 +184,7 @@ class Guard:
         self.drained: set[int] = set()
         #: Single devices that are kept (`_Kept`), or drain (`None`).
         self.places: dict[int, _Kept | None] = {}
-        #: Of kept ones that were asked about: `spare_bytes`, and of which room.
+        #: Of kept ones that were asked about: the room, and its `spare_bytes`.
         self._spare: dict[int, tuple[Room, int]] = {}
         self._passable: list[_Passable] = []
         self._blocked = 0
@@ -230,14 +202,12 @@ class Guard:
         kept = self.places[place]
         if kept is None:
             return False
-        # As `leaves_room` tells; what does not depend on who asks is worked out once.
-        if _ends_before(request, self._now_s, kept.starts_s):
+        if request.expected_s is not None and self._now_s + request.expected_s <= kept.starts_s:
             return True
-        if request.exclusive:
-            return False
         need = need_bytes(request, room)
-        if need is None:
+        if need is None or request.exclusive:
             return False
+        # It would still be there. What can be spared does not depend on who asks.
         known = self._spare.get(place)
         if known is None or known[0] is not room:
             spare = spare_bytes(room, kept.head, kept.starts_s, self._board.most_on(room))
@@ -333,22 +303,23 @@ class Guard:
         likely = board.places_for(request, standing.kept)
         if likely is not None and places.keys().isdisjoint(likely):
             # As nearly always.
-            places.update(dict.fromkeys(likely, kept))
+            for at in likely:
+                places[at] = kept
             return True
         found: dict[int, _Kept | None] = {}
         for key in standing.kept:
-            at = board.place_of(key)
-            if at is None:
+            place = board.place_of(key)
+            if place is None:
                 return False
             # One that drains for somebody before goes on to.
-            if at in places:
-                if places[at] is not None:
+            if place in places:
+                if places[place] is not None:
                     return False
                 continue
-            room = board.rooms[at]
-            if room.snapshot.error or (need_bytes(request, room) or 1) > room.capacity_bytes:
+            room = board.rooms[place]
+            if room.snapshot.error or not fits_empty(request, room):
                 return False
-            found[at] = kept
+            found[place] = kept
         places.update(found)
         return True
 

@@ -205,6 +205,10 @@ class Board:
         if among is not None:
             return self._choose_named(request, watch, among)
         count = request.count
+        memory = request.memory
+        if count > 1 and type(memory) is int and self._count_roomy(memory) < count:
+            # Most that wait for several devices: nobody is asked about the few that have room.
+            return None
         found = self._prefer(request, watch, 0, count)
         if len(found) < count and self._some_busy:
             found += self._prefer(request, watch, 1, count - len(found))
@@ -233,6 +237,17 @@ class Board:
                 backwards = self._sign > 0 and order is not group.shut
                 for _, at in order[-limit:] if backwards else order[:limit]:
                     yield at
+
+    def _count_roomy(self, least_bytes: int) -> int:
+        """Count the devices that can take somebody and have so much free."""
+        found = 0
+        for group in self.groups:
+            for order in group.open:
+                if self._sign < 0:
+                    found += bisect.bisect_right(order, (-least_bytes, len(self.rooms)))
+                else:
+                    found += len(order) - bisect.bisect_left(order, (least_bytes, -1))
+        return found
 
     def _prefer(self, request: Request, watch: Watch | None, busy: int, wanted: int) -> list[int]:
         """Give the places of up to `wanted` devices that fit, the preferred first."""

@@ -152,8 +152,8 @@ class _Kept(NamedTuple):
 
 
 #: A blocked request for which nothing is kept: rank, request, what it has seen, the devices that its
-#: author named (`None`: any). A plain tuple: a look makes ten of them for each that it places.
-_Passable: TypeAlias = tuple[int, Request, "Standing", Sequence[Room] | None]
+#: author named (`None`: any). A plain tuple, since a look makes about ten of them.
+_Passable: TypeAlias = tuple[int, Request, Standing, Sequence[Room] | None]
 
 
 class Guard:

@@ -108,7 +108,7 @@ class Board:
         self._open = 0
         #: Groups that could hold what asks for so much; see `groups_for`.
         self._reach: dict[object, frozenset[int]] = {}
-        #: By request: what was asked of `places_for`, and the answer.
+        #: By request, until it is placed: what was asked of `places_for`, and the answer.
         self._asked: dict[str, tuple[tuple[DeviceKey, ...], tuple[int, ...] | None]] = {}
         #: By place: whether it computes so much that others are preferred.
         self._busy = [is_busy(room) for room in self.rooms]
@@ -218,6 +218,7 @@ class Board:
 
     def take(self, placement: Placement) -> None:
         """Book what a placement promises."""
+        self._asked.pop(placement.request_id, None)
         for reservation in placement.reservations:
             at = self._places[reservation.device_key]
             self._put(at, self.rooms[at].after(reservation))

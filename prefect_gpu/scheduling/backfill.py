@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from prefect_gpu.scheduling.board import Board
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.scheduling.placement import could_hold, least_whole_bytes, need_bytes
+from prefect_gpu.scheduling.placement import could_hold, fits_empty, least_whole_bytes, need_bytes
 
 #: Seconds after which devices are looked for again for a request for which none could be told.
 LOOK_AGAIN_S = 5.0
@@ -97,7 +97,9 @@ def ready_s(request: Request, room: Room, now_s: float, most: int | None) -> flo
     least = least_whole_bytes(room) if need is None else need
     free = room.free_bytes
     at_s = now_s
-    held = sorted(room.reservations, key=_end_s)
+    held: Sequence[Reservation] = room.reservations
+    if len(held) > 1:
+        held = sorted(held, key=_end_s)
     for left in range(len(held), -1, -1):
         fits = free >= least and (left == 0 or not alone)
         if fits and (most is None or left < most):
@@ -112,37 +114,29 @@ def ready_s(request: Request, room: Room, now_s: float, most: int | None) -> flo
     return None
 
 
-def leaves_room(
-    request: Request,
-    room: Room,
-    head: Request,
-    starts_s: float,
-    now_s: float,
-    most: int | None,
-) -> bool:
-    """Tell whether one more on a device lets a blocked request start there when it is expected to.
+def spare_bytes(room: Room, head: Request, starts_s: float, most: int | None) -> int:
+    """Work out what one more may have of a device who is still there when a blocked request starts.
 
     Args:
-        request: Who would join, now.
         room: The device.
         head: The blocked one.
         starts_s: When it is expected to start there.
-        now_s: Now.
         most: Most reservations on it at a time; `None`: as many as fit.
+
+    Returns:
+        Bytes; less than 0: not even a request for none.
     """
-    if request.expected_s is not None and now_s + request.expected_s <= starts_s:
-        return True
-    need, later = need_bytes(request, room), need_bytes(head, room)
-    if need is None or later is None or request.exclusive or head.exclusive:
-        return False
-    free = room.free_bytes - need
+    later = need_bytes(head, room)
+    if later is None or head.exclusive:
+        return -1
+    free = room.free_bytes
     tasks = 1
     for reservation in room.reservations:
-        if _end_s(reservation) <= starts_s:
+        if reservation.ends_s is not None and reservation.ends_s <= starts_s:
             free += reservation.reserved_bytes
         else:
             tasks += 1
-    return free >= later and (most is None or tasks < most)
+    return free - later if most is None or tasks < most else -1
 
 
 def _end_s(reservation: Reservation) -> float:
@@ -157,14 +151,9 @@ class _Kept(NamedTuple):
     starts_s: float
 
 
-class _Passable(NamedTuple):
-    """A blocked request for which nothing is kept."""
-
-    rank: int
-    request: Request
-    standing: Standing
-    #: Devices that its author named; `None`: any.
-    named: Sequence[Room] | None
+#: A blocked request for which nothing is kept: rank, request, what it has seen, the devices that its
+#: author named (`None`: any). A plain tuple, since a look makes about ten of them.
+_Passable: TypeAlias = tuple[int, Request, Standing, Sequence[Room] | None]
 
 
 class Guard:
@@ -195,9 +184,9 @@ class Guard:
         self.drained: set[int] = set()
         #: Single devices that are kept (`_Kept`), or drain (`None`).
         self.places: dict[int, _Kept | None] = {}
+        #: Of kept ones that were asked about: the room, and its `spare_bytes`.
+        self._spare: dict[int, tuple[Room, int]] = {}
         self._passable: list[_Passable] = []
-        #: How often each of them was passed in this look, by id.
-        self._more: dict[str, int] = {}
         self._blocked = 0
         self._standings: dict[str, Standing] = {}
 
@@ -206,17 +195,24 @@ class Guard:
 
         Those that nothing happened to are left out.
         """
-        for blocked in self._passable if self._more else ():
-            if blocked.request.id in self._more:
-                self._standings[blocked.request.id] = self._passed(blocked)
         return self._standings
 
     def allows(self, place: int, room: Room, request: Request) -> bool:
         """Tell whether a later request may have a device of `places`."""
         kept = self.places[place]
-        return kept is not None and leaves_room(
-            request, room, kept.head, kept.starts_s, self._now_s, self._board.most_on(room)
-        )
+        if kept is None:
+            return False
+        if request.expected_s is not None and self._now_s + request.expected_s <= kept.starts_s:
+            return True
+        need = need_bytes(request, room)
+        if need is None or request.exclusive:
+            return False
+        # It would still be there. What can be spared does not depend on who asks.
+        known = self._spare.get(place)
+        if known is None or known[0] is not room:
+            spare = spare_bytes(room, kept.head, kept.starts_s, self._board.most_on(room))
+            self._spare[place] = known = room, spare
+        return need <= known[1]
 
     def block(self, request: Request, named: Sequence[Room] | None) -> bool:
         """Take in that a request cannot start now. To be called in the order of the queue.
@@ -231,13 +227,12 @@ class Guard:
         rank = self._blocked
         self._blocked += 1
         patience = self._patience
-        standing = self._before.get(request.id)
-        if standing is None:
-            standing = _NEW
-            if rank >= patience.heads and patience.passes:
-                self._passable.append(_Passable(rank, request, standing, named))
-                return False
+        standing = self._before.get(request.id, _NEW)
         over = is_over(standing, patience, self._now_s)
+        if not over and rank >= patience.heads and not standing.kept:
+            # As nearly all are.
+            self._passable.append((rank, request, standing, named))
+            return False
         if standing.kept:
             if over:
                 return self._drain(request, named)
@@ -250,70 +245,81 @@ class Guard:
                 return False
         if over:
             return self._drain(request, named)
-        self._passable.append(_Passable(rank, request, standing, named))
+        # Devices may have been looked for in vain, which is noted.
+        standing = self._standings.get(request.id, standing)
+        self._passable.append((rank, request, standing, named))
         return False
 
     def count(self, chosen: Sequence[Room]) -> None:
         """Take in that a request was placed: those before it, which are blocked, were passed."""
         if not self._passable:
             return
-        places = [at for r in chosen if (at := self._board.place_of(r.device.key)) is not None]
+        board = self._board
+        held = self._held
+        taken: list[tuple[int, int, float]] = []
+        for room in chosen:
+            at = board.place_of(room.device.key)
+            if at is not None:
+                # Those behind whom it is kept for wait for that one in any case, which is not delayed.
+                kept = self.places.get(at)
+                last = math.inf if kept is None else kept.rank
+                taken.append((at, board.group_of(at).number, last))
         over: list[_Passable] = []
-        for blocked in self._passable:
-            for at in places:
-                if self._delays(at, blocked):
-                    id_ = blocked.request.id
-                    self._more[id_] = more = self._more.get(id_, 0) + 1
-                    if blocked.standing.passed + more >= self._patience.passes:
-                        over.append(blocked)
+        passable = self._passable
+        for index, (rank, request, standing, named) in enumerate(passable):
+            reach = board.groups_for(request) if named is None and not held else None
+            for at, number, last in taken:
+                if rank > last:
+                    continue
+                if self._could_use(request, named, at) if reach is None else number in reach:
+                    passed, since_s, kept_for, starts_s, looked_s = standing
+                    passed += 1
+                    if since_s is None:
+                        since_s = self._now_s
+                    standing = Standing(passed, since_s, kept_for, starts_s, looked_s)
+                    self._standings[request.id] = standing
+                    passable[index] = rank, request, standing, named
+                    if passed >= self._patience.passes:
+                        over.append(passable[index])
                     break
         for blocked in over:
-            self._passable.remove(blocked)
-            request, standing = blocked.request, self._passed(blocked)
-            self._standings[request.id] = standing
-            if not self._keep_soonest(blocked.rank, request, standing, blocked.named):
-                self._drain(request, blocked.named)
+            passable.remove(blocked)
+            rank, request, standing, named = blocked
+            if not self._keep_soonest(rank, request, standing, named):
+                self._drain(request, named)
 
-    def _passed(self, blocked: _Passable) -> Standing:
-        standing = self._standings.get(blocked.request.id, blocked.standing)
-        since_s = self._now_s if standing.since_s is None else standing.since_s
-        return standing._replace(
-            passed=standing.passed + self._more[blocked.request.id], since_s=since_s
-        )
-
-    def _delays(self, place: int, blocked: _Passable) -> bool:
-        kept = self.places.get(place)
-        if kept is not None and kept.rank < blocked.rank:
-            # It waits for that one in any case, which is not delayed.
-            return False
-        if blocked.named is None and not self._held:
-            return self._board.group_of(place).number in self._board.groups_for(blocked.request)
+    def _could_use(self, request: Request, named: Sequence[Room] | None, place: int) -> bool:
+        """Tell whether a device could hold a request that names devices or runs beside a parent."""
         room = self._board.rooms[place]
-        if blocked.named is not None and room.device.key not in {
-            named.device.key for named in blocked.named
-        }:
+        if named is not None and room.device.key not in {other.device.key for other in named}:
             return False
-        return could_hold(blocked.request, room, self._held)
+        return could_hold(request, room, self._held)
 
     def _keep(self, rank: int, request: Request, standing: Standing) -> bool:
         """Keep what a standing names; tell whether it can hold the request at all, and is its own."""
         assert standing.starts_s is not None
         board, places = self._board, self.places
         kept = _Kept(rank, request, standing.starts_s)
+        likely = board.places_for(request, standing.kept)
+        if likely is not None and places.keys().isdisjoint(likely):
+            # As nearly always.
+            for at in likely:
+                places[at] = kept
+            return True
         found: dict[int, _Kept | None] = {}
         for key in standing.kept:
-            at = board.place_of(key)
-            if at is None:
+            place = board.place_of(key)
+            if place is None:
                 return False
             # One that drains for somebody before goes on to.
-            if at in places:
-                if places[at] is not None:
+            if place in places:
+                if places[place] is not None:
                     return False
                 continue
-            room = board.rooms[at]
-            if room.snapshot.error or (need_bytes(request, room) or 1) > room.capacity_bytes:
+            room = board.rooms[place]
+            if room.snapshot.error or not fits_empty(request, room):
                 return False
-            found[at] = kept
+            found[place] = kept
         places.update(found)
         return True
 

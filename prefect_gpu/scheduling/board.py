@@ -108,6 +108,12 @@ class Board:
         self._open = 0
         #: Groups that could hold what asks for so much; see `groups_for`.
         self._reach: dict[object, frozenset[int]] = {}
+        #: By request, until it is placed: what was asked of `places_for`, and the answer.
+        self._asked: dict[str, tuple[tuple[DeviceKey, ...], tuple[int, ...] | None]] = {}
+        #: By place: whether it computes so much that others are preferred.
+        self._busy = [is_busy(room) for room in self.rooms]
+        #: Whether any does. It stays so for as long as the board is used.
+        self._some_busy = any(self._busy)
         #: By place: the lists that it stands in, and as what.
         self._filed: list[tuple[tuple[list[Entry], ...], Entry]] = []
         for at, room in enumerate(self.rooms):
@@ -135,22 +141,47 @@ class Board:
         """Give the numbers of the groups whose devices could hold a request if they were empty."""
         memory = request.memory
         # 1 byte and 100 % are equal numbers.
-        key = memory, type(memory)
+        key = memory if type(memory) is int else (memory, type(memory))
         reach = self._reach.get(key)
         if reach is None:
             able = (group.number for group in self.groups if fits_empty(request, group.some))
             reach = self._reach[key] = frozenset(able)
         return reach
 
+    def places_for(self, request: Request, keys: tuple[DeviceKey, ...]) -> tuple[int, ...] | None:
+        """Give the places of devices, if each works and could hold a request if it were empty.
+
+        What is kept for a blocked request is asked about at every look. The answer is kept: neither
+        promises nor releases change it.
+        """
+        known = self._asked.get(request.id)
+        if known is None or known[0] is not keys:
+            known = self._asked[request.id] = keys, self._find_places(request, keys)
+        return known[1]
+
+    def _find_places(self, request: Request, keys: tuple[DeviceKey, ...]) -> tuple[int, ...] | None:
+        found: list[int] = []
+        for key in keys:
+            at = self._places.get(key)
+            if (
+                at is None
+                or self.rooms[at].snapshot.error
+                or not fits_empty(request, self.rooms[at])
+            ):
+                return None
+            found.append(at)
+        return tuple(found)
+
     def most_free_bytes(self) -> int:
         """Give the bytes free on the emptiest device that can take somebody; less than 0: none can."""
-        most = -1
-        at = 0 if self._sign < 0 else -1
+        most: float = -1
+        sign = self._sign
+        at = 0 if sign < 0 else -1
         for group in self.groups:
             for order in group.open:
-                if order:
-                    most = max(most, int(self._sign * order[at][0]))
-        return most
+                if order and (free := sign * order[at][0]) > most:
+                    most = free
+        return int(most)
 
     def most_on(self, room: Room) -> int | None:
         """Give how many reservations a device may have; `None`: as many as fit."""
@@ -174,15 +205,20 @@ class Board:
         if among is not None:
             return self._choose_named(request, watch, among)
         count = request.count
+        memory = request.memory
+        if count > 1 and type(memory) is int and self._count_roomy(memory) < count:
+            # Most that wait for several devices: nobody is asked about the few that have room.
+            return None
         found = self._prefer(request, watch, 0, count)
-        if len(found) < count:
+        if len(found) < count and self._some_busy:
             found += self._prefer(request, watch, 1, count - len(found))
-            if len(found) < count:
-                return None
+        if len(found) < count:
+            return None
         return [self.rooms[at] for at in found]
 
     def take(self, placement: Placement) -> None:
         """Book what a placement promises."""
+        self._asked.pop(placement.request_id, None)
         for reservation in placement.reservations:
             at = self._places[reservation.device_key]
             self._put(at, self.rooms[at].after(reservation))
@@ -203,27 +239,39 @@ class Board:
                 for _, at in order[-limit:] if backwards else order[:limit]:
                     yield at
 
+    def _count_roomy(self, least_bytes: int) -> int:
+        """Count the devices that can take somebody and have so much free."""
+        found = 0
+        for group in self.groups:
+            for order in group.open:
+                if self._sign < 0:
+                    found += bisect.bisect_right(order, (-least_bytes, len(self.rooms)))
+                else:
+                    found += len(order) - bisect.bisect_left(order, (least_bytes, -1))
+        return found
+
     def _prefer(self, request: Request, watch: Watch | None, busy: int, wanted: int) -> list[int]:
         """Give the places of up to `wanted` devices that fit, the preferred first."""
         memory = request.memory
         spread = self._sign < 0
+        drained: Container[int] = () if watch is None else watch.drained
+        asked: Container[int] = () if watch is None else watch.places
         found: list[Entry] = []
         for group in self.groups:
-            need = memory if type(memory) is int else need_bytes(request, group.some)
-            lists = group.idle if need is None or request.exclusive else group.open
-            order = lists[busy]
-            least = group.least_whole_bytes if need is None else need
-            if not order or (watch is not None and group.number in watch.drained):
+            if group.number in drained:
                 continue
+            need = memory if type(memory) is int else need_bytes(request, group.some)
+            order = (group.idle if need is None or request.exclusive else group.open)[busy]
+            least = group.least_whole_bytes if need is None else need
+            shift = (need or 0) * self._sign
             # A packed list begins with those that are too full.
             first = 0 if spread else bisect.bisect_left(order, (least, -1))
-            shift = (need or 0) * self._sign
             left = wanted
             for position in range(first, len(order)):
                 key, at = order[position]
                 if spread and -key < least:
                     break
-                if watch is not None and at in watch.places:
+                if at in asked and watch is not None:
                     if not watch.allows(at, self.rooms[at], request):
                         continue
                 found.append((key - shift, at))
@@ -258,7 +306,7 @@ class Board:
         lists, entry = self._filed[at]
         for each in lists:
             del each[bisect.bisect_left(each, entry)]
-        if len(lists) and lists[0] is not self._group_of[at].shut:
+        if lists and lists[0] is not self._group_of[at].shut:
             self._open -= 1
         self.rooms[at] = room
         self._filed[at] = lists, entry = self._sort(at, room)
@@ -270,13 +318,13 @@ class Board:
         if room.snapshot.error:
             return (), (0, at)
         group = self._group_of[at]
-        if self._is_full(room) or not is_open(room):
+        if not is_open(room) or (self._max_tasks is not None and self._is_full(room)):
             first_s = min(
                 (r.ends_s for r in room.reservations if r.ends_s is not None), default=math.inf
             )
             return (group.shut,), (first_s, at)
         self._open += 1
-        busy = is_busy(room)
+        busy = self._busy[at]
         entry = (self._sign * room.free_bytes, at)
         if room.reservations:
             return (group.open[busy],), entry

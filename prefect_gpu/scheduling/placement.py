@@ -11,6 +11,7 @@ from typing import Literal
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import (
+    Device,
     DeviceKey,
     Placement,
     Request,
@@ -197,25 +198,27 @@ def place(request: Request, rooms: Sequence[Room], now_s: float = 0.0) -> Placem
         now_s: Monotonic seconds.
     """
     ends_s = None if request.expected_s is None else now_s + request.expected_s
-    budgets = tuple(_budget(request, room) for room in rooms)
-    reservations = tuple(
-        Reservation(
-            request_id=request.id,
-            host=room.device.host,
-            device_uuid=room.device.uuid,
-            reserved_bytes=budget,
-            exclusive=request.exclusive or need_bytes(request, room) is None,
-            task_name=request.task_name,
-            ends_s=ends_s,
+    devices: list[Device] = []
+    budgets: list[int] = []
+    reservations: list[Reservation] = []
+    for room in rooms:
+        need = need_bytes(request, room)
+        device = room.snapshot.device
+        budget = room.free_bytes if need is None else need
+        devices.append(device)
+        budgets.append(budget)
+        reservations.append(
+            Reservation(
+                request.id,
+                device.host,
+                device.uuid,
+                budget,
+                request.exclusive or need is None,
+                request.task_name,
+                ends_s,
+            )
         )
-        for room, budget in zip(rooms, budgets, strict=True)
-    )
-    return Placement(request.id, tuple(room.device for room in rooms), budgets, reservations)
-
-
-def _budget(request: Request, room: Room) -> int:
-    need = need_bytes(request, room)
-    return room.free_bytes if need is None else need
+    return Placement(request.id, tuple(devices), tuple(budgets), tuple(reservations))
 
 
 def describe_capacity(room: Room) -> str:

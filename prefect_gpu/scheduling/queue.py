@@ -8,8 +8,8 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from prefect_gpu.scheduling.backfill import Standing
 from prefect_gpu.scheduling.model import Memory, Request
@@ -53,8 +53,10 @@ class Lane:
     are lanes, not requests.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, number: int) -> None:
         self.shape = shape
+        #: Tells it from the others, and which of two came first.
+        self.number = number
         #: Bytes that all of them ask for of a device at least; 0 where it depends on the device.
         self.least_bytes = shape.memory if type(shape.memory) is int else 0
         #: The first, and its `order_key`; while it is empty they mean nothing.
@@ -85,20 +87,19 @@ class Lane:
 
     def remove(self, request: Request) -> bool:
         """Take a request out; tell whether it was there."""
-        first = self._first
-        if first < len(self._requests) and self._requests[first] is request:
-            place = first
-        else:
-            place = self._bisect(request)
-        while place < len(self._requests) and self._requests[place].id != request.id:
-            if order_key(self._requests[place]) != order_key(request):
-                return False
-            place += 1
-        if place == len(self._requests):
+        if self._first == len(self._requests):
             return False
-        if place > self._first:
-            del self._requests[place]
-            return True
+        if self.first is not request:
+            place = self._bisect(request)
+            while place < len(self._requests) and self._requests[place].id != request.id:
+                if order_key(self._requests[place]) != order_key(request):
+                    return False
+                place += 1
+            if place == len(self._requests):
+                return False
+            if place > self._first:
+                del self._requests[place]
+                return True
         self._first += 1
         if self._first * 2 > len(self._requests):
             del self._requests[: self._first]
@@ -119,6 +120,11 @@ class Lane:
         return bisect.bisect_left(self._requests, order_key(request), lo=self._first, key=order_key)
 
 
+#: A turn to come: the request's `order_key`, the lane's number (no two are equal), the lane, and the
+#: request's place in it.
+Turn: TypeAlias = tuple[tuple[int, int], int, Lane, int]
+
+
 class RequestQueue:
     """The waiting requests, by shape. Not safe to use from several threads at once.
 
@@ -128,6 +134,11 @@ class RequestQueue:
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._lanes: dict[Shape, Lane] = {}
+        self._made = 0
+        #: The turn of the first of each lane, in order, and `least_bytes` of each, the smallest first:
+        #: a look at the queue begins with both, and a change moves one of either.
+        self._firsts: list[Turn] = []
+        self._least_bytes: list[int] = []
         #: Made at most once a change.
         self._shapes: frozenset[Shape] | None = None
         #: What blocked requests have seen, by id; those that have seen nothing are left out.
@@ -156,27 +167,56 @@ class RequestQueue:
         """One lane for each shape; none is empty."""
         return self._lanes.values()
 
+    @property
+    def firsts(self) -> Sequence[Turn]:
+        """The turn of the first of each lane, in the order of their turns."""
+        return self._firsts
+
+    def count_lanes(self, most_bytes: int) -> int:
+        """Count the lanes that ask for so much of a device at most, as far as that is known."""
+        return bisect.bisect_right(self._least_bytes, most_bytes)
+
     def add(self, request: Request) -> None:
         """Let a request wait for its turn."""
         shape = Shape.of(request)
         lane = self._lanes.get(shape)
         if lane is None:
-            lane = self._lanes[shape] = Lane(shape)
+            self._made += 1
+            lane = self._lanes[shape] = Lane(shape, self._made)
+            bisect.insort(self._least_bytes, lane.least_bytes)
             self._shapes = None
+            lane.add(request)
+            bisect.insort(self._firsts, (lane.key, lane.number, lane, 0))
+            return
+        before = lane.key
         lane.add(request)
+        if lane.key != before:
+            self._drop_first(before, lane)
+            bisect.insort(self._firsts, (lane.key, lane.number, lane, 0))
 
     def remove(self, request: Request) -> bool:
         """Take a request out; tell whether it was there."""
         shape = Shape.of(request)
         lane = self._lanes.get(shape)
-        if lane is None or not lane.remove(request):
+        if lane is None:
+            return False
+        before = lane.key
+        if not lane.remove(request):
             return False
         if not lane:
             del self._lanes[shape]
+            del self._least_bytes[bisect.bisect_left(self._least_bytes, lane.least_bytes)]
             self._shapes = None
+            self._drop_first(before, lane)
+        elif lane.key != before:
+            self._drop_first(before, lane)
+            bisect.insort(self._firsts, (lane.key, lane.number, lane, 0))
         self.standings.pop(request.id, None)
         return True
 
     def note(self, standings: Mapping[str, Standing]) -> None:
         """Keep what a look at the queue did to requests that go on waiting."""
         self.standings.update(standings)
+
+    def _drop_first(self, key: tuple[int, int], lane: Lane) -> None:
+        del self._firsts[bisect.bisect_left(self._firsts, (key, lane.number))]

@@ -102,44 +102,43 @@ def decide(
     held = tuple(held_by_parent)
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
-    #: The next of each lane: its order, the lane's number (no two are equal), its place in the lane.
-    heads: list[tuple[tuple[int, int], int, int]] = []
-    lanes = list(queue.lanes)
-    all_checked = checked is queue.shapes
+    refused: set[Lane] = set()
+    if checked is not queue.shapes:
+        for lane in queue.lanes:
+            if lane.shape not in checked and (impossible := _refuse(lane, board.rooms, held)):
+                refusals += impossible
+                refused.add(lane)
     most_free_bytes = board.most_free_bytes()
     #: Lanes whose turn has not come and that are not too large for every device. Once there is none,
     #: nothing can start: what else is blocked is nobody's business, since nobody is behind it.
-    able = 0
-    for number, lane in enumerate(lanes):
-        if not all_checked and lane.shape not in checked:
-            impossible = _refuse(lane, board.rooms, held)
-            if impossible:
-                refusals += impossible
-                continue
-        heads.append((lane.key, number, 0))
-        able += lane.least_bytes <= most_free_bytes
-    heads.sort()
+    able = queue.count_lanes(most_free_bytes)
+    able -= sum(lane.least_bytes <= most_free_bytes for lane in refused)
+    if not able or not board or host.full:
+        return Decisions((), tuple(refusals))
+    turns = list(queue.firsts)
+    if refused:
+        turns = [turn for turn in turns if turn[2] not in refused]
     guard = Guard(board, queue.standings, patience, now_s, held)
     named: dict[int, list[Room]] = {}
     #: Above it a lane was too large from the beginning.
     ceiling_bytes = most_free_bytes
-    turn = -1
-    while able and board and not host.full:
-        turn += 1
-        _, number, position = heads[turn]
-        lane = lanes[number]
+    for at, (_, number, lane, position) in enumerate(turns):
         request = lane[position] if position else lane.first
+        least_bytes = lane.least_bytes
         among: list[Room] | None = None
         if request.devices:
             if number not in named:
                 named[number] = select_rooms(request, board.rooms)
             among = named[number]
         chosen: list[Room] | None = None
-        if lane.least_bytes <= most_free_bytes:
+        if least_bytes <= most_free_bytes:
             chosen = board.choose(request, guard, among)
         if chosen is None:
-            able -= lane.least_bytes <= ceiling_bytes
-            if able and guard.block(request, among):
+            if least_bytes <= ceiling_bytes:
+                able -= 1
+                if not able:
+                    break
+            if guard.block(request, among):
                 break
             continue
         if host.refusal(request):
@@ -151,10 +150,13 @@ def decide(
         host = host.after(request)
         placements.append((request, placement))
         if position + 1 < len(lane):
-            following = (order_key(lane[position + 1]), number, position + 1)
-            bisect.insort(heads, following, lo=turn + 1)
+            # The loop comes to it: it is put behind the place that the loop is at.
+            following = (order_key(lane[position + 1]), number, lane, position + 1)
+            bisect.insort(turns, following, lo=at + 1)
         else:
             able -= 1
+        if not able or not board or host.full:
+            break
     return Decisions(tuple(placements), tuple(refusals), guard.finish())
 
 

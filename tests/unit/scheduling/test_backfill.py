@@ -11,14 +11,15 @@ from prefect_gpu.scheduling.backfill import (
     NO_BACKFILL,
     Patience,
     Standing,
-    leaves_room,
     ready_s,
+    spare_bytes,
 )
 from prefect_gpu.scheduling.board import Board
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import Request, Reservation
 from prefect_gpu.scheduling.queue import RequestQueue
 from prefect_gpu.scheduling.turns import decide, explain
+from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import host, promise, request, room
 
 #: Few enough to be reached.
@@ -200,8 +201,22 @@ def test_when_a_device_has_room(
 
 def test_what_ends_by_then_is_room_for_then() -> None:
     there = room(0, held=[until(10.0, 10), until(20.0, 10)])
-    assert leaves_room(request(2), there, request(12), 10.0, 0.0, None)
-    assert not leaves_room(request(3), there, request(12), 10.0, 0.0, None)
+    assert spare_bytes(there, request(12), 10.0, None) == 2 * GIB
+    assert spare_bytes(there, request(12), 20.0, None) == 12 * GIB
+    assert spare_bytes(there, request(12), 10.0, 3) == 2 * GIB
+    assert spare_bytes(there, request(12), 10.0, 2) < 0, "there is no place for a third"
+    assert spare_bytes(there, request(15), 10.0, None) < 0, "not even without one more"
+    assert spare_bytes(there, request(12, exclusive=True), 20.0, None) < 0
+    assert spare_bytes(there, request(), 20.0, None) < 0
+
+
+def test_of_what_is_kept_no_more_is_given_in_one_look_than_can_be_spared() -> None:
+    rooms = [room(0, held=[until(100.0, 18)])]
+    queue = RequestQueue([request(20, name="head")])
+    queue.add(request(3, name="first"))
+    queue.add(request(2, name="second"))
+    queue.add(request(1, name="third"))
+    assert started(queue, rooms) == [("first", [0]), ("third", [0])]
 
 
 # What is said of it.

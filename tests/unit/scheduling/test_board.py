@@ -91,6 +91,22 @@ def test_no_more_tasks_on_a_device_than_are_allowed() -> None:
     assert take(board, request(1, devices=("0", "1"))) == [0]
 
 
+def test_what_is_kept_is_found_again_whoever_is_there() -> None:
+    gone = room(3, error="lost")
+    board = Board([room(0), room(1), room(2, gib=8), gone])
+    keys = [each.device.key for each in board.rooms]
+    asked, kept = request(20), (keys[1], keys[0])
+    assert board.places_for(asked, kept) == (1, 0)
+    taken = choose(board, request())
+    assert taken is not None
+    board.take(taken)
+    assert board.places_for(asked, kept) == (1, 0)
+    assert board.places_for(asked, (keys[0],)) == (0,), "others are kept by now"
+    assert board.places_for(asked, (keys[0], keys[2])) is None, "one is too small"
+    assert board.places_for(request(1), (keys[2], keys[3])) is None, "one does not work"
+    assert board.places_for(request(1), (("node", "SIM-9"),)) is None, "one is not there"
+
+
 def test_the_task_around_this_process_is_no_task_of_its_runner() -> None:
     outer = promise(0, 4, by="outer")
     board = Board([room(0, held=[outer])], max_tasks=1, held_by_parent=[outer])

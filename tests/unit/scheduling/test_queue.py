@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
 from prefect_gpu.scheduling.board import Board, PlacementStyle
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import Request, Reservation
-from prefect_gpu.scheduling.queue import RequestQueue, Shape
+from prefect_gpu.scheduling.queue import RequestQueue, Shape, order_key
 from prefect_gpu.scheduling.turns import Decisions, HostRoom, decide, explain
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import host, promise, request, room
@@ -294,6 +296,39 @@ def test_requests_of_one_sequence_are_told_apart() -> None:
     queue.add(request(1, sequence=5, name="d"))
     assert not queue.remove(two)
     assert [r.id for r in queue] == ["a", "d"]
+
+
+added = st.builds(
+    request,
+    st.sampled_from([1, 2, 3, None]),
+    sequence=st.integers(0, 9),
+    priority=st.integers(0, 1),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(added, st.integers(0, 20)), max_size=40))
+def test_a_queue_knows_whose_turn_is_first_and_who_asks_for_how_much(
+    steps: list[tuple[Request, int]],
+) -> None:
+    queue = RequestQueue()
+    waiting: list[Request] = []
+    for each, chosen in steps:
+        if chosen < len(waiting):
+            assert queue.remove(waiting.pop(chosen))
+        queue.add(each)
+        waiting.append(each)
+        firsts = [(lane.key, lane.number, lane, 0) for lane in queue.lanes]
+        assert queue.firsts == sorted(firsts)
+        assert [lane.first for _, _, lane, _ in queue.firsts] == sorted(
+            (lane[0] for lane in queue.lanes), key=order_key
+        )
+        for most in range(-1, 5):
+            fitting = [lane for lane in queue.lanes if lane.least_bytes <= most * GIB]
+            assert queue.count_lanes(most * GIB) == len(fitting)
+    for each in waiting:
+        assert queue.remove(each)
+    assert (list(queue.firsts), queue.count_lanes(100 * GIB)) == ([], 0)
 
 
 def test_a_lane_gives_back_the_place_of_those_who_are_gone() -> None:

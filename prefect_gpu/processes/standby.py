@@ -23,9 +23,11 @@ from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.late import hot_changes, late_changes
 from prefect_gpu.processes.heater import Heater, Lent
 from prefect_gpu.processes.interpreter import (
+    count_cores,
     environment_with,
     import_paths,
     interpreter_flags,
+    working_folder,
 )
 from prefect_gpu.processes.kind import Kind
 from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
@@ -120,7 +122,7 @@ class StandbyPool:
         self._launcher = launcher
         self._read_available = read_available
         self._reserve_bytes = reserve_bytes
-        self._cores = cores or _cores()
+        self._cores = cores or count_cores()
         self._reset()
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(itself))
@@ -516,7 +518,7 @@ class StandbyPool:
         spec = WarmSpec(
             modules=made.modules,
             environment=kind.environment_of(os.environ),
-            cwd=_cwd(),
+            cwd=working_folder(),
             argv=tuple(sys.argv),
             sys_path=import_paths(),
         )
@@ -589,20 +591,6 @@ class StandbyPool:
                 how,
                 f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
             )
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
-def _cwd() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
 
 
 def _forget(pool: weakref.ref[StandbyPool]) -> None:

@@ -31,7 +31,7 @@ from prefect_gpu.processes.interpreter import (
 )
 from prefect_gpu.processes.kind import Kind
 from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
-from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
+from prefect_gpu.processes.messages import Accepted, Heat, Heated, Late, Warmed
 from prefect_gpu.processes.spec import (
     ChildExited,
     ChildHandle,
@@ -64,8 +64,8 @@ PATIENCE_S = 0.5
 #: Seconds without new standbys after they had to make room for a task.
 MAKING_ROOM_S = 10.0
 
-#: Standbys of a kind that may die, or not suit the task that they were made for, before the kind is
-#: left alone.
+#: Standbys of a kind that may die one after another before they have taken a task, or not suit the task
+#: that they were made for, before the kind is left alone.
 MOST_DEATHS = 3
 MOST_MISFITS = 3
 
@@ -530,6 +530,11 @@ class StandbyPool:
 
     def _hear(self, standby: Standby, message: Any) -> None:
         with self._changed:
+            if isinstance(message, Accepted):
+                # Not that it has imported, nor that it was given a task: some die of that. How many
+                # there are it does not change.
+                self._state(standby.kind).deaths = 0
+                return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
             elif isinstance(message, Warmed):
@@ -584,8 +589,8 @@ class StandbyPool:
         if state.deaths >= MOST_DEATHS and not state.useless:
             state.useless = how
             logger.warning(
-                "no process is started ahead of its task any more for %s: %d of them died before they "
-                "had one, the last since %s%s",
+                "no process is started ahead of its task any more for %s: %d of them in a row died before "
+                "they had taken one, the last since %s%s",
                 ", ".join(standby.spec.modules),
                 state.deaths,
                 how,

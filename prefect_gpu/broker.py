@@ -26,7 +26,6 @@ from prefect_gpu.errors import (
     DeviceError,
     PlacementError,
     PlacementTimeoutError,
-    PrefectGPUError,
 )
 from prefect_gpu.ledger import PROCESS_LEDGER
 from prefect_gpu.lending import Lending, Surroundings
@@ -50,6 +49,7 @@ from prefect_gpu.scheduling.placement import select_rooms
 from prefect_gpu.scheduling.queue import RequestQueue, Shape
 from prefect_gpu.scheduling.turns import Decisions, HostRoom, decide, explain
 from prefect_gpu.ticket import Ticket as Ticket
+from prefect_gpu.ticket import Withdrawn as Withdrawn
 from prefect_gpu.units import GIB, MIB, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class Broker:
         )
         with self._changed:
             if self._closed:
-                self._decide(ticket)
+                ticket.decide()
                 return ticket
             self._start()
             self._queue.add(ticket.request)
@@ -304,8 +304,8 @@ class Broker:
         began_s = self._clock.now() - waited_s
         tell_s = self._clock.now() + first_s
         told = ""
-        while not self._decided_by(
-            ticket, tell_s if limit_s is None else min(tell_s, began_s + limit_s)
+        while not ticket.wait(
+            self._clock, tell_s if limit_s is None else min(tell_s, began_s + limit_s)
         ):
             reason = self.explain(ticket)
             if limit_s is not None and self._clock.now() - began_s >= limit_s:
@@ -325,16 +325,6 @@ class Broker:
         if ticket.placement is None:
             raise Withdrawn(ticket.request.task_name)
         return ticket.placement
-
-    def _decided_by(self, ticket: Ticket, until_s: float) -> bool:
-        """Wait for a decision; `False`: there was none in time."""
-        with ticket.changed:
-            while not ticket.decided:
-                left_s = until_s - self._clock.now()
-                if left_s <= 0:
-                    return False
-                self._clock.wait(ticket.changed, left_s)
-            return True
 
     def explain(self, ticket: Ticket) -> str:
         """Say why a request waits."""
@@ -367,7 +357,7 @@ class Broker:
                 return False
             self._queue.remove(ticket.request)
             self._kinds.pop(ticket.request.id, None)
-            self._decide(ticket)
+            ticket.decide()
             # It may have been what blocked others.
             self._wake()
             return True
@@ -529,7 +519,7 @@ class Broker:
 
     def _shut_down(self) -> None:
         for ticket in self._waiting.values():
-            self._decide(ticket)
+            ticket.decide()
         self._waiting.clear()
         self._queue = RequestQueue()
         self._release_all(self._recovery.end_all())
@@ -640,7 +630,7 @@ class Broker:
         for request, error in decisions.refusals:
             self._queue.remove(request)
             self._kinds.pop(request.id, None)
-            self._decide(self._waiting.pop(request.id), error=error)
+            self._waiting.pop(request.id).decide(error=error)
         foreign = {r.device.key: r.foreign_bytes for r in self._lookout.survey(reading)}
         for request, placement, loan_id in settled.made:
             self._queue.remove(request)
@@ -655,7 +645,7 @@ class Broker:
             self._placed[request.id] = ticket
             if loan_id:
                 self.lending.hand_over(loan_id, ticket)
-            self._decide(ticket, placement)
+            ticket.decide(placement)
         self._possible = self._queue.shapes
         if promises:
             self._lookout.forget()
@@ -672,17 +662,6 @@ class Broker:
             return ()
         return in_the_way(first, select_rooms(first, rooms))
 
-    @staticmethod
-    def _decide(
-        ticket: Ticket,
-        placement: Placement | None = None,
-        error: PrefectGPUError | None = None,
-    ) -> None:
-        with ticket.changed:
-            ticket.placement, ticket.error = placement, error
-            ticket.decided = True
-            ticket.changed.notify_all()
-
     def _promised_bytes(self) -> int:
         return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
 
@@ -693,10 +672,6 @@ class Broker:
             processes=len(self._placed),
             max_processes=self._max_processes,
         )
-
-
-class Withdrawn(Exception):  # noqa: N818  # not an error: somebody gave up waiting
-    """A request was withdrawn while it waited."""
 
 
 _shared_lock = threading.Lock()

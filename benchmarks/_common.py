@@ -5,6 +5,7 @@ What they read of devices is in `_devices`, arithmetic in `_bound`.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import inspect
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -275,6 +276,34 @@ def runner_lacks(*arguments: str) -> str:
     known = inspect.signature(GPUTaskRunner.__init__).parameters
     missing = [name for name in arguments if name not in known]
     return f"not there: GPUTaskRunner has no {', '.join(missing)}" if missing else ""
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, rows: Iterable[str], budget_s: float, seed_of: str
+) -> None:
+    """Have a parser take what every benchmark takes that runs its own file for each row.
+
+    Args:
+        parser: Of the benchmark.
+        rows: What it can measure.
+        budget_s: Seconds for all of it where nobody says.
+        seed_of: What is drawn.
+    """
+    parser.add_argument("--budget", type=float, default=budget_s, help="seconds for all of it")
+    parser.add_argument("--seed", type=int, default=0, help=f"of {seed_of}")
+    parser.add_argument("--api-url", default=None, help="use this Prefect server")
+    parser.add_argument("--out", type=Path, default=None, help="write JSON here as results come")
+    parser.add_argument("--json", action="store_true", help="print the JSON too")
+    parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
+    parser.add_argument("--row", choices=tuple(rows), help=argparse.SUPPRESS)
+    parser.add_argument("--on-gpu", action="store_true", help=argparse.SUPPRESS)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Have a parser take further arguments of the runner, for `read_settings`."""
+    parser.add_argument(
+        "--with", dest="settings", action="append", default=[], help="NAME=VALUE of GPUTaskRunner"
+    )
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, Any]:

@@ -30,19 +30,29 @@ MIB = 2**20
 Step = Callable[[int], float]
 
 
+#: Least and most GiB, least and most seconds, and how many of all.
+SizeClass = tuple[float, float, float, float, int]
+
+
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """One evaluation to run."""
+class Job:
+    """What is drawn of a task, whatever it does."""
 
     name: str
-    framework: str
-    #: Which model: `cnn`, `transformer`, `recommender`, `retrieval` or `mlp`.
+    #: Which model.
     kind: str
-    #: About what it takes on the device, the context left out.
+    #: About what it takes on each device, the context left out.
     size_bytes: int
     #: Seconds that it takes, alone.
     seconds: float
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation(Job):
+    """One evaluation to run; `kind` is one of `KINDS`."""
+
+    framework: str
 
 
 #: Least and most GiB, least and most seconds, and of 40 how many. Large models take longer.
@@ -74,6 +84,12 @@ MOST_GIB = {"cnn": 3.0, "mlp": 10.0}
 OTHERS_MOST_GIB = 10.0
 
 
+def spread(classes: Sequence[SizeClass], count: int) -> list[SizeClass]:
+    """Give each of some tasks its class: all have their part, whatever the count."""
+    slots = [row for row in classes for _ in range(row[4])]
+    return [slots[index * len(slots) // count] for index in range(count)]
+
+
 def plan(
     seed: int, count: int, frameworks: Sequence[str], scale: float = 1.0, tiny: bool = False
 ) -> list[Evaluation]:
@@ -87,12 +103,9 @@ def plan(
         tiny: A few MiB and tenths of a second each.
     """
     draw = random.Random(seed)
-    per_40 = sum(row[4] for row in CLASSES)
-    slots = [row for row in CLASSES for _ in range(row[4])]
     found = []
-    for index in range(count):
-        # Spread over the classes whatever the count.
-        least_gib, most_gib, least_s, most_s, _ = slots[index * per_40 // count]
+    for index, size_class in enumerate(spread(CLASSES, count)):
+        least_gib, most_gib, least_s, most_s, _ = size_class
         gib = draw.uniform(least_gib, most_gib)
         others = [name for name in frameworks if name != "torch"]
         framework = "torch" if "torch" in frameworks else others[index % len(others)]

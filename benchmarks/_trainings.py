@@ -17,24 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import _evaluations
-
-GIB, MIB = 2**30, 2**20
+from _evaluations import GIB, MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """One training loop to run."""
+class Training(_evaluations.Job):
+    """One training loop to run; `kind` is `cnn`, `transformer` or `recommender`."""
 
-    name: str
-    #: Which model: `cnn`, `transformer` or `recommender`.
-    kind: str
-    #: About what it takes on each device, the context left out.
-    size_bytes: int
     #: Devices, all at the same time.
     devices: int
-    #: Seconds that it takes, alone.
-    seconds: float
-    seed: int
 
 
 #: Least and most GiB, least and most seconds, and of 60 how many: 0.6 to 29 GiB with the context, most
@@ -61,11 +52,9 @@ def plan(seed: int, count: int, scale: float = 1.0, tiny: bool = False) -> list[
         tiny: A few MiB and tenths of a second each.
     """
     draw = random.Random(seed)
-    per_60 = sum(row[4] for row in CLASSES)
-    slots = [row for row in CLASSES for _ in range(row[4])]
     found = []
-    for index in range(count):
-        least_gib, most_gib, least_s, most_s, _ = slots[index * per_60 // count]
+    for index, size_class in enumerate(_evaluations.spread(CLASSES, count)):
+        least_gib, most_gib, least_s, most_s, _ = size_class
         gib = draw.uniform(least_gib, most_gib)
         pair = index % PAIR_EVERY == PAIR_EVERY - 1 or (tiny and index == count - 1)
         kinds = ("cnn", "transformer") if pair else ("cnn", "transformer", "recommender")

@@ -342,18 +342,11 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=4, help="how many GPUs")
     parser.add_argument("--cap", type=float, default=40.0, help="GB of each that may be used")
     parser.add_argument("--scale", type=float, default=1.0, help="of each training's seconds")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all of it")
     parser.add_argument("--max-tasks-per-device", type=int, default=None)
-    parser.add_argument(
-        "--with", dest="settings", action="append", default=[], help="NAME=VALUE of GPUTaskRunner"
+    _common.add_settings(parser)
+    _common.add_arguments(
+        parser, SCHEMES, budget_s=540.0, seed_of="sizes, kinds, seconds and order"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of sizes, kinds, seconds and order")
-    parser.add_argument("--api-url", default=None, help="use this Prefect server")
-    parser.add_argument("--out", type=Path, default=None, help="write JSON here as results come")
-    parser.add_argument("--json", action="store_true", help="print the JSON too")
-    parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
-    parser.add_argument("--row", choices=tuple(SCHEMES), help=argparse.SUPPRESS)
-    parser.add_argument("--on-gpu", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     settings = _common.read_settings(given.settings)
     if given.compare:

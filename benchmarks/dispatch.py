@@ -31,7 +31,6 @@ import multiprocessing
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import _bodies
@@ -230,14 +229,7 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=8, help="tasks at once after those; 0: none")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pause", type=float, default=15.0, help="most seconds between tasks")
-    parser.add_argument("--budget", type=float, default=225.0, help="seconds for all of it")
-    parser.add_argument("--seed", type=int, default=0, help="of the order in which rows run")
-    parser.add_argument("--api-url", default=None, help="use this Prefect server")
-    parser.add_argument("--out", type=Path, default=None, help="write JSON here as results come")
-    parser.add_argument("--json", action="store_true", help="print the JSON too")
-    parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
-    parser.add_argument("--row", choices=tuple(ROWS), help=argparse.SUPPRESS)
-    parser.add_argument("--on-gpu", action="store_true", help=argparse.SUPPRESS)
+    _common.add_arguments(parser, ROWS, budget_s=225.0, seed_of="the order in which rows run")
     given = parser.parse_args()
     if given.row:
         (framework,) = given.frameworks

@@ -345,18 +345,10 @@ def main() -> None:
     )
     parser.add_argument("--tasks", type=int, default=40)
     parser.add_argument("--scale", type=float, default=1.0, help="of each task's seconds")
-    parser.add_argument("--budget", type=float, default=360.0, help="seconds for all of it")
     parser.add_argument("--costs", type=Path, help="what an earlier run wrote with --out")
-    parser.add_argument(
-        "--with", dest="settings", action="append", default=[], help="NAME=VALUE of GPUTaskRunner"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of sizes, kinds and seconds")
-    parser.add_argument("--api-url", default=None, help="use this Prefect server")
-    parser.add_argument("--out", type=Path, default=None, help="write JSON here as results come")
-    parser.add_argument("--json", action="store_true", help="print the JSON too")
-    parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
-    parser.add_argument("--row", choices=("caches", *ROWS), help=argparse.SUPPRESS)
-    parser.add_argument("--on-gpu", action="store_true", help=argparse.SUPPRESS)
+    _common.add_settings(parser)
+    rows = ("caches", *ROWS)
+    _common.add_arguments(parser, rows, budget_s=360.0, seed_of="sizes, kinds and seconds")
     given = parser.parse_args()
     settings = _common.read_settings(given.settings)
     if given.tiny:

@@ -30,6 +30,7 @@ Prints JSON (versions, machine, seed, every run), then a table of medians and sp
 
 from __future__ import annotations
 
+import abc
 import argparse
 import json
 import multiprocessing
@@ -100,16 +101,16 @@ def take(array: Any, folder: str, number: int, hold_s: float) -> tuple[float, fl
     return found, at
 
 
-class Row:
+class Row(abc.ABC):
     """How one row runs bodies."""
 
+    @abc.abstractmethod
     def returned(self, *arguments: Any) -> Any:
         """Run `give` and hand on its value."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def taken(self, array: Any, folder: str, hold_s: float) -> list[Any]:
         """Run `take` in three tasks at a time."""
-        raise NotImplementedError
 
 
 def give_to(connection: Any, *arguments: Any) -> None:

@@ -40,7 +40,7 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.inside import Allocation
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes import values
-from prefect_gpu.processes.interpreter import import_paths
+from prefect_gpu.processes.interpreter import count_cores, import_paths, working_folder
 from prefect_gpu.processes.messages import (
     Answered,
     Asked,
@@ -323,7 +323,7 @@ class Attempt:
             allocation=self._allocation,
             allocator_options=dict(policy.allocator_options),
             caching=policy.caching,
-            cpus=policy.cpus or max(1, cores() // max(1, self._broker.processes)),
+            cpus=policy.cpus or max(1, count_cores() // max(1, self._broker.processes)),
             cpus_stated=policy.cpus is not None,
             frameworks=self._named,
             detected=self._sharing,
@@ -383,7 +383,7 @@ class Attempt:
             environment=environment,
             prepare=Prepare(framework_policy, allocation, COUNTERS_INTERVAL_S),
             call=self._surroundings.dump_call(),
-            cwd=_cwd(),
+            cwd=working_folder(),
             argv=tuple(sys.argv),
             sys_path=import_paths(),
             standby="" if self._ticket.standby is None else self._ticket.standby.id,
@@ -720,19 +720,3 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, PrefectGPUError):
         return text
     return f"{name}: {text}" if text else name
-
-
-def cores() -> int:
-    """Give how many cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
-def _cwd() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        # The folder was removed under the parent; a child need not have it.
-        return ""

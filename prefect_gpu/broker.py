@@ -2,7 +2,8 @@
 
 It owns the queue of requests, hands out placements, follows every placed process in the readings of
 the devices, and releases a reservation when the device shows the memory back. What to decide is in
-`prefect_gpu.scheduling`; how a process is started and spoken to is in `prefect_gpu.processes`.
+`prefect_gpu.scheduling`; what a reading says is in `lookout`; how a process is started and spoken to is in
+`prefect_gpu.processes`.
 
 One `Broker` serves all runners of a Python process that have the same device specification
 (`shared_broker`).
@@ -14,7 +15,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 from prefect_gpu.clock import Clock, RealClock
@@ -25,21 +26,19 @@ from prefect_gpu.errors import (
     DeviceError,
     PlacementError,
     PlacementTimeoutError,
-    PrefectGPUError,
 )
 from prefect_gpu.ledger import PROCESS_LEDGER
 from prefect_gpu.lending import Lending, Surroundings
+from prefect_gpu.lookout import Lookout
 from prefect_gpu.recovery import RecoveryWatch
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.board import Board, PlacementStyle
 from prefect_gpu.scheduling.hot import in_the_way, settle
-from prefect_gpu.scheduling.ledger import Ledger, LedgerView
-from prefect_gpu.scheduling.memory import Room, measure, survey_all
+from prefect_gpu.scheduling.ledger import Ledger
+from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import (
     Device,
-    DeviceKey,
     DeviceKind,
-    DeviceSnapshot,
     Memory,
     Placement,
     Reading,
@@ -50,15 +49,10 @@ from prefect_gpu.scheduling.placement import select_rooms
 from prefect_gpu.scheduling.queue import RequestQueue, Shape
 from prefect_gpu.scheduling.turns import Decisions, HostRoom, decide, explain
 from prefect_gpu.ticket import Ticket as Ticket
+from prefect_gpu.ticket import Withdrawn as Withdrawn
 from prefect_gpu.units import GIB, MIB, format_seconds
 
 logger = logging.getLogger(__name__)
-
-#: A reading that came longer ago than this (seconds) is not decided on; a new one is asked for first.
-FRESH_S = 0.5
-
-#: Seconds without a reading after which a driver is said to be silent.
-SILENT_S = 5.0
 
 #: Kept free on a device for what nobody counts, by kind of device. On the host the system and
 #: other programs grow at any time.
@@ -116,9 +110,6 @@ class Broker:
         self._max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
         self._max_tasks_per_device = max_tasks_per_device
         self._patience = patience
-        self._headroom_bytes = (
-            HEADROOM_BYTES[self.kind] if headroom_bytes is None else headroom_bytes
-        )
         self._held_by_parent = held_by_parent
         self._clock = clock or RealClock()
         #: Guards all below. What others do not expect to be called under it (the tickets' callbacks,
@@ -137,6 +128,17 @@ class Broker:
         self._waiting: dict[str, Ticket] = {}
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
+        #: What is known of the devices.
+        self._lookout = Lookout(
+            self.devices,
+            self.kind,
+            ledger,
+            HEADROOM_BYTES[self.kind] if headroom_bytes is None else headroom_bytes,
+            held_by_parent,
+            self._clock,
+            self._placed,
+            self._ours,
+        )
         #: Hot standbys on our devices.
         self.lending = Lending(
             self._changed,
@@ -144,23 +146,19 @@ class Broker:
             self._recovery,
             self._clock,
             style,
-            Surroundings(self._fresh_reading, self._look, self._call_later, lambda: self._closed),
+            Surroundings(
+                self._fresh_reading,
+                self._lookout.survey_once,
+                self._call_later,
+                lambda: self._closed,
+            ),
         )
         #: By request id: the kind of hot standby that suits it.
         self._kinds: dict[str, Hashable] = {}
         #: Shapes of requests in the queue that are known to be possible.
         self._possible: frozenset[Shape] = frozenset()
-        self._reading: Reading | None = None
-        #: Monotonic seconds when it came. Its own time is when it began, and a driver may be slow.
-        self._reading_came_s = 0.0
+        #: One was asked for to decide on, and has not come.
         self._wants_reading = False
-        #: The last survey of that reading; `None`: something has changed since.
-        self._rooms: list[Room] | None = None
-        #: What each device could promise at the last reading, by which requests were checked.
-        self._usable: tuple[int, ...] = ()
-        #: Devices that do not work, and why.
-        self._set_aside: dict[DeviceKey, str] = {}
-        self._context_told = False
         self._sampler = Sampler(
             reader,
             self._roots,
@@ -192,12 +190,13 @@ class Broker:
     def wants_host_memory(self) -> bool:
         """Whether a request waits for memory of the machine itself, which standbys may hold."""
         with self._changed:
-            if self._reading is None or not self._waiting:
+            reading = self._lookout.reading
+            if reading is None or not self._waiting:
                 return False
             if self.kind == "host":
                 # There every request does; while others run, their end may be all that it waits for.
                 return not self._placed
-            left = self._reading.host_available_bytes - self._promised_bytes()
+            left = reading.host_available_bytes - self._promised_bytes()
             return any(t.request.host_bytes > left for t in self._waiting.values())
 
     @property
@@ -243,7 +242,7 @@ class Broker:
         )
         with self._changed:
             if self._closed:
-                self._decide(ticket)
+                ticket.decide()
                 return ticket
             self._start()
             self._queue.add(ticket.request)
@@ -305,8 +304,8 @@ class Broker:
         began_s = self._clock.now() - waited_s
         tell_s = self._clock.now() + first_s
         told = ""
-        while not self._decided_by(
-            ticket, tell_s if limit_s is None else min(tell_s, began_s + limit_s)
+        while not ticket.wait(
+            self._clock, tell_s if limit_s is None else min(tell_s, began_s + limit_s)
         ):
             reason = self.explain(ticket)
             if limit_s is not None and self._clock.now() - began_s >= limit_s:
@@ -327,31 +326,17 @@ class Broker:
             raise Withdrawn(ticket.request.task_name)
         return ticket.placement
 
-    def _decided_by(self, ticket: Ticket, until_s: float) -> bool:
-        """Wait for a decision; `False`: there was none in time."""
-        with ticket.changed:
-            while not ticket.decided:
-                left_s = until_s - self._clock.now()
-                if left_s <= 0:
-                    return False
-                self._clock.wait(ticket.changed, left_s)
-            return True
-
     def explain(self, ticket: Ticket) -> str:
         """Say why a request waits."""
         with self._changed:
-            reading = self._reading
-            if reading is None:
-                return "the first reading of the devices"
-            silent_s = self._clock.now() - self._reading_came_s
-            if reading.error or silent_s > SILENT_S:
-                why = reading.error or f"nothing heard for {format_seconds(silent_s)}"
-                return f"the devices to answer ({why})"
+            reading, silence = self._lookout.reading, self._lookout.silence
+            if reading is None or silence:
+                return silence
             try:
                 return explain(
                     ticket.request,
                     self._queue,
-                    self._survey(reading),
+                    self._lookout.survey(reading),
                     self._host_room(reading),
                     self._patience,
                     self._clock.now(),
@@ -372,7 +357,7 @@ class Broker:
                 return False
             self._queue.remove(ticket.request)
             self._kinds.pop(ticket.request.id, None)
-            self._decide(ticket)
+            ticket.decide()
             # It may have been what blocked others.
             self._wake()
             return True
@@ -388,13 +373,7 @@ class Broker:
 
     def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
         """Give the devices that a task may use; all, where it names some that are not there."""
-        rooms = [Room(DeviceSnapshot(device, 0.0, 0), 0, 0, 0) for device in self.devices]
-        try:
-            chosen = select_rooms(Request("", "", 0, 0.0, devices=names), rooms)
-        except PlacementError:
-            # Asking for a placement says so.
-            return self.devices
-        return tuple(room.device for room in chosen)
+        return self._lookout.eligible(names)
 
     def capacity_bytes(self, names: tuple[str, ...], count: int = 1) -> int:
         """Give what `count` of the devices that a task may use could each ever promise, in bytes."""
@@ -410,12 +389,7 @@ class Broker:
 
     def _capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
         with self._changed:
-            reading = self._reading
-            rooms = [] if reading is None or reading.error else self._survey(reading)
-        known = {r.device.key: r.capacity_bytes for r in rooms}
-        return {
-            d: known.get(d.key, d.total_bytes - self._headroom_bytes) for d in self.eligible(names)
-        }
+            return self._lookout.capacities(names)
 
     def foreign_growth_bytes(self, ticket: Ticket, patience_s: float = 2.0) -> int:
         """Read by how much others' memory has grown on a task's devices since it was placed.
@@ -430,16 +404,8 @@ class Broker:
         asked_s = self._clock.now()
         self.refresh()
         with self._changed:
-            while self._reading is None or self._reading.at_s < asked_s:
-                left_s = asked_s + patience_s - self._clock.now()
-                if left_s <= 0 or self._closed:
-                    break
-                self._clock.wait(self._changed, left_s)
-            reading = self._reading
-            rooms = [] if reading is None or reading.error else self._survey(reading)
-        now = {room.device.key: room.foreign_bytes for room in rooms}
-        growths = [now.get(key, before) - before for key, before in ticket.foreign_before.items()]
-        return max(0, *growths) if growths else 0
+            self._wait_for_reading(asked_s, patience_s)
+            return self._lookout.foreign_growth_bytes(ticket.foreign_before)
 
     def refresh(self) -> None:
         """Ask for a reading of the devices now."""
@@ -498,11 +464,13 @@ class Broker:
     def _roots(self) -> list[int]:
         with self._changed:
             own = [os.getpid()] if self._held_by_parent else []
-            hot = self.lending.tickets
-            tickets = (*self._placed.values(), *self._recovery.ending, *hot)
-            pids = [pid for t in tickets if (pid := t.pid or t.ended_pid) is not None]
+            pids = [pid for t in self._ours() if (pid := t.pid or t.ended_pid) is not None]
         # Those of other brokers of this process too: what they hold is not foreign.
         return list(dict.fromkeys([*own, *pids, *self._ledger.view().processes]))
+
+    def _ours(self) -> tuple[Ticket, ...]:
+        """Give all that may have a process, with the lock."""
+        return (*self._placed.values(), *self._recovery.ending, *self.lending.tickets)
 
     # The broker's thread. With the lock held, but for `_run` and `_release`.
 
@@ -538,7 +506,7 @@ class Broker:
     def _step(self) -> None:
         """Look at all that has come, and carry out what follows from it."""
         self._dirty = False
-        self._rooms = None
+        self._lookout.forget()
         arrived, self._arrived = self._arrived, []
         if self._closed:
             self._shut_down()
@@ -551,7 +519,7 @@ class Broker:
 
     def _shut_down(self) -> None:
         for ticket in self._waiting.values():
-            self._decide(ticket)
+            ticket.decide()
         self._waiting.clear()
         self._queue = RequestQueue()
         self._release_all(self._recovery.end_all())
@@ -559,58 +527,25 @@ class Broker:
     # Readings.
 
     def _take_reading(self, reading: Reading) -> None:
-        self._reading = reading
+        self._lookout.take(reading)
         # Those who wait for one.
         self._changed.notify_all()
-        self._reading_came_s = self._clock.now()
         self._wants_reading = False
         if reading.error:
             return
-        usable = tuple(snapshot.usable_bytes for snapshot in reading.snapshots)
-        if usable != self._usable:
-            # A device that did not work at first tells only now what its driver keeps.
-            self._usable = usable
+        if self._lookout.note_usable(reading):
             self._possible = frozenset()
-        self._tell_measured(reading)
-        self._tell_foreign_context(reading)
-        self._tell_set_aside(reading)
+        for ticket, sizes in self._lookout.sizes(reading):
+            if ticket.on_measured is not None:
+                self._calls.append(partial(ticket.on_measured, reading.at_s, sizes))
+        self._lookout.tell(reading)
         self._release_all(self._recovery.look(reading, self._placed.values()))
-
-    def _tell_measured(self, reading: Reading) -> None:
-        measured = self._measure(reading, self._ledger.view())
-        for request_id, ticket in self._placed.items():
-            if ticket.on_measured is None or ticket.pid is None or ticket.placement is None:
-                continue
-            sizes = tuple(
-                measured.get(device.key, {}).get(request_id, 0)
-                for device in ticket.placement.devices
-            )
-            self._calls.append(partial(ticket.on_measured, reading.at_s, sizes))
-
-    def _tell_foreign_context(self, reading: Reading) -> None:
-        if self._context_told or self.kind != "nvml" or self._held_by_parent:
-            return
-        pid = os.getpid()
-        if any(p.pid == pid for s in reading.snapshots for p in s.processes):
-            self._context_told = True
-            logger.warning(
-                "this process itself holds GPU memory, which counts as somebody else's until it "
-                "ends: call GPU tasks with .submit or .map, not directly, and keep CUDA out of "
-                "the flow"
-            )
-
-    def _tell_set_aside(self, reading: Reading) -> None:
-        for snapshot in reading.snapshots:
-            key, uuid = snapshot.device.key, snapshot.device.uuid
-            if snapshot.error and self._set_aside.get(key) != snapshot.error:
-                logger.warning("device %s is set aside: %s", uuid, snapshot.error)
-                self._set_aside[key] = snapshot.error
-            elif not snapshot.error and self._set_aside.pop(key, ""):
-                logger.info("device %s answers again", uuid)
 
     def _poll_recovery(self) -> None:
         now_s = self._clock.now()
-        self._release_all(self._recovery.give_up(now_s, self._reading, self._placed.values()))
+        self._release_all(
+            self._recovery.give_up(now_s, self._lookout.reading, self._placed.values())
+        )
         if self._recovery.poll(now_s):
             self._sampler.refresh()
 
@@ -624,14 +559,6 @@ class Broker:
         if ticket.on_recovered is not None:
             ticket.on_recovered(leaked_bytes)
 
-    def _look(self, reading: Reading, view: LedgerView) -> list[Room]:
-        self._rooms = None
-        try:
-            return self._survey(reading, view)
-        finally:
-            # What follows from it changes them.
-            self._rooms = None
-
     def _call_later(self, call: Callable[[], object]) -> None:
         self._calls.append(call)
         self._wake()
@@ -642,14 +569,21 @@ class Broker:
             return None
         self._start()
         asked_s = self._clock.now()
-        if self._reading is None or asked_s - self._reading_came_s > FRESH_S:
+        if not self._lookout.fresh:
             self._sampler.refresh()
-            while self._reading is None or self._reading.at_s < asked_s:
-                left_s = asked_s + patience_s - self._clock.now()
-                if left_s <= 0 or self._closed:
-                    return None
-                self._clock.wait(self._changed, left_s)
-        return None if self._reading.error else self._reading
+            if not self._wait_for_reading(asked_s, patience_s):
+                return None
+        reading = self._lookout.reading
+        return None if reading is None or reading.error else reading
+
+    def _wait_for_reading(self, asked_s: float, patience_s: float) -> bool:
+        """Wait for one that began after it was asked for, with the lock; `False`: none came in time."""
+        while (reading := self._lookout.reading) is None or reading.at_s < asked_s:
+            left_s = asked_s + patience_s - self._clock.now()
+            if left_s <= 0 or self._closed:
+                return False
+            self._clock.wait(self._changed, left_s)
+        return True
 
     # Decisions.
 
@@ -657,8 +591,8 @@ class Broker:
         if not self._queue:
             self._possible = frozenset()
             return
-        reading = self._reading
-        if reading is None or self._clock.now() - self._reading_came_s > FRESH_S:
+        reading = self._lookout.reading
+        if reading is None or not self._lookout.fresh:
             if not self._wants_reading:
                 self._wants_reading = True
                 self._sampler.refresh()
@@ -667,7 +601,7 @@ class Broker:
             return
         while True:
             view = self._ledger.view()
-            rooms = self._survey(reading, view)
+            rooms = self._lookout.survey(reading, view)
             decisions = decide(
                 self._queue,
                 Board(
@@ -688,7 +622,7 @@ class Broker:
             if not promises or self._ledger.try_reserve(view.version, promises, taken):
                 break
             # Another broker has written meanwhile: what was free may be no more.
-            self._rooms = None
+            self._lookout.forget()
         self._queue.note(decisions.standings)
         # Those for whom they must go are decided anew once the devices show their memory.
         given_up = settled.given_up or self._in_the_way(decisions, rooms, reading)
@@ -696,8 +630,8 @@ class Broker:
         for request, error in decisions.refusals:
             self._queue.remove(request)
             self._kinds.pop(request.id, None)
-            self._decide(self._waiting.pop(request.id), error=error)
-        foreign = {r.device.key: r.foreign_bytes for r in self._survey(reading)}
+            self._waiting.pop(request.id).decide(error=error)
+        foreign = {r.device.key: r.foreign_bytes for r in self._lookout.survey(reading)}
         for request, placement, loan_id in settled.made:
             self._queue.remove(request)
             self._kinds.pop(request.id, None)
@@ -711,10 +645,10 @@ class Broker:
             self._placed[request.id] = ticket
             if loan_id:
                 self.lending.hand_over(loan_id, ticket)
-            self._decide(ticket, placement)
+            ticket.decide(placement)
         self._possible = self._queue.shapes
         if promises:
-            self._rooms = None
+            self._lookout.forget()
 
     def _in_the_way(
         self, decisions: Decisions, rooms: Sequence[Room], reading: Reading
@@ -728,60 +662,6 @@ class Broker:
             return ()
         return in_the_way(first, select_rooms(first, rooms))
 
-    @staticmethod
-    def _decide(
-        ticket: Ticket,
-        placement: Placement | None = None,
-        error: PrefectGPUError | None = None,
-    ) -> None:
-        with ticket.changed:
-            ticket.placement, ticket.error = placement, error
-            ticket.decided = True
-            ticket.changed.notify_all()
-
-    # Readings turned into what scheduling takes.
-
-    def _measure(self, reading: Reading, view: LedgerView) -> Mapping[DeviceKey, Mapping[str, int]]:
-        """Say what our requests hold, by device and request id."""
-        roots: dict[DeviceKey, dict[int, str]] = {}
-        # Processes of other brokers: those that the ledger names.
-        pids = {request_id: pid for pid, request_id in view.processes.items()}
-        for reservation in view.reservations:
-            request_id = reservation.request_id
-            other = pids.get(request_id)
-            if other is not None and request_id not in self._placed:
-                roots.setdefault(reservation.device_key, {})[other] = request_id
-        # The task around us, if there is one: what this process holds is not foreign.
-        for reservation in self._held_by_parent:
-            roots.setdefault(reservation.device_key, {})[os.getpid()] = reservation.request_id
-        stand_ins: dict[str, int] = {}
-        hot = self.lending.tickets
-        for ticket in (*self._placed.values(), *self._recovery.ending, *hot):
-            pid = ticket.pid or ticket.ended_pid
-            if pid is None or ticket.placement is None:
-                continue
-            devices = ticket.placement.devices
-            for device in devices:
-                roots.setdefault(device.key, {})[pid] = ticket.request.id
-            if ticket.pid is not None:
-                stand_ins[ticket.request.id] = ticket.stand_in_bytes // len(devices)
-        return {
-            key: measure(snapshot, roots[key], stand_ins)
-            for snapshot in reading.snapshots
-            if not snapshot.error and (key := snapshot.device.key) in roots
-        }
-
-    def _survey(self, reading: Reading, view: LedgerView | None = None) -> list[Room]:
-        if self._rooms is None:
-            view = view or self._ledger.view()
-            self._rooms = survey_all(
-                reading.snapshots,
-                (*view.reservations, *self._held_by_parent),
-                self._measure(reading, view),
-                self._headroom_bytes,
-            )
-        return self._rooms
-
     def _promised_bytes(self) -> int:
         return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
 
@@ -792,10 +672,6 @@ class Broker:
             processes=len(self._placed),
             max_processes=self._max_processes,
         )
-
-
-class Withdrawn(Exception):  # noqa: N818  # not an error: somebody gave up waiting
-    """A request was withdrawn while it waited."""
 
 
 _shared_lock = threading.Lock()

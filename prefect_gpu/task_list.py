@@ -22,6 +22,7 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from prefect_gpu.errors import PrefectGPUError
@@ -139,7 +140,7 @@ def _json_rows(lines: list[str], source: str) -> Iterator[tuple[int, Mapping[str
             continue
         where = f"{source}, line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=partial(_to_object, where))
         except ValueError as error:
             column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             raise TaskListError(f"{where}{column}: no JSON: {error}") from error
@@ -149,12 +150,24 @@ def _json_rows(lines: list[str], source: str) -> Iterator[tuple[int, Mapping[str
         yield number, row
 
 
+def _to_object(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a key that is there twice, of which JSON would silently take the last."""
+    names = [name for name, _ in pairs]
+    _check_once(names, where, "key")
+    return dict(pairs)
+
+
 def _check_columns(names: list[str], where: str) -> None:
     for name in names:
         if name not in COLUMNS:
             raise TaskListError(f"{where}: unknown column {name!r}; accepted: {', '.join(COLUMNS)}")
-        if names.count(name) > 1:
-            raise TaskListError(f"{where}: column {name!r} is there twice")
+    _check_once(names, where, "column")
+
+
+def _check_once(names: list[str], where: str, what: str) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise TaskListError(f"{where}: {what} {twice!r} is there twice")
 
 
 class _Fields:

@@ -28,7 +28,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from typing_extensions import Self
 
 from prefect_gpu import prefect_bridge as bridge
-from prefect_gpu.attempt import Attempt, CancelledByRunner, Surroundings, cores, host_bytes_of
+from prefect_gpu.attempt import Attempt, CancelledByRunner, Surroundings, host_bytes_of
 from prefect_gpu.broker import Broker, next_sequence, shared_broker
 from prefect_gpu.budgets import BudgetBook, Grant, TaskIdentity
 from prefect_gpu.contexts import context_meter
@@ -57,6 +57,7 @@ from prefect_gpu.processes import values
 from prefect_gpu.processes.arguments import Share, argument_files
 from prefect_gpu.processes.call import Call
 from prefect_gpu.processes.forkserver import check_modules
+from prefect_gpu.processes.interpreter import count_cores
 from prefect_gpu.processes.kind import Kind, kind_of
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.spec import Launcher
@@ -397,7 +398,7 @@ class _Running:
                     self,
                     min(standby, most)
                     if isinstance(standby, int)
-                    else most_by_default(cores(), most),
+                    else most_by_default(count_cores(), most),
                     lambda: broker.host_promised_bytes,
                     lambda: broker.wants_host_memory,
                     heater,
@@ -409,7 +410,7 @@ class _Running:
             return None
 
     def _kind(self, task: Task[..., Any], policy: GPUPolicy, broker: Broker) -> Kind:
-        threads = policy.cpus or max(1, cores() // max(1, broker.processes))
+        threads = policy.cpus or max(1, count_cores() // max(1, broker.processes))
         known = self._kinds.get(id(task.fn))
         if known is not None and known[1] == policy:
             return replace(known[2], cpus=threads)

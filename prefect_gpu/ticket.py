@@ -1,6 +1,7 @@
 """One request for devices and what became of it, as the broker and whoever waits share it.
 
-Values only: who places it and ends it is `broker`, whether its memory is back `recovery`.
+Values, and the wait until one is decided: who places it and ends it is `broker`, whether its memory is back
+`recovery`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
 
@@ -79,3 +81,26 @@ class Ticket:
     ended_pid: int | None = None
     #: Bytes that the last look since then missed; `None`: cannot be told.
     missing_bytes: int | None = None
+
+    def decide(
+        self, placement: Placement | None = None, error: PrefectGPUError | None = None
+    ) -> None:
+        """Place it, refuse it, or withdraw it, and wake who waits."""
+        with self.changed:
+            self.placement, self.error = placement, error
+            self.decided = True
+            self.changed.notify_all()
+
+    def wait(self, clock: Clock, until_s: float) -> bool:
+        """Wait for a decision; `False`: there was none in time."""
+        with self.changed:
+            while not self.decided:
+                left_s = until_s - clock.now()
+                if left_s <= 0:
+                    return False
+                clock.wait(self.changed, left_s)
+            return True
+
+
+class Withdrawn(Exception):  # noqa: N818  # not an error: somebody gave up waiting
+    """A request was withdrawn while it waited."""

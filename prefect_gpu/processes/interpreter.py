@@ -1,7 +1,7 @@
-"""An interpreter like this one: its flags, its environment, and how its end is seen.
+"""An interpreter like this one: its flags, environment, folder and cores, and how its end is seen.
 
-Small facts about processes of the system that `launcher` and `guard` share. Neither starts children
-here, nor decides when one must end.
+Small facts about processes of the system, for those who start them. Nothing here starts a child, or
+decides when one must end.
 """
 
 from __future__ import annotations
@@ -33,6 +33,22 @@ def interpreter_flags() -> list[str]:
     # The function that multiprocessing uses for its own spawned children; there is no public one.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
+
+
+def working_folder() -> str:
+    """Give the folder that this process works in; empty: it was removed, and a child need not have it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def count_cores() -> int:
+    """Say how many cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
 
 
 def has_ended(process: _Ended) -> bool:

@@ -111,7 +111,7 @@ class GivenTask:
     #: Kept for the case that the process ends before it takes it.
     spec: LaunchSpec
     listener: Listener
-    #: Whoever had the process made: told if it ends before it has taken the task.
+    #: Whoever had the process made: told once it has taken the task, or that it ended before.
     keeper: Listener
     #: Has the task done by a process of its own after all.
     start_over: Callable[[], None]

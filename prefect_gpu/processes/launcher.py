@@ -479,7 +479,9 @@ class ProcessLauncher:
         if kind not in (messages.VALUE, messages.PARCEL):
             message = messages.decode(body)
             if isinstance(message, Accepted):
-                child.task = None
+                task, child.task = child.task, None
+                if task is not None:
+                    tell(task.keeper, message)
             elif isinstance(message, (Warmed, Heated)) and child.task is not None:
                 # Of what it did before the task was given to it.
                 tell(child.task.keeper, message)

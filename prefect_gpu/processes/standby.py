@@ -2,8 +2,8 @@
 
 One pool serves all runners of a Python process. A runner announces each task as it is submitted; the
 announcement is the task's `Launcher` from then on. A standby is used once. It does not decide how
-many there should be (`scheduling.standbys`), nor what one imports (`kind`), nor which device one starts
-its framework on and who takes it there (`heater`).
+many there should be (`scheduling.standbys`), nor what one imports (`kind`), nor which of them suits a task
+(`suiting`), nor which device one starts its framework on and who takes it there (`heater`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from collections.abc import Callable
 from typing import Any
 
 from prefect_gpu.devices.host import read_host_available_bytes
-from prefect_gpu.frameworks import registry
-from prefect_gpu.frameworks.late import hot_changes, late_changes
 from prefect_gpu.processes.heater import Heater, Lent
 from prefect_gpu.processes.interpreter import (
+    count_cores,
     environment_with,
     import_paths,
     interpreter_flags,
+    working_folder,
 )
 from prefect_gpu.processes.kind import Kind
 from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
-from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
+from prefect_gpu.processes.messages import Accepted, Heat, Heated, Late, Warmed
 from prefect_gpu.processes.spec import (
     ChildExited,
     ChildHandle,
@@ -39,6 +39,7 @@ from prefect_gpu.processes.spec import (
     Listener,
     WarmSpec,
 )
+from prefect_gpu.processes.suiting import Changes, choose_standby, fit_hot
 from prefect_gpu.processes.waiting import KindState, Owner, Standby, serials
 from prefect_gpu.scheduling.standbys import KindDemand, Machine, StandbyPlan, plan_standbys
 from prefect_gpu.units import GIB
@@ -62,8 +63,8 @@ PATIENCE_S = 0.5
 #: Seconds without new standbys after they had to make room for a task.
 MAKING_ROOM_S = 10.0
 
-#: Standbys of a kind that may die, or not suit the task that they were made for, before the kind is
-#: left alone.
+#: Standbys of a kind that may die one after another before they have taken a task, or not suit the task
+#: that they were made for, before the kind is left alone.
 MOST_DEATHS = 3
 MOST_MISFITS = 3
 
@@ -120,7 +121,7 @@ class StandbyPool:
         self._launcher = launcher
         self._read_available = read_available
         self._reserve_bytes = reserve_bytes
-        self._cores = cores or _cores()
+        self._cores = cores or count_cores()
         self._reset()
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(itself))
@@ -257,19 +258,13 @@ class StandbyPool:
 
     def _take_kept(
         self, standby_id: str, kind: Kind, environment: dict[str, str]
-    ) -> tuple[Standby, dict[str, str | None]] | None:
+    ) -> tuple[Standby, Changes] | None:
         """Find the hot standby that is kept for a task; one that does not suit it ends."""
         standby = next((s for s in self._standbys if s.id == standby_id), None)
         if standby is None or standby.ended:
             return None
-        changes = hot_changes(
-            standby.environment,
-            environment,
-            standby.kind.hot,
-            tuple(registry.ADAPTERS.values()),
-            cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
-        )
-        if changes is None or standby.flags != tuple(interpreter_flags()):
+        changes = fit_hot(standby, kind, environment, tuple(interpreter_flags()))
+        if changes is None:
             self._end(standby)
             state = self._state(standby.kind)
             state.hot_misfits += 1
@@ -282,31 +277,12 @@ class StandbyPool:
             return None
         return standby, changes
 
-    def _choose(
-        self, kind: Kind, environment: dict[str, str]
-    ) -> tuple[Standby, dict[str, str | None]] | None:
-        flags = tuple(interpreter_flags())
-        best: tuple[Standby, dict[str, str | None]] | None = None
-        best_rank: tuple[Any, ...] = ()
-        for standby in self._standbys:
-            # Not one that has imported what this task would not.
-            same = standby.kind.always == kind.always and standby.lent is None
-            if standby.ended or not same or not set(standby.spec.modules) <= set(kind.modules):
-                continue
-            changes = late_changes(
-                standby.spec.environment,
-                environment,
-                registry.ADAPTERS.values(),
-                cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
-            )
-            if changes is None or standby.flags != flags:
-                if standby.kind == kind:
-                    self._take_misfit(standby)
-                continue
-            # One that imports still is further along than one that has not begun.
-            rank = (standby.ready, not standby.heating, len(standby.spec.modules), -standby.serial)
-            if best is None or rank > best_rank:
-                best, best_rank = (standby, changes), rank
+    def _choose(self, kind: Kind, environment: dict[str, str]) -> tuple[Standby, Changes] | None:
+        best, misfits = choose_standby(
+            self._standbys, kind, environment, tuple(interpreter_flags())
+        )
+        for standby in misfits:
+            self._take_misfit(standby)
         return best
 
     def _take_misfit(self, standby: Standby) -> None:
@@ -516,7 +492,7 @@ class StandbyPool:
         spec = WarmSpec(
             modules=made.modules,
             environment=kind.environment_of(os.environ),
-            cwd=_cwd(),
+            cwd=working_folder(),
             argv=tuple(sys.argv),
             sys_path=import_paths(),
         )
@@ -528,6 +504,11 @@ class StandbyPool:
 
     def _hear(self, standby: Standby, message: Any) -> None:
         with self._changed:
+            if isinstance(message, Accepted):
+                # Not that it has imported, nor that it was given a task: some die of that. How many
+                # there are it does not change.
+                self._state(standby.kind).deaths = 0
+                return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
             elif isinstance(message, Warmed):
@@ -582,27 +563,13 @@ class StandbyPool:
         if state.deaths >= MOST_DEATHS and not state.useless:
             state.useless = how
             logger.warning(
-                "no process is started ahead of its task any more for %s: %d of them died before they "
-                "had one, the last since %s%s",
+                "no process is started ahead of its task any more for %s: %d of them in a row died before "
+                "they had taken one, the last since %s%s",
                 ", ".join(standby.spec.modules),
                 state.deaths,
                 how,
                 f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
             )
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
-def _cwd() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
 
 
 def _forget(pool: weakref.ref[StandbyPool]) -> None:

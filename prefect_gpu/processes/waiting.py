@@ -62,6 +62,7 @@ class KindState:
     """What is known of a kind."""
 
     size_bytes: int
+    #: Of those that had not taken a task, since the last one that did.
     deaths: int = 0
     misfits: int = 0
     #: Of hot ones alone: theirs is the stricter rule.

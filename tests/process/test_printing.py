@@ -99,6 +99,8 @@ def test_a_daemon_that_prints_for_ever_does_not_hold_up_the_childs_end(
     monkeypatch.setattr(sys, "stdout", Counting())
     pid = rig.call(start_yes)
     os.kill(pid, 9)
+    # What was read of it until then belongs to no test that comes after.
+    assert rig.launcher.output.flush(DEADLOCK_S)
 
 
 def start_yes() -> int:

@@ -347,6 +347,33 @@ def test_a_kind_that_dies_again_and_again_is_left_alone_and_it_is_said_once(
     assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
 
 
+def test_those_that_take_their_tasks_show_that_the_kind_works(warm: Warm) -> None:
+    state = warm.pool._state(KIND)
+    for _ in range(2):
+        announced = warm.announce()
+        for count in range(1, standby.MOST_DEATHS):
+            (waited,) = warm.wait_ready()
+            os.kill(waited, signal.SIGKILL)
+            assert eventually(lambda count=count: state.deaths == count)  # type: ignore[misc]
+        warm.wait_ready()
+        assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
+        assert state.deaths == 0
+    warm.wait_ready()
+
+
+def test_a_kind_that_dies_of_its_tasks_is_left_alone_however_well_it_imports(warm: Warm) -> None:
+    for _ in range(standby.MOST_DEATHS):
+        announced = warm.announce()
+        (waited,) = warm.wait_ready()
+        os.kill(waited, signal.SIGSTOP)
+        child = warm.run(announced, spec_of(bodies.add, 1))
+        os.kill(waited, signal.SIGKILL)
+        # By a process of its own, which says nothing of those that wait.
+        assert child.value() == 1
+    assert eventually(lambda: bool(warm.pool._state(KIND).useless))
+    assert eventually(lambda: warm.pool.pids == ())
+
+
 # How many, and until when.
 
 
@@ -354,8 +381,7 @@ def test_they_give_way_when_the_machines_memory_gets_short(warm: Warm) -> None:
     warm.announce()
     (waited,) = warm.wait_ready()
     warm.available_bytes = standby.RESERVE_BYTES - 1
-    assert eventually(lambda: not is_alive(waited))
-    assert warm.pool.pids == ()
+    assert eventually(lambda: not is_alive(waited) and warm.pool.pids == ())
 
 
 def test_they_give_way_to_a_task_that_waits_for_the_machines_memory(warm: Warm) -> None:

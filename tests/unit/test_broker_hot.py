@@ -75,8 +75,9 @@ def hot(rig: Rig) -> Hot:
 def free_gib(broker: WatchedBroker) -> float:
     broker.read()
     with broker._changed:
-        assert broker._reading is not None
-        (room,) = broker._survey(broker._reading)
+        reading = broker._lookout.reading
+        assert reading is not None
+        (room,) = broker._lookout.survey(reading)
         return room.free_bytes / GIB
 
 

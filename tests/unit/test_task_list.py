@@ -67,6 +67,7 @@ def test_a_name_is_made_up_and_columns_may_come_in_any_order() -> None:
         pytest.param('{"duration": 1}\n{"duration" 1}', "f, line 2, column 13: no JSON", id="no JSON"),
         pytest.param('{"duration": 1}\n[1]', "f, line 2: '[1]' is no JSON object", id="no object"),
         pytest.param('{"duration": 1}\n{"length": 1}', "f, line 2: unknown column 'length'", id="an unknown key"),
+        pytest.param('{"duration": 1}\n{"duration": 1, "name": "a", "duration": 2}', "f, line 2: key 'duration' is there twice", id="a key twice"),
         pytest.param('{"duration": [1]}', "f, line 1, column 'duration': [1] cannot be read; accepted: a text or a number", id="a list"),
     ],
 )  # fmt: skip

@@ -33,6 +33,7 @@ from prefect_gpu.processes.readings import Readings
 from prefect_gpu.processes.recorder import Recorder
 from prefect_gpu.processes.sampler import LiveSampler
 from prefect_gpu.processes.shortage import find_shortage
+from prefect_gpu.processes.spec import UNSUITED_CODE
 from prefect_gpu.processes.transport import Contents
 
 
@@ -66,7 +67,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
                 warming.catch_up(prepare.late)
             except (OSError, ImportError):
                 # Its folder is gone, or its modules are others by now: for a process made for the task.
-                os._exit(1)
+                os._exit(UNSUITED_CODE)
         # Not before: a module that asks the parent something at its import would wait for ever.
         set_current_channel(channel)
         inside.set_current_allocation(prepare.allocation)

@@ -37,6 +37,10 @@ class LaunchSpec:
 #: Title of a process that waits for its task; spaces leave room for the task's name.
 STANDBY_TITLE = "standby".ljust(80)
 
+#: Exit code of a process that waited ahead and cannot become its task's: a folder is gone, or what it
+#: imported is not what the task would import.
+UNSUITED_CODE = 75
+
 
 @dataclass(frozen=True, slots=True)
 class WarmSpec:

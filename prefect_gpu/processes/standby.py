@@ -31,6 +31,7 @@ from prefect_gpu.processes.kind import Kind
 from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
 from prefect_gpu.processes.messages import Accepted, Heat, Heated, Late, Warmed
 from prefect_gpu.processes.spec import (
+    UNSUITED_CODE,
     ChildExited,
     ChildHandle,
     ChildRefused,
@@ -528,7 +529,7 @@ class StandbyPool:
                 if not standby.ended and standby.heating_since_s is not None:
                     self._take_cold(standby, f"it ended with {message.code} as it started")
                 elif not standby.ended:
-                    self._take_death(standby, f"it ended with {message.code}", message.stderr_tail)
+                    self._take_death(standby, _say_end(message.code), message.stderr_tail)
                 self._drop(standby)
                 if standby.lent is not None:
                     standby.lent.end()
@@ -570,6 +571,15 @@ class StandbyPool:
                 how,
                 f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
             )
+
+
+def _say_end(code: int) -> str:
+    if code == UNSUITED_CODE:
+        return (
+            "what it had imported was not what its task would import: files of modules, sys.path or the "
+            "working folder had changed"
+        )
+    return f"it ended with {code}"
 
 
 def _forget(pool: weakref.ref[StandbyPool]) -> None:

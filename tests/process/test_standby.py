@@ -374,6 +374,21 @@ def test_a_kind_that_dies_of_its_tasks_is_left_alone_however_well_it_imports(war
     assert eventually(lambda: warm.pool.pids == ())
 
 
+def test_a_kind_that_never_suits_its_tasks_is_left_alone_and_it_is_said_why(
+    warm: Warm, importable: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module(importable, "test_standby_unsuited", "")
+    kind = kind_with("test_standby_unsuited")
+    spec = replace(spec_of(bodies.add, 1), cwd=str(tmp_path))
+    for _ in range(standby.MOST_DEATHS):
+        announced = warm.announce(kind)
+        warm.wait_ready()
+        assert warm.run(announced, spec).value() == 1
+    assert eventually(lambda: bool(warm.pool._state(kind).useless))
+    (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "not what its task would import" in told.getMessage()
+
+
 # How many, and until when.
 
 

@@ -19,6 +19,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar, copy_context
+from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
 
@@ -42,11 +43,12 @@ from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClien
 from prefect.exceptions import CrashedRun
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
 from prefect.logging.loggers import patch_print
+from prefect.settings.legacy import Setting
 from prefect.states import Crashed, Failed, Pending, Running
 from prefect.task_engine import run_task_sync
 from prefect.utilities.asyncutils import run_coro_as_sync
+from prefect.utilities.collections import visit_collection
 from prefect.utilities.engine import emit_task_run_state_change_event
-from pydantic import PrivateAttr
 
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
@@ -127,7 +129,6 @@ class SharedClient:
         self._lock = threading.Lock()
         self._context: SyncClientContext | None = None
         self._own = contextlib.ExitStack()
-        self._settings: _SettingsOnce | None = None
         self._closed = False
 
     def open(self) -> SyncClientContext:
@@ -153,39 +154,12 @@ class SharedClient:
         """Give the client for a while; it stays open."""
         yield self.open().client
 
-    def settings(self) -> SettingsContext:
-        """Give the caller's settings, as a context that is serialised only once.
-
-        Each child gets them, and serialising them takes 14 ms of CPU (measured, Prefect 3.8.8).
-        """
-        current = SettingsContext.get()
-        assert current is not None, "Prefect always has settings"
-        with self._lock:
-            if self._settings is None or self._settings.settings is not current.settings:
-                self._settings = _SettingsOnce(profile=current.profile, settings=current.settings)
-            return self._settings
-
     def close(self) -> None:
         """Close the client if it is ours."""
         with self._lock:
             self._closed = True
             self._context = None
             self._own.close()
-
-
-class _SettingsOnce(SettingsContext):
-    """Settings that remember how they are serialised."""
-
-    _serialized: dict[str, Any] | None = PrivateAttr(None)
-
-    def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
-        """See `SettingsContext.serialize`. A copy: who gets it may change its first levels."""
-        if self._serialized is None:
-            self._serialized = super().serialize(include_secrets=include_secrets)
-        settings = dict(self._serialized["settings"])
-        if isinstance(settings.get("api"), dict):
-            settings["api"] = dict(settings["api"])
-        return {**self._serialized, "settings": settings}
 
 
 class _Entered:
@@ -313,7 +287,6 @@ def run_engine(
     """
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())
-    SettingsContext.__var__.set(client.settings())
     try:
         for delay_s in (*SLOT_DELAYS_S, None):
             try:
@@ -444,16 +417,16 @@ def context_for_child(task: Task[..., Any]) -> tuple[dict[str, Any], bool]:
     Returns:
         The context, and whether the body's prints go to the run's log.
     """
-    context = serialize_context()
-    log_prints = False
     run = TaskRunContext.get()
+    with _AsTheyAre.of_thread(None if run is None else str(run.client.api_url)):
+        context = serialize_context()
+    log_prints = False
     task_run_context = context.get("task_run_context")
     if run is not None and task_run_context:
         log_prints = run.log_prints
         task_run_context["task"] = _travelling(task)
         # They travel once, as the call's arguments.
         task_run_context["parameters"] = {}
-        _set_api_url(context, str(run.client.api_url))
     flow_run_context = context.get("flow_run_context")
     if flow_run_context and flow_run_context.get("flow") is not None:
         flow_run_context["flow"] = _travelling(flow_run_context["flow"])
@@ -489,20 +462,41 @@ def without_flow_parameters(context: dict[str, Any]) -> dict[str, Any]:
     return {**context, "flow_run_context": flow_run_context}
 
 
-def _set_api_url(context: dict[str, Any], url: str) -> None:
-    """Point a child at the parent's server: without it each child would boot one of its own.
+class _AsTheyAre(SettingsContext):
+    """Settings that travel as they are.
 
-    The settings travel as they are: rebuilding and checking them from their serialised form took the
-    child 25 ms, unpickling them 0.2 (measured, Prefect 3.8.8).
+    To serialise them took 14 ms of CPU for each task, rebuilding and checking them the child 25 ms;
+    pickling and unpickling them take 0.2 (measured, Prefect 3.8.8).
     """
-    current, serialized = SettingsContext.get(), context.get("settings_context")
-    if current is None or not serialized:
-        return
-    settings = current.settings
-    if settings.api.url != url:
-        api = settings.api.model_copy(update={"url": url})
-        settings = settings.model_copy(update={"api": api})
-    serialized["settings"] = settings
+
+    @classmethod
+    def of_thread(cls, url: str | None) -> _AsTheyAre:
+        """Give this thread's settings, to be entered while its run is serialised.
+
+        Args:
+            url: Of the parent's server: without it each child would boot one of its own. `None`: as
+                the settings say.
+        """
+        current = SettingsContext.get()
+        assert current is not None, "Prefect always has settings"
+        settings = current.settings
+        if url is not None and settings.api.url != url:
+            api = settings.api.model_copy(update={"url": url})
+            settings = settings.model_copy(update={"api": api})
+        return cls(profile=current.profile, settings=settings)
+
+    def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
+        """See `SettingsContext.serialize`."""
+        secrets = {"include_secrets": include_secrets}
+        profile = self.model_dump(include={"profile"}, exclude_unset=True, context=secrets)
+        return {**visit_collection(profile, _plain, return_data=True), "settings": self.settings}
+
+
+def _plain(value: Any) -> Any:
+    """Give what stands for a part of a profile elsewhere, as Prefect writes it."""
+    if isinstance(value, Setting):
+        return value.name
+    return str(value) if isinstance(value, Path) else value
 
 
 def environment_for_child() -> dict[str, str | None]:

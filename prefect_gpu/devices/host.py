@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.devices.roots import ProcessTable
+from prefect_gpu.devices.roots import ProcessTable, read_text
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot
 
 #: Version 1 writes "no limit" as the largest page-aligned signed 64-bit number; nothing real is
 #: near it.
 _NO_LIMIT_BYTES = 2**60
+
+#: Those lines of `/proc/meminfo` that matter here; all are in its first three.
+_MEMINFO = re.compile(r"^(MemTotal|MemFree|MemAvailable): +([0-9]+) kB$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +166,10 @@ class HostMemoryReader:
     def __init__(
         self, proc: Path = Path("/proc"), read_machine: Callable[[], HostMemory] | None = None
     ) -> None:
-        self._read_machine = read_machine or _read_machine_by_psutil
+        self._read_machine = read_machine or functools.partial(_read_machine, proc / "meminfo")
         # A process is hardly ever moved to another group: looked up once.
         self._folders = parse_group_folders(
-            _text(proc / "self" / "cgroup"), _text(proc / "self" / "mountinfo")
+            _text(f"{proc}/self/cgroup"), _text(f"{proc}/self/mountinfo")
         )
 
     def read(self) -> HostMemory:
@@ -177,20 +180,38 @@ class HostMemoryReader:
 def _read_group(folder: GroupFolder) -> GroupMemory:
     limits = ("memory.max", "memory.high") if folder.version == 2 else ("memory.limit_in_bytes",)
     use = "memory.current" if folder.version == 2 else "memory.usage_in_bytes"
-    found = [_text(folder.path / name) for name in limits]
+    found = [_text(f"{folder.path}/{name}") for name in limits]
     # Most groups have no limit, and `memory.stat` takes the kernel longer than all else here.
     limited = any(_number(text) is not None for text in found)
-    found += [_text(folder.path / name) if limited else "" for name in (use, "memory.stat")]
+    found += [_text(f"{folder.path}/{name}") if limited else "" for name in (use, "memory.stat")]
     return parse_group_v2(*found) if folder.version == 2 else parse_group_v1(*found)
 
 
-def _text(path: Path) -> str:
+def _text(path: str) -> str:
     try:
-        # `open` and not `read_text`: four times a second, for as long as a task runs.
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return read_text(path)
     except OSError:
         return ""
+
+
+def _read_machine(meminfo: Path) -> HostMemory:
+    """Read the machine's figures from `/proc/meminfo`; through psutil where it does not say."""
+    return parse_meminfo(_text(str(meminfo))) or _read_machine_by_psutil()
+
+
+def parse_meminfo(text: str) -> HostMemory | None:
+    """Read `/proc/meminfo`; `None`: it does not say what is available.
+
+    In some containers it says that more is available than there is (as `psutil` knows): then what is
+    free counts.
+    """
+    found = {name: int(size) * 1024 for name, size in _MEMINFO.findall(text)}
+    total, available = found.get("MemTotal"), found.get("MemAvailable")
+    if total is None or available is None:
+        return None
+    if available > total:
+        available = found.get("MemFree", total)
+    return HostMemory(total_bytes=total, available_bytes=available)
 
 
 def _read_machine_by_psutil() -> HostMemory:

@@ -155,8 +155,12 @@ class Sampler:
         at_s = self._clock.now()
         host_available_bytes = 0
         try:
-            host_available_bytes = self._read_host_available()
+            if self._reader.kind != "host":
+                host_available_bytes = self._read_host_available()
             snapshots = self._utilisation.smooth(self._reader.read(self._roots()))
+            if self._reader.kind == "host":
+                # What is free on that device is just this.
+                host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)
             return Reading(at_s, snapshots, host_available_bytes)
         except DeviceError as error:
             problem = str(error)

@@ -335,7 +335,9 @@ class ProcessLauncher:
         child.give(GivenTask(spec, listener, child.listener, start_over))
         child.tell(ChildStarted(child.process.pid))
         self._queue_call(child, prepare, spec)
-        self._watch_channel(child)
+        # At once: what was asked of the launcher next may be to start a process, which takes as long
+        # as all that is left until the task's first line.
+        self._write(child)
 
     @staticmethod
     def _queue_call(child: LaunchedChild, prepare: bytes, spec: LaunchSpec) -> None:

@@ -29,7 +29,14 @@ from prefect_gpu.processes.interpreter import (
 )
 from prefect_gpu.processes.kind import Kind
 from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
-from prefect_gpu.processes.messages import Accepted, Heat, Heated, Late, Warmed
+from prefect_gpu.processes.messages import (
+    Accepted,
+    BodyStarted,
+    Heat,
+    Heated,
+    Late,
+    Warmed,
+)
 from prefect_gpu.processes.spec import (
     UNSUITED_CODE,
     ChildExited,
@@ -38,6 +45,7 @@ from prefect_gpu.processes.spec import (
     ChildStarted,
     LaunchSpec,
     Listener,
+    ValueArrived,
     WarmSpec,
 )
 from prefect_gpu.processes.suiting import Changes, choose_standby, fit_hot
@@ -94,8 +102,7 @@ class Announcement:
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
         """Give the task to a standby that suits it, or start a process for it."""
-        self._pool.retract(self)
-        return self._pool.start(self.kind, spec, listener)
+        return self._pool.start(self.kind, spec, listener, self)
 
     def retract(self) -> None:
         """Say that it needs no process any more; without effect once it had one."""
@@ -135,6 +142,8 @@ class StandbyPool:
         self._owners: dict[object, Owner] = {}
         self._announced: dict[Announcement, None] = {}
         self._standbys: list[Standby] = []
+        #: Those that were given a task whose body has not begun.
+        self._given: set[Standby] = set()
         self._states: dict[Kind, KindState] = {}
         #: Kinds of which a task was started, the last one last.
         self._used: dict[Kind, None] = {}
@@ -214,14 +223,28 @@ class StandbyPool:
                 del self._announced[announcement]
                 self._wake()
 
-    def start(self, kind: Kind, spec: LaunchSpec, listener: Listener) -> ChildHandle:
-        """Start a task's process: a standby that suits it, or a fresh one."""
+    def start(
+        self,
+        kind: Kind,
+        spec: LaunchSpec,
+        listener: Listener,
+        announcement: Announcement | None = None,
+    ) -> ChildHandle:
+        """Start a task's process: a standby that suits it, or a fresh one.
+
+        Args:
+            kind: What could be done ahead for it.
+            spec: Of its process.
+            listener: Hears it.
+            announcement: Of the task, which is kept no standby for from now on.
+        """
         environment = environment_with(spec.environment)
         with self._changed:
+            if announcement is not None:
+                self._announced.pop(announcement, None)
             if self._owners:
                 self._used.pop(kind, None)
                 self._used[kind] = None
-            self._look_soon()
             found = self._take_kept(spec.standby, kind, environment) if spec.standby else None
             found = found or self._choose(kind, environment)
             if found is not None:
@@ -234,7 +257,15 @@ class StandbyPool:
                     # Another may have its place.
                     self._state(standby.kind).cool_until_s = 0.0
                 late = Late(changes, spec.cwd, spec.argv, spec.sys_path, spec.task_name, hot)
-                return standby.handle.give(spec, late, listener)
+                if standby.ready:
+                    # The next one is made once this one's body has begun: it would be in its way.
+                    self._given.add(standby)
+                else:
+                    self._look_soon()
+                return standby.handle.give(
+                    spec, late, lambda message: self._pass_on(standby, listener, message)
+                )
+            self._look_soon()
         return self._launcher.start(spec, listener)
 
     @property
@@ -339,7 +370,7 @@ class StandbyPool:
             with self._changed:
                 if not self._dirty:
                     # While nothing is wanted there is nothing to look at.
-                    busy = bool(self._standbys or self._announced)
+                    busy = bool(self._standbys or self._announced or self._given)
                     self._changed.wait(LOOK_S if busy else None)
                 self._dirty = False
                 if self._shut:
@@ -502,6 +533,16 @@ class StandbyPool:
         standby.handle = self._launcher.start(spec, lambda message: self._hear(standby, message))
 
     # The launcher's thread.
+
+    def _pass_on(self, standby: Standby, listener: Listener, message: Any) -> None:
+        try:
+            listener(message)
+        finally:
+            if isinstance(message, (BodyStarted, ValueArrived, ChildRefused, ChildExited)):
+                with self._changed:
+                    if standby in self._given:
+                        self._given.remove(standby)
+                        self._look_soon()
 
     def _hear(self, standby: Standby, message: Any) -> None:
         with self._changed:

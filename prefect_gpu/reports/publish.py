@@ -21,7 +21,6 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.logging import get_logger
-from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES
 from slugify import slugify
 
 from prefect_gpu.reports.markdown import flow_markdown, flow_metadata, task_markdown
@@ -51,10 +50,12 @@ _VALUE_LIMIT = 500
 
 
 def bounded_settings(of: SettingsContext, timeout_s: float) -> SettingsContext:
-    """Give settings with a limit on how long one call of the API may take. Takes 20 ms of CPU."""
-    settings = of.settings.copy_with_update(
-        {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: timeout_s}
-    )
+    """Give settings with a limit on how long one call of the API may take."""
+    # Not `copy_with_update`, which reads all settings anew: 20 ms of CPU, twice for each flow.
+    settings = of.settings
+    client = settings.client.model_copy(update={"max_retries": 0})
+    api = settings.api.model_copy(update={"request_timeout": timeout_s})
+    settings = settings.model_copy(update={"client": client, "api": api})
     return SettingsContext(profile=of.profile, settings=settings)
 
 

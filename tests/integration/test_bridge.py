@@ -102,8 +102,9 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
         }, "keys of the serialised context changed: see bridge.context_for_child"  # fmt: skip
         assert set(raw["task_run_context"]) >= {"task", "task_run", "parameters"}
         assert set(raw["flow_run_context"]) >= {"flow", "flow_run", "parameters"}
-        assert "api" in raw["settings_context"]["settings"], "see bridge._set_api_url"
+        assert "api" in raw["settings_context"]["settings"], "see bridge._AsTheyAre"
         assert "current_tags" in raw["tags_context"]
+        seen["profile"] = raw["settings_context"]["profile"]
         seen["context"], seen["log_prints"] = bridge.context_for_child(inside)
         seen["environment"] = bridge.environment_for_child()
         seen["run"] = bridge.current_task_run()
@@ -127,6 +128,7 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     assert seen["log_prints"] is True
     assert seen["environment"] == {"PREFECT_API_URL": seen["client"]}
     assert context["settings_context"]["settings"].api.url == seen["client"]
+    assert context["settings_context"]["profile"] == seen["profile"], "see bridge._AsTheyAre"
     assert context["task_run_context"]["parameters"] == {}
     light = context["task_run_context"]["task"]
     assert light.name == "inside" and light is not inside and light.on_failure_hooks == []

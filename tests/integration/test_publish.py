@@ -12,10 +12,21 @@ from uuid import uuid4
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import Artifact
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.context import get_settings_context
+from prefect.settings import (
+    PREFECT_API_REQUEST_TIMEOUT,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
 
 from prefect_gpu.reports.markdown import flow_metadata
-from prefect_gpu.reports.publish import Publisher, publish_flow_report, publish_task_report
+from prefect_gpu.reports.publish import (
+    Publisher,
+    bounded_settings,
+    publish_flow_report,
+    publish_task_report,
+)
 from tests.fakes.reports import device, flow_reports, task_report
 
 
@@ -118,3 +129,15 @@ def test_an_api_that_never_answers_does_not_hold_up_the_end_of_a_flow(
     assert "2 memory reports were lost" in caplog.text
     assert "took longer than 0.2s" in caplog.text
     never.set()
+
+
+def test_bounded_settings_are_those_that_prefect_would_make() -> None:
+    with temporary_settings({PREFECT_API_URL: "http://elsewhere/api"}):
+        context = get_settings_context()
+        bounded = bounded_settings(context, 3.0)
+        expected = context.settings.copy_with_update(
+            {PREFECT_CLIENT_MAX_RETRIES: 0, PREFECT_API_REQUEST_TIMEOUT: 3.0}
+        )
+        assert bounded.settings == expected
+        assert bounded.settings.to_environment_variables() == expected.to_environment_variables()
+        assert context.settings.api.request_timeout != 3.0, "the flow's own were changed"

@@ -103,6 +103,30 @@ def test_the_next_is_made_for_the_task_that_is_likely_to_come(warm: Warm) -> Non
     assert second != first
 
 
+def test_the_next_is_not_started_in_the_way_of_a_task_that_begins(
+    warm: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "LOOK_S", DEADLOCK_S)
+    announced = warm.announce()
+    warm.wait_ready()
+    order: list[str] = []
+    start, pass_on = warm.rig.launcher.start, warm.pool._pass_on
+
+    def note_start(*args: Any) -> Any:
+        order.append("next")
+        return start(*args)
+
+    def note_message(given: Any, listener: Any, message: Any) -> None:
+        order.append(type(message).__name__)
+        pass_on(given, listener, message)
+
+    monkeypatch.setattr(warm.rig.launcher, "start", note_start)
+    monkeypatch.setattr(warm.pool, "_pass_on", note_message)
+    assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
+    warm.wait_ready()
+    assert order.index("BodyStarted") < order.index("next")
+
+
 def test_a_task_that_comes_early_gets_one_that_still_imports(
     warm: Warm, importable: str, tmp_path: Path
 ) -> None:
@@ -396,7 +420,9 @@ def test_they_give_way_when_the_machines_memory_gets_short(warm: Warm) -> None:
     warm.announce()
     (waited,) = warm.wait_ready()
     warm.available_bytes = standby.RESERVE_BYTES - 1
-    assert eventually(lambda: not is_alive(waited) and warm.pool.pids == ())
+    assert eventually(lambda: not is_alive(waited))
+    # Dead, and then buried.
+    assert eventually(lambda: warm.pool.pids == ())
 
 
 def test_they_give_way_to_a_task_that_waits_for_the_machines_memory(warm: Warm) -> None:
@@ -515,6 +541,35 @@ def test_a_module_may_add_to_the_path_as_it_is_imported(warm: Warm, importable: 
     child = warm.run(announced, spec)
     assert child.value() == ["/added", *spec.sys_path]
     assert [m.pid for m in child.messages if isinstance(m, ChildStarted)][-1] == waited
+
+
+def test_a_module_that_was_imported_while_it_waited_counts(
+    warm: Warm, importable: str, tmp_path: Path
+) -> None:
+    go, done = tmp_path / "go", tmp_path / "done"
+    module(
+        importable,
+        "test_standby_lazy",
+        f"""
+import os, threading, time
+
+def later():
+    while not os.path.exists({str(go)!r}): time.sleep(0.01)
+    import test_standby_later
+    open({str(done)!r}, "w").close()
+
+threading.Thread(target=later, daemon=True).start()
+""",
+    )
+    module(importable, "test_standby_later", "")
+    announced = warm.announce(kind_with("test_standby_lazy"))
+    (waited,) = warm.wait_ready()
+    go.touch()
+    assert eventually(done.exists)
+    module(importable, "test_standby_later", "other = 1")
+    child = warm.run(announced, spec_of(bodies.add, 1))
+    assert child.value() == 1
+    assert [m.pid for m in child.messages if isinstance(m, ChildStarted)][-1] != waited
 
 
 @pytest.mark.parametrize("changed", ["source", "path", "folder"])

@@ -18,6 +18,7 @@ from prefect_gpu.devices.host import (
     parse_group_folders,
     parse_group_v1,
     parse_group_v2,
+    parse_meminfo,
     read_host_available_bytes,
 )
 from prefect_gpu.devices.roots import ProcessTable
@@ -155,6 +156,34 @@ def test_groups_are_read_from_files(
         (mount / "job" / name).write_text(f"{value}\n")
 
     assert HostMemoryReader(proc.folder, lambda: MACHINE).read() == memory
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"),
+    [
+        pytest.param(
+            "MemTotal:  64 kB\nMemFree:  8 kB\nMemAvailable:   40 kB\nHugePages_Total:  0\n",
+            HostMemory(64 * 1024, 40 * 1024),
+            id="as the kernel writes it",
+        ),
+        pytest.param(
+            "MemTotal: 64 kB\nMemFree: 8 kB\nMemAvailable: 640 kB\n",
+            HostMemory(64 * 1024, 8 * 1024),
+            id="a container that shows the machine's own figure",
+        ),
+        pytest.param("MemTotal: 64 kB\nMemFree: 8 kB\n", None, id="an old kernel"),
+        pytest.param("", None, id="no such file"),
+    ],
+)
+def test_meminfo(text: str, memory: HostMemory | None) -> None:
+    assert parse_meminfo(text) == memory
+
+
+def test_where_proc_does_not_say_what_is_available_psutil_does(tmp_path: Path) -> None:
+    import psutil
+
+    memory = HostMemoryReader(tmp_path).read()
+    assert memory.total_bytes == psutil.virtual_memory().total and memory.available_bytes > 0
 
 
 def test_this_machine_has_memory_available() -> None:

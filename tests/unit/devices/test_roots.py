@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from prefect_gpu.clock import FakeClock
-from prefect_gpu.devices.roots import MAX_DEPTH, ProcessStat, ProcessTable, find_root, parse_stat
+from prefect_gpu.devices.roots import (
+    FULL_SCAN,
+    MAX_DEPTH,
+    SCAN_INTERVAL_S,
+    ProcessStat,
+    ProcessTable,
+    find_root,
+    parse_stat,
+)
 from prefect_gpu.scheduling.model import ProcessUse
 from tests.fakes.fake_proc import FakeProc
 
@@ -99,6 +108,62 @@ def test_processes_that_end_between_scans_are_left_out(proc: FakeProc) -> None:
     proc.add(102, parent=1, session=1)
 
     assert [use.pid for use in table.resident([100, 200])] == [100]
+
+
+class _Counting(ProcessTable):
+    """Notes which processes are read."""
+
+    def __init__(self, proc: Path, clock: FakeClock) -> None:
+        self.read: list[int] = []
+        super().__init__(proc, clock)
+
+    def read_stat(self, pid: int) -> ProcessStat | None:
+        self.read.append(pid)
+        return super().read_stat(pid)
+
+
+def test_a_scan_reads_what_is_new_and_orphans(proc: FakeProc) -> None:
+    clock = FakeClock()
+    table = _Counting(proc.folder, clock)
+    table.resident([100])
+    assert {1, 101, 200, 300} <= set(table.read), "the first scan reads all"
+
+    # A helper comes; another has lost its parent to the root, which looks after orphans.
+    proc.add(104, parent=101, session=104, pages=4)
+    proc.add(105, parent=106, session=105, pages=4)
+    proc.add(106, parent=100, session=106)
+    clock.advance(SCAN_INTERVAL_S)
+    table.resident([100])
+    shutil.rmtree(proc.folder / "106")
+    proc.add(105, parent=100, session=105, pages=8)
+    table.read.clear()
+    clock.advance(SCAN_INTERVAL_S)
+
+    uses = {use.pid: use.used_bytes for use in table.resident([100])}
+    assert uses[104] == 4 * PAGE and uses[105] == 8 * PAGE
+    assert not {1, 200, 300} & set(table.read), "strangers were read again"
+    assert len(table.read) == len(set(table.read)) + 1, (
+        "the orphan, for the scan and for its memory"
+    )
+
+
+def test_processes_of_a_new_root_are_found_among_those_known(proc: FakeProc) -> None:
+    clock = FakeClock()
+    table = _Counting(proc.folder, clock)
+    table.resident([200])
+    clock.advance(SCAN_INTERVAL_S)
+    assert [use.pid for use in table.resident([100])] == [100, 101, 102, 103]
+
+
+def test_an_id_that_was_a_strangers_is_found_in_the_end(proc: FakeProc) -> None:
+    clock = FakeClock()
+    table = ProcessTable(proc.folder, clock)
+    table.resident([100])
+    proc.add(300, parent=100, session=300)
+    for _ in range(FULL_SCAN):
+        clock.advance(SCAN_INTERVAL_S)
+        uses = table.resident([100])
+    assert 300 in [use.pid for use in uses]
 
 
 def test_a_damaged_stat_is_no_process(proc: FakeProc) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
+from prefect_gpu.devices.host import HostMemory, HostMemoryReader, HostReader
 from prefect_gpu.devices.sampler import MAX_BACK_OFF_S, Sampler
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Reading
@@ -95,6 +96,28 @@ def test_active_reads_at_the_interval(rig: Rig) -> None:
     rig.clock.advance(0.05)
     assert rig.next().at_s == pytest.approx(1000.25)
     assert rig.sampler.last_reading_at_s == pytest.approx(1000.25)
+
+
+def test_the_machines_memory_is_read_once_where_it_is_the_device() -> None:
+    read: list[str] = []
+
+    class Memory(HostMemoryReader):
+        def read(self) -> HostMemory:
+            read.append("machine")
+            return HostMemory(8, 7)
+
+    published: queue.Queue[Reading] = queue.Queue()
+    device = HostReader("here", Memory())
+    device.devices()
+    read.clear()
+    sampler = Sampler(
+        device, lambda: (), published.put, read_host_available=lambda: read.append("twice") or 0
+    )
+    sampler.refresh()
+    reading = published.get(timeout=DEADLOCK_S)
+    sampler.stop()
+    assert read == ["machine"]
+    assert reading.host_available_bytes == reading.snapshots[0].free_bytes == 7
 
 
 def test_idle_reads_nothing(rig: Rig) -> None:

@@ -66,7 +66,7 @@ def test_with_standby_off_none_waits() -> None:
     assert two() == ()
 
 
-def test_a_task_that_waits_for_another_has_one_kept_for_it() -> None:
+def test_a_task_that_waits_for_another_has_one_kept_for_it(tmp_path: Path) -> None:
     @task
     def slow(path: str) -> int:
         assert eventually(lambda: os.path.exists(path))
@@ -83,7 +83,7 @@ def test_a_task_that_waits_for_another_has_one_kept_for_it() -> None:
         Path(path).touch()
         return waiting, future.result()
 
-    path = Path(os.environ["PREFECT_HOME"], f"go-{os.getpid()}")
+    path = tmp_path / "go"
     try:
         waiting, done_by = chain(str(path))
     finally:
@@ -190,7 +190,9 @@ CPU_FRAMEWORKS = [
 
 
 @pytest.mark.parametrize("name", CPU_FRAMEWORKS)
-def test_a_framework_that_was_imported_ahead_still_takes_its_threads(name: str) -> None:
+def test_a_framework_that_was_imported_ahead_still_takes_its_threads(
+    name: str, tmp_path: Path
+) -> None:
     tags = gpu(memory="64MiB", framework=name)
 
     @task(tags=tags)
@@ -227,7 +229,7 @@ def test_a_framework_that_was_imported_ahead_still_takes_its_threads(name: str) 
         other.result()
         return waiting, found
 
-    path = Path(os.environ["PREFECT_HOME"], f"go-{name}-{os.getpid()}")
+    path = tmp_path / "go"
     try:
         waiting, (pid, (intra, inter), variable) = both(str(path))
     finally:

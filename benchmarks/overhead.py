@@ -58,6 +58,9 @@ OURS = ("cold", "standby", "forkserver")
 #: Tasks of a row that starts an interpreter for each: each takes two seconds of CPU.
 SLOW_TASKS = 16
 
+#: Fewer tasks tell nothing of how fast many are done.
+PACE_TASKS = SLOW_TASKS
+
 #: Seconds that a row takes beside its tasks: imports, its first flow, what comes one by one.
 ROW_S = 20.0
 
@@ -232,7 +235,8 @@ def run_row(
     )
     if not told:
         return {**found, "problem": problem or "it told nothing", "failed": True}
-    given.pace[row] = min(told[0]["tasks_per_s"], given.pace.get(row, 1e9))
+    if tasks >= PACE_TASKS:
+        given.pace[row] = min(told[0]["tasks_per_s"], given.pace.get(row, 1e9))
     return {**found, **told[0]}
 
 

@@ -200,14 +200,15 @@ def _read_machine(meminfo: Path) -> HostMemory:
 
 
 def parse_meminfo(text: str) -> HostMemory | None:
-    """Read `/proc/meminfo`; `None`: it does not say what is available.
+    """Read `/proc/meminfo`; `None`: it does not say what is available, or says none.
 
     In some containers it says that more is available than there is (as `psutil` knows): then what is
     free counts.
     """
     found = {name: int(size) * 1024 for name, size in _MEMINFO.findall(text)}
     total, available = found.get("MemTotal"), found.get("MemAvailable")
-    if total is None or available is None:
+    # Some kernels and containers say 0 (psutil's issue 1915), and psutil estimates it.
+    if total is None or not available:
         return None
     if available > total:
         available = found.get("MemFree", total)

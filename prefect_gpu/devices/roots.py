@@ -130,6 +130,9 @@ class ProcessTable:
             return _resident_by_psutil(roots)
         started_s = self._clock.now()
         if started_s >= self._scan_due_s:
+            if started_s > self._scan_due_s + SCAN_INTERVAL_S:
+                # Nobody has asked for a while: ids that were strangers' may be ours by now.
+                self._seen = {}
             self._members = self._scan(roots)
             took_s = self._clock.now() - started_s
             self._scan_due_s = started_s + max(SCAN_INTERVAL_S, SCAN_SHARE * took_s)

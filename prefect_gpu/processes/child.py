@@ -7,6 +7,7 @@ What the outcome means is the parent's business.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import pickle
@@ -18,7 +19,7 @@ from prefect_gpu import inside
 from prefect_gpu.errors import ResultError
 from prefect_gpu.frameworks import calibration, hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
-from prefect_gpu.processes import values, warming
+from prefect_gpu.processes import ending, values, warming
 from prefect_gpu.processes.call import Call, run_body
 from prefect_gpu.processes.channel import Channel, set_current_channel
 from prefect_gpu.processes.messages import (
@@ -48,6 +49,9 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
     channel = Channel(descriptor)
     try:
         if warm is not None:
+            # Called after all that the user's modules register. A cache of a library that holds one
+            # class of a module holds the whole module, which is then not taken apart either.
+            atexit.register(ending.write_open_files)
             warmed = warming.warm_up(warm)
             channel.send(warmed)
             if warmed.problem:

@@ -427,7 +427,8 @@ class ProcessLauncher:
                 else:
                     child.outgoing[0] = head[sent:], ()
         except BlockingIOError:
-            return
+            # The rest goes when there is room, which is heard where the channel is watched for it.
+            pass
         except ProtocolError as error:
             self._refuse(child, error, "it could not be sent its call")
             return

@@ -570,7 +570,7 @@ class StandbyPool:
                 if not standby.ended and standby.heating_since_s is not None:
                     self._take_cold(standby, f"it ended with {message.code} as it started")
                 elif not standby.ended:
-                    self._take_death(standby, _say_end(message.code), message.stderr_tail)
+                    self._take_end(standby, message)
                 self._drop(standby)
                 if standby.lent is not None:
                     standby.lent.end()
@@ -599,6 +599,24 @@ class StandbyPool:
             state.useless = problem
             logger.debug("no standbys are kept for %s: %s", standby.kind.modules, problem)
 
+    def _take_end(self, standby: Standby, message: ChildExited) -> None:
+        """One ended that was not asked to."""
+        how = f"it ended with {message.code}"
+        if message.code == UNSUITED_CODE:
+            state = self._state(standby.kind)
+            if standby.started_s <= state.unsuited_s:
+                # By the same change as the one before it.
+                return
+            state.unsuited_s = time.monotonic()
+            for other in self._standbys:
+                if other.kind == standby.kind:
+                    self._end(other)
+            how = (
+                "what it had imported was not what its task would import: files of modules, sys.path or "
+                "the working folder had changed"
+            )
+        self._take_death(standby, how, message.stderr_tail)
+
     def _take_death(self, standby: Standby, how: str, stderr_tail: str = "") -> None:
         state = self._state(standby.kind)
         state.deaths += 1
@@ -612,15 +630,6 @@ class StandbyPool:
                 how,
                 f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
             )
-
-
-def _say_end(code: int) -> str:
-    if code == UNSUITED_CODE:
-        return (
-            "what it had imported was not what its task would import: files of modules, sys.path or the "
-            "working folder had changed"
-        )
-    return f"it ended with {code}"
 
 
 def _forget(pool: weakref.ref[StandbyPool]) -> None:

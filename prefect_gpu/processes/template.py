@@ -18,10 +18,8 @@ if __name__ == "__main__" and sys.path[:1] in (
 ):
     del sys.path[0]
 
-import _io
 import array
 import atexit
-import contextlib
 import fcntl
 import gc
 import importlib
@@ -278,12 +276,10 @@ def _end(code: int) -> NoReturn:
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
-    # All but what the template made, which was set aside, and looking at which would copy its pages.
-    for found in gc.get_objects():
-        # Files that nobody closed: their text is still in this process.
-        if issubclass(type(found), _io._IOBase):
-            with contextlib.suppress(Exception):
-                found.flush()
+    # What the template made was set aside; to look at it would copy its pages.
+    from prefect_gpu.processes import ending
+
+    ending.write_open_files()
     os._exit(code)
 
 

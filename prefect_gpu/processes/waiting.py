@@ -64,6 +64,8 @@ class KindState:
     size_bytes: int
     #: Of those that had not taken a task, since the last one that did.
     deaths: int = 0
+    #: Monotonic seconds when one did not suit its task: those that were made before would not either.
+    unsuited_s: float = float("-inf")
     misfits: int = 0
     #: Of hot ones alone: theirs is the stricter rule.
     hot_misfits: int = 0

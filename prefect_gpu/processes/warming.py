@@ -83,6 +83,8 @@ def warm_up(entries: Iterable[str]) -> Warmed:
                 failed.append(entry)
     if not set_aside:
         gc.freeze()
+    # Now, or the body's first objects would have the collector look at all that the user's imports made.
+    gc.collect()
     touched = find_touched()
     if asked:
         touched = touched or "a module asked current_allocation() as it was imported"

@@ -413,6 +413,9 @@ class Holder:
         self.out = opened("instance")
 PLAIN, DICT, HOLDER = opened("global"), {"out": opened("dict")}, Holder()
 WRITER = csv.writer(opened("behind C"))
+# A library's cache that holds a class of the module holds the module.
+import typing
+KEPT = typing.Optional[Log]
 CYCLE = {"out": opened("cycle")}
 CYCLE["self"] = CYCLE
 def write(text):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.processes import standby
+from prefect_gpu.processes import launched, standby
 from prefect_gpu.processes.kind import Kind
 from prefect_gpu.processes.messages import BodyStarted
 from prefect_gpu.processes.spec import ChildExited, ChildStarted, LaunchSpec
@@ -396,6 +396,32 @@ def test_a_kind_that_dies_of_its_tasks_is_left_alone_however_well_it_imports(war
         assert child.value() == 1
     assert eventually(lambda: bool(warm.pool._state(KIND).useless))
     assert eventually(lambda: warm.pool.pids == ())
+
+
+def test_one_change_of_a_module_counts_once_however_many_had_imported_it(
+    make_warm: Callable[..., Warm], importable: str
+) -> None:
+    module(importable, "test_standby_edited", "VALUE = 1")
+    kind, warm = kind_with("test_standby_edited"), make_warm(most=3)
+    announced = [warm.announce(kind) for _ in range(4)]
+    before = warm.wait_ready(3)
+    module(importable, "test_standby_edited", "VALUE = 'another'")
+    for one in announced[:3]:
+        assert warm.run(one, spec_of(bodies.add, 1)).value() == 1
+    assert eventually(lambda: warm.pool.ready > 0 and not set(before) & set(warm.pool.pids))
+    assert warm.pool._state(kind).deaths <= 1 and not warm.pool._state(kind).useless
+    child = warm.run(announced[3], spec_of(bodies.add, 1))
+    assert child.value() == 1 and child.pid not in before
+
+
+def test_a_call_that_the_socket_does_not_take_at_once_is_sent(
+    warm: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where the kernel allows no more than Linux does where nobody says.
+    monkeypatch.setattr(launched, "_SOCKET_BYTES", 1 << 16)
+    announced = warm.announce()
+    warm.wait_ready()
+    assert warm.run(announced, spec_of(bodies.length, b"x" * 900_000)).value() == 900_000
 
 
 def test_a_kind_that_never_suits_its_tasks_is_left_alone_and_it_is_said_why(

@@ -172,6 +172,11 @@ def test_groups_are_read_from_files(
             id="a container that shows the machine's own figure",
         ),
         pytest.param("MemTotal: 64 kB\nMemFree: 8 kB\n", None, id="an old kernel"),
+        pytest.param(
+            "MemTotal: 64 kB\nMemFree: 8 kB\nMemAvailable: 0 kB\n",
+            None,
+            id="a kernel that miscounts",
+        ),
         pytest.param("", None, id="no such file"),
     ],
 )

@@ -166,6 +166,16 @@ def test_an_id_that_was_a_strangers_is_found_in_the_end(proc: FakeProc) -> None:
     assert 300 in [use.pid for use in uses]
 
 
+def test_after_a_pause_nobody_is_taken_for_who_had_the_id(proc: FakeProc) -> None:
+    clock = FakeClock()
+    table = ProcessTable(proc.folder, clock)
+    table.resident([100])
+    # It was a stranger's at the first look.
+    proc.add(300, parent=100, session=300)
+    clock.advance(3600)
+    assert 300 in [use.pid for use in table.resident([100])]
+
+
 def test_a_damaged_stat_is_no_process(proc: FakeProc) -> None:
     (proc.folder / "200" / "stat").write_text("200 (x) S")
     assert ProcessTable(proc.folder).read_stat(200) is None

@@ -48,10 +48,11 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
     """
     channel = Channel(descriptor)
     try:
-        if warm is not None:
+        if not forked:
             # Called after all that the user's modules register. A cache of a library that holds one
-            # class of a module holds the whole module, which is then not taken apart either.
+            # class of a module holds the whole module, which may then not be taken apart either.
             atexit.register(ending.write_open_files)
+        if warm is not None:
             warmed = warming.warm_up(warm)
             channel.send(warmed)
             if warmed.problem:

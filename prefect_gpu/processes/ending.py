@@ -1,6 +1,6 @@
-"""The end of a process whose objects are not all taken apart: what a script's end would have written is.
+"""The end of a process whose objects may not all be taken apart: what is in open files is written.
 
-Which processes those are is said where they end: forks in `template`, those that waited in `child`.
+When that is, is said where they end: forks in `template`, all others in `child`.
 """
 
 from __future__ import annotations

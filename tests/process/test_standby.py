@@ -485,7 +485,9 @@ def test_the_last_runner_takes_them_along(warm: Warm) -> None:
 
 
 _PARENT = """
-import os, sys, time, warnings
+import os, signal, sys, time, warnings
+# Whoever runs the tests in the background may have had it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from prefect_gpu.processes.standby import standby_pool
 from tests.process.test_standby import KIND, eventually
 from tests.process import bodies

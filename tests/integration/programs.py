@@ -236,6 +236,8 @@ def _environment(folder: Path, api_url: str | None) -> dict[str, str]:
     environment.update(
         PREFECT_HOME=str(home / "prefect"),
         PREFECT_SERVER_ANALYTICS_ENABLED="false",
+        # Prefect's own 20 s are too few on a slow machine that is busy.
+        PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS="120",
         DO_NOT_TRACK="1",
         # Where IPython and Jupyter would otherwise write into the user's home.
         IPYTHONDIR=str(home / "ipython"),

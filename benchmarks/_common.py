@@ -30,7 +30,7 @@ from typing import IO, Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 #: Seconds that a server, and one measurement, may take at most.
-SERVER_S = 120.0
+SERVER_S = 300.0
 MEASUREMENT_S = 3600.0
 
 #: Seconds for which what a process had printed is waited for after its end.

@@ -15,7 +15,7 @@ computes any more, and a burst of `--burst` at once. Times are `time.time()`: in
 `submit`, in the body's first line, after the framework's import, and when a first tensor is on the
 device and it has synchronised. Then the body takes 4 GiB and lets go. "Back" is when NVML lists no more
 for the flow's process and its children than before the first task, from the result on; "left" is what
-they hold if that does not come within three seconds. CUDA's own start is the plain process's where that
+they hold if that does not come within a second. CUDA's own start is the plain process's where that
 row is measured: TensorFlow and JAX start under a policy of ours before the first line, so that part of
 it is not seen in the body.
 
@@ -64,7 +64,7 @@ HOST_BYTES = 64 * MIB
 HEATED = ("torch",)
 
 #: Seconds after a task's result within which its memory must be back; else it has left it.
-SETTLE_S = 3.0
+SETTLE_S = 1.0
 
 #: Most seconds between the tasks of a row in which no process gets ready ahead.
 OTHERS_PAUSE_S = 2.0

@@ -112,19 +112,21 @@ def spawned(queue: Any, arguments: dict[str, Any]) -> None:
 
 
 def fill_caches(jobs: list[_evaluations.Evaluation], on_gpu: bool) -> None:
-    """Have what is compiled put into caches on disk: each model once, some at a time."""
+    """Have what is compiled put into caches on disk, each model once, some at a time; tell how many were."""
     context = multiprocessing.get_context("spawn")
     waiting = [dataclasses.replace(job, seconds=0.0) for job in jobs if is_compiled(job)]
     running: list[Any] = []
+    filled, count = 0, len(waiting)
     while waiting or running:
-        running = [process for process in running if process.is_alive()]
+        filled += sum(process.exitcode == 0 for process in running)
+        running = [process for process in running if process.exitcode is None]
         while waiting and len(running) < CACHES_AT_A_TIME:
             arguments = arguments_of(waiting.pop(), 1, on_gpu)
             process = context.Process(target=_evaluations.evaluate, kwargs=arguments, daemon=True)
             process.start()
             running.append(process)
         time.sleep(0.05)
-    _common.tell({"kind": "caches"})
+    _common.tell({"filled": filled, "of": count})
 
 
 def arguments_of(job: _evaluations.Evaluation, steps: int, on_gpu: bool) -> dict[str, Any]:
@@ -413,6 +415,8 @@ class Benchmark:
         self._rows: dict[str, dict[str, Any]] = {}
         self._tasks: dict[str, list[dict[str, Any]]] = {}
         self._absent: dict[str, str] = {}
+        #: Folder in which JAX keeps what it has compiled, while rows are measured.
+        self._caches = ""
 
     def _read_device_bytes(self) -> int:
         if self._on_gpu:
@@ -447,8 +451,10 @@ class Benchmark:
             _common.say("the server is there")
             if any(map(is_compiled, self._jobs)):
                 began = time.monotonic()
-                self._run_row("caches", url, given.budget, lambda found: None)
-                _common.say(f"caches are filled: {time.monotonic() - began:.0f} s")
+                told: list[dict[str, Any]] = []
+                problem = self._run_row("caches", url, given.budget, told.append)
+                found = f"{told[0]['filled']} of {told[0]['of']}" if told else problem
+                _common.say(f"caches filled: {found}, {time.monotonic() - began:.0f} s")
             for row in ROWS:
                 if row in given.rows:
                     self._measure(row, url)

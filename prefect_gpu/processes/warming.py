@@ -21,6 +21,7 @@ from typing import Any
 from prefect_gpu import inside
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy, HeatingAdapter
+from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
 from prefect_gpu.processes.spec import STANDBY_TITLE
 
@@ -68,7 +69,7 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     """
     global _origin
     entries = tuple(entries)
-    began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), _cwd()
+    began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
     failed = []
     set_aside = False
     with inside.before_the_task() as asked:
@@ -188,13 +189,6 @@ def _set_path(wanted: tuple[str, ...]) -> None:
         return
     added = [path for path in sys.path if path not in before and path not in wanted]
     sys.path[:] = [*wanted, *added]
-
-
-def _cwd() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
 
 
 def _check_modules(late: Late) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from tests.process.rig import Heard, Rig, is_alive
+from tests.process.warm import Warm
 
 
 def _left() -> set[int]:
@@ -54,3 +55,23 @@ def importable(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> s
         file.write("import os\nSEEN = os.environ.get('PREFECT_GPU_TEST')\n")
     monkeypatch.syspath_prepend(folder)
     return folder
+
+
+@pytest.fixture
+def make_warm(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Warm]]:
+    warms: list[Warm] = []
+
+    def make(most: int = 1) -> Warm:
+        warms.append(Warm(make_rig(), most))
+        return warms[-1]
+
+    yield make
+    for warm in warms:
+        warm.pool.close(warm)
+        assert warm.pool.pids == ()
+        warm.pool.shut_down()
+
+
+@pytest.fixture
+def warm(make_warm: Callable[..., Warm]) -> Warm:
+    return make_warm()

@@ -19,7 +19,7 @@ from prefect_gpu.processes.warming import heat, hold_to
 from prefect_gpu.units import GIB
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, spec_of
-from tests.process.test_standby import KIND, Warm
+from tests.process.warm import KIND, Warm
 
 HOT = replace(KIND, hot=SIMULATED)
 

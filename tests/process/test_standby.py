@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,69 +17,11 @@ import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.processes import launched, standby
-from prefect_gpu.processes.kind import Kind
 from prefect_gpu.processes.messages import BodyStarted
-from prefect_gpu.processes.spec import ChildExited, ChildStarted, LaunchSpec
-from prefect_gpu.processes.standby import Announcement, StandbyPool
-from prefect_gpu.units import GIB
+from prefect_gpu.processes.spec import ChildExited, ChildStarted
 from tests.process import bodies
-from tests.process.rig import Heard, Rig, eventually, is_alive, spec_of
-
-KIND = Kind(("prefect_gpu.processes.child",), (), (), False, 1, 1 << 20)
-
-
-class Warm:
-    """A pool on a rig's launcher, whose machine has room."""
-
-    def __init__(self, rig: Rig, most: int = 1) -> None:
-        self.rig = rig
-        self.available_bytes = 64 * GIB
-        self.wants_room = False
-        self.pool = StandbyPool(rig.launcher, read_available=lambda: self.available_bytes, cores=4)
-        self.pool.open(self, most, wants_room=lambda: self.wants_room)
-
-    def announce(self, kind: Kind = KIND) -> Announcement:
-        return self.pool.announce(kind)
-
-    def wait_ready(self, count: int = 1) -> tuple[int, ...]:
-        assert eventually(lambda: self.pool.ready == count)
-        return self.pool.pids
-
-    def run(self, announced: Announcement, spec: LaunchSpec) -> Heard:
-        heard = Heard.__new__(Heard)
-        heard.messages, heard._queue = [], queue.SimpleQueue()
-        heard.handle = announced.start(spec, heard._queue.put)
-        self.rig.started.append(heard)
-        return heard
-
-
-@pytest.fixture
-def make_warm(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Warm]]:
-    warms: list[Warm] = []
-
-    def make(most: int = 1) -> Warm:
-        warms.append(Warm(make_rig(), most))
-        return warms[-1]
-
-    yield make
-    for warm in warms:
-        warm.pool.close(warm)
-        assert warm.pool.pids == ()
-        warm.pool.shut_down()
-
-
-@pytest.fixture
-def warm(make_warm: Callable[..., Warm]) -> Warm:
-    return make_warm()
-
-
-def kind_with(*users: str, **changes: Any) -> Kind:
-    return replace(KIND, users=users, **changes)
-
-
-def module(folder: str, name: str, text: str) -> None:
-    Path(folder, f"{name}.py").write_text(text)
-
+from tests.process.rig import eventually, is_alive, spec_of
+from tests.process.warm import KIND, Warm, kind_with, module
 
 # A task gets one.
 
@@ -398,22 +338,6 @@ def test_a_kind_that_dies_of_its_tasks_is_left_alone_however_well_it_imports(war
     assert eventually(lambda: warm.pool.pids == ())
 
 
-def test_one_change_of_a_module_counts_once_however_many_had_imported_it(
-    make_warm: Callable[..., Warm], importable: str
-) -> None:
-    module(importable, "test_standby_edited", "VALUE = 1")
-    kind, warm = kind_with("test_standby_edited"), make_warm(most=3)
-    announced = [warm.announce(kind) for _ in range(4)]
-    before = warm.wait_ready(3)
-    module(importable, "test_standby_edited", "VALUE = 'another'")
-    for one in announced[:3]:
-        assert warm.run(one, spec_of(bodies.add, 1)).value() == 1
-    assert eventually(lambda: warm.pool.ready > 0 and not set(before) & set(warm.pool.pids))
-    assert warm.pool._state(kind).deaths <= 1 and not warm.pool._state(kind).useless
-    child = warm.run(announced[3], spec_of(bodies.add, 1))
-    assert child.value() == 1 and child.pid not in before
-
-
 def test_a_call_that_the_socket_does_not_take_at_once_is_sent(
     warm: Warm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,21 +346,6 @@ def test_a_call_that_the_socket_does_not_take_at_once_is_sent(
     announced = warm.announce()
     warm.wait_ready()
     assert warm.run(announced, spec_of(bodies.length, b"x" * 900_000)).value() == 900_000
-
-
-def test_a_kind_that_never_suits_its_tasks_is_left_alone_and_it_is_said_why(
-    warm: Warm, importable: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    module(importable, "test_standby_unsuited", "")
-    kind = kind_with("test_standby_unsuited")
-    spec = replace(spec_of(bodies.add, 1), cwd=str(tmp_path))
-    for _ in range(standby.MOST_DEATHS):
-        announced = warm.announce(kind)
-        warm.wait_ready()
-        assert warm.run(announced, spec).value() == 1
-    assert eventually(lambda: bool(warm.pool._state(kind).useless))
-    (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "not what its task would import" in told.getMessage()
 
 
 # How many, and until when.
@@ -489,7 +398,8 @@ import os, signal, sys, time, warnings
 # Whoever runs the tests in the background may have had it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from prefect_gpu.processes.standby import standby_pool
-from tests.process.test_standby import KIND, eventually
+from tests.process.rig import eventually
+from tests.process.warm import KIND
 from tests.process import bodies
 pool = standby_pool()
 pool.open("a runner", 1)
@@ -544,96 +454,3 @@ def test_none_outlives_a_parent_that(tmp_path: Path, then: str, how: int | None)
     assert process.wait(DEADLOCK_S) in (0, 3, -signal.SIGKILL, -signal.SIGINT)
     assert eventually(lambda: not any(map(is_alive, pids)))
     assert len(pids) == 1 + (then == _FORK)
-
-
-# What was imported ahead is what would be imported now.
-
-
-def test_files_that_its_modules_hold_open_are_written(warm: Warm, importable: str) -> None:
-    module(importable, "test_holds_files", bodies.HOLDS_FILES)
-    announced = warm.announce(kind_with("test_holds_files"))
-    (waited,) = warm.wait_ready()
-    held = bodies.ImportedAtLoad("test_holds_files")
-    child = warm.run(announced, spec_of(bodies.write_to_held_files, held, "all of it"))
-    assert child.value() is None and child.pid == waited
-    assert child.exit().code == 0
-    found = {path.stem: path.read_text().strip() for path in Path(importable).glob("*.txt")}
-    assert len(found) == 7 and set(found.values()) == {"all of it"}, found
-
-
-def test_a_module_may_add_to_the_path_as_it_is_imported(warm: Warm, importable: str) -> None:
-    module(importable, "test_adds_to_path", "import sys\nsys.path.insert(0, '/added')\nVALUE = 1")
-    announced = warm.announce(kind_with("test_adds_to_path"))
-    (waited,) = warm.wait_ready()
-    spec = spec_of(bodies.path_with, bodies.ImportedAtLoad("test_adds_to_path"))
-    child = warm.run(announced, spec)
-    assert child.value() == ["/added", *spec.sys_path]
-    assert [m.pid for m in child.messages if isinstance(m, ChildStarted)][-1] == waited
-
-
-def test_a_module_that_was_imported_while_it_waited_counts(
-    warm: Warm, importable: str, tmp_path: Path
-) -> None:
-    go, done = tmp_path / "go", tmp_path / "done"
-    module(
-        importable,
-        "test_standby_lazy",
-        f"""
-import os, threading, time
-
-def later():
-    while not os.path.exists({str(go)!r}): time.sleep(0.01)
-    import test_standby_later
-    open({str(done)!r}, "w").close()
-
-threading.Thread(target=later, daemon=True).start()
-""",
-    )
-    module(importable, "test_standby_later", "")
-    announced = warm.announce(kind_with("test_standby_lazy"))
-    (waited,) = warm.wait_ready()
-    go.touch()
-    assert eventually(done.exists)
-    module(importable, "test_standby_later", "other = 1")
-    child = warm.run(announced, spec_of(bodies.add, 1))
-    assert child.value() == 1
-    assert [m.pid for m in child.messages if isinstance(m, ChildStarted)][-1] != waited
-
-
-@pytest.mark.parametrize("changed", ["source", "path", "folder"])
-def test_a_task_whose_modules_have_changed_gets_a_fresh_process(
-    warm: Warm, importable: str, tmp_path: Path, changed: str
-) -> None:
-    module(importable, "test_standby_changes", "VALUE = 'old'")
-    announced = warm.announce(kind_with("test_standby_changes"))
-    (waited,) = warm.wait_ready()
-    spec = spec_of(bodies.value_of, bodies.ImportedAtLoad("test_standby_changes"))
-    expected = "new"
-    if changed == "source":
-        module(importable, "test_standby_changes", "VALUE = 'new, and longer'")
-        expected = "new, and longer"
-    elif changed == "path":
-        (tmp_path / "before").mkdir()
-        module(str(tmp_path / "before"), "test_standby_changes", "VALUE = 'new'")
-        spec = replace(spec, sys_path=(str(tmp_path / "before"), *spec.sys_path))
-    else:
-        (tmp_path / "elsewhere").mkdir()
-        spec = replace(spec, cwd=str(tmp_path / "elsewhere"))
-        expected = "old"
-    child = warm.run(announced, spec)
-    assert child.value() == expected
-    assert child.of(BodyStarted) is not None
-    assert [m.pid for m in child.messages if isinstance(m, ChildStarted)][-1] != waited
-
-
-def test_it_follows_the_umask_and_the_limits_of_its_parent(warm: Warm) -> None:
-    announced = warm.announce()
-    warm.wait_ready()
-    umask, (soft, hard) = os.umask(0o27), resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
-    try:
-        child = warm.run(announced, spec_of(bodies.umask_and_files))
-        assert child.value() == (0o27, soft - 1)
-    finally:
-        os.umask(umask)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -41,6 +41,7 @@ from prefect_gpu.inside import Allocation
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes import values
 from prefect_gpu.processes.interpreter import count_cores, import_paths, working_folder
+from prefect_gpu.processes.kind import OWN_MODULES
 from prefect_gpu.processes.messages import (
     Answered,
     Asked,
@@ -381,7 +382,9 @@ class Attempt:
         return LaunchSpec(
             task_name=self._facts.task_name,
             environment=environment,
-            prepare=Prepare(framework_policy, allocation, COUNTERS_INTERVAL_S),
+            prepare=Prepare(
+                framework_policy, allocation, COUNTERS_INTERVAL_S, libraries=OWN_MODULES
+            ),
             call=self._surroundings.dump_call(),
             cwd=working_folder(),
             argv=tuple(sys.argv),

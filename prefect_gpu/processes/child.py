@@ -80,12 +80,9 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
         if prepare.work == "calibrate":
             _calibrate(channel, prepare)
         else:
-            _run(channel, prepare, set_aside=forked or warm is not None)
-        if not forked and (warm is None or sys.flags.dev_mode):
-            # Ending as if it had never been set aside: files that the user's modules hold open are
-            # written, and `__del__` called, only if the collector sees them as the interpreter ends. It
-            # takes half a second with a framework, for which memory of the device stays taken. What was
-            # imported ahead had libraries set aside before the user's modules came, and they stay so.
+            _run(channel, prepare, made_for_it=not forked and warm is None)
+        if not forked and sys.flags.dev_mode:
+            # What libraries left unclosed is complained of only if the collector sees it at the end.
             gc.unfreeze()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone; there is nobody to tell. The guardian ends the rest.
@@ -111,7 +108,7 @@ def _calibrate(channel: Channel, prepare: Prepare) -> None:
         return
 
 
-def _run(channel: Channel, prepare: Prepare, set_aside: bool) -> None:
+def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
     adapters = registry.adapters_for(prepare.policy)
     readings = Readings(prepare.policy, adapters)
@@ -125,11 +122,13 @@ def _run(channel: Channel, prepare: Prepare, set_aside: bool) -> None:
         hooks.install(adapters, prepare.policy)
         if prepare.late is not None and prepare.late.hot:
             warming.hold_to(prepare.late.hot, prepare.policy)
+        if made_for_it:
+            warming.set_aside(prepare.libraries)
         # No name for the bytes: they go as soon as they are read.
         call = _load_call(channel.receive_value())
         with _surroundings(call, channel):
             sampler.start()
-            _collect_garbage_again(set_aside)
+            _collect_garbage_again()
             channel.send(BodyStarted())
             recorder.begin()
             try:
@@ -197,11 +196,10 @@ def _host_peak_bytes() -> int:
     return 0
 
 
-def _collect_garbage_again(set_aside: bool) -> None:
-    """Undo what the bootstrap did for the imports; what they made will stay, so it is set aside."""
-    if not set_aside:
-        gc.freeze()
-    # Else libraries have been, and what the user's modules made since must be found at the end.
+def _collect_garbage_again() -> None:
+    """Undo what the bootstrap did for the imports."""
+    # The first pass looks at all that they made (0.1 s with PyTorch): it is not for the body to pay.
+    gc.collect(0)
     gc.enable()
 
 

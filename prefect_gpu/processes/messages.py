@@ -60,6 +60,9 @@ class Prepare:
     framework: str = ""
     #: What has changed since the process came to be; `None`: it was made for this very task.
     late: Late | None = None
+    #: Modules that the call needs and that are none of the user's: imported before it is read, if this
+    #: process was made for it.
+    libraries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,8 @@ def test_memory_of_other_peoples_processes_counts(device_is_clean: Callable[[], 
         other.wait()
         return left, future.result()
 
-    left, started = waits()
+    with other:
+        left, started = waits()
     assert started > left
 
 

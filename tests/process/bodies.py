@@ -401,6 +401,17 @@ def path_with(module: Any) -> list[str]:
 
 
 #: A module of a user's that holds files in all the places where one keeps them.
+#: Writes the module's name into a file as its objects, which hold each other, are taken apart.
+TELLS_ITS_END = """
+import os
+class Last:
+    def __init__(self):
+        self.own = self
+    def __del__(self, file={!r}, name=__name__, write=os.write, open=os.open):
+        write(open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), (name + chr(10)).encode())
+LAST = Last()
+"""
+
 HOLDS_FILES = """
 import csv, os
 HERE = os.path.dirname(__file__)

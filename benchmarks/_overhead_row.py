@@ -217,11 +217,12 @@ class _Starts:
     """Notes what our runner takes from a placement to the first line, and to serialise the call."""
 
     def __enter__(self) -> _Starts:
-        from prefect_gpu import task_runner
+        from prefect_gpu.gpu_task import GPUTask
+        from prefect_gpu.running import Running
 
         self._dumps: list[float] = []
         self._starts: list[float] = []
-        self._real = task_runner._GPUTask._dump_call, task_runner._Running.report
+        self._real = GPUTask._dump_call, Running.report
         real_dump, real_report = self._real
 
         def dump(task: Any, *args: Any) -> Any:
@@ -235,14 +236,15 @@ class _Starts:
             self._starts.append(found.start_s)
             real_report(run, found)
 
-        task_runner._GPUTask._dump_call = dump  # type: ignore[method-assign]
-        task_runner._Running.report = report  # type: ignore[method-assign]
+        GPUTask._dump_call = dump  # type: ignore[method-assign]
+        Running.report = report  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        from prefect_gpu import task_runner
+        from prefect_gpu.gpu_task import GPUTask
+        from prefect_gpu.running import Running
 
-        task_runner._GPUTask._dump_call, task_runner._Running.report = self._real  # type: ignore[method-assign]
+        GPUTask._dump_call, Running.report = self._real  # type: ignore[method-assign]
 
     def figures(self) -> dict[str, list[float]]:
         """Give seconds of each task but the first; nothing for other runners."""

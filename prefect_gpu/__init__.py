@@ -3,11 +3,13 @@
 The public names. Layering, from what users call to what decides; imports go down only:
 
     task_runner, cli
-        escalation
-            attempt
-                broker, budgets, contexts, prefect_bridge, reports, processes, devices, frameworks
-                    scheduling, policy, learn_by
-                        errors, units
+        running
+            gpu_task
+                escalation
+                    attempt
+                        broker, budgets, contexts, prefect_bridge, reports, processes, devices, …
+                            scheduling, policy, learn_by
+                                errors, units
 
 Prefect's server and its workers import this package to find integrations, so everything is imported
 on first use: no Prefect, no NVML and no framework here.

@@ -10,25 +10,29 @@ It decides nothing about devices (`scheduling`), and knows no Prefect: what Pref
 
 from __future__ import annotations
 
-import functools
 import os
 import queue as queues
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from prefect_gpu.broker import Broker, Ticket, Withdrawn
 from prefect_gpu.budgets import Grant
 from prefect_gpu.contexts import ContextMeter
-from prefect_gpu.devices.oom_kills import OomKills
+from prefect_gpu.deaths import (
+    ChildTraceback,
+    death_by_exception,
+    death_by_exit,
+    describe_exit,
+    kernel_kills,
+    kill_cause,
+)
 from prefect_gpu.devices.simulated import SimulatedReader
 from prefect_gpu.errors import (
     BudgetExceededError,
-    ChildDiedError,
     ChildTimeoutError,
     PrefectGPUError,
     ProtocolError,
@@ -36,6 +40,7 @@ from prefect_gpu.errors import (
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import AllocationMode, Counters, FrameworkPolicy
 from prefect_gpu.frameworks.environment import child_environment
+from prefect_gpu.frameworks.host_memory import host_bytes_of
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.inside import Allocation
 from prefect_gpu.policy import GPUPolicy
@@ -64,25 +69,13 @@ from prefect_gpu.processes.spec import (
 from prefect_gpu.processes.transport import Contents, Parcel
 from prefect_gpu.record import ProcessRecord, TaskFacts
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import Placement
-from prefect_gpu.units import MIB, format_bytes
+from prefect_gpu.simulated_child import SimulatedChild
 
 #: Seconds between two readings of a framework's counters in the child. The reading takes
 #: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
 COUNTERS_INTERVAL_S = 0.1
-
-#: What a child takes of the machine's own memory before its body has begun, by framework, beside
-#: `HOST_BYTES_LEAST` for Python and Prefect: private bytes after a calibration, 16 cores, H200
-#: (docs/evidence/gpu-host-memory.txt: torch 2.11, TensorFlow 2.21, JAX 0.11, CuPy 14).
-HOST_BYTES = {"torch": 1048 * MIB, "tensorflow": 1776 * MIB, "jax": 1264 * MIB, "cupy": 536 * MIB}
-HOST_BYTES_LEAST = 78 * MIB
-
-
-def host_bytes_of(frameworks: Iterable[str]) -> int:
-    """Give what a child with these frameworks takes of the machine's memory before its body, in bytes."""
-    return HOST_BYTES_LEAST + sum(HOST_BYTES.get(name, 0) for name in frameworks)
 
 
 class CancelledByRunner(BaseException):
@@ -172,6 +165,8 @@ class Attempt:
         self._ticket: Ticket | None = None
         #: What its frameworks may do with the budget; known once it was placed.
         self._allocation: AllocationMode = "growth"
+        #: `None`: its devices are real, or it was not placed yet.
+        self._simulated: SimulatedChild | None = None
         self._kills_before = 0
         self._overshoot_told = False
         self._cancelled = threading.Event()
@@ -301,6 +296,10 @@ class Attempt:
             placement, ticket.placed_s, ticket.placed_s - ticket.request.submitted_s
         )
         self._allocation = self._choose_allocation()
+        if isinstance(self._broker.reader, SimulatedReader):
+            self._simulated = SimulatedChild(
+                self._broker.reader, placement, capped=self._allocation != "growth"
+            )
         self._kills_before = kernel_kills().read()
         ticket.on_measured = self._take_measurement
         self._surroundings.on_placed(placement)
@@ -330,29 +329,16 @@ class Attempt:
             detected=self._sharing,
             shares={s.name: s.fraction for s in policy.frameworks if s.fraction is not None},
         )
-        contexts: dict[str, int] = {}
         learned = self._grant.contexts.get(placement.devices[0].name)
-        if self._broker.kind == "nvml" and self._allocation == "growth":
-            # No cap depends on it, so it is not worth a calibration.
-            contexts = self._meter.known(placement.devices[0])
-        elif self._broker.kind == "nvml" and learned:
-            # What its own runs were seen to have is closer than any calibration.
-            known = self._meter.known(placement.devices[0])
-            names = self._frameworks or tuple(known)
-            contexts = {**known, **{n: int(learned * framework_policy.share(n)) for n in names}}
-            framework_policy = replace(framework_policy, context_bytes=contexts)
-        elif self._broker.kind == "nvml":
-            if not self._meter.is_measured(self._frameworks, placement.devices[0]):
-                # What is measured runs within this reservation, where one context has room.
-                self._broker.lending.leave(self._ticket)
-            contexts = self._meter.contexts(
-                self._frameworks,
-                placement.devices[0],
-                framework_policy,
-                self._broker,
-                self._ticket,
-            )
-            framework_policy = replace(framework_policy, context_bytes=contexts)
+        contexts = self._meter.contexts_of_task(
+            self._frameworks,
+            learned,
+            placement.devices[0],
+            framework_policy,
+            self._broker,
+            self._ticket,
+        )
+        framework_policy = replace(framework_policy, context_bytes=contexts)
         if self._cancelled.is_set():
             raise CancelledByRunner
         self._learned.known_contexts = contexts
@@ -361,10 +347,10 @@ class Attempt:
             if learned and contexts
             else max((contexts.get(name, 0) for name in self._frameworks), default=0)
         )
-        cap = self._cap(framework_policy, placement)
+        cap = self._cap(framework_policy)
         self._learned.cap_bytes = min(cap) if cap else None
-        if isinstance(self._broker.reader, SimulatedReader):
-            self._learned.context_bytes = self._broker.reader.spec.context_bytes
+        if self._simulated is not None:
+            self._learned.context_bytes = self._simulated.context_bytes
         allocation = Allocation(
             budget_bytes=min(placement.budget_bytes),
             cap_bytes=min(cap) if cap else None,
@@ -392,13 +378,10 @@ class Attempt:
             standby="" if self._ticket.standby is None else self._ticket.standby.id,
         )
 
-    def _cap(self, policy: FrameworkPolicy, placement: Placement) -> tuple[int, ...] | None:
+    def _cap(self, policy: FrameworkPolicy) -> tuple[int, ...] | None:
         """Bytes that this child's allocations may take on each device; `None`: no cap."""
-        if self._allocation == "growth":
-            return None
-        if isinstance(self._broker.reader, SimulatedReader):
-            context = self._broker.reader.spec.context_bytes
-            return tuple(max(1, budget - context) for budget in placement.budget_bytes)
+        if self._simulated is not None:
+            return self._simulated.cap_bytes
         # Where none was found, whichever turns up is held to one of these.
         names = self._frameworks or tuple(registry.ADAPTERS)
         caps = [cap for name in names if (cap := policy.cap_bytes(name)) is not None]
@@ -433,7 +416,7 @@ class Attempt:
         elif isinstance(message, ChildExited):
             if self._learned.outcome == "died":
                 self._learned.error = describe_exit(message.code)
-                self._learned.cause = self._kill_cause(message)
+                self._learned.cause = kill_cause(message, self._kills_before)
             self._end()
         self._messages.put(message)
 
@@ -475,7 +458,7 @@ class Attempt:
                     self._end()
                     raise message.error
             elif isinstance(message, ChildExited):
-                raise reason or self._death(message)
+                raise reason or death_by_exit(self._facts.task_name, message, self._learned)
             elif isinstance(message, LogEmitted):
                 self._surroundings.on_log(message.log)
             elif isinstance(message, EventEmitted):
@@ -505,38 +488,19 @@ class Attempt:
         self._handle.kill()
 
     def _attach(self, pid: int) -> None:
-        before, self._learned.pid = self._learned.pid, pid
-        ticket = self._ticket
-        assert ticket is not None and ticket.placement is not None
-        self._broker.attach(ticket, pid)
-        reader = self._broker.reader
-        if isinstance(reader, SimulatedReader):
-            if before is not None:
-                # A standby that ended before it took the call.
-                reader.detach(before)
-            uuids = tuple(device.uuid for device in ticket.placement.devices)
-            context = reader.spec.context_bytes
-            cap = (
-                None
-                if self._allocation == "growth"
-                else tuple(max(1, b - context) for b in ticket.placement.budget_bytes)
-            )
-            reader.attach(pid, uuids, cap)
+        self._learned.pid = pid
+        assert self._ticket is not None
+        self._broker.attach(self._ticket, pid)
+        if self._simulated is not None:
+            self._simulated.attach(pid)
 
     def _answer(self, question: Asked) -> None:
-        reader, pid = self._broker.reader, self._learned.pid
         try:
-            if not isinstance(reader, SimulatedReader) or pid is None:
+            if self._simulated is None:
                 raise ProtocolError(
                     f"{question.method} is for simulated devices; these are {self._broker.kind}"
                 )
-            if question.method == "simulated_allocate":
-                result: Any = reader.allocate(pid, **question.arguments)
-            elif question.method == "simulated_free":
-                reader.free(**question.arguments)
-                result = None
-            else:
-                raise ProtocolError(f"a child asked for {question.method!r}, which is unknown")
+            result = self._simulated.answer(question)
         except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
             answer = Answered(error=error)
         else:
@@ -550,12 +514,8 @@ class Attempt:
 
     def _take_measurement(self, at_s: float, sizes_bytes: tuple[int, ...]) -> None:
         """Take a reading of the process's devices, on the broker's thread."""
-        size_bytes = sum(sizes_bytes)
-        live: int | None = None
-        reader, pid = self._broker.reader, self._learned.pid
-        if isinstance(reader, SimulatedReader) and pid is not None:
-            live = sum(c.live_bytes for c in reader.root_counters(pid).values())
-        self._learned.add_reading(at_s, size_bytes, live)
+        live = None if self._simulated is None else self._simulated.live_bytes()
+        self._learned.add_reading(at_s, sum(sizes_bytes), live)
         if self._broker.kind != "host":
             self._enforce(sizes_bytes)
 
@@ -597,62 +557,19 @@ class Attempt:
             # SystemExit and its like are meant for the process, which ends by them. In the parent
             # they would end the flow.
             self._learned.outcome = "died"
-            said = f": {error}" if str(error) else ""
-            assert self._learned.pid is not None
-            death = ChildDiedError(
-                self._facts.task_name,
-                self._learned.pid,
-                f"was ended by {type(error).__name__}{said}",
-            )
-            death.__cause__ = ChildTraceback(ended.traceback)
-            raise death
+            raise death_by_exception(self._facts.task_name, error, ended.traceback, self._learned)
         if ended.traceback:
             error.__cause__ = ChildTraceback(ended.traceback)
         raise error
-
-    def _kill_cause(self, exited: ChildExited) -> Cause | Literal[""]:
-        """Tell what a SIGKILL that is not ours is put down to; empty: it was none."""
-        if exited.code != -signal.SIGKILL or exited.killed_because:
-            return ""
-        return "host" if kernel_kills().read() > self._kills_before else "unknown"
-
-    def _death(self, exited: ChildExited) -> ChildDiedError:
-        how = describe_exit(exited.code)
-        detail = []
-        seen = self._learned.last_process_bytes
-        if seen:
-            detail.append(
-                f"last seen holding {format_bytes(seen)} of its "
-                f"{format_bytes(self._learned.total_budget_bytes)} budget"
-            )
-        if exited.killed_because:
-            detail.append(f"prefect_gpu killed it since {exited.killed_because}")
-        elif self._learned.cause == "host":
-            detail.append(
-                "the machine's own memory ran out: the kernel's counter of out-of-memory kills rose "
-                "while it ran"
-            )
-        elif self._learned.cause:
-            detail.append(
-                "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9"
-            )
-        if exited.truncated:
-            detail.append("it died while sending")
-        assert self._learned.pid is not None
-        return ChildDiedError(
-            self._facts.task_name, self._learned.pid, how, "; ".join(detail), exited.stderr_tail
-        )
 
     # After it.
 
     def _end(self) -> None:
         """The process is gone, or never came: have its memory waited for."""
         assert self._ticket is not None
-        reader, pid = self._broker.reader, self._learned.pid
-        if isinstance(reader, SimulatedReader) and pid is not None:
-            left = reader.detach(pid)
-            live = sum(counters.peak_live_bytes for counters in left.values())
-            self._learned.add_peaks(live, live + self._learned.context_bytes * len(left))
+        if self._simulated is not None and self._learned.pid is not None:
+            live, devices = self._simulated.detach()
+            self._learned.add_peaks(live, live + self._learned.context_bytes * devices)
         self._broker.end(self._ticket)
 
     def _finish(self, leaked_bytes: int | None) -> None:
@@ -678,17 +595,6 @@ class Attempt:
             self.finished.set()
 
 
-class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
-    """The traceback that an exception had in the child, as text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"\n\nin the process of the GPU task:\n{self.text}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Overshot:
     """Stands for a reading above the budget, in bytes on one device."""
@@ -699,22 +605,6 @@ class _Overshot:
 
 class _TimeUp:
     """Stands for a message that did not come in time."""
-
-
-@functools.cache
-def kernel_kills() -> OomKills:
-    """Give the counters of kills for want of the machine's memory, made at first use."""
-    return OomKills()
-
-
-def describe_exit(code: int) -> str:
-    """Say how a process ended: `was killed by SIGSEGV`, `ended with exit code 3`."""
-    if code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-    return f"ended with exit code {code} before it returned"
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import queue as queues
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,43 @@ class ContextMeter:
         self._launcher = launcher
         self._lock = threading.Lock()
         self._locks: dict[ContextKey, threading.Lock] = {}
+
+    def contexts_of_task(
+        self,
+        frameworks: Sequence[str],
+        learned_bytes: int | None,
+        device: Device,
+        policy: FrameworkPolicy,
+        broker: Broker,
+        ticket: Ticket,
+    ) -> dict[str, int]:
+        """Give the contexts that a task's caps leave room for, from the best source there is.
+
+        Args:
+            frameworks: That the task uses; empty: nobody knows.
+            learned_bytes: What its own processes were seen to have on such a device; `None`: none were.
+            device: Where; the first of the task's devices.
+            policy: Of the task, but for its contexts.
+            broker: Reads the device.
+            ticket: Of the task, placed.
+
+        Returns:
+            Bytes by framework; none where there are no contexts.
+        """
+        if broker.kind != "nvml":
+            return {}
+        if policy.allocation == "growth":
+            # No cap depends on it, so it is not worth a calibration.
+            return self.known(device)
+        if learned_bytes:
+            # Closer than any calibration.
+            known = self.known(device)
+            names = frameworks or tuple(known)
+            return {**known, **{n: int(learned_bytes * policy.share(n)) for n in names}}
+        if not self.is_measured(frameworks, device):
+            # What is measured runs within this reservation, where one context has room.
+            broker.lending.leave(ticket)
+        return self.contexts(frameworks, device, policy, broker, ticket)
 
     def contexts(
         self,

@@ -4,7 +4,7 @@
 
 Each line is a fresh process that has imported what a child imports, then the framework, then worked
 on the device as a calibration does. `private` (USS) is what one more process costs the machine;
-`resident` (RSS) counts libraries that processes share. `prefect_gpu.attempt.HOST_BYTES` is chosen
+`resident` (RSS) counts libraries that processes share. `prefect_gpu.frameworks.host_memory.HOST_BYTES` is chosen
 from `private`, less the line without a framework.
 """
 

@@ -12,9 +12,9 @@ from prefect.cache_policies import NO_CACHE
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.errors import NO_ROOM, ResultError
+from prefect_gpu.gpu_task import is_hopeless
 from prefect_gpu.processes import memory_files
 from prefect_gpu.processes.arguments import argument_files
-from prefect_gpu.task_runner import _is_hopeless
 from tests.integration import engine_api as api
 
 np = pytest.importorskip("numpy")
@@ -134,8 +134,8 @@ def test_a_result_that_is_persisted_is_an_array_like_any_other() -> None:
 
 
 def test_a_lack_of_memory_may_pass_and_a_value_that_cannot_travel_may_not() -> None:
-    assert not _is_hopeless(ResultError("call", "call", NO_ROOM, "2GiB"))
-    assert _is_hopeless(ResultError("argument", "x", "_thread.lock", "no"))
+    assert not is_hopeless(ResultError("call", "call", NO_ROOM, "2GiB"))
+    assert is_hopeless(ResultError("argument", "x", "_thread.lock", "no"))
 
 
 def test_a_lack_of_memory_for_an_argument_is_one_clear_error(

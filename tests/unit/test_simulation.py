@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.devices.simulated import SimulatedDevices
@@ -145,7 +145,6 @@ def lists(draw: st.DrawFn) -> list[ListedTask]:
     return tasks
 
 
-@settings(deadline=None)
 @given(
     lists(),
     devices,
@@ -201,7 +200,6 @@ plain = st.lists(
 ).map(lambda tasks: [replace(t, memory=t.memory + i) for i, t in enumerate(tasks)])  # type: ignore[operator]
 
 
-@settings(deadline=None)
 @given(
     plain,
     st.sampled_from(["spread", "pack"]),
@@ -233,7 +231,6 @@ def test_where_durations_are_not_known_nobody_is_passed_more_than_the_bounds_all
             assert blocked.started_s <= over_s + wait_s + ahead + max(t.duration_s for t in tasks)
 
 
-@settings(deadline=None)
 @given(plain, st.sampled_from(["spread", "pack"]), st.integers(1, 3))
 def test_where_durations_are_right_a_blocked_task_starts_when_it_was_promised(
     tasks: list[ListedTask], style: PlacementStyle, count: int
@@ -248,7 +245,6 @@ def test_where_durations_are_right_a_blocked_task_starts_when_it_was_promised(
             assert outcome.started_s <= outcome.promised_s + 1e-6
 
 
-@settings(deadline=None)
 @given(plain, st.sampled_from([0.1, 10.0]), st.integers(1, 3))
 def test_wrong_expectations_starve_nobody(
     tasks: list[ListedTask], factor: float, count: int

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import PrefectHTTPStatusError
@@ -337,7 +337,6 @@ def test_a_run_that_cannot_be_kept_counts_here_and_is_counted_as_lost(
     assert it.publisher.lost == 1 and "was lost: PrefectHTTPStatusError: 422" in caplog.text
 
 
-@settings(deadline=None)
 @given(st.builds(HistoryKey, st.text(max_size=120), st.text(), st.text(), st.text()))
 def test_any_history_has_a_key_of_its_own_that_prefect_takes(key: HistoryKey) -> None:
     front, _, digest = history_artifact_key(key).rpartition("-")

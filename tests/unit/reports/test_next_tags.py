@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.reports.model import StepFacts, TaskReport
@@ -155,7 +155,6 @@ def test_memory_on_several_devices_is_said_of_one() -> None:
     assert suggest_budget([wide]) == "5.8GiB"
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2**42))
 def test_a_readable_size_is_at_least_what_was_asked_and_not_much_more(size: int) -> None:
     given_bytes = parse_bytes(readable_size(size))

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import PrefectHTTPStatusError
@@ -62,7 +62,6 @@ def publisher(api: FakeAPI) -> Publisher:
     )
 
 
-@settings(deadline=None)
 @given(st.text(max_size=300), st.sampled_from(["gpu-memory", "gpu-flow", "", "!!"]))
 def test_any_name_gives_a_key_that_prefect_takes(name: str, prefix: str) -> None:
     key = artifact_key(prefix, name)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.reports.series import Sample, SeriesBuilder, largest, merge
@@ -20,7 +20,6 @@ def peaks(samples: tuple[Sample, ...] | list[Sample]) -> list[int | None]:
     return result
 
 
-@settings(deadline=None)
 @given(SERIES, st.integers(2, 50))
 def test_merging_is_bounded_ordered_and_keeps_every_peak_and_the_end(
     samples: list[Sample], limit: int
@@ -32,7 +31,6 @@ def test_merging_is_bounded_ordered_and_keeps_every_peak_and_the_end(
     assert merged[-1:] == tuple(samples[-1:])
 
 
-@settings(deadline=None)
 @given(SERIES, st.integers(4, 20))
 def test_a_builder_gives_exact_peaks_and_counts_in_bounded_memory(
     samples: list[Sample], limit: int

@@ -4,7 +4,7 @@ from typing import Any, get_args
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.reports.canvas import (
@@ -195,7 +195,6 @@ def test_every_outcome_has_words_and_a_colour() -> None:
     assert {*OUTCOME_WORDS.values()} <= {*found}
 
 
-@settings(deadline=None)
 @given(st.floats(1, 2**44))
 def test_byte_ticks_are_few_round_and_within(top_bytes: float) -> None:
     ticks = byte_ticks(top_bytes)
@@ -204,7 +203,6 @@ def test_byte_ticks_are_few_round_and_within(top_bytes: float) -> None:
     assert ticks[-1][0] <= top_bytes * 1.001
 
 
-@settings(deadline=None)
 @given(st.floats(0.05, 1e9))
 def test_time_ticks_are_few_and_within(end_s: float) -> None:
     ticks = time_ticks(end_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.board import Board, PlacementStyle
@@ -122,7 +122,6 @@ asked = st.builds(
 ) | st.builds(request, share=st.sampled_from([None, 0.1, 0.5, 1.0]))  # fmt: skip
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([8, 24, 80]), min_size=1, max_size=6),
     st.lists(st.sampled_from([None, 0.1, 0.9]), min_size=6, max_size=6),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
@@ -306,7 +306,6 @@ added = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(added, st.integers(0, 20)), max_size=40))
 def test_a_queue_knows_whose_turn_is_first_and_who_asks_for_how_much(
     steps: list[tuple[Request, int]],

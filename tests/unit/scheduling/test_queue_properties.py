@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.board import Board, PlacementStyle
@@ -99,7 +99,6 @@ simulations = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(simulations, st.lists(requests, max_size=15), st.data())
 def test_everything_possible_runs_and_nothing_is_promised_twice(
     simulation: Simulation, asked: list[Request], data: st.DataObject
@@ -119,7 +118,6 @@ def test_everything_possible_runs_and_nothing_is_promised_twice(
     assert len(simulation.started) + len(simulation.refused) == len(asked)
 
 
-@settings(deadline=None)
 @given(simulations, st.lists(requests, max_size=15), st.data())
 def test_of_one_shape_the_first_in_order_starts_first(
     simulation: Simulation, asked: list[Request], data: st.DataObject
@@ -137,7 +135,6 @@ def test_of_one_shape_the_first_in_order_starts_first(
         assert mine == [r.id for r in order if Shape.of(r) == shape][: len(mine)]
 
 
-@settings(deadline=None)
 @given(simulations, st.lists(requests, max_size=15))
 def test_deciding_twice_changes_nothing(simulation: Simulation, asked: list[Request]) -> None:
     for each in asked:

@@ -2,8 +2,9 @@
 
 One pool serves all runners of a Python process. A runner announces each task as it is submitted; the
 announcement is the task's `Launcher` from then on. A standby is used once. It does not decide how
-many there should be (`scheduling.standbys`), nor what one imports (`kind`), nor which of them suits a task
-(`suiting`), nor which device one starts its framework on and who takes it there (`heater`).
+many there should be (`scheduling.standbys`), nor what one imports (`kind`), nor whether a kind is worth another
+one or a device (`kinds`), nor which of them suits a task (`suiting`), nor which device one starts its framework
+on and who takes it there (`heater`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from prefect_gpu.processes.interpreter import (
     working_folder,
 )
 from prefect_gpu.processes.kind import Kind
+from prefect_gpu.processes.kinds import Kinds, KindState
 from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
 from prefect_gpu.processes.messages import (
     Accepted,
@@ -49,8 +51,8 @@ from prefect_gpu.processes.spec import (
     WarmSpec,
 )
 from prefect_gpu.processes.suiting import Changes, choose_standby, fit_hot
-from prefect_gpu.processes.waiting import KindState, Owner, Standby, serials
-from prefect_gpu.scheduling.standbys import KindDemand, Machine, StandbyPlan, plan_standbys
+from prefect_gpu.processes.waiting import Owner, Standby, serials
+from prefect_gpu.scheduling.standbys import Machine, StandbyPlan, plan_standbys
 from prefect_gpu.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -71,11 +73,6 @@ PATIENCE_S = 0.5
 
 #: Seconds without new standbys after they had to make room for a task.
 MAKING_ROOM_S = 10.0
-
-#: Standbys of a kind that may die one after another before they have taken a task, or not suit the task
-#: that they were made for, before the kind is left alone.
-MOST_DEATHS = 3
-MOST_MISFITS = 3
 
 #: Seconds that a framework may take to start on a device: 0.2 to 0.4 measured on an H200, seconds on
 #: a machine with many devices and no persistence daemon.
@@ -144,9 +141,7 @@ class StandbyPool:
         self._standbys: list[Standby] = []
         #: Those that were given a task whose body has not begun.
         self._given: set[Standby] = set()
-        self._states: dict[Kind, KindState] = {}
-        #: Kinds of which a task was started, the last one last.
-        self._used: dict[Kind, None] = {}
+        self._kinds = Kinds()
         #: Monotonic seconds since when a task has waited for the machine's memory; `None`: none does.
         self._starved_since_s: float | None = None
         #: Monotonic seconds until which none is started.
@@ -184,10 +179,9 @@ class StandbyPool:
                 self._end_unheated()
                 return
             self._announced.clear()
-            self._used.clear()
             self._end_all()
             # A kind that was given up may have a better time with the next runner.
-            self._states.clear()
+            self._kinds.forget()
             deadline = time.monotonic() + _ENDING_S
             while self._standbys and (left_s := deadline - time.monotonic()) > 0:
                 self._changed.wait(left_s)
@@ -212,7 +206,7 @@ class StandbyPool:
         with self._changed:
             self._announced[announcement] = None
             if heater is not None and kind.hot:
-                self._state(kind).heater = heater
+                self._kinds.of(kind).heater = heater
             self._look_soon()
         return announcement
 
@@ -243,8 +237,7 @@ class StandbyPool:
             if announcement is not None:
                 self._announced.pop(announcement, None)
             if self._owners:
-                self._used.pop(kind, None)
-                self._used[kind] = None
+                self._kinds.use(kind)
             found = self._take_kept(spec.standby, kind, environment) if spec.standby else None
             found = found or self._choose(kind, environment)
             if found is not None:
@@ -255,7 +248,7 @@ class StandbyPool:
                 if standby.lent is not None:
                     hot = standby.kind.hot
                     # Another may have its place.
-                    self._state(standby.kind).cool_until_s = 0.0
+                    self._state_of(standby).cool_until_s = 0.0
                 late = Late(changes, spec.cwd, spec.argv, spec.sys_path, spec.task_name, hot)
                 if standby.ready:
                     # The next one is made once this one's body has begun: it would be in its way.
@@ -298,14 +291,7 @@ class StandbyPool:
         changes = fit_hot(standby, kind, environment, tuple(interpreter_flags()))
         if changes is None:
             self._end(standby)
-            state = self._state(standby.kind)
-            state.hot_misfits += 1
-            if state.hot_misfits == MOST_MISFITS:
-                logger.debug(
-                    "standbys for %s are hot no more: the environment changes from task to task in what "
-                    "is read as a framework starts",
-                    standby.kind.modules,
-                )
+            self._state_of(standby).take_hot_misfit()
             return None
         return standby, changes
 
@@ -314,17 +300,9 @@ class StandbyPool:
             self._standbys, kind, environment, tuple(interpreter_flags())
         )
         for standby in misfits:
-            self._take_misfit(standby)
+            self._end(standby)
+            self._state_of(standby).take_misfit()
         return best
-
-    def _take_misfit(self, standby: Standby) -> None:
-        """It was made for this kind, and the parent's environment has changed since."""
-        self._end(standby)
-        state = self._state(standby.kind)
-        state.misfits += 1
-        if state.misfits >= MOST_MISFITS and not state.useless:
-            state.useless = "the environment changes from task to task"
-            logger.debug("no standbys are kept for %s: %s", standby.kind.modules, state.useless)
 
     def _look_soon(self) -> None:
         if self._shut or not self._owners:
@@ -346,12 +324,9 @@ class StandbyPool:
 
     def _end_unheated(self) -> None:
         """End what holds devices that no runner has any more."""
-        heaters = [owner.heater for owner in self._owners.values()]
-        for state in self._states.values():
-            if state.heater not in heaters:
-                state.heater = None
+        self._kinds.keep_heaters([owner.heater for owner in self._owners.values()])
         for standby in self._standbys:
-            if standby.heating and self._state(standby.kind).heater is None:
+            if standby.heating and self._state_of(standby).heater is None:
                 self._end(standby)
         self._wake()
 
@@ -360,8 +335,8 @@ class StandbyPool:
             standby.ended = True
             standby.handle.kill()
 
-    def _state(self, kind: Kind) -> KindState:
-        return self._states.setdefault(kind, KindState(kind.size_bytes))
+    def _state_of(self, standby: Standby) -> KindState:
+        return self._kinds.of(standby.kind)
 
     # The pool's thread.
 
@@ -391,7 +366,9 @@ class StandbyPool:
                 return
             for standby in self._standbys:
                 if not standby.ready and now - standby.started_s > WARMING_S:
-                    self._take_death(standby, f"it imported for more than {WARMING_S:g} s")
+                    self._state_of(standby).take_death(
+                        standby.spec.modules, f"it imported for more than {WARMING_S:g} s"
+                    )
                     self._end(standby)
                 since_s = standby.heating_since_s
                 if since_s is not None and now - since_s > HEATING_S and not standby.ended:
@@ -410,30 +387,13 @@ class StandbyPool:
                 self._cores,
                 max(owner.most for owner in self._owners.values()),
             )
-            self._carry_out(plan_standbys(self._demands(), machine))
-            heated = self._choose_to_heat(now)
+            demands = self._kinds.demands([a.kind for a in self._announced], self._standbys)
+            self._carry_out(plan_standbys(demands, machine))
+            heated = self._kinds.choose_to_heat(self._standbys, now)
+            for standby, _, _ in heated:
+                standby.heating = True
         for standby, heater, avoid in heated:
             self._heat(standby, heater, avoid)
-
-    def _choose_to_heat(self, now: float) -> list[tuple[Standby, Heater, frozenset[str]]]:
-        chosen = []
-        plain: dict[Kind, int] = {}
-        for standby in self._standbys:
-            state = self._state(standby.kind)
-            free = standby.ready and not standby.ended and not standby.heating
-            suits = state.hot_misfits < MOST_MISFITS
-            if free and suits and state.heater is not None and now >= state.cool_until_s:
-                plain[standby.kind] = plain.get(standby.kind, 0) + 1
-                if plain[standby.kind] <= self._spare(standby.kind):
-                    continue
-                standby.heating = True
-                chosen.append((standby, state.heater, frozenset(state.cold_uuids)))
-        return chosen
-
-    def _spare(self, kind: Kind) -> int:
-        """Say how many of a kind are for tasks that are placed on another device than the hot ones."""
-        heater = self._state(kind).heater
-        return int(heater is not None and heater.device_count > 1)
 
     def _heat(self, standby: Standby, heater: Heater, avoid: frozenset[str]) -> None:
         """Have a standby start its framework, without the lock: a device is asked for."""
@@ -448,7 +408,7 @@ class StandbyPool:
         with self._changed:
             if lent is None:
                 standby.heating = False
-                self._state(standby.kind).cool_until_s = time.monotonic() + COOL_S
+                self._state_of(standby).cool_until_s = time.monotonic() + COOL_S
                 return
             standby.lent = lent
             if standby not in self._standbys:
@@ -465,50 +425,14 @@ class StandbyPool:
     def _give_up(self, standby: Standby) -> None:
         """A device's memory is needed: from the thread that hands out devices, which holds no lock."""
         with self._changed:
-            self._state(standby.kind).cool_until_s = time.monotonic() + COOL_S
+            self._state_of(standby).cool_until_s = time.monotonic() + COOL_S
             self._end(standby)
 
     def _take_cold(self, standby: Standby, problem: str) -> None:
-        """Its framework does not start on its device: not for this kind, not again."""
+        """Its framework does not start on its device."""
         standby.ended = True
         uuid = standby.lent.device_uuid if standby.lent is not None else ""
-        cold = self._state(standby.kind).cold_uuids
-        if uuid not in cold:
-            cold.add(uuid)
-            logger.warning(
-                "no standby starts %s on device %s ahead of its task any more: %s",
-                standby.kind.hot,
-                uuid,
-                problem,
-            )
-
-    def _demands(self) -> list[KindDemand]:
-        # Those who came first are served first.
-        kinds: dict[Kind, None] = {a.kind: None for a in self._announced}
-        latest = next(reversed(self._used), None)
-        alive = {s.kind for s in self._standbys}
-        for kind in reversed(self._used):
-            if kind == latest or kind in alive:
-                kinds.setdefault(kind)
-        kinds.update((s.kind, None) for s in self._standbys)
-        demands = []
-        for kind in kinds:
-            own = [s for s in self._standbys if s.kind == kind and not s.ended]
-            state = self._state(kind)
-            demands.append(
-                KindDemand(
-                    kind,
-                    waiting=sum(a.kind == kind for a in self._announced),
-                    latest=kind == latest,
-                    used=kind in self._used,
-                    size_bytes=state.size_bytes,
-                    ready=sum(s.ready for s in own),
-                    warming=sum(not s.ready for s in own),
-                    useful=not state.useless,
-                    spare=self._spare(kind),
-                )
-            )
-        return demands
+        self._state_of(standby).take_cold(uuid, problem)
 
     def _carry_out(self, plan: StandbyPlan) -> None:
         for kind in plan.ends:
@@ -520,9 +444,8 @@ class StandbyPool:
             self._warm(kind)
 
     def _warm(self, kind: Kind) -> None:
-        made = kind.without_users() if self._state(kind).without_users else kind
         spec = WarmSpec(
-            modules=made.modules,
+            modules=self._kinds.of(kind).modules,
             environment=kind.environment_of(os.environ),
             cwd=working_folder(),
             argv=tuple(sys.argv),
@@ -549,7 +472,7 @@ class StandbyPool:
             if isinstance(message, Accepted):
                 # Not that it has imported, nor that it was given a task: some die of that. How many
                 # there are it does not change.
-                self._state(standby.kind).deaths = 0
+                self._state_of(standby).deaths = 0
                 return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
@@ -561,7 +484,7 @@ class StandbyPool:
                 if message.problem:
                     self._take_cold(standby, message.problem)
             elif isinstance(message, ChildRefused):
-                self._take_death(standby, str(message.error))
+                self._state_of(standby).take_death(standby.spec.modules, str(message.error))
                 self._end(standby)
                 if standby.pid is None:
                     # No process came of it, so none will be heard to end.
@@ -582,28 +505,18 @@ class StandbyPool:
             self._standbys.remove(standby)
 
     def _take_warmed(self, standby: Standby, warmed: Warmed) -> None:
-        state = self._state(standby.kind)
-        problem = warmed.problem
-        if not problem:
+        if warmed.problem:
+            # It ends by itself; a task that was given to it goes to a process of its own.
+            standby.ended = True
+        else:
             standby.ready = True
-            if warmed.resident_bytes:
-                state.size_bytes = warmed.resident_bytes
-            return
-        # It ends by itself; a task that was given to it goes to a process of its own.
-        standby.ended = True
-        if standby.spec.modules != standby.kind.without_users().modules:
-            # By what this one imported: several may have been made before the first was heard.
-            state.without_users = True
-            logger.debug("standbys import nothing of the user's from now on: %s", problem)
-        elif not state.useless:
-            state.useless = problem
-            logger.debug("no standbys are kept for %s: %s", standby.kind.modules, problem)
+        self._state_of(standby).take_warmed(warmed, standby.spec.modules)
 
     def _take_end(self, standby: Standby, message: ChildExited) -> None:
         """One ended that was not asked to."""
         how = f"it ended with {message.code}"
         if message.code == UNSUITED_CODE:
-            state = self._state(standby.kind)
+            state = self._state_of(standby)
             if standby.started_s <= state.unsuited_s:
                 # By the same change as the one before it.
                 return
@@ -615,21 +528,7 @@ class StandbyPool:
                 "what it had imported was not what its task would import: files of modules, sys.path or "
                 "the working folder had changed"
             )
-        self._take_death(standby, how, message.stderr_tail)
-
-    def _take_death(self, standby: Standby, how: str, stderr_tail: str = "") -> None:
-        state = self._state(standby.kind)
-        state.deaths += 1
-        if state.deaths >= MOST_DEATHS and not state.useless:
-            state.useless = how
-            logger.warning(
-                "no process is started ahead of its task any more for %s: %d of them in a row died before "
-                "they had taken one, the last since %s%s",
-                ", ".join(standby.spec.modules),
-                state.deaths,
-                how,
-                f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
-            )
+        self._state_of(standby).take_death(standby.spec.modules, how, message.stderr_tail)
 
 
 def _forget(pool: weakref.ref[StandbyPool]) -> None:

@@ -1,6 +1,6 @@
-"""What the pool knows of the processes that wait, of their kinds, and of the runners that want them.
+"""What the pool knows of the processes that wait, and of the runners that want them.
 
-Values only: what becomes of them is `standby`'s to say, under its lock.
+Values only: what becomes of them is `standby`'s to say, under its lock. What is known of their kinds is `kinds`.
 """
 
 from __future__ import annotations
@@ -55,30 +55,6 @@ class Standby:
         if self.lent is not None:
             changed.update(self.lent.environment)
         return {name: value for name, value in changed.items() if value is not None}
-
-
-@dataclass(eq=False)
-class KindState:
-    """What is known of a kind."""
-
-    size_bytes: int
-    #: Of those that had not taken a task, since the last one that did.
-    deaths: int = 0
-    #: Monotonic seconds when one did not suit its task: those that were made before would not either.
-    unsuited_s: float = float("-inf")
-    misfits: int = 0
-    #: Of hot ones alone: theirs is the stricter rule.
-    hot_misfits: int = 0
-    #: What the user's modules do as they are imported would come too early for a task.
-    without_users: bool = False
-    #: Why no more of them are made; empty: they are.
-    useless: str = ""
-    #: Lends devices to them; `None`: they import, and no more.
-    heater: Heater | None = None
-    #: Devices where their framework did not start.
-    cold_uuids: set[str] = field(default_factory=set)
-    #: Monotonic seconds before which no device is asked for.
-    cool_until_s: float = 0.0
 
 
 @dataclass(eq=False)

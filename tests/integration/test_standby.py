@@ -270,7 +270,7 @@ def both():
     pool = standby.standby_pool()
     while not pool.ready:
         time.sleep(0.01)
-    (state,) = pool._states.values()
+    (state,) = pool._kinds._states.values()
     assert state.without_users and not state.useless, state
     waiting = pool.pids
     results.append(work.submit().result())

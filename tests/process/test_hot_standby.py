@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.processes import standby
+from prefect_gpu.processes import kinds
 from prefect_gpu.processes.kind import SIMULATED, Kind
 from prefect_gpu.processes.messages import Heat, Heated
-from prefect_gpu.processes.standby import StandbyPool
+from prefect_gpu.processes.standby import Announcement, StandbyPool
 from prefect_gpu.processes.warming import heat, hold_to
 from prefect_gpu.units import GIB
 from tests.process import bodies
@@ -80,7 +80,7 @@ class Warmth(Warm):
         self.pool = StandbyPool(rig.launcher, read_available=lambda: 64 * GIB, cores=4)
         self.pool.open(self, most, heater=lender)
 
-    def announce(self, kind: Kind = HOT) -> standby.Announcement:
+    def announce(self, kind: Kind = HOT) -> Announcement:
         return self.pool.announce(kind, self.lender)
 
     def wait_hot(self, count: int = 1) -> None:
@@ -169,7 +169,7 @@ def test_one_whose_environment_does_not_suit_ends_and_the_task_gets_its_own(
 def test_where_hot_ones_never_suit_they_only_import(make_warm: Callable[..., Warmth]) -> None:
     warm = make_warm(*["GPU-1"] * 9)
     elsewhere = {"CUDA_VISIBLE_DEVICES": "GPU-2"}
-    for number in range(standby.MOST_MISFITS):
+    for number in range(kinds.MOST_MISFITS):
         announced = warm.announce()
         warm.wait_hot()
         lent = warm.lender.lent[-1]
@@ -179,7 +179,7 @@ def test_where_hot_ones_never_suit_they_only_import(make_warm: Callable[..., War
         assert eventually(lambda lent=lent: lent.said[-1] == "ended")  # type: ignore[misc]
     announced = warm.announce()
     (pid,) = warm.wait_ready()
-    assert len(warm.lender.lent) == standby.MOST_MISFITS and warm.pool.hot == 0
+    assert len(warm.lender.lent) == kinds.MOST_MISFITS and warm.pool.hot == 0
     child = warm.run(announced, spec_of(bodies.add, 1, environment=elsewhere))
     assert child.value() == 1 and child.pid == pid
 
@@ -202,7 +202,7 @@ def test_one_that_gets_a_task_while_a_device_is_asked_for_is_not_started_there(
     make_warm: Callable[..., Warmth],
 ) -> None:
     warm = make_warm("GPU-1")
-    announced: list[standby.Announcement] = []
+    announced: list[Announcement] = []
     children: list[Any] = []
     warm.lender.during = lambda: children.append(
         warm.run(announced[0], spec_of(bodies.environment_of_self))
@@ -238,7 +238,7 @@ def test_one_that_dies_as_it_starts_is_not_started_there_again(
     assert waits != pid and warm.lender.uuids == ["GPU-1"]
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "on device GPU-1" in told.getMessage()
-    assert warm.pool._states[HOT].deaths == 0
+    assert warm.pool._kinds.of(HOT).deaths == 0
 
 
 def test_a_task_that_was_given_to_one_that_dies_as_it_starts_has_another(

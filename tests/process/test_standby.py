@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.processes import launched, standby
+from prefect_gpu.processes import kinds, launched, standby
 from prefect_gpu.processes.messages import BodyStarted
 from prefect_gpu.processes.spec import ChildExited, ChildStarted
 from tests.process import bodies
@@ -171,14 +171,14 @@ def test_a_task_that_it_cannot_suit_gets_a_process_of_its_own(
 
 
 def test_where_none_ever_suits_no_more_are_made(warm: Warm) -> None:
-    for number in range(standby.MOST_MISFITS):
+    for number in range(kinds.MOST_MISFITS):
         announced = warm.announce()
         warm.wait_ready()
         changes = {"SOMETHING": str(number)}
         assert warm.run(announced, spec_of(bodies.add, 1, environment=changes)).value() == 1
     warm.announce()
     assert eventually(lambda: warm.pool.pids == ())
-    assert warm.pool._states[KIND].useless
+    assert warm.pool._kinds.of(KIND).useless
 
 
 def test_a_task_does_not_get_one_that_imported_what_it_would_not(
@@ -209,7 +209,7 @@ def test_a_module_that_acts_at_its_import_is_left_to_the_task(
 ) -> None:
     module(importable, "test_standby_acts", text)
     kind = kind_with("test_standby_acts")
-    with caplog.at_level(logging.DEBUG, standby.__name__):
+    with caplog.at_level(logging.DEBUG, kinds.__name__):
         announced = warm.announce(kind)
         warm.wait_ready()
     assert why in caplog.text
@@ -226,7 +226,7 @@ def test_several_of_which_a_module_acts_are_judged_by_what_they_imported(
     for _ in range(2):
         warm.announce(kind)
     warm.wait_ready(2)
-    assert not warm.pool._states[kind].useless
+    assert not warm.pool._kinds.of(kind).useless
 
 
 def test_a_task_that_was_given_to_one_whose_import_fails_starts_over(
@@ -303,19 +303,19 @@ def test_a_kind_that_dies_again_and_again_is_left_alone_and_it_is_said_once(
     )
     kind = kind_with("test_standby_dies")
     announced = warm.announce(kind)
-    assert eventually(lambda: bool(warm.pool._states.get(kind) and warm.pool._states[kind].useless))
+    assert eventually(lambda: bool(warm.pool._kinds.of(kind).useless))
     assert eventually(lambda: warm.pool.pids == ())
-    assert warm.pool._states[kind].deaths == standby.MOST_DEATHS
+    assert warm.pool._kinds.of(kind).deaths == kinds.MOST_DEATHS
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "ended with 4" in told.getMessage() and "oh" in told.getMessage()
     assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
 
 
 def test_those_that_take_their_tasks_show_that_the_kind_works(warm: Warm) -> None:
-    state = warm.pool._state(KIND)
+    state = warm.pool._kinds.of(KIND)
     for _ in range(2):
         announced = warm.announce()
-        for count in range(1, standby.MOST_DEATHS):
+        for count in range(1, kinds.MOST_DEATHS):
             (waited,) = warm.wait_ready()
             os.kill(waited, signal.SIGKILL)
             assert eventually(lambda count=count: state.deaths == count)  # type: ignore[misc]
@@ -326,7 +326,7 @@ def test_those_that_take_their_tasks_show_that_the_kind_works(warm: Warm) -> Non
 
 
 def test_a_kind_that_dies_of_its_tasks_is_left_alone_however_well_it_imports(warm: Warm) -> None:
-    for _ in range(standby.MOST_DEATHS):
+    for _ in range(kinds.MOST_DEATHS):
         announced = warm.announce()
         (waited,) = warm.wait_ready()
         os.kill(waited, signal.SIGSTOP)
@@ -334,7 +334,7 @@ def test_a_kind_that_dies_of_its_tasks_is_left_alone_however_well_it_imports(war
         os.kill(waited, signal.SIGKILL)
         # By a process of its own, which says nothing of those that wait.
         assert child.value() == 1
-    assert eventually(lambda: bool(warm.pool._state(KIND).useless))
+    assert eventually(lambda: bool(warm.pool._kinds.of(KIND).useless))
     assert eventually(lambda: warm.pool.pids == ())
 
 

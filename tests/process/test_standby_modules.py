@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_gpu.processes import standby
+from prefect_gpu.processes import kinds
 from prefect_gpu.processes.messages import BodyStarted
 from prefect_gpu.processes.spec import ChildStarted
 from tests.process import bodies
@@ -120,7 +120,7 @@ def test_one_change_of_a_module_counts_once_however_many_had_imported_it(
     for one in announced[:3]:
         assert warm.run(one, spec_of(bodies.add, 1)).value() == 1
     assert eventually(lambda: warm.pool.ready > 0 and not set(before) & set(warm.pool.pids))
-    assert warm.pool._state(kind).deaths <= 1 and not warm.pool._state(kind).useless
+    assert warm.pool._kinds.of(kind).deaths <= 1 and not warm.pool._kinds.of(kind).useless
     child = warm.run(announced[3], spec_of(bodies.add, 1))
     assert child.value() == 1 and child.pid not in before
 
@@ -131,10 +131,10 @@ def test_a_kind_that_never_suits_its_tasks_is_left_alone_and_it_is_said_why(
     module(importable, "test_standby_unsuited", "")
     kind = kind_with("test_standby_unsuited")
     spec = replace(spec_of(bodies.add, 1), cwd=str(tmp_path))
-    for _ in range(standby.MOST_DEATHS):
+    for _ in range(kinds.MOST_DEATHS):
         announced = warm.announce(kind)
         warm.wait_ready()
         assert warm.run(announced, spec).value() == 1
-    assert eventually(lambda: bool(warm.pool._state(kind).useless))
+    assert eventually(lambda: bool(warm.pool._kinds.of(kind).useless))
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "not what its task would import" in told.getMessage()

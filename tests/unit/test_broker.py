@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import prefect_gpu.broker
+import prefect_gpu.waiting_list
 from prefect_gpu.broker import Broker, Ticket, Withdrawn, shared_broker
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
@@ -764,7 +764,7 @@ def test_a_fault_of_ours_does_not_end_the_thread(
     def fail(*_: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(prefect_gpu.broker, "decide", fail)
+    monkeypatch.setattr(prefect_gpu.waiting_list, "decide", fail)
     ticket = rig.submit("a", 6)
     rig.broker.read()
     assert rig.waits(ticket)
@@ -783,9 +783,10 @@ def test_nothing_is_kept_of_those_who_are_gone(rig: Rig) -> None:
     rig.broker.withdraw(rig.submit("withdrawn", 1))
     decided(rig.submit("refused", 99))
     rig.broker.settle()
-    broker = rig.broker
-    assert not broker._queue and not broker._waiting and not broker._placed
-    assert not broker._possible and not broker._recovery.ending and not broker._calls
+    broker, waiting = rig.broker, rig.broker._waiting
+    assert not waiting._queue and not waiting._tickets and not broker._placed
+    assert not waiting._possible and not waiting._kinds
+    assert not broker._recovery.ending and not broker._calls
     assert rig.ledger.view().reservations == () and not rig.ledger.view().processes
 
 

@@ -22,7 +22,7 @@ from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.sampler import Sampler
-from prefect_gpu.errors import DeviceError, PlacementTimeoutError
+from prefect_gpu.errors import DeviceError
 from prefect_gpu.ledger import PROCESS_LEDGER
 from prefect_gpu.lending import Lending, Surroundings
 from prefect_gpu.lookout import Lookout
@@ -41,8 +41,9 @@ from prefect_gpu.scheduling.model import (
 )
 from prefect_gpu.scheduling.turns import HostRoom
 from prefect_gpu.ticket import Ticket as Ticket
+from prefect_gpu.ticket import Wait
 from prefect_gpu.ticket import Withdrawn as Withdrawn
-from prefect_gpu.units import GIB, MIB, format_seconds
+from prefect_gpu.units import GIB, MIB
 from prefect_gpu.waiting_list import WaitingList
 
 logger = logging.getLogger(__name__)
@@ -256,59 +257,20 @@ class Broker:
     ) -> Placement:
         """Block until a request is placed. Where it raises, nothing is held for the request.
 
-        Args:
-            ticket: From `submit`.
-            limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
-            on_waiting: Told why it waits. What it raises ends the wait.
-            first_s: Seconds after which `on_waiting` is told first.
-            again_s: Seconds after which it is told again, if the reason changed.
-            waited_s: Seconds of `limit_s` that are gone already.
+        Args other than the `ticket` from `submit`: see `Wait`.
 
         Raises:
             PlacementError: It can never be placed, or was not in time.
             Withdrawn: `withdraw` or `close` was called.
         """
         try:
-            return self._wait(ticket, limit_s, on_waiting, first_s, again_s, waited_s)
+            wait = Wait(limit_s, on_waiting, first_s, again_s, waited_s)
+            return wait.until_placed(ticket, self._clock, self.explain, self.withdraw)
         except BaseException:
             # Nobody would ever end what is placed for somebody who has stopped waiting.
             self.withdraw(ticket)
             self.end(ticket)
             raise
-
-    def _wait(
-        self,
-        ticket: Ticket,
-        limit_s: float | None,
-        on_waiting: Callable[[str], None],
-        first_s: float,
-        again_s: float,
-        waited_s: float,
-    ) -> Placement:
-        began_s = self._clock.now() - waited_s
-        tell_s = self._clock.now() + first_s
-        told = ""
-        while not ticket.wait(
-            self._clock, tell_s if limit_s is None else min(tell_s, began_s + limit_s)
-        ):
-            reason = self.explain(ticket)
-            if limit_s is not None and self._clock.now() - began_s >= limit_s:
-                if self.withdraw(ticket):
-                    raise PlacementTimeoutError(
-                        f"gpu:wait={format_seconds(limit_s)} is over: {ticket.request.task_name!r} "
-                        f"still waited for {reason}"
-                    )
-                # It was decided at the last moment.
-                break
-            if reason != told:
-                on_waiting(reason)
-                told = reason
-            tell_s = self._clock.now() + again_s
-        if ticket.error is not None:
-            raise ticket.error
-        if ticket.placement is None:
-            raise Withdrawn(ticket.request.task_name)
-        return ticket.placement
 
     def explain(self, ticket: Ticket) -> str:
         """Say why a request waits."""

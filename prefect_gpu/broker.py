@@ -39,7 +39,6 @@ from prefect_gpu.scheduling.model import (
     Request,
     Reservation,
 )
-from prefect_gpu.scheduling.turns import HostRoom
 from prefect_gpu.ticket import Ticket as Ticket
 from prefect_gpu.ticket import Wait
 from prefect_gpu.ticket import Withdrawn as Withdrawn
@@ -126,6 +125,7 @@ class Broker:
             self.kind,
             ledger,
             HEADROOM_BYTES[self.kind] if headroom_bytes is None else headroom_bytes,
+            self._max_processes,
             held_by_parent,
             self._clock,
             self._placed,
@@ -172,7 +172,7 @@ class Broker:
     def host_promised_bytes(self) -> int:
         """Bytes of the machine's memory promised to processes that have not taken them yet."""
         with self._changed:
-            return self._promised_bytes()
+            return self._lookout.host_promised_bytes
 
     @property
     def wants_host_memory(self) -> bool:
@@ -184,7 +184,7 @@ class Broker:
             if self.kind == "host":
                 # There every request does; while others run, their end may be all that it waits for.
                 return not self._placed
-            left = reading.host_available_bytes - self._promised_bytes()
+            left = reading.host_available_bytes - self._lookout.host_promised_bytes
             return self._waiting.wants_host_bytes(left)
 
     @property
@@ -279,7 +279,7 @@ class Broker:
             if reading is None or silence:
                 return silence
             return self._waiting.explain(
-                ticket, self._lookout.survey(reading), self._host_room(reading)
+                ticket, self._lookout.survey(reading), self._lookout.survey_host(reading)
             )
 
     def withdraw(self, ticket: Ticket) -> bool:
@@ -534,7 +534,9 @@ class Broker:
         while True:
             view = self._ledger.view()
             rooms = self._lookout.survey(reading, view)
-            look = self._waiting.look(rooms, self._host_room(reading), self.lending.offers)
+            look = self._waiting.look(
+                rooms, self._lookout.survey_host(reading), self.lending.offers
+            )
             if not look.promises or self._ledger.try_reserve(
                 view.version, look.promises, look.taken
             ):
@@ -562,17 +564,6 @@ class Broker:
         self._waiting.note_possible()
         if look.promises:
             self._lookout.forget()
-
-    def _promised_bytes(self) -> int:
-        return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
-
-    def _host_room(self, reading: Reading) -> HostRoom:
-        return HostRoom(
-            available_bytes=reading.host_available_bytes,
-            promised_bytes=self._promised_bytes(),
-            processes=len(self._placed),
-            max_processes=self._max_processes,
-        )
 
 
 _shared_lock = threading.Lock()

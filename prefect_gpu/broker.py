@@ -1,9 +1,9 @@
 """The shell around scheduling: one thread that feeds it and carries out what it says.
 
-It owns the queue of requests, hands out placements, follows every placed process in the readings of
-the devices, and releases a reservation when the device shows the memory back. What to decide is in
-`prefect_gpu.scheduling`; what a reading says is in `lookout`; how a process is started and spoken to is in
-`prefect_gpu.processes`.
+It hands out placements, follows every placed process in the readings of the devices, and releases a
+reservation when the device shows the memory back. What to decide is in `prefect_gpu.scheduling`; who waits
+for it is in `waiting_list`; what a reading says is in `lookout`; how a process is started and spoken to is
+in `prefect_gpu.processes`.
 
 One `Broker` serves all runners of a Python process that have the same device specification
 (`shared_broker`).
@@ -15,27 +15,21 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.sampler import Sampler
-from prefect_gpu.errors import (
-    DeviceError,
-    PlacementError,
-    PlacementTimeoutError,
-)
+from prefect_gpu.errors import DeviceError
 from prefect_gpu.ledger import PROCESS_LEDGER
 from prefect_gpu.lending import Lending, Surroundings
 from prefect_gpu.lookout import Lookout
 from prefect_gpu.recovery import RecoveryWatch
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
-from prefect_gpu.scheduling.board import Board, PlacementStyle
-from prefect_gpu.scheduling.hot import in_the_way, settle
+from prefect_gpu.scheduling.board import PlacementStyle
 from prefect_gpu.scheduling.ledger import Ledger
-from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceKind,
@@ -45,12 +39,11 @@ from prefect_gpu.scheduling.model import (
     Request,
     Reservation,
 )
-from prefect_gpu.scheduling.placement import select_rooms
-from prefect_gpu.scheduling.queue import RequestQueue, Shape
-from prefect_gpu.scheduling.turns import Decisions, HostRoom, decide, explain
 from prefect_gpu.ticket import Ticket as Ticket
+from prefect_gpu.ticket import Wait
 from prefect_gpu.ticket import Withdrawn as Withdrawn
-from prefect_gpu.units import GIB, MIB, format_seconds
+from prefect_gpu.units import GIB, MIB
+from prefect_gpu.waiting_list import WaitingList
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +99,7 @@ class Broker:
             raise DeviceError("there is no device to run GPU tasks on")
         self.kind: DeviceKind = reader.kind
         self._ledger = ledger
-        self._style = style
         self._max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
-        self._max_tasks_per_device = max_tasks_per_device
-        self._patience = patience
         self._held_by_parent = held_by_parent
         self._clock = clock or RealClock()
         #: Guards all below. What others do not expect to be called under it (the tickets' callbacks,
@@ -123,9 +113,10 @@ class Broker:
         self._arrived: list[Reading] = []
         #: Done by the thread, in this order, without the lock.
         self._calls: list[Callable[[], object]] = []
-        self._queue = RequestQueue()
-        #: Those in the queue, by request id.
-        self._waiting: dict[str, Ticket] = {}
+        self._waiting = WaitingList(
+            style, max_tasks_per_device, held_by_parent, patience, self._clock
+        )
+        #: By request id.
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
         #: What is known of the devices.
@@ -134,6 +125,7 @@ class Broker:
             self.kind,
             ledger,
             HEADROOM_BYTES[self.kind] if headroom_bytes is None else headroom_bytes,
+            self._max_processes,
             held_by_parent,
             self._clock,
             self._placed,
@@ -153,10 +145,6 @@ class Broker:
                 lambda: self._closed,
             ),
         )
-        #: By request id: the kind of hot standby that suits it.
-        self._kinds: dict[str, Hashable] = {}
-        #: Shapes of requests in the queue that are known to be possible.
-        self._possible: frozenset[Shape] = frozenset()
         #: One was asked for to decide on, and has not come.
         self._wants_reading = False
         self._sampler = Sampler(
@@ -184,7 +172,7 @@ class Broker:
     def host_promised_bytes(self) -> int:
         """Bytes of the machine's memory promised to processes that have not taken them yet."""
         with self._changed:
-            return self._promised_bytes()
+            return self._lookout.host_promised_bytes
 
     @property
     def wants_host_memory(self) -> bool:
@@ -196,8 +184,8 @@ class Broker:
             if self.kind == "host":
                 # There every request does; while others run, their end may be all that it waits for.
                 return not self._placed
-            left = reading.host_available_bytes - self._promised_bytes()
-            return any(t.request.host_bytes > left for t in self._waiting.values())
+            left = reading.host_available_bytes - self._lookout.host_promised_bytes
+            return self._waiting.wants_host_bytes(left)
 
     @property
     def closed(self) -> bool:
@@ -245,10 +233,7 @@ class Broker:
                 ticket.decide()
                 return ticket
             self._start()
-            self._queue.add(ticket.request)
-            self._waiting[ticket.request.id] = ticket
-            if standby is not None:
-                self._kinds[ticket.request.id] = standby
+            self._waiting.add(ticket, standby)
             self._sampler.set_active(True)
             self._wake()
         return ticket
@@ -272,59 +257,20 @@ class Broker:
     ) -> Placement:
         """Block until a request is placed. Where it raises, nothing is held for the request.
 
-        Args:
-            ticket: From `submit`.
-            limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
-            on_waiting: Told why it waits. What it raises ends the wait.
-            first_s: Seconds after which `on_waiting` is told first.
-            again_s: Seconds after which it is told again, if the reason changed.
-            waited_s: Seconds of `limit_s` that are gone already.
+        Args other than the `ticket` from `submit`: see `Wait`.
 
         Raises:
             PlacementError: It can never be placed, or was not in time.
             Withdrawn: `withdraw` or `close` was called.
         """
         try:
-            return self._wait(ticket, limit_s, on_waiting, first_s, again_s, waited_s)
+            wait = Wait(limit_s, on_waiting, first_s, again_s, waited_s)
+            return wait.until_placed(ticket, self._clock, self.explain, self.withdraw)
         except BaseException:
             # Nobody would ever end what is placed for somebody who has stopped waiting.
             self.withdraw(ticket)
             self.end(ticket)
             raise
-
-    def _wait(
-        self,
-        ticket: Ticket,
-        limit_s: float | None,
-        on_waiting: Callable[[str], None],
-        first_s: float,
-        again_s: float,
-        waited_s: float,
-    ) -> Placement:
-        began_s = self._clock.now() - waited_s
-        tell_s = self._clock.now() + first_s
-        told = ""
-        while not ticket.wait(
-            self._clock, tell_s if limit_s is None else min(tell_s, began_s + limit_s)
-        ):
-            reason = self.explain(ticket)
-            if limit_s is not None and self._clock.now() - began_s >= limit_s:
-                if self.withdraw(ticket):
-                    raise PlacementTimeoutError(
-                        f"gpu:wait={format_seconds(limit_s)} is over: {ticket.request.task_name!r} "
-                        f"still waited for {reason}"
-                    )
-                # It was decided at the last moment.
-                break
-            if reason != told:
-                on_waiting(reason)
-                told = reason
-            tell_s = self._clock.now() + again_s
-        if ticket.error is not None:
-            raise ticket.error
-        if ticket.placement is None:
-            raise Withdrawn(ticket.request.task_name)
-        return ticket.placement
 
     def explain(self, ticket: Ticket) -> str:
         """Say why a request waits."""
@@ -332,19 +278,9 @@ class Broker:
             reading, silence = self._lookout.reading, self._lookout.silence
             if reading is None or silence:
                 return silence
-            try:
-                return explain(
-                    ticket.request,
-                    self._queue,
-                    self._lookout.survey(reading),
-                    self._host_room(reading),
-                    self._patience,
-                    self._clock.now(),
-                    self._max_tasks_per_device,
-                )
-            except PlacementError as error:
-                # About to be refused.
-                return error.problem
+            return self._waiting.explain(
+                ticket, self._lookout.survey(reading), self._lookout.survey_host(reading)
+            )
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Give up waiting; without effect once it was placed.
@@ -353,10 +289,8 @@ class Broker:
             Whether it still waited.
         """
         with self._changed:
-            if self._waiting.pop(ticket.request.id, None) is None:
+            if not self._waiting.remove(ticket):
                 return False
-            self._queue.remove(ticket.request)
-            self._kinds.pop(ticket.request.id, None)
             ticket.decide()
             # It may have been what blocked others.
             self._wake()
@@ -515,13 +449,11 @@ class Broker:
             self._take_reading(reading)
         self._poll_recovery()
         self._schedule()
-        self._sampler.set_active(bool(self._queue or self._placed or self._recovery.ending))
+        self._sampler.set_active(bool(self._waiting or self._placed or self._recovery.ending))
 
     def _shut_down(self) -> None:
-        for ticket in self._waiting.values():
+        for ticket in self._waiting.clear():
             ticket.decide()
-        self._waiting.clear()
-        self._queue = RequestQueue()
         self._release_all(self._recovery.end_all())
 
     # Readings.
@@ -534,7 +466,7 @@ class Broker:
         if reading.error:
             return
         if self._lookout.note_usable(reading):
-            self._possible = frozenset()
+            self._waiting.forget_possible()
         for ticket, sizes in self._lookout.sizes(reading):
             if ticket.on_measured is not None:
                 self._calls.append(partial(ticket.on_measured, reading.at_s, sizes))
@@ -588,8 +520,8 @@ class Broker:
     # Decisions.
 
     def _schedule(self) -> None:
-        if not self._queue:
-            self._possible = frozenset()
+        if not self._waiting:
+            self._waiting.forget_possible()
             return
         reading = self._lookout.reading
         if reading is None or not self._lookout.fresh:
@@ -602,76 +534,36 @@ class Broker:
         while True:
             view = self._ledger.view()
             rooms = self._lookout.survey(reading, view)
-            decisions = decide(
-                self._queue,
-                Board(
-                    rooms,
-                    self._style,
-                    self._max_tasks_per_device,
-                    self._held_by_parent,
-                ),
-                self._host_room(reading),
-                self._patience,
-                self._clock.now(),
-                self._held_by_parent,
-                self._possible,
+            look = self._waiting.look(
+                rooms, self._lookout.survey_host(reading), self.lending.offers
             )
-            settled = settle(decisions.placements, rooms, self.lending.offers, self._kinds)
-            promises = [r for _, p, _ in settled.made for r in p.reservations]
-            taken = [loan_id for _, _, loan_id in settled.made if loan_id]
-            if not promises or self._ledger.try_reserve(view.version, promises, taken):
+            if not look.promises or self._ledger.try_reserve(
+                view.version, look.promises, look.taken
+            ):
                 break
             # Another broker has written meanwhile: what was free may be no more.
             self._lookout.forget()
-        self._queue.note(decisions.standings)
-        # Those for whom they must go are decided anew once the devices show their memory.
-        given_up = settled.given_up or self._in_the_way(decisions, rooms, reading)
-        self._calls += [partial(self._ledger.reclaim, loan_id) for loan_id in given_up]
-        for request, error in decisions.refusals:
-            self._queue.remove(request)
-            self._kinds.pop(request.id, None)
-            self._waiting.pop(request.id).decide(error=error)
-        foreign = {r.device.key: r.foreign_bytes for r in self._lookout.survey(reading)}
-        for request, placement, loan_id in settled.made:
-            self._queue.remove(request)
-            self._kinds.pop(request.id, None)
-            ticket = self._waiting.pop(request.id)
+        self._waiting.note_standings(look)
+        self._calls += [partial(self._ledger.reclaim, loan_id) for loan_id in look.given_up]
+        for ticket, error in look.refused:
+            self._waiting.remove(ticket)
+            ticket.decide(error=error)
+        foreign = {room.device.key: room.foreign_bytes for room in rooms}
+        for ticket, placement, loan_id in look.placed:
+            self._waiting.remove(ticket)
             ticket.placed_s = self._clock.now()
             ticket.placement = placement
             self._recovery.take_baseline(ticket, reading)
             ticket.foreign_before = {
                 device.key: foreign[device.key] for device in placement.devices
             }
-            self._placed[request.id] = ticket
+            self._placed[ticket.request.id] = ticket
             if loan_id:
                 self.lending.hand_over(loan_id, ticket)
             ticket.decide(placement)
-        self._possible = self._queue.shapes
-        if promises:
+        self._waiting.note_possible()
+        if look.promises:
             self._lookout.forget()
-
-    def _in_the_way(
-        self, decisions: Decisions, rooms: Sequence[Room], reading: Reading
-    ) -> tuple[str, ...]:
-        """Name the hot standbys that keep the first who found no device from one."""
-        if not self.lending.offers:
-            return ()
-        settled = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
-        first = next((r for r in self._queue if r.id not in settled), None)
-        if first is None or self._host_room(reading).refusal(first):
-            return ()
-        return in_the_way(first, select_rooms(first, rooms))
-
-    def _promised_bytes(self) -> int:
-        return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
-
-    def _host_room(self, reading: Reading) -> HostRoom:
-        return HostRoom(
-            available_bytes=reading.host_available_bytes,
-            promised_bytes=self._promised_bytes(),
-            processes=len(self._placed),
-            max_processes=self._max_processes,
-        )
 
 
 _shared_lock = threading.Lock()

@@ -1,7 +1,8 @@
 """What a broker sees of its devices: their last reading, and what of it our own requests hold.
 
-Covers how fresh the reading is, the room that it leaves, what it says of each process, and what a person is
-told of it. Asking for readings and deciding on them is `broker`; the arithmetic is `scheduling.memory`.
+Covers how fresh the reading is, the room that it leaves on the devices and of the machine itself, what it
+says of each process, and what a person is told of it. Asking for readings and deciding on them is `broker`;
+the arithmetic is `scheduling.memory`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from prefect_gpu.scheduling.model import (
     Reservation,
 )
 from prefect_gpu.scheduling.placement import select_rooms
+from prefect_gpu.scheduling.turns import HostRoom
 from prefect_gpu.ticket import Ticket
 from prefect_gpu.units import format_seconds
 
@@ -44,6 +46,7 @@ class Lookout:
         kind: Of all of them.
         ledger: Where promises are written.
         headroom_bytes: Kept free on each device.
+        max_processes: Most processes at a time.
         held_by_parent: What the GPU task around this process holds.
         clock: Time.
         placed: The broker's requests that were placed, by id, as they are at any time.
@@ -57,6 +60,7 @@ class Lookout:
         kind: DeviceKind,
         ledger: Ledger,
         headroom_bytes: int,
+        max_processes: int,
         held_by_parent: tuple[Reservation, ...],
         clock: Clock,
         placed: Mapping[str, Ticket],
@@ -66,6 +70,7 @@ class Lookout:
         self._kind = kind
         self._ledger = ledger
         self._headroom_bytes = headroom_bytes
+        self._max_processes = max_processes
         self._held_by_parent = held_by_parent
         self._clock = clock
         self._placed = placed
@@ -173,6 +178,20 @@ class Lookout:
             return self.survey(reading, view)
         finally:
             self.forget()
+
+    @property
+    def host_promised_bytes(self) -> int:
+        """Bytes of the machine's memory promised to processes that have not taken them yet."""
+        return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
+
+    def survey_host(self, reading: Reading) -> HostRoom:
+        """Say what room a reading leaves of the machine itself, now."""
+        return HostRoom(
+            available_bytes=reading.host_available_bytes,
+            promised_bytes=self.host_promised_bytes,
+            processes=len(self._placed),
+            max_processes=self._max_processes,
+        )
 
     def sizes(self, reading: Reading) -> Iterator[tuple[Ticket, tuple[int, ...]]]:
         """Give what each request with a process holds of its devices, in bytes and in its order."""

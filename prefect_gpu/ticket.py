@@ -1,7 +1,7 @@
 """One request for devices and what became of it, as the broker and whoever waits share it.
 
-Values, and the wait until one is decided: who places it and ends it is `broker`, whether its memory is back
-`recovery`.
+Values, and the wait until one is decided: who keeps those that wait is `waiting_list`, who places it and ends
+it `broker`, whether its memory is back `recovery`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from prefect_gpu.clock import Clock
-from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.errors import PlacementTimeoutError, PrefectGPUError
 from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
+from prefect_gpu.units import format_seconds
 
 
 @dataclass(eq=False)
@@ -104,3 +105,63 @@ class Ticket:
 
 class Withdrawn(Exception):  # noqa: N818  # not an error: somebody gave up waiting
     """A request was withdrawn while it waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long somebody waits for a request to be placed, and how often he is told why."""
+
+    #: Seconds after which to give up, as `gpu:wait` says; `None`: never.
+    limit_s: float | None
+    #: Told why it waits. What it raises ends the wait.
+    on_waiting: Callable[[str], None]
+    #: Seconds after which `on_waiting` is told first.
+    first_s: float
+    #: Seconds after which it is told again, if the reason changed.
+    again_s: float
+    #: Seconds of `limit_s` that are gone already.
+    waited_s: float
+
+    def until_placed(
+        self,
+        ticket: Ticket,
+        clock: Clock,
+        explain: Callable[[Ticket], str],
+        withdraw: Callable[[Ticket], bool],
+    ) -> Placement:
+        """Block until it is placed. Where it raises, it may have been placed all the same.
+
+        Args:
+            ticket: What is waited for.
+            clock: Time.
+            explain: Says why it waits.
+            withdraw: Gives up waiting; tells whether it still waited.
+
+        Raises:
+            PlacementError: It can never be placed, or was not in time.
+            Withdrawn: It was withdrawn.
+        """
+        began_s = clock.now() - self.waited_s
+        tell_s = clock.now() + self.first_s
+        told = ""
+        while not ticket.wait(
+            clock, tell_s if self.limit_s is None else min(tell_s, began_s + self.limit_s)
+        ):
+            reason = explain(ticket)
+            if self.limit_s is not None and clock.now() - began_s >= self.limit_s:
+                if withdraw(ticket):
+                    raise PlacementTimeoutError(
+                        f"gpu:wait={format_seconds(self.limit_s)} is over: "
+                        f"{ticket.request.task_name!r} still waited for {reason}"
+                    )
+                # It was decided at the last moment.
+                break
+            if reason != told:
+                self.on_waiting(reason)
+                told = reason
+            tell_s = clock.now() + self.again_s
+        if ticket.error is not None:
+            raise ticket.error
+        if ticket.placement is None:
+            raise Withdrawn(ticket.request.task_name)
+        return ticket.placement

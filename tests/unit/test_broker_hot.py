@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.hot import MOST_ON_DEVICE
 from prefect_gpu.ticket import Loan, Ticket
 from prefect_gpu.units import GIB, MIB
-from tests.unit.test_broker import Reader, Rig, WatchedBroker, decided, indices
-from tests.unit.test_broker import make_rig as make_rig
+from tests.unit.broker_rig import MakeRig, Reader, Rig, WatchedBroker, decided, indices
+from tests.unit.broker_rig import make_rig as make_rig
+from tests.unit.broker_rig import rig as rig
 
 KIND = "torch"
-MakeRig = Callable[..., Rig]
 
 
 class Hot:
@@ -60,11 +59,6 @@ class Hot:
             for r in self.rig.ledger.view().reservations
             if r.standby
         }
-
-
-@pytest.fixture
-def rig(make_rig: MakeRig) -> Rig:
-    return make_rig()
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ class Rig:
             "simulated",
             ProcessLedger(),
             GIB,
+            8,
             (),
             self.clock,
             self.placed,

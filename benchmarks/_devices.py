@@ -140,8 +140,12 @@ def read_processes(on_gpu: bool, pids: set[int] | None = None) -> dict[tuple[int
     return found
 
 
-def wait_until_idle(limit_s: float) -> float | None:
+def wait_until_idle(limit_s: float, but_for: int | None = None) -> float | None:
     """Wait until no descendant computes any more: what was started ahead is ready then.
+
+    Args:
+        limit_s: Most seconds.
+        but_for: Id of a process that may.
 
     Returns:
         Seconds until the last of them used CPU time; `None`: some still did when the limit came.
@@ -153,6 +157,8 @@ def wait_until_idle(limit_s: float) -> float | None:
     while True:
         now = 0.0
         for child in psutil.Process().children(recursive=True):
+            if child.pid == but_for:
+                continue
             try:
                 times = child.cpu_times()
             except psutil.Error:

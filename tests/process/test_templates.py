@@ -128,8 +128,10 @@ def shared_pool() -> Iterator[Pool]:
 # What holds for fresh interpreters holds for forks.
 
 #: Tests of what an interpreter does before its first line, by a file that it imports then: tasks whose
-#: environment says so get a fresh one. And of errors of starting one, which are told below.
+#: environment says so get a fresh one. Of errors of starting one, which are told below. And of an
+#: interpreter's end: a fork takes nothing apart.
 OF_INTERPRETERS = {
+    "test_libraries_are_set_aside_before_the_users_modules_which_are_taken_apart_at_the_end",
     "test_a_framework_that_refuses_its_policy_is_an_error_and_no_death",
     "test_a_calibration_holds_its_device_until_the_parent_lets_go",
     "test_a_child_that_cannot_start_is_refused_and_nothing_is_left",

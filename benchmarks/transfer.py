@@ -14,10 +14,10 @@ Peers: `ThreadPoolTaskRunner` (nothing travels: the floor), Prefect's `ProcessPo
 plain `multiprocessing.Pipe` that sends the array to or from spawned processes without any Prefect.
 Fair to all: one running Prefect server whose URL everybody has, compiled bytecode, `NO_CACHE` (the
 default policy would hash every argument), each row in a fresh process that first runs the same with
-eight bytes, rows in random order. As many processes stand by under ours as there are tasks, as the pool
-has workers, and each run begins when what was started ahead is ready. Eight bytes and the array take
-turns, a row's quick ones several times: what is told is the difference of their medians. Clocks are
-`CLOCK_MONOTONIC`, one for all processes of a machine.
+eight bytes, rows in random order. Each run begins when what was started ahead is ready: the pool's three
+workers, and under ours one process, so that two of the three tasks start cold. Eight bytes and the array
+take turns, a row's quick ones several times: what is told is the difference of their medians. Clocks
+are `CLOCK_MONOTONIC`, one for all processes of a machine.
 
 Memory is measured in runs of its own, since looking takes time. A process of its own samples every
 20 ms: the sum of `Pss - Pss_Shmem` of `/proc/PID/smaps_rollup` over the row's process and all its
@@ -200,7 +200,7 @@ def measure_row(name: str, way: str, size_bytes: int, seed: int, sampled: bool) 
     elif name == "threads":
         runner = ThreadPoolTaskRunner()
     else:
-        runner = GPUTaskRunner(devices="host", standby=TASKS)
+        runner = GPUTaskRunner(devices="host")
         tags = list(gpu(memory="1GiB", framework="none"))
 
     @flow(task_runner=runner)

@@ -183,10 +183,10 @@ class Runner(Row):
         return [future.result() for future in futures]
 
 
-def measure_row(name: str, way: str, size_bytes: int, seed: int, sampled: bool) -> None:
+def measure_row(name: str, way: str, size_bytes: int, seed: int, sampled: bool, turns: int) -> None:
     """Run one row's tasks with eight bytes, then with the array, and tell."""
     if name == "pipe":
-        _common.tell(measure(Pipe(), way, size_bytes, seed, sampled))
+        _common.tell(measure(Pipe(), way, size_bytes, seed, sampled, turns))
         return
     from prefect import flow
     from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
@@ -205,12 +205,14 @@ def measure_row(name: str, way: str, size_bytes: int, seed: int, sampled: bool) 
 
     @flow(task_runner=runner)
     def transfer() -> dict[str, Any]:
-        return measure(Runner(tags), way, size_bytes, seed, sampled)
+        return measure(Runner(tags), way, size_bytes, seed, sampled, turns)
 
     _common.tell(transfer())
 
 
-def measure(row: Row, way: str, size_bytes: int, seed: int, sampled: bool) -> dict[str, Any]:
+def measure(
+    row: Row, way: str, size_bytes: int, seed: int, sampled: bool, most_turns: int
+) -> dict[str, Any]:
     """Measure one way, with eight bytes and with all."""
     run = run_returned if way == "returned" else run_taken
     sampler = Sampler() if sampled else None
@@ -221,7 +223,7 @@ def measure(row: Row, way: str, size_bytes: int, seed: int, sampled: bool) -> di
         turns: list[list[tuple[float, float]]] = []
         began = time.monotonic()
         while not turns or (
-            not sampled and len(turns) < MOST_TURNS and time.monotonic() < began + ENOUGH_S
+            not sampled and len(turns) < most_turns and time.monotonic() < began + ENOUGH_S
         ):
             spans = []
             for count in (1, size_bytes // 8):
@@ -384,16 +386,17 @@ def main() -> None:
     parser.add_argument("--way", choices=tuple(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--sampled", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=MOST_TURNS, help=argparse.SUPPRESS)
     parser.add_argument("--sample", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.sample:
         sample(given.sample)
         return
     if given.row:
-        measure_row(given.row, given.way, given.size, given.seed, given.sampled)
+        measure_row(given.row, given.way, given.size, given.seed, given.sampled, given.turns)
         return
     if given.tiny:
-        given.sizes, given.repeats = [4_000_000], 1
+        given.sizes, given.repeats, given.turns = [4_000_000], 1, 1
     can_look = Path("/proc/self/smaps_rollup").exists()
 
     order = random.Random(given.seed)
@@ -414,7 +417,7 @@ def main() -> None:
                                 print(f"{row}, {way}, {size}: left out", file=sys.stderr)
                                 continue
                             arguments = ["--row", row, "--way", way, "--size", str(size)]
-                            arguments += ["--seed", str(given.seed)]
+                            arguments += ["--seed", str(given.seed), "--turns", str(given.turns)]
                             arguments += ["--sampled"] if sampled else []
                             found = _common.measure(__file__, arguments, url)
                             about = {"row": row, "way": way, "size_bytes": size, "repeat": repeat}

@@ -43,6 +43,7 @@ from prefect_gpu.frameworks.environment import child_environment
 from prefect_gpu.frameworks.host_memory import host_bytes_of
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.inside import Allocation
+from prefect_gpu.overshoot import BudgetWatch, Overshoot
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes import values
 from prefect_gpu.processes.interpreter import count_cores, import_paths, working_folder
@@ -69,7 +70,6 @@ from prefect_gpu.processes.spec import (
 from prefect_gpu.processes.transport import Contents, Parcel
 from prefect_gpu.record import ProcessRecord, TaskFacts
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.simulated_child import SimulatedChild
 
@@ -168,7 +168,8 @@ class Attempt:
         #: `None`: its devices are real, or it was not placed yet.
         self._simulated: SimulatedChild | None = None
         self._kills_before = 0
-        self._overshoot_told = False
+        #: `None`: there is no budget to keep to.
+        self._watch: BudgetWatch | None = None
         self._cancelled = threading.Event()
         self._handle: ChildHandle | None = None
         self._launched = threading.Event()
@@ -300,6 +301,8 @@ class Attempt:
             self._simulated = SimulatedChild(
                 self._broker.reader, placement, capped=self._allocation != "growth"
             )
+        if self._broker.kind != "host":
+            self._watch = BudgetWatch(placement, states_memory=policy.memory is not None)
         self._kills_before = kernel_kills().read()
         ticket.on_measured = self._take_measurement
         self._surroundings.on_placed(placement)
@@ -438,7 +441,7 @@ class Attempt:
                 reason = CancelledByRunner()
                 deadline = None
                 self._kill()
-            elif isinstance(message, _Overshot):
+            elif isinstance(message, Overshoot):
                 reason = self._take_overshoot(message) or reason
             elif isinstance(message, BodyStarted):
                 self._surroundings.on_running()
@@ -464,7 +467,7 @@ class Attempt:
             elif isinstance(message, EventEmitted):
                 self._surroundings.on_event(message.event)
 
-    def _take_overshoot(self, over: _Overshot) -> BudgetExceededError | None:
+    def _take_overshoot(self, over: Overshoot) -> BudgetExceededError | None:
         error = BudgetExceededError(self._facts.task_name, over.budget_bytes, over.seen_bytes)
         if self._policy.enforce != "kill":
             self._surroundings.tell(f"{error}; gpu:enforce=kill would end it")
@@ -516,26 +519,11 @@ class Attempt:
         """Take a reading of the process's devices, on the broker's thread."""
         live = None if self._simulated is None else self._simulated.live_bytes()
         self._learned.add_reading(at_s, sum(sizes_bytes), live)
-        if self._broker.kind != "host":
-            self._enforce(sizes_bytes)
-
-    def _enforce(self, sizes_bytes: tuple[int, ...]) -> None:
-        """Look whether the process as a whole keeps to its budget, on the broker's thread."""
-        ticket = self._ticket
-        if ticket is None or ticket.placement is None or self._overshoot_told:
-            return
-        alone = any(r.exclusive for r in ticket.placement.reservations)
-        if alone and self._policy.memory is None:
-            # All of a device that nobody else of ours is on: there is nothing to keep to.
-            return
-        for size, budget in zip(sizes_bytes, ticket.placement.budget_bytes, strict=True):
-            if size <= budget + OVERSHOOT_BYTES:
-                continue
-            self._overshoot_told = True
+        over = None if self._watch is None else self._watch.look(sizes_bytes)
+        if over is not None:
             if self._policy.enforce == "kill" and self._handle is not None:
                 self._handle.kill()
-            self._messages.put(_Overshot(size, budget))
-            return
+            self._messages.put(over)
 
     def _take_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
         self._learned.add_counters(counters, frameworks)
@@ -593,14 +581,6 @@ class Attempt:
                     self._surroundings.on_report(report)
         finally:
             self.finished.set()
-
-
-@dataclass(frozen=True, slots=True)
-class _Overshot:
-    """Stands for a reading above the budget, in bytes on one device."""
-
-    seen_bytes: int
-    budget_bytes: int
 
 
 class _TimeUp:

@@ -311,20 +311,12 @@ class Running:
         if self._configuration.reports and self._publisher is None:
             self._publisher = Publisher(self._client.lend)
 
-    def tell_once(self, logger: logging.Logger | Any, text: str) -> None:
-        """Log a warning, the first time for this flow run."""
-        if self._is_new(text):
-            logger.warning(text)
-
     def _log_once(self, text: str) -> None:
-        if self._is_new(text):
-            logger.info(text)
-
-    def _is_new(self, text: str) -> bool:
         with self._lock:
-            new = text not in self._told
+            is_new = text not in self._told
             self._told.add(text)
-        return new
+        if is_new:
+            logger.info(text)
 
     def cancel(self) -> None:
         """End all processes of this runner, and let no new one start."""

@@ -71,18 +71,18 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     entries = tuple(entries)
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
     failed = []
-    set_aside = False
+    libraries_end = False
     with inside.before_the_task() as asked:
         for entry in entries:
-            if not set_aside and not _is_library(entry):
+            if not libraries_end and not _is_library(entry):
                 gc.freeze()
-                set_aside = True
+                libraries_end = True
             try:
                 _import(entry)
             except BaseException:
                 # Whatever it is: the body will see it, in a process that has not seen half of it.
                 failed.append(entry)
-    if not set_aside:
+    if not libraries_end:
         gc.freeze()
     # Now, or the body's first objects would have the collector look at all that the user's imports made.
     gc.collect()

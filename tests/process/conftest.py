@@ -8,7 +8,7 @@ import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from tests.process.rig import Heard, Rig, is_alive
-from tests.process.warm import Warm
+from tests.process.warm import Warm, end_all
 
 
 def _left() -> set[int]:
@@ -66,10 +66,7 @@ def make_warm(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Warm]]:
         return warms[-1]
 
     yield make
-    for warm in warms:
-        warm.pool.close(warm)
-        assert warm.pool.pids == ()
-        warm.pool.shut_down()
+    end_all(warms)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from prefect_gpu.processes.warming import heat, hold_to
 from prefect_gpu.units import GIB
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, spec_of
-from tests.process.warm import KIND, Warm
+from tests.process.warm import KIND, Warm, end_all
 
 HOT = replace(KIND, hot=SIMULATED)
 
@@ -96,10 +96,7 @@ def make_warm(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Warmth]]:
         return warms[-1]
 
     yield make
-    for warm in warms:
-        warm.pool.close(warm)
-        assert warm.pool.pids == ()
-        warm.pool.shut_down()
+    end_all(warms)
 
 
 def kept(lent: Lent, body: Callable[..., Any] = bodies.environment_of_self, **changes: Any) -> Any:

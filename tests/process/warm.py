@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ class Warm:
         heard.handle = announced.start(spec, heard._queue.put)
         self.rig.started.append(heard)
         return heard
+
+
+def end_all(warms: Iterable[Warm]) -> None:
+    """End what stands by; nothing of it may be left."""
+    for warm in warms:
+        warm.pool.close(warm)
+        assert warm.pool.pids == ()
+        warm.pool.shut_down()
 
 
 def kind_with(*users: str, **changes: Any) -> Kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from prefect_gpu import contexts
 from prefect_gpu.contexts import ContextMeter
-from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy
 from prefect_gpu.frameworks.context import ContextStore, fallback_context_bytes
+from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.processes import values
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.processes.spec import (
@@ -64,9 +66,16 @@ class Launcher:
 class Broker:
     """Shows so many bytes at every reading, while it is asked for readings."""
 
-    def __init__(self, ticket: Ticket, shows: int) -> None:
+    def __init__(self, ticket: Ticket, shows: int, kind: str = "nvml") -> None:
         self.ticket = ticket
         self.shows = shows
+        self.kind = kind
+        #: Tickets that gave their hot standby up.
+        self.left: list[Ticket] = []
+        self.lending = self
+
+    def leave(self, ticket: Ticket) -> None:
+        self.left.append(ticket)
 
     def attach(self, ticket: Ticket, pid: int) -> None:
         ticket.pid = pid
@@ -152,3 +161,48 @@ def test_a_child_that_says_nothing_is_killed(
     size, _ = measure(store, Launcher(ChildStarted(77)))
     assert size == fallback_context_bytes("torch")
     assert "longer than 0.05s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "allocation", "learned_bytes", "frameworks", "expected", "measured"),
+    [
+        ("simulated", "limit", None, ("torch",), {}, False),
+        ("nvml", "growth", None, ("torch",), {}, False),
+        ("nvml", "limit", 900 * MIB, ("torch",), {"torch": 900 * MIB}, False),
+        ("nvml", "limit", 900 * MIB, (), dict.fromkeys(("torch", "jax"), 900 * MIB), False),
+        ("nvml", "limit", None, ("torch",), {"torch": GIB - 300 * MIB}, True),
+    ],
+    ids=[
+        "there are no contexts on other devices",
+        "nothing is measured where no cap depends on it",
+        "what its own runs had is closer than a calibration",
+        "whichever framework it is",
+        "else it is measured, and a hot standby is in the way",
+    ],
+)
+def test_a_tasks_contexts_come_from_the_best_source(
+    store: ContextStore,
+    kind: str,
+    allocation: AllocationMode,
+    learned_bytes: int | None,
+    frameworks: tuple[str, ...],
+    expected: dict[str, int],
+    measured: bool,
+) -> None:
+    ticket, launcher = Ticket(request()), Launcher(*said(300 * MIB))
+    broker = Broker(ticket, GIB, kind)
+    policy = replace(POLICY, allocation=allocation)
+    found = ContextMeter(store, launcher).contexts_of_task(
+        frameworks,
+        learned_bytes,
+        device(),
+        policy,
+        broker,  # type: ignore[arg-type]
+        ticket,
+    )
+    assert {name: found[name] for name in expected} == expected
+    known = {} if kind != "nvml" else {name: fallback_context_bytes(name) for name in ADAPTERS}
+    if not learned_bytes and not measured:
+        assert found == known
+    assert bool(launcher.started) is measured
+    assert broker.left == ([ticket] if measured else [])

@@ -263,7 +263,9 @@ def is_users(module: str | None) -> bool:
     root = _root(module)
     if root == "__main__":
         return True
-    if root in sys.stdlib_module_names or root in FRAMEWORK_BY_ROOT or root == "keras":
+    if root in sys.stdlib_module_names or root in FRAMEWORK_BY_ROOT:
+        return False
+    if root in ("keras", "prefect_gpu"):
         return False
     spec = getattr(sys.modules.get(root), "__spec__", None)
     places = [

@@ -7,7 +7,6 @@ What the outcome means is the parent's business.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import pickle
@@ -48,10 +47,6 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
     """
     channel = Channel(descriptor)
     try:
-        if not forked:
-            # Called after all that the user's modules register. A cache of a library that holds one
-            # class of a module holds the whole module, which may then not be taken apart either.
-            atexit.register(ending.write_open_files)
         if warm is not None:
             warmed = warming.warm_up(warm)
             channel.send(warmed)
@@ -81,12 +76,12 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
             _calibrate(channel, prepare)
         else:
             _run(channel, prepare, made_for_it=not forked and warm is None)
-        if not forked and sys.flags.dev_mode:
-            # What libraries left unclosed is complained of only if the collector sees it at the end.
-            gc.unfreeze()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone; there is nobody to tell. The guardian ends the rest.
         os._exit(1)
+    if not forked:
+        ending.call_last_functions()
+        ending.take_apart()
 
 
 def _calibrate(channel: Channel, prepare: Prepare) -> None:

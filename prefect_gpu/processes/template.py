@@ -19,7 +19,6 @@ if __name__ == "__main__" and sys.path[:1] in (
     del sys.path[0]
 
 import array
-import atexit
 import fcntl
 import gc
 import importlib
@@ -271,14 +270,10 @@ def _end(code: int) -> NoReturn:
     0.8 s in a fork and 0.4 in a fresh process, 0.02 are left (2 cores, Python 3.11). What is not called
     is `__del__` of objects that live to the end, and what C libraries register with `atexit`.
     """
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
-        atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
-    # What the template made was set aside; to look at it would copy its pages.
     from prefect_gpu.processes import ending
 
+    ending.call_last_functions()
+    # What the template made was set aside; to look at it would copy its pages.
     ending.write_open_files()
     os._exit(code)
 

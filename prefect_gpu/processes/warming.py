@@ -90,7 +90,7 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     if asked:
         touched = touched or "a module asked current_allocation() as it was imported"
     # Not before: whose a module is, its place tells.
-    has_users = any(_is_users(entry.partition(":")[0]) for entry in entries)
+    has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     names = frozenset(sys.modules)
     # Some modules name a file that never was.
     found = _users_files(names) if has_users else ()
@@ -223,7 +223,7 @@ def _users_files(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Give those modules that are the user's and came from a file, with the file."""
     for name in names:
         path = getattr(sys.modules.get(name), "__file__", None)
-        if isinstance(path, str) and _is_users(name):
+        if isinstance(path, str) and registry.is_users(name):
             yield name, path
 
 
@@ -232,11 +232,6 @@ def _is_library(entry: str) -> bool:
     module = entry.partition(":")[0]
     frameworks = (adapter.module for adapter in registry.ADAPTERS.values())
     return module.partition(".")[0] == "prefect_gpu" or module in frameworks
-
-
-def _is_users(module: str) -> bool:
-    root = module.partition(".")[0]
-    return root != "prefect_gpu" and registry.is_users(root)
 
 
 def _follow_parent() -> None:

@@ -298,7 +298,8 @@ def numbers(count: int, writeable: bool = True) -> Any:
 
 
 def numbers_when(count: int) -> Any:
-    """Return an array once the parent says so."""
+    """Return an array once the parent says so, and stay until killed."""
+    atexit.register(time.sleep, FOREVER_S)
     own = channel.current_channel()
     assert own is not None
     own.ask("go")
@@ -413,7 +414,7 @@ LAST = Last()
 """
 
 HOLDS_FILES = """
-import csv, os
+import csv, io, os
 HERE = os.path.dirname(__file__)
 def opened(name):
     return open(os.path.join(HERE, name + ".txt"), "w")
@@ -427,12 +428,17 @@ WRITER = csv.writer(opened("behind C"))
 # A library's cache that holds a class of the module holds the module.
 import typing
 KEPT = typing.Optional[Log]
+class Unhashable(type(io.TextIOWrapper)):
+    __hash__ = None
+class Odd(io.TextIOWrapper, metaclass=Unhashable):
+    pass
+ODD = [Odd(open(os.path.join(HERE, "odd.txt"), "wb"))]
 CYCLE = {"out": opened("cycle")}
 CYCLE["self"] = CYCLE
 def write(text):
     global LATER
     LATER = opened("opened later")
-    for out in (Log.out, PLAIN, DICT["out"], HOLDER.out, CYCLE["out"], LATER):
+    for out in (Log.out, PLAIN, DICT["out"], HOLDER.out, CYCLE["out"], ODD[0], LATER):
         out.write(text)
     WRITER.writerow([text])
 """

@@ -22,11 +22,10 @@ from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import FrameworkError, ProtocolError, ResultError
 from prefect_gpu.processes import launcher as launching
 from prefect_gpu.processes import messages, values
-from prefect_gpu.processes.kind import OWN_MODULES
 from prefect_gpu.processes.messages import HEADER, Answered, Asked, BodyEnded, BodyStarted
 from prefect_gpu.processes.spec import ChildExited, ChildRefused, ChildStarted, ValueArrived
 from tests.process import bodies
-from tests.process.rig import PREPARE, Rig, eventually, is_alive, spec_of
+from tests.process.rig import Rig, eventually, is_alive, spec_of
 
 MakeRig = Callable[..., Rig]
 
@@ -458,34 +457,3 @@ def test_a_thread_that_reads_the_channel_at_exit_does_not_hold_it_up(rig: Rig) -
     started = time.monotonic()
     assert child.value() == "done"
     assert time.monotonic() - started < DEADLOCK_S and child.exit().code == 0
-
-
-@pytest.mark.parametrize("libraries", [(), OWN_MODULES], ids=["without Prefect", "with Prefect"])
-def test_what_was_written_to_files_that_modules_hold_open_is_there(
-    rig: Rig, importable: str, libraries: tuple[str, ...]
-) -> None:
-    Path(importable, "test_holds_files.py").write_text(bodies.HOLDS_FILES)
-    module = bodies.ImportedAtLoad("test_holds_files")
-    spec = spec_of(bodies.write_to_held_files, module, "all of it")
-    child = rig.launch(replace(spec, prepare=replace(PREPARE, libraries=libraries)))
-    assert child.value() is None
-    assert child.exit().code == 0
-    found = {path.stem: path.read_text().strip() for path in Path(importable).glob("*.txt")}
-    assert len(found) == 7 and set(found.values()) == {"all of it"}, found
-
-
-def test_libraries_are_set_aside_before_the_users_modules_which_are_taken_apart_at_the_end(
-    rig: Rig, importable: str, tmp_path: Path
-) -> None:
-    told = tmp_path / "told"
-    Path(importable, "test_a_library.py").write_text(bodies.TELLS_ITS_END.format(str(told)))
-    Path(importable, "test_a_users_module.py").write_text(
-        "import gc, test_a_library\nSET_ASIDE = gc.get_freeze_count()\n"
-        + bodies.TELLS_ITS_END.format(str(told))
-    )
-    module = bodies.ImportedAtLoad("test_a_users_module")
-    spec = spec_of(getattr, module, "SET_ASIDE")
-    child = rig.launch(replace(spec, prepare=replace(PREPARE, libraries=("test_a_library",))))
-    assert child.value() > 1000
-    assert child.exit().code == 0
-    assert told.read_text() == "test_a_users_module\n"

@@ -28,7 +28,7 @@ def test_files_that_its_modules_hold_open_are_written(warm: Warm, importable: st
     assert child.value() is None and child.pid == waited
     assert child.exit().code == 0
     found = {path.stem: path.read_text().strip() for path in Path(importable).glob("*.txt")}
-    assert len(found) == 7 and set(found.values()) == {"all of it"}, found
+    assert len(found) == 8 and set(found.values()) == {"all of it"}, found
 
 
 def test_a_module_may_add_to_the_path_as_it_is_imported(warm: Warm, importable: str) -> None:

@@ -83,7 +83,7 @@ import sys
 from prefect_gpu.processes import messages, warming
 before = [{os.fspath(tmp_path)!r}, *sys.path]
 sys.path[:] = before
-warming._is_users = lambda module: False
+warming.registry.is_users = lambda module: False
 assert not warming.warm_up(["adds_to_path"]).failed
 warming.catch_up(messages.Late({{}}, "", (), ("/new", *before), ""))
 assert sys.path == ["/new", *before, "/added"], sys.path

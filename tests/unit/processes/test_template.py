@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.processes import template
+from prefect_gpu.processes import ending, template
 
 
 class Ended(BaseException):
@@ -31,8 +31,8 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Ended(code)
 
     monkeypatch.setattr(template.os, "_exit", end)
-    monkeypatch.setattr(template.threading, "_shutdown", lambda: None)
-    monkeypatch.setattr(template.atexit, "_run_exitfuncs", lambda: None)
+    monkeypatch.setattr(ending.threading, "_shutdown", lambda: None)
+    monkeypatch.setattr(ending.atexit, "_run_exitfuncs", lambda: None)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_what_fails_at_the_end_is_printed_and_the_end_comes(
     def fail() -> None:
         raise ValueError("at exit")
 
-    monkeypatch.setattr(template.atexit, "_run_exitfuncs", fail)
+    monkeypatch.setattr(ending.atexit, "_run_exitfuncs", fail)
     with pytest.raises(Ended):
         template._end(0)
     assert "ValueError: at exit" in capsys.readouterr().err

@@ -7,11 +7,14 @@ standbys; the caps do not depend on it, since `hooks` applies them to whatever i
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import glob
 import importlib.metadata
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -268,8 +271,29 @@ def is_users(module: str | None) -> bool:
     if root in ("keras", "prefect_gpu"):
         return False
     spec = getattr(sys.modules.get(root), "__spec__", None)
-    places = [
-        getattr(spec, "origin", None),
-        *(getattr(spec, "submodule_search_locations", None) or ()),
-    ]
-    return not any("site-packages" in str(place) for place in places if place)
+    # A package's folders, or a module's file.
+    places = getattr(spec, "submodule_search_locations", None) or [getattr(spec, "origin", None)]
+    return not any(_is_installed(root, str(place)) for place in places if place)
+
+
+def _is_installed(root: str, place: str) -> bool:
+    """Tell whether a module is where installers put libraries, and no file of the user's beside them."""
+    # The second is Debian's name, in whose containers most run that have a GPU.
+    if "site-packages" in place or "dist-packages" in place:
+        return True
+    return root in _installed_in(os.path.dirname(place))
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    """Name what was installed into a folder of one's choice (`pip install --target`).
+
+    By the lists that installers leave there:
+    https://packaging.python.org/en/latest/specifications/recording-installed-packages/
+    """
+    found = set()
+    for record in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
+        with contextlib.suppress(OSError), open(record, encoding="utf-8", errors="replace") as file:
+            # A path and what belongs to it; a module has a suffix, a package a folder.
+            found |= {re.split(r"[/,.]", line, maxsplit=1)[0].strip('"') for line in file}
+    return frozenset(found)

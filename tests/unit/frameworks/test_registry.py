@@ -1,6 +1,8 @@
 import functools
+import importlib
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -151,3 +153,66 @@ def test_needed_modules_of_a_prefect_task_s_function():
     task = type("Task", (), {"__module__": "prefect.tasks"})()
     task.fn = module.f
     assert "torch" in registry.needed_modules(task)
+
+
+# Whose a module is.
+
+
+def import_from(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Import a module or package that lies in a folder; its name is forgotten with the test."""
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+    importlib.import_module(name)
+    monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
+    registry.is_users.cache_clear()
+    return name
+
+
+@pytest.mark.parametrize(
+    ("folder", "users"),
+    [
+        ("project", True),
+        ("lib/python3.12/site-packages", False),
+        ("usr/local/lib/python3.12/dist-packages", False),
+    ],
+)
+@pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py", "{}/part.py"])
+def test_whose_a_module_is_its_place_tells(
+    tmp_path: Path, folder: str, users: bool, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A name of its own: what is known of a folder is kept.
+    path = tmp_path / folder / file.format("test_whose")
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    name = import_from(tmp_path / folder, "test_whose", monkeypatch)
+    assert registry.is_users(name) is users
+    assert registry.is_users(f"{name}.part") is users
+
+
+def test_what_an_installer_lists_is_a_library_and_what_lies_beside_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("test_listed_package", "test_beside"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / "test_listed_module.py").write_text("")
+    (tmp_path / "some-1.0.dist-info").mkdir()
+    (tmp_path / "some-1.0.dist-info" / "RECORD").write_text(
+        "test_listed_module.py,sha256=abc,0\n"
+        '"test_listed_package/__init__.py",sha256=abc,0\n'
+        "some-1.0.dist-info/RECORD,,\n"
+    )
+    for name, users in (
+        ("test_listed_module", False),
+        ("test_listed_package", False),
+        ("test_beside", True),
+    ):
+        assert registry.is_users(import_from(tmp_path, name, monkeypatch)) is users, name
+
+
+def test_a_list_of_an_installer_that_cannot_be_read_lists_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_unlisted.py").write_text("")
+    (tmp_path / "some-1.0.dist-info" / "RECORD").mkdir(parents=True)
+    assert registry.is_users(import_from(tmp_path, "test_unlisted", monkeypatch))

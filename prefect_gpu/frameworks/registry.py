@@ -270,10 +270,24 @@ def is_users(module: str | None) -> bool:
         return False
     if root in ("keras", "prefect_gpu"):
         return False
-    spec = getattr(sys.modules.get(root), "__spec__", None)
+    spec = look_at(root, "__spec__")
     # A package's folders, or a module's file.
     places = getattr(spec, "submodule_search_locations", None) or [getattr(spec, "origin", None)]
     return not any(_is_installed(root, str(place)) for place in places if place)
+
+
+def look_at(module: str, attribute: str) -> Any:
+    """Give what a module in `sys.modules` says of itself, and have nothing imported by that.
+
+    To ask one of `importlib.util.LazyLoader` for anything loads it: Ray, as Prefect's collection for it has it.
+
+    Returns:
+        `None`: there is no such module, or it does not say.
+    """
+    try:
+        return object.__getattribute__(sys.modules.get(module), attribute)
+    except AttributeError:
+        return None
 
 
 def _is_installed(root: str, place: str) -> bool:

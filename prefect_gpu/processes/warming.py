@@ -222,7 +222,7 @@ def _check_modules(late: Late) -> None:
 def _users_files(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Give those modules that are the user's and came from a file, with the file."""
     for name in names:
-        path = getattr(sys.modules.get(name), "__file__", None)
+        path = registry.look_at(name, "__file__")
         if isinstance(path, str) and registry.is_users(name):
             yield name, path
 

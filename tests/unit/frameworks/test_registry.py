@@ -1,5 +1,6 @@
 import functools
 import importlib
+import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -216,3 +217,26 @@ def test_a_list_of_an_installer_that_cannot_be_read_lists_nothing(
     (tmp_path / "test_unlisted.py").write_text("")
     (tmp_path / "some-1.0.dist-info" / "RECORD").mkdir(parents=True)
     assert registry.is_users(import_from(tmp_path, "test_unlisted", monkeypatch))
+
+
+def test_a_module_that_is_imported_lazily_stays_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "test_imported_lazily"
+    path = tmp_path / f"{name}.py"
+    path.write_text("LOADED = True")
+    spec = importlib.util.spec_from_file_location(name, path)
+    loader = importlib.util.LazyLoader(spec.loader)
+    spec.loader = loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    loader.exec_module(module)
+    registry.is_users.cache_clear()
+    assert registry.is_users(name)
+    assert registry.look_at(name, "__file__") == str(path)
+    assert registry.look_at(name, "LOADED") is None
+    assert module.LOADED
+
+
+def test_of_no_module_nothing_is_known() -> None:
+    assert registry.look_at("test_not_there", "__file__") is None

@@ -12,6 +12,9 @@ STAMP := $(VENV)/.installed
 
 # Compiled bytecode halves the start of every child (import prefect: 0.8 s with it, 1.6 s without).
 unexport PYTHONDONTWRITEBYTECODE
+
+# Prefect gives a server that it starts itself 20 s, which the first start on a slow machine may need.
+export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 export PREFECT_HOME := $(CURDIR)/.prefect
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 # What frameworks and their friends would otherwise keep in the home folder.

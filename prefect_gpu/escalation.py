@@ -19,6 +19,7 @@ from prefect_gpu.broker import Broker
 from prefect_gpu.budgets import BudgetBook, Grant, TaskIdentity
 from prefect_gpu.errors import PlacementError, PlacementTimeoutError
 from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.reports.in_order import ReportsInOrder
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.scheduling.ladder import (
     Climb,
@@ -47,7 +48,7 @@ class Escalation:
             its report.
         on_waiting: Told what the task waits for.
         tell: Logs a warning on the task run.
-        on_report: Given the report of each process, from any thread.
+        reports: Takes the report of each process, from any thread.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Escalation:
         ],
         on_waiting: Callable[[str], None],
         tell: Callable[[str], None],
-        on_report: Callable[[TaskReport], None],
+        reports: ReportsInOrder,
     ) -> None:
         self._identity = identity
         self._policy = policy
@@ -73,7 +74,8 @@ class Escalation:
         self._make = make
         self._on_waiting = on_waiting
         self._tell = tell
-        self._on_report = on_report
+        #: Of this call's task run.
+        self.reports = reports
         self._lock = threading.Lock()
         self._cancelled = False
         #: In order; at most `ladder.MOST_PROCESSES`.
@@ -120,7 +122,7 @@ class Escalation:
         grant = self._first_grant()
         shortage: Exception | None = None
         while True:
-            filing = _Filing(self._file, self._book, grant)
+            filing = _Filing(self._file, self.reports.expect(), self._book, grant)
             attempt: Attempt | None = None
             go_on = False
             try:
@@ -218,7 +220,6 @@ class Escalation:
         try:
             if report is not None:
                 self._book.take(self._identity, report)
-                self._on_report(report)
         finally:
             if release:
                 self._book.release(grant)
@@ -233,10 +234,12 @@ class _Filing:
     def __init__(
         self,
         file: Callable[[TaskReport | None, Grant, bool], None],
+        on_report: Callable[[TaskReport | None], None],
         book: BudgetBook,
         grant: Grant,
     ) -> None:
         self._file = file
+        self._on_report = on_report
         self._book = book
         #: What the process was given.
         self.grant = grant
@@ -281,7 +284,10 @@ class _Filing:
         report = self._report
         if report is not None and self._cause:
             report = replace(report, cause=self._cause, wanted_bytes=self._wanted_bytes)
-        self._file(report, self.grant, self._release)
+        try:
+            self._file(report, self.grant, self._release)
+        finally:
+            self._on_report(report)
 
 
 def _first_line(error: Exception) -> str:

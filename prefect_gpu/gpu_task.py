@@ -46,6 +46,7 @@ from prefect_gpu.processes.standby import Announcement
 from prefect_gpu.processes.templates import ForkLauncher
 from prefect_gpu.processes.transport import Parcel
 from prefect_gpu.record import TaskFacts
+from prefect_gpu.reports.in_order import ReportsInOrder
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.scheduling.ladder import Climb
 from prefect_gpu.scheduling.model import Placement
@@ -119,6 +120,7 @@ class GPUTask:
         self._passage = Passage(None)
         self._processes = 0
         self._climb = Climb()
+        self._reports = ReportsInOrder(run.report)
         #: Starts its processes; once it was announced, from among those that wait.
         self._launcher: Launcher = process_launcher()
         #: Kind of the hot standbys that suit it; `None`: none does.
@@ -257,7 +259,7 @@ class GPUTask:
             make=make,
             on_waiting=bridge.show_awaiting,
             tell=logger.warning,
-            on_report=self._run.report,
+            reports=self._reports,
         )
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -366,7 +366,8 @@ class Running:
         with self._lock:
             calls = (*self._calls, *self._ending)
         for call in calls:
-            call.wait_finished(CLOSING_S)
+            if not call.wait_finished(CLOSING_S):
+                call.reports.wait_no_longer()
         if self._called:
             process_launcher().output.flush(CLOSING_S)
         if self._publisher is not None:

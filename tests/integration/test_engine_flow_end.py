@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
 import pickle
@@ -115,6 +116,8 @@ def test_nothing_is_left_and_reports_are_published() -> None:
         assert allocation is not None
         with allocate("32MiB"):
             if allocation.attempt == 1:
+                # The second process is over before this one has ended.
+                atexit.register(time.sleep, 1.0)
                 raise ValueError("once")
 
     kept: list[Any] = []

@@ -16,6 +16,7 @@ from prefect_gpu.escalation import Escalation
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.reports.history import MemoryHistory
+from prefect_gpu.reports.in_order import ReportsInOrder
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.scheduling.ladder import Climb
 from prefect_gpu.scheduling.model import Placement, Reservation
@@ -129,7 +130,7 @@ class Scene:
             make=make,
             on_waiting=lambda why: None,
             tell=self.told.append,
-            on_report=self.reports.append,
+            reports=ReportsInOrder(self.reports.append),
         )
 
     @property
@@ -267,6 +268,25 @@ def test_a_report_that_comes_after_the_value_is_kept_all_the_same() -> None:
     assert [report.cause for report in scene.reports] == ["own_cap", ""]
     assert len(scene.history.runs(WHO.on(device().name))) == 2
     assert scene.call.wait_finished(1)
+
+
+def test_reports_keep_the_order_of_the_processes_whichever_ends_first() -> None:
+    scene = Scene(own_cap(), "done", late=True)
+    scene.call.run()
+    scene.attempts[1].tell()
+    assert not scene.reports
+    scene.attempts[0].tell()
+    assert [report.cause for report in scene.reports] == ["own_cap", ""]
+
+
+def test_a_call_that_was_not_placed_holds_up_no_report_of_the_next() -> None:
+    scene = Scene("wait", "done", memory=None, allocation="growth")
+    scene.call.cancel()
+    with pytest.raises(CancelledByRunner):
+        scene.call.run()
+    after = scene.call.reports.expect()
+    after(task_report(attempt=2))
+    assert [report.attempt for report in scene.reports] == [2]
 
 
 def test_a_probe_holds_its_claim_until_its_report_is_in() -> None:

@@ -38,7 +38,7 @@ from prefect_gpu.scheduling.board import Board
 from prefect_gpu.scheduling.memory import survey_all
 from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.scheduling.queue import RequestQueue, Shape
-from prefect_gpu.scheduling.turns import HostRoom, decide
+from prefect_gpu.scheduling.turns import Decisions, HostRoom, decide
 from prefect_gpu.units import GIB
 
 ROWS: dict[str, tuple[str, Patience, bool]] = {
@@ -70,6 +70,8 @@ class World:
         self._board = Board(survey_all(snapshots, (), {}, 0))
         self.queue = RequestQueue()
         self._checked: frozenset[Shape] = frozenset()
+        #: The last look; `None`: requests have come or gone since.
+        self._last: Decisions | None = None
         self._now_s = 0.0
         #: Seconds of the end, request's number, placement.
         self._running: list[tuple[float, int, Placement]] = []
@@ -100,6 +102,7 @@ class World:
 
     def submit(self, requests: list[Request]) -> None:
         """Queue requests at once."""
+        self._last = None
         began = time.process_time()
         for request in requests:
             self.queue.add(request)
@@ -110,12 +113,19 @@ class World:
         host = HostRoom(ANY, 0, len(self._running), ANY)
         began = time.process_time()
         decisions = decide(
-            self.queue, self._board, host, self._patience, self._now_s, checked=self._checked
+            self.queue,
+            self._board,
+            host,
+            self._patience,
+            self._now_s,
+            checked=self._checked,
+            after=self._last,
         )
         self.queue.note(decisions.standings)
         for request, _ in decisions.placements:
             self.queue.remove(request)
         self._checked = self.queue.shapes
+        self._last = decisions
         self.cpu_s += time.process_time() - began
         assert not decisions.refusals
         self.looks += 1
@@ -142,6 +152,7 @@ class World:
             self.look()
             for request in tuple(self.queue):
                 self.queue.remove(request)
+        self._last = None
         self._patience = patience
         self.cpu_s, self.placed, self.looks = 0.0, 0, 0
 

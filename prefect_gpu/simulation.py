@@ -18,7 +18,7 @@ from prefect_gpu.scheduling.board import Board, PlacementStyle
 from prefect_gpu.scheduling.memory import survey_all
 from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.scheduling.queue import RequestQueue, Shape
-from prefect_gpu.scheduling.turns import HostRoom, decide
+from prefect_gpu.scheduling.turns import Decisions, HostRoom, decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,8 @@ class _Replay:
         self._submitted = 0
         self._queue = RequestQueue()
         self._checked: frozenset[Shape] = frozenset()
+        #: The last look; `None`: somebody has come since.
+        self._last: Decisions | None = None
         #: How many tasks each still waits for, and who waits for it.
         self._missing = [len(task.after) for task in tasks]
         self._followers: dict[int, list[int]] = {}
@@ -212,6 +214,7 @@ class _Replay:
         task = outcome.task
         outcome.ready_s = now_s
         self._submitted += 1
+        self._last = None
         self._queue.add(
             Request(
                 id=str(position),
@@ -249,7 +252,9 @@ class _Replay:
             self._patience,
             now_s,
             checked=self._checked,
+            after=self._last,
         )
+        self._last = decisions
         self._queue.note(decisions.standings)
         for id_, standing in decisions.standings.items():
             blocked = self.outcomes[int(id_)]

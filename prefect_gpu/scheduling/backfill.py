@@ -13,7 +13,7 @@ request by what runs on its devices, and never for ever. Pure; the order of requ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -151,6 +151,9 @@ class _Kept(NamedTuple):
     starts_s: float
 
 
+#: A blocked request and the devices that its author named; `None`: any.
+Blocked: TypeAlias = tuple[Request, Sequence[Room] | None]
+
 #: A blocked request for which nothing is kept: rank, request, what it has seen, the devices that its
 #: author named (`None`: any). A plain tuple, since a look makes about ten of them.
 _Passable: TypeAlias = tuple[int, Request, Standing, Sequence[Room] | None]
@@ -182,6 +185,8 @@ class Guard:
         self._held = held_by_parent
         #: Groups that drain.
         self.drained: set[int] = set()
+        #: Whether devices that were kept for somebody are not any more, though he has not started.
+        self.lets_go = False
         #: Single devices that are kept (`_Kept`), or drain (`None`).
         self.places: dict[int, _Kept | None] = {}
         #: Of kept ones that were asked about: the room, and its `spare_bytes`.
@@ -189,6 +194,11 @@ class Guard:
         self._passable: list[_Passable] = []
         self._blocked = 0
         self._standings: dict[str, Standing] = {}
+
+    @property
+    def drains(self) -> bool:
+        """Whether some device drains for somebody."""
+        return bool(self.drained) or None in self.places.values()
 
     def finish(self) -> dict[str, Standing]:
         """Give what has become of blocked requests in this look, by id.
@@ -214,30 +224,43 @@ class Guard:
             self._spare[place] = known = room, spare
         return need <= known[1]
 
-    def block(self, request: Request, named: Sequence[Room] | None) -> bool:
-        """Take in that a request cannot start now. To be called in the order of the queue.
+    def block(self, requests: Iterable[Blocked]) -> bool:
+        """Take in that requests cannot start now. To be called in the order of the queue.
 
         Args:
-            request: The blocked one.
-            named: The devices that its author named; `None`: any.
+            requests: The blocked ones.
 
         Returns:
             Whether all devices drain: nobody behind can start.
         """
-        rank = self._blocked
-        self._blocked += 1
+        passes, wait_s, heads = self._patience.passes, self._patience.wait_s, self._patience.heads
+        before, passable, now_s = self._before, self._passable, self._now_s
+        rank = self._blocked - 1
+        for rank, (request, named) in enumerate(requests, self._blocked):
+            standing = before.get(request.id, _NEW)
+            if rank >= heads:
+                passed, since_s, kept, _, _ = standing
+                # As nearly all are; see `is_over`.
+                if not kept and passed < passes and (since_s is None or now_s < since_s + wait_s):
+                    passable.append((rank, request, standing, named))
+                    continue
+            if self._block(rank, request, standing, named):
+                return True
+        self._blocked = rank + 1
+        return False
+
+    def _block(
+        self, rank: int, request: Request, standing: Standing, named: Sequence[Room] | None
+    ) -> bool:
+        """Take in that one cannot start now; tell whether all devices drain."""
         patience = self._patience
-        standing = self._before.get(request.id, _NEW)
         over = is_over(standing, patience, self._now_s)
-        if not over and rank >= patience.heads and not standing.kept:
-            # As nearly all are.
-            self._passable.append((rank, request, standing, named))
-            return False
         if standing.kept:
             if over:
                 return self._drain(request, named)
             if self._keep(rank, request, standing):
                 return False
+            self.lets_go = True
             standing = standing._replace(kept=(), starts_s=None, looked_s=None)
             self._standings[request.id] = standing
         if (over or rank < patience.heads) and patience.passes:
@@ -266,27 +289,44 @@ class Guard:
                 taken.append((at, board.group_of(at).number, last))
         over: list[_Passable] = []
         passable = self._passable
+        standings = self._standings
+        passes = self._patience.passes
+        # Where all are alike each could hold whatever waits: what none could was refused.
+        all_alike = len(board.groups) == 1 and not held
+        last_rank = max((last for _, _, last in taken), default=-1)
         for index, (rank, request, standing, named) in enumerate(passable):
-            reach = board.groups_for(request) if named is None and not held else None
-            for at, number, last in taken:
-                if rank > last:
+            if rank > last_rank:
+                continue
+            if not (all_alike and named is None):
+                if not self._could_use_one(request, named, rank, taken):
                     continue
-                if self._could_use(request, named, at) if reach is None else number in reach:
-                    passed, since_s, kept_for, starts_s, looked_s = standing
-                    passed += 1
-                    if since_s is None:
-                        since_s = self._now_s
-                    standing = Standing(passed, since_s, kept_for, starts_s, looked_s)
-                    self._standings[request.id] = standing
-                    passable[index] = rank, request, standing, named
-                    if passed >= self._patience.passes:
-                        over.append(passable[index])
-                    break
+            passed, since_s, kept_for, starts_s, looked_s = standing
+            passed += 1
+            if since_s is None:
+                since_s = self._now_s
+            standing = _new_tuple(Standing, (passed, since_s, kept_for, starts_s, looked_s))
+            standings[request.id] = standing
+            passable[index] = blocked = rank, request, standing, named
+            if passed >= passes:
+                over.append(blocked)
         for blocked in over:
             passable.remove(blocked)
             rank, request, standing, named = blocked
             if not self._keep_soonest(rank, request, standing, named):
                 self._drain(request, named)
+
+    def _could_use_one(
+        self,
+        request: Request,
+        named: Sequence[Room] | None,
+        rank: int,
+        taken: Sequence[tuple[int, int, float]],
+    ) -> bool:
+        """Tell whether a blocked request could hold, and may wait for, one of what was taken."""
+        if named is None and not self._held:
+            reach = self._board.groups_for(request)
+            return any(rank <= last and number in reach for _, number, last in taken)
+        return any(rank <= last and self._could_use(request, named, at) for at, _, last in taken)
 
     def _could_use(self, request: Request, named: Sequence[Room] | None, place: int) -> bool:
         """Tell whether a device could hold a request that names devices or runs beside a parent."""
@@ -299,12 +339,11 @@ class Guard:
         """Keep what a standing names; tell whether it can hold the request at all, and is its own."""
         assert standing.starts_s is not None
         board, places = self._board, self.places
-        kept = _Kept(rank, request, standing.starts_s)
+        kept = _new_tuple(_Kept, (rank, request, standing.starts_s))
         likely = board.places_for(request, standing.kept)
         if likely is not None and places.keys().isdisjoint(likely):
             # As nearly always.
-            for at in likely:
-                places[at] = kept
+            places.update(dict.fromkeys(likely, kept))
             return True
         found: dict[int, _Kept | None] = {}
         for key in standing.kept:
@@ -384,3 +423,6 @@ class Guard:
 
 
 _NEW = Standing()
+
+#: Makes a `Standing` or a `_Kept` in a third of the time that their own functions take.
+_new_tuple = tuple.__new__

@@ -57,6 +57,8 @@ class Group:
 
     def __init__(self, number: int, some: Room) -> None:
         self.number = number
+        #: How many they are.
+        self.size = 0
         #: One of them.
         self.some = some
         self.least_whole_bytes = least_whole_bytes(some)
@@ -103,9 +105,12 @@ class Board:
             group = groups.get(like)
             if group is None:
                 group = groups[like] = Group(len(groups), room)
+            group.size += 1
             self._group_of.append(group)
         self.groups = tuple(groups.values())
         self._open = 0
+        #: Places of devices that got something back; see `forget_returned`.
+        self._returned: set[int] = set()
         #: Groups that could hold what asks for so much; see `groups_for`.
         self._reach: dict[object, frozenset[int]] = {}
         #: By request, until it is placed: what was asked of `places_for`, and the answer.
@@ -148,6 +153,11 @@ class Board:
             reach = self._reach[key] = frozenset(able)
         return reach
 
+    def could_hold_at_all(self, request: Request) -> bool:
+        """Tell whether there are as many devices as a request wants that could hold it if empty."""
+        reach = self.groups_for(request)
+        return sum(self.groups[number].size for number in reach) >= request.count
+
     def places_for(self, request: Request, keys: tuple[DeviceKey, ...]) -> tuple[int, ...] | None:
         """Give the places of devices, if each works and could hold a request if it were empty.
 
@@ -172,16 +182,30 @@ class Board:
             found.append(at)
         return tuple(found)
 
-    def most_free_bytes(self) -> int:
-        """Give the bytes free on the emptiest device that can take somebody; less than 0: none can."""
+    def most_free_bytes(self, only_returned: bool = False) -> int:
+        """Give the bytes free on the emptiest device that can take somebody; less than 0: none can.
+
+        Args:
+            only_returned: Among those that got something back since `forget_returned`.
+        """
         most: float = -1
         sign = self._sign
+        if only_returned:
+            for at in self._returned:
+                lists, entry = self._filed[at]
+                if lists and lists[0] is not self._group_of[at].shut:
+                    most = max(most, sign * entry[0])
+            return int(most)
         at = 0 if sign < 0 else -1
         for group in self.groups:
             for order in group.open:
                 if order and (free := sign * order[at][0]) > most:
                     most = free
         return int(most)
+
+    def forget_returned(self) -> None:
+        """Note that all that was given back so far is known to whoever waits."""
+        self._returned.clear()
 
     def most_on(self, room: Room) -> int | None:
         """Give how many reservations a device may have; `None`: as many as fit."""
@@ -227,6 +251,7 @@ class Board:
         """Book that a promise is over and its memory back."""
         at = self._places[reservation.device_key]
         self._put(at, self.rooms[at].without(reservation.request_id))
+        self._returned.add(at)
 
     def soonest(self, limit: int) -> Iterator[int]:
         """Give the places of devices where there may be room first: a guess, `limit` of each list.

@@ -64,12 +64,12 @@ class Room:
     def after(self, reservation: Reservation) -> Room:
         """Give the room that is left once `reservation` is made."""
         return Room(
-            snapshot=self.snapshot,
-            free_bytes=self.free_bytes - reservation.reserved_bytes,
-            foreign_bytes=self.foreign_bytes,
-            capacity_bytes=self.capacity_bytes,
-            reservations=(*self.reservations, reservation),
-            standbys=self.standbys,
+            self.snapshot,
+            self.free_bytes - reservation.reserved_bytes,
+            self.foreign_bytes,
+            self.capacity_bytes,
+            (*self.reservations, reservation),
+            self.standbys,
         )
 
     def without(self, request_id: str) -> Room:

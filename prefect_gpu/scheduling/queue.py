@@ -134,6 +134,8 @@ class RequestQueue:
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._lanes: dict[Shape, Lane] = {}
+        #: By the id of each request.
+        self._lane_of: dict[str, Lane] = {}
         self._made = 0
         #: The turn of the first of each lane, in order, and `least_bytes` of each, the smallest first:
         #: a look at the queue begins with both, and a change moves one of either.
@@ -182,12 +184,13 @@ class RequestQueue:
         lane = self._lanes.get(shape)
         if lane is None:
             self._made += 1
-            lane = self._lanes[shape] = Lane(shape, self._made)
+            lane = self._lanes[shape] = self._lane_of[request.id] = Lane(shape, self._made)
             bisect.insort(self._least_bytes, lane.least_bytes)
             self._shapes = None
             lane.add(request)
             bisect.insort(self._firsts, (lane.key, lane.number, lane, 0))
             return
+        self._lane_of[request.id] = lane
         before = lane.key
         lane.add(request)
         if lane.key != before:
@@ -196,15 +199,15 @@ class RequestQueue:
 
     def remove(self, request: Request) -> bool:
         """Take a request out; tell whether it was there."""
-        shape = Shape.of(request)
-        lane = self._lanes.get(shape)
+        lane = self._lane_of.get(request.id)
         if lane is None:
             return False
         before = lane.key
         if not lane.remove(request):
             return False
+        del self._lane_of[request.id]
         if not lane:
-            del self._lanes[shape]
+            del self._lanes[lane.shape]
             del self._least_bytes[bisect.bisect_left(self._least_bytes, lane.least_bytes)]
             self._shapes = None
             self._drop_first(before, lane)

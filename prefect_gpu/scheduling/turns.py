@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prefect_gpu.errors import PlacementError
-from prefect_gpu.scheduling.backfill import PATIENCE, Guard, Patience, Standing, is_over
+from prefect_gpu.scheduling.backfill import PATIENCE, Blocked, Guard, Patience, Standing, is_over
 from prefect_gpu.scheduling.board import Board
 from prefect_gpu.scheduling.memory import Room
 from prefect_gpu.scheduling.model import Placement, Request, Reservation
@@ -71,6 +71,8 @@ class Decisions:
     refusals: tuple[tuple[Request, PlacementError], ...]
     #: What has become of requests that go on waiting, by id: for `RequestQueue.note`.
     standings: Mapping[str, Standing] = field(default_factory=dict)
+    #: Nobody else who waits can start before a device gets something back, or somebody comes or goes.
+    complete: bool = False
 
 
 def decide(
@@ -81,12 +83,14 @@ def decide(
     now_s: float = 0.0,
     held_by_parent: Iterable[Reservation] = (),
     checked: Collection[Shape] = frozenset(),
+    after: Decisions | None = None,
 ) -> Decisions:
     """Decide who starts now and who never can.
 
     Requests are looked at by priority, then first come. One that is blocked keeps devices from those
     behind it, as `backfill` says; one that the machine's own memory blocks blocks all, since all need
-    of it. A look costs as much as there are shapes that wait, not requests.
+    of it. A look costs as much as there are shapes that wait, not requests, and nearly nothing where
+    only a device got something back on which none of them fits.
 
     What blocks somebody is noted only when another could pass it.
 
@@ -98,6 +102,8 @@ def decide(
         now_s: Monotonic seconds.
         held_by_parent: What the GPU task around this process holds, if there is one.
         checked: Shapes that are known to be possible.
+        after: The look before at the same queue and board, if since then nobody came, and nobody left
+            but those whom it placed or refused; `None`: there was none, or there is other news.
     """
     held = tuple(held_by_parent)
     placements: list[tuple[Request, Placement]] = []
@@ -105,16 +111,22 @@ def decide(
     refused: set[Lane] = set()
     if checked is not queue.shapes:
         for lane in queue.lanes:
-            if lane.shape not in checked and (impossible := _refuse(lane, board.rooms, held)):
+            if lane.shape not in checked and (impossible := _refuse(lane, board, held)):
                 refusals += impossible
                 refused.add(lane)
-    most_free_bytes = board.most_free_bytes()
+    #: Whoever waits and fits elsewhere may not have it, as the look before has found.
+    only_returned = after is not None and after.complete
+    most_free_bytes = board.most_free_bytes(only_returned)
     #: Lanes whose turn has not come and that are not too large for every device. Once there is none,
     #: nothing can start: what else is blocked is nobody's business, since nobody is behind it.
     able = queue.count_lanes(most_free_bytes)
-    able -= sum(lane.least_bytes <= most_free_bytes for lane in refused)
-    if not able or not board or host.full:
+    if refused:
+        able -= sum(lane.least_bytes <= most_free_bytes for lane in refused)
+    if host.full:
         return Decisions((), tuple(refusals))
+    if not able or not board:
+        board.forget_returned()
+        return Decisions((), tuple(refusals), complete=True)
     turns = list(queue.firsts)
     if refused:
         turns = [turn for turn in turns if turn[2] not in refused]
@@ -122,6 +134,9 @@ def decide(
     named: dict[int, list[Room]] = {}
     #: Above it a lane was too large from the beginning.
     ceiling_bytes = most_free_bytes
+    host_is_short = False
+    #: Blocked, and not told to the guard yet, which is asked only where there is something to choose.
+    blocked: list[Blocked] = []
     for at, (_, number, lane, position) in enumerate(turns):
         request = lane[position] if position else lane.first
         least_bytes = lane.least_bytes
@@ -132,42 +147,71 @@ def decide(
             among = named[number]
         chosen: list[Room] | None = None
         if least_bytes <= most_free_bytes:
+            if blocked:
+                all_drain = guard.block(blocked)
+                blocked = []
+                if all_drain:
+                    break
             chosen = board.choose(request, guard, among)
         if chosen is None:
             if least_bytes <= ceiling_bytes:
                 able -= 1
                 if not able:
                     break
-            if guard.block(request, among):
-                break
+            blocked.append((request, among))
             continue
         if host.refusal(request):
+            host_is_short = True
             break
         placement = place(request, chosen, now_s)
         board.take(placement)
-        most_free_bytes = board.most_free_bytes()
         guard.count(chosen)
         host = host.after(request)
         placements.append((request, placement))
-        if position + 1 < len(lane):
+        following = lane[position + 1] if position + 1 < len(lane) else None
+        if following is not None:
             # The loop comes to it: it is put behind the place that the loop is at.
-            following = (order_key(lane[position + 1]), number, lane, position + 1)
-            bisect.insort(turns, following, lo=at + 1)
+            turn = (order_key(following), number, lane, position + 1)
+            bisect.insort(turns, turn, lo=at + 1)
         else:
             able -= 1
+        if only_returned and _frees_others(request, following, queue.standings):
+            only_returned = False
+            ceiling_bytes = board.most_free_bytes()
+            able = sum(turn[2].least_bytes <= ceiling_bytes for turn in turns[at + 1 :])
+        most_free_bytes = board.most_free_bytes(only_returned)
         if not able or not board or host.full:
             break
-    return Decisions(tuple(placements), tuple(refusals), guard.finish())
+    guard.block(blocked)
+    board.forget_returned()
+    complete = not (host_is_short or host.full or guard.drains or guard.lets_go)
+    return Decisions(tuple(placements), tuple(refusals), guard.finish(), complete)
+
+
+def _frees_others(
+    request: Request, following: Request | None, standings: Mapping[str, Standing]
+) -> bool:
+    """Tell whether somebody may now have what was free before but not for him.
+
+    That is what was kept for a request that starts, and what one of its shape may have that is over
+    sooner.
+    """
+    standing = standings.get(request.id)
+    if standing is not None and standing.kept:
+        return True
+    return following is not None and following.expected_s != request.expected_s
 
 
 def _refuse(
-    lane: Lane, rooms: Sequence[Room], held: Sequence[Reservation]
+    lane: Lane, board: Board, held: Sequence[Reservation]
 ) -> list[tuple[Request, PlacementError]]:
     """Refuse all of a lane if the first of it is impossible."""
+    if not (held or lane.shape.devices) and board.could_hold_at_all(lane.first):
+        return []
     refusals: list[tuple[Request, PlacementError]] = []
     for request in lane:
         try:
-            check_possible(request, rooms, held)
+            check_possible(request, board.rooms, held)
         except PlacementError as error:
             refusals.append((request, error))
         else:

@@ -102,8 +102,9 @@ def decide(
         now_s: Monotonic seconds.
         held_by_parent: What the GPU task around this process holds, if there is one.
         checked: Shapes that are known to be possible.
-        after: The look before at the same queue and board, if since then nobody came, and nobody left
-            but those whom it placed or refused; `None`: there was none, or there is other news.
+        after: The look before at the same queue and the same board, with the same patience, if since
+            then nobody came, and nobody left but those whom it placed or refused; `None`: there was
+            none, or there is other news, as with a board of new readings.
     """
     held = tuple(held_by_parent)
     placements: list[tuple[Request, Placement]] = []

@@ -17,64 +17,64 @@ REPORTS = [task_report(attempt=number) for number in range(1, 7)]
 
 @given(st.permutations(range(6)), st.sets(st.integers(0, 5)))
 def test_whatever_comes_first_is_handed_on_in_order(order: list[int], none: set[int]) -> None:
-    given: list[TaskReport] = []
-    reports = ReportsInOrder(given.append)
+    handed_on: list[TaskReport] = []
+    reports = ReportsInOrder(handed_on.append)
     takes = [reports.expect() for _ in REPORTS]
     came: set[int] = set()
     for number in order:
         takes[number](None if number in none else REPORTS[number])
         came.add(number)
         before_a_gap = next(n for n in range(7) if n not in came)
-        assert given == [REPORTS[n] for n in range(before_a_gap) if n not in none]
+        assert handed_on == [REPORTS[n] for n in range(before_a_gap) if n not in none]
 
 
 def test_one_that_begins_later_waits_for_none_that_is_there() -> None:
-    given: list[TaskReport] = []
-    reports = ReportsInOrder(given.append)
+    handed_on: list[TaskReport] = []
+    reports = ReportsInOrder(handed_on.append)
     reports.expect()(REPORTS[0])
     second = reports.expect()
-    assert given == REPORTS[:1]
+    assert handed_on == REPORTS[:1]
     second(REPORTS[1])
-    assert given == REPORTS[:2]
+    assert handed_on == REPORTS[:2]
 
 
 def test_what_there_is_can_be_had_without_what_is_missing() -> None:
-    given: list[TaskReport] = []
-    reports = ReportsInOrder(given.append)
+    handed_on: list[TaskReport] = []
+    reports = ReportsInOrder(handed_on.append)
     takes = [reports.expect() for _ in REPORTS[:4]]
     takes[1](REPORTS[1])
     takes[3](REPORTS[3])
-    assert not given
+    assert not handed_on
     reports.wait_no_longer()
-    assert given == [REPORTS[1], REPORTS[3]]
+    assert handed_on == [REPORTS[1], REPORTS[3]]
     takes[2](REPORTS[2])
     takes[0](REPORTS[0])
-    assert given == [REPORTS[1], REPORTS[3], REPORTS[2], REPORTS[0]]
+    assert handed_on == [REPORTS[1], REPORTS[3], REPORTS[2], REPORTS[0]]
 
 
 def test_an_error_of_the_taker_holds_up_no_other() -> None:
-    given: list[TaskReport] = []
+    handed_on: list[TaskReport] = []
 
     def take(report: TaskReport) -> None:
         if report.attempt == 1:
             raise OSError("full")
-        given.append(report)
+        handed_on.append(report)
 
     reports = ReportsInOrder(take)
     first, second = reports.expect(), reports.expect()
     with pytest.raises(OSError, match="full"):
         first(REPORTS[0])
     second(REPORTS[1])
-    assert given == [REPORTS[1]]
+    assert handed_on == [REPORTS[1]]
 
 
 def test_threads_are_handed_on_one_at_a_time() -> None:
-    given: list[TaskReport] = []
+    handed_on: list[TaskReport] = []
     inside = threading.Lock()
 
     def take(report: TaskReport) -> None:
         assert inside.acquire(blocking=False)
-        given.append(report)
+        handed_on.append(report)
         inside.release()
 
     reports = ReportsInOrder(take)
@@ -85,4 +85,4 @@ def test_threads_are_handed_on_one_at_a_time() -> None:
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert given == expected
+    assert handed_on == expected

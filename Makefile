@@ -1,9 +1,9 @@
-# `make demo` runs the example, `make test` every check. Nothing is written outside this folder, but
-# for pip's own cache.
+# `make demo` runs the example, `make test` the checks of every day, at most 12 minutes on two cores, and
+# `make check` all of them. Nothing is written outside this folder, but for pip's own cache.
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types unit bench-tiny browser clean
+.PHONY: demo test check lint types quick whole bench-tiny browser clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,7 +26,9 @@ export IPYTHONDIR := $(CURDIR)/.cache/ipython
 demo: $(STAMP)
 	$(BIN)/python flows/evaluate_models.py
 
-test: lint types unit bench-tiny
+test: lint types quick
+
+check: lint types whole bench-tiny
 
 # constraints.txt is the set that was tested on Python 3.11; some of it has dropped 3.10.
 $(STAMP): pyproject.toml constraints.txt
@@ -44,17 +46,25 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP) browser
+# Real processes, a Prefect server for each of two workers, and the browser once. A file is never split:
+# its tests may share a flow run. Tests on a GPU run one after the other; without one they skip and say why.
+PARALLEL := -n 2 --dist loadfile
+
+quick: $(STAMP) browser
+	$(BIN)/python -m pytest -q -m gpu tests/gpu
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
+
+# The slow tests run one after the other: they load the machine by themselves, or hold a device.
+whole: $(STAMP) browser
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage run -m pytest $(PARALLEL) -m "not slow and not gpu"
+	$(BIN)/coverage run -m pytest -m "slow or gpu"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-# Every benchmark at its smallest size: that it runs, not what it says. Files in `_` are parts.
+# Every benchmark at its smallest size, on one server: that it runs, not what it says.
 bench-tiny: $(STAMP)
-	@shopt -s nullglob; for file in benchmarks/[a-z]*.py; do \
-		echo "$$file --tiny"; $(BIN)/python "$$file" --tiny || exit; \
-	done
+	$(BIN)/python benchmarks/_tiny.py
 
 # The tests in tests/ui drive Chromium; without one they skip and say why.
 browser:

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import queue
+import re
 import signal
 import socket
 import statistics
@@ -45,21 +46,24 @@ MARK = "MEASURED "
 
 @contextmanager
 def prefect_server(api_url: str | None = None) -> Iterator[str]:
-    """Give the API URL of a running server: one of our own unless `api_url` names one.
+    """Yield the API URL of a running server.
 
-    Its database is in a temporary folder, and `PREFECT_HOME` points there too while it runs.
+    Args:
+        api_url: Of a server that runs; `None`: the one that `PREFECT_API_URL` in the environment names,
+            or else one that is started here. Its database is in a temporary folder, and `PREFECT_HOME`
+            points there too while it runs.
     """
     # Servers and children without compiled bytecode start twice as slowly.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     # Asked to end, it ends its server and the row that is measured: they have sessions of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if api_url is not None:
+    api_url = api_url or os.environ.get("PREFECT_API_URL")
+    if api_url:
         yield api_url
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         os.environ["PREFECT_HOME"] = home
-        os.environ.pop("PREFECT_API_URL", None)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -291,7 +295,7 @@ def add_arguments(
     """
     parser.add_argument("--budget", type=float, default=budget_s, help="seconds for all of it")
     parser.add_argument("--seed", type=int, default=0, help=f"of {seed_of}")
-    parser.add_argument("--api-url", default=None, help="use this Prefect server")
+    parser.add_argument("--api-url", default=None, help="of a Prefect server that runs")
     parser.add_argument("--out", type=Path, default=None, help="write JSON here as results come")
     parser.add_argument("--json", action="store_true", help="print the JSON too")
     parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
@@ -430,10 +434,49 @@ def says_out_of_memory(error: str) -> bool:
     return "out of memory" in text or "resource exhausted" in text or "resourceexhausted" in text
 
 
+def release() -> tuple[str, str]:
+    """Return the version of this package and the commit that it was measured at.
+
+    The commit is that of this file's repository, with `+changes` where a tracked file differs from it.
+    Where there is no repository, as in a copy on another machine, `PREFECT_GPU_COMMIT` names it.
+
+    Raises:
+        SystemExit: There is neither a repository nor that variable: a figure without its commit is no
+            evidence.
+    """
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^version = "(.+)"$', text, re.MULTILINE)
+    commit = os.environ.get("PREFECT_GPU_COMMIT") or _commit()
+    if not commit:
+        raise SystemExit(f"{REPOSITORY} is no git repository: set PREFECT_GPU_COMMIT to its commit")
+    return version, commit
+
+
+def _commit() -> str:
+    # A copy inside another repository is none of its commits.
+    if not (REPOSITORY / ".git").exists():
+        return ""
+    # The owner of a copied or mounted folder may be another one than the user.
+    git = ["git", "-c", f"safe.directory={REPOSITORY}", "-C", str(REPOSITORY)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return ""
+    return commit.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+
+
 def versions(*more: str) -> dict[str, Any]:
-    """Give versions of this machine, Python and of packages, `None` where one is not installed."""
+    """Return versions of this machine, of Python, of this package and its commit, and of packages.
+
+    Args:
+        more: Packages beside Prefect; the version of one that is not installed is `None`.
+    """
+    version, commit = release()
     packages = {}
-    for name in ("prefect", "prefect-gpu", *more):
+    for name in ("prefect", *more):
         try:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -443,6 +486,8 @@ def versions(*more: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "load": os.getloadavg()[0],
+        "prefect-gpu": version,
+        "commit": commit,
         **packages,
     }
 

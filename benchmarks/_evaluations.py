@@ -182,7 +182,7 @@ def evaluate(
 def attempt() -> int:
     """Tell how many processes were started for this task; 1 where nobody counts."""
     # Where nobody of ours started this process there is nothing to import, which takes time.
-    inside = sys.modules.get("prefect_gpu.inside")
+    inside = sys.modules.get("prefect_gpu.in_task")
     allocation = inside.current_allocation() if inside else None
     return 1 if allocation is None else int(allocation.attempt)
 

@@ -206,7 +206,7 @@ def _collect(futures: Any) -> _Seen:
 
 
 def _wait_for_standby() -> None:
-    from prefect_gpu.processes.standby import standby_pool
+    from prefect_gpu.processes.standby_pool import standby_pool
 
     deadline = time.monotonic() + READY_S
     while not standby_pool().ready and time.monotonic() < deadline:
@@ -217,12 +217,12 @@ class _Starts:
     """Notes what our runner takes from a placement to the first line, and to serialise the call."""
 
     def __enter__(self) -> _Starts:
-        from prefect_gpu.gpu_task import GPUTask
-        from prefect_gpu.running import Running
+        from prefect_gpu.runner.active_runner import ActiveRunner
+        from prefect_gpu.runner.task_plan import TaskCall
 
         self._dumps: list[float] = []
         self._starts: list[float] = []
-        self._real = GPUTask._dump_call, Running.report
+        self._real = TaskCall.pack, ActiveRunner.report
         real_dump, real_report = self._real
 
         def dump(task: Any, *args: Any) -> Any:
@@ -236,15 +236,15 @@ class _Starts:
             self._starts.append(found.start_s)
             real_report(run, found)
 
-        GPUTask._dump_call = dump  # type: ignore[method-assign]
-        Running.report = report  # type: ignore[method-assign]
+        TaskCall.pack = dump  # type: ignore[method-assign]
+        ActiveRunner.report = report  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        from prefect_gpu.gpu_task import GPUTask
-        from prefect_gpu.running import Running
+        from prefect_gpu.runner.active_runner import ActiveRunner
+        from prefect_gpu.runner.task_plan import TaskCall
 
-        GPUTask._dump_call, Running.report = self._real  # type: ignore[method-assign]
+        TaskCall.pack, ActiveRunner.report = self._real  # type: ignore[method-assign]
 
     def figures(self) -> dict[str, list[float]]:
         """Give seconds of each task but the first; nothing for other runners."""

@@ -1,18 +1,9 @@
-"""Run each GPU task of a Prefect flow in a process of its own, on devices with room for it.
+"""Run each GPU task of a Prefect flow in a process of its own, on devices with enough free memory.
 
-The public names. Layering, from what users call to what decides; imports go down only:
+This module holds the public names. `docs/architecture.md` describes the folders.
 
-    task_runner, cli
-        running
-            gpu_task
-                escalation
-                    attempt
-                        broker, budgets, contexts, prefect_bridge, reports, processes, devices, …
-                            scheduling, policy, learn_by
-                                errors, units
-
-Prefect's server and its workers import this package to find integrations, so everything is imported
-on first use: no Prefect, no NVML and no framework here.
+Prefect's server and workers import this package to find integrations. Everything is therefore imported on
+first use: no Prefect, NVML or framework is imported here.
 """
 
 from __future__ import annotations
@@ -34,10 +25,10 @@ if TYPE_CHECKING:
         ProtocolError,
         ResultError,
     )
+    from prefect_gpu.frameworks.memory_help import find_batch_size, release_cached
     from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
-    from prefect_gpu.inside import Allocation, current_allocation, mark, phase, step
+    from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, step
     from prefect_gpu.policy import GPUPolicy, gpu
-    from prefect_gpu.remedies import find_batch_size, release_cached
     from prefect_gpu.task_runner import GPUTaskRunner
 
 __version__ = "0.1.0"
@@ -46,13 +37,13 @@ _HOMES = {
     "GPUTaskRunner": "task_runner",
     "gpu": "policy",
     "GPUPolicy": "policy",
-    "Allocation": "inside",
-    "current_allocation": "inside",
-    "phase": "inside",
-    "mark": "inside",
-    "step": "inside",
-    "find_batch_size": "remedies",
-    "release_cached": "remedies",
+    "Allocation": "in_task",
+    "current_allocation": "in_task",
+    "phase": "in_task",
+    "mark": "in_task",
+    "step": "in_task",
+    "find_batch_size": "frameworks.memory_help",
+    "release_cached": "frameworks.memory_help",
     "onnxruntime_provider_options": "frameworks.onnxruntime_adapter",
     "PrefectGPUError": "errors",
     "PolicyError": "errors",

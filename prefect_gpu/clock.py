@@ -1,7 +1,6 @@
 """Time as a protocol: the real one, and one that a test moves.
 
-Covers now, sleeping, and waiting on a condition. It does not schedule anything: whoever waits keeps
-the deadline.
+It covers now, sleeping, and waiting on a condition. It schedules nothing: each caller keeps its own deadline.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 #: Seconds after which a `FakeClock` that waits for other threads gives up. Reached only in a
-#: deadlock, which it turns into an error.
-DEADLOCK_S = 30.0
+#: deadlock, which it turns into an error: no loaded machine takes as long.
+DEADLOCK_S = 120.0
 
 
 class Clock(Protocol):
     """Monotonic time, and waiting for it to pass."""
 
     def now(self) -> float:
-        """Give monotonic seconds."""
+        """Return monotonic seconds."""
         ...
 
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
@@ -31,7 +30,7 @@ class Clock(Protocol):
             timeout_s: Seconds, `None`: no limit.
 
         Returns:
-            `False` if time was up first. As with any condition, look at the state again.
+            `False` if time was up first. As with any condition, the caller checks its state again.
         """
         ...
 
@@ -44,7 +43,7 @@ class RealClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
-        """Give monotonic seconds."""
+        """Return monotonic seconds."""
         return time.monotonic()
 
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
@@ -63,7 +62,7 @@ class FakeClock:
     by real time.
 
     Args:
-        start_s: What `now` says at first.
+        start_s: What `now` returns at first.
     """
 
     def __init__(self, start_s: float = 1000.0) -> None:
@@ -73,7 +72,7 @@ class FakeClock:
         self._waiters: dict[object, tuple[float | None, threading.Condition]] = {}
 
     def now(self) -> float:
-        """Give the seconds that the test set."""
+        """Return the seconds that the test has set."""
         with self._lock:
             return self._now_s
 
@@ -104,7 +103,7 @@ class FakeClock:
                 self.wait(condition, left_s)
 
     def advance(self, duration_s: float) -> None:
-        """Move time and wake whoever's deadline passes."""
+        """Move time, and wake the threads whose deadline passes."""
         with self._lock:
             self._now_s += duration_s
             due = [

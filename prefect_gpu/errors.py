@@ -1,26 +1,24 @@
-"""Every error of this package, in a tree split by who must act.
+"""The errors of this package, in a tree by who can act on them.
 
     PrefectGPUError
     ├── PolicyError            the author of the task: a tag is wrong or contradicts another
     ├── ResultError            the author of the task: a value cannot travel between processes
-    ├── CapacityError          whoever runs the flow: the machine cannot do what was asked
+    ├── CapacityError          the operator of the machine: it cannot do what was asked
     │   ├── PlacementError         no device here can ever hold the task
-    │   │   └── PlacementTimeoutError  none could in the time that `gpu:wait` allows
+    │   │   └── PlacementTimeoutError  no device was free within `gpu:wait`
     │   ├── DeviceError            a driver or a device does not answer, or is not there
     │   └── FrameworkError         a framework in the child cannot carry out the policy
     ├── ChildDiedError         the task or the operating system: the process is gone
     ├── ChildTimeoutError      the task: it ran longer than `timeout_seconds`
-    ├── BudgetExceededError    the task: its process took more device memory than its budget
-    └── ProtocolError          us: a message that does not follow our own protocol
+    ├── BudgetExceededError    the task: its process used more device memory than its budget
+    └── ProtocolError          this package: a message does not follow its protocol
 
-It does not hold what a task itself raises: that travels unchanged.
-
-Errors that cross the pipe pass their constructor's positional arguments unchanged to
-`super().__init__` and build their text in `__str__`; otherwise they would pickle and then fail to
-unpickle.
+Exceptions that a task itself raises are not among them: they reach the flow unchanged.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from prefect_gpu.units import format_bytes
 
@@ -28,50 +26,45 @@ from prefect_gpu.units import format_bytes
 class PrefectGPUError(Exception):
     """Base of all errors of this package."""
 
+    def __post_init__(self) -> None:
+        # Pickle, which brings errors from the child to the parent, calls the class with `args`.
+        self.args = tuple(vars(self).values())
 
+
+@dataclass(eq=False, repr=False)
 class PolicyError(PrefectGPUError, ValueError):
-    """A tag that cannot be read, is unknown or contradicts another.
+    """A tag cannot be read, is unknown or contradicts another."""
 
-    Args:
-        given: What was written, `gpu:memory=8`.
-        problem: What is wrong with it.
-        accepted: What would have been accepted.
-    """
-
-    def __init__(self, given: str, problem: str, accepted: str) -> None:
-        super().__init__(given, problem, accepted)
-        self.given = given
-        self.problem = problem
-        self.accepted = accepted
+    #: What was written, as in `gpu:memory=8`.
+    given: str
+    #: What is wrong with it.
+    problem: str
+    #: What would have been accepted.
+    accepted: str
 
     def __str__(self) -> str:
         return f"{self.given}: {self.problem}; accepted: {self.accepted}"
 
 
-#: In place of a type's name, for a value that was pickled and cannot be unpickled.
+#: Instead of a type's name: the value was pickled and cannot be unpickled.
 REBUILT = "value that cannot be rebuilt"
 
-#: In place of a type's name, for a value for which there is no memory on its way.
+#: Instead of a type's name: there is not enough memory to send the value.
 NO_ROOM = "value that finds no memory"
 
 
+@dataclass(eq=False, repr=False)
 class ResultError(PrefectGPUError):
-    """A value that cannot travel between the parent and the child.
+    """A value cannot travel between the parent and the child."""
 
-    Args:
-        what: "return value", "exception", "argument" or "function".
-        where: Path inside the value, `result['model'].lock`.
-        type_name: Qualified name of the type that cannot be pickled; `REBUILT` or `NO_ROOM` where it
-            is not for its type.
-        reason: What pickle said.
-    """
-
-    def __init__(self, what: str, where: str, type_name: str, reason: str) -> None:
-        super().__init__(what, where, type_name, reason)
-        self.what = what
-        self.where = where
-        self.type_name = type_name
-        self.reason = reason
+    #: "return value", "exception", "argument" or "function".
+    what: str
+    #: Path inside the value, as in `result['model'].lock`.
+    where: str
+    #: Qualified name of the type that cannot be pickled, or `REBUILT` or `NO_ROOM`.
+    type_name: str
+    #: The message of the underlying error.
+    reason: str
 
     def __str__(self) -> str:
         if self.type_name == REBUILT:
@@ -99,18 +92,14 @@ class CapacityError(PrefectGPUError):
     """The machine cannot do what was asked."""
 
 
+@dataclass(eq=False, repr=False)
 class PlacementError(CapacityError):
-    """No device here can ever hold the task.
+    """No device here can ever hold the task."""
 
-    Args:
-        problem: What was asked and why it cannot be had, with the limit.
-        per_device: One reason for each device, `"GPU-1a2b: 23.7GiB in all"`.
-    """
-
-    def __init__(self, problem: str, per_device: tuple[str, ...] = ()) -> None:
-        super().__init__(problem, per_device)
-        self.problem = problem
-        self.per_device = per_device
+    #: What was asked and why it is not available, with the limit.
+    problem: str
+    #: One reason for each device, as in `"GPU-1a2b: 23.7GiB in all"`.
+    per_device: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.per_device:
@@ -119,54 +108,39 @@ class PlacementError(CapacityError):
 
 
 class PlacementTimeoutError(PlacementError):
-    """No device was had within the time that `gpu:wait` allows."""
+    """The task got no device within the time that `gpu:wait` allows."""
 
 
 class DeviceError(CapacityError):
-    """A driver or device that does not answer, is not there or cannot be named so.
-
-    Args:
-        problem: What was asked for and what answered.
-    """
+    """A driver or a device does not answer, is not there, or cannot be named so."""
 
 
+@dataclass(eq=False, repr=False)
 class FrameworkError(CapacityError):
-    """A framework in the child that cannot carry out the policy.
+    """A framework in the child cannot carry out the policy."""
 
-    Args:
-        framework: Its name as in `gpu:framework`.
-        problem: What was asked of it and what it did.
-    """
-
-    def __init__(self, framework: str, problem: str) -> None:
-        super().__init__(framework, problem)
-        self.framework = framework
-        self.problem = problem
+    #: Its name as in `gpu:framework`.
+    framework: str
+    #: What was asked of it and what it did.
+    problem: str
 
     def __str__(self) -> str:
         return f"{self.framework}: {self.problem}"
 
 
+@dataclass(eq=False, repr=False)
 class ChildDiedError(PrefectGPUError):
-    """The process of a task ended without an answer.
+    """The process of a task ended without an answer."""
 
-    Args:
-        task_name: Name of the task.
-        pid: Process id of the child.
-        how: "was killed by SIGKILL", "ended with exit code 3".
-        detail: Last memory sample and possible causes, each worded as possible.
-        stderr_tail: End of what the child wrote to standard error.
-    """
-
-    def __init__(
-        self, task_name: str, pid: int, how: str, detail: str = "", stderr_tail: str = ""
-    ) -> None:
-        super().__init__(task_name, pid, how, detail, stderr_tail)
-        self.task_name = task_name
-        self.pid = pid
-        self.how = how
-        self.detail = detail
-        self.stderr_tail = stderr_tail
+    task_name: str
+    #: Process id of the child.
+    pid: int
+    #: "was killed by SIGKILL", "ended with exit code 3".
+    how: str
+    #: Last memory sample and possible causes, each worded as possible.
+    detail: str = ""
+    #: End of what the child wrote to standard error.
+    stderr_tail: str = ""
 
     def __str__(self) -> str:
         text = f"the process of GPU task {self.task_name!r} (pid {self.pid}) {self.how}"
@@ -177,18 +151,13 @@ class ChildDiedError(PrefectGPUError):
         return text
 
 
+@dataclass(eq=False, repr=False)
 class ChildTimeoutError(PrefectGPUError, TimeoutError):
-    """The body ran longer than `timeout_seconds`; its process was killed.
+    """The body ran longer than `timeout_seconds`; its process was killed."""
 
-    Args:
-        task_name: Name of the task.
-        timeout_s: The limit, in seconds from the body's first line.
-    """
-
-    def __init__(self, task_name: str, timeout_s: float) -> None:
-        super().__init__(task_name, timeout_s)
-        self.task_name = task_name
-        self.timeout_s = timeout_s
+    task_name: str
+    #: The limit, in seconds from the first line of the body.
+    timeout_s: float
 
     def __str__(self) -> str:
         return (
@@ -197,20 +166,15 @@ class ChildTimeoutError(PrefectGPUError, TimeoutError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class BudgetExceededError(PrefectGPUError):
-    """The process of a task took more of a device than its budget.
+    """The process of a task used more of a device than its budget."""
 
-    Args:
-        task_name: Name of the task.
-        budget_bytes: Its budget on the device, the context included.
-        seen_bytes: What the device showed for it.
-    """
-
-    def __init__(self, task_name: str, budget_bytes: int, seen_bytes: int) -> None:
-        super().__init__(task_name, budget_bytes, seen_bytes)
-        self.task_name = task_name
-        self.budget_bytes = budget_bytes
-        self.seen_bytes = seen_bytes
+    task_name: str
+    #: Its budget on the device, context included.
+    budget_bytes: int
+    #: What the device showed for the process.
+    seen_bytes: int
 
     def __str__(self) -> str:
         return (
@@ -220,4 +184,4 @@ class BudgetExceededError(PrefectGPUError):
 
 
 class ProtocolError(PrefectGPUError):
-    """A message between parent and child that does not follow our protocol: our fault."""
+    """A message between parent and child does not follow the protocol: a fault of this package."""

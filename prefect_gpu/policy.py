@@ -1,83 +1,239 @@
-"""Tags to and from `GPUPolicy`: what a task asks of its devices.
+"""Read the `gpu` tags of a task into a `GPUPolicy`, and build them with `gpu`.
 
-One table, `_KEYS`, says for every tag what it means, what it accepts and how it is read and written;
-errors, `tag_table_markdown` and the parser come from it. What a machine can satisfy is not
-decided here: see `prefect_gpu.scheduling`.
+One table, `_KEYS`, holds for every tag what it means, what it accepts and how it is read. The parser, the
+error messages and `tag_table_markdown` use it. Whether a machine can satisfy a policy is not decided
+here: see `prefect_gpu.scheduling`.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal
 
 from prefect_gpu.errors import PolicyError
-from prefect_gpu.tag_values import (
-    ALLOCATOR_OPTIONS,
-    FRAMEWORKS,
-    FrameworkShare,
-    format_number,
-    read_devices,
-    read_memory,
-    read_parameter,
-    read_share,
-    read_wait,
-    whole,
-    word,
-    write_memory,
-    write_plain,
-    write_share,
-    write_wait,
+from prefect_gpu.units import (
+    DURATIONS_ACCEPTED,
+    SIZES_ACCEPTED,
+    parse_duration,
+    parse_size,
 )
-from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED
 
-__all__ = ["FrameworkShare", "GPUPolicy", "gpu", "is_gpu_tag", "parse_tags", "tag_table_markdown"]
+__all__ = [
+    "FRAMEWORKS",
+    "FrameworkShare",
+    "GPUPolicy",
+    "gpu",
+    "is_gpu_tag",
+    "parse_tags",
+    "tag_table_markdown",
+]
 
 Allocation = Literal["limit", "growth", "all"]
 OnOutOfMemory = Literal["escalate", "fail"]
 Enforcement = Literal["warn", "kill"]
 
 
+#: Names that `gpu:framework=` accepts. With `none`, no adapter applies the policy.
+FRAMEWORKS = ("torch", "tensorflow", "jax", "cupy", "onnxruntime", "none")
+
+#: Sizes from this many bytes on are refused. No device has 8 PiB, and a floating-point number, which a
+#: size is read as, cannot hold every whole number above it.
+_BYTES_LIMIT = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkShare:
+    """A framework that the policy applies to, and its share of the budget."""
+
+    #: One of `FRAMEWORKS`.
+    name: str
+    #: Share of the budget, in (0, 1]. `None`: what the other frameworks leave.
+    fraction: float | None = None
+
+    def __str__(self) -> str:
+        """Return the share as in a tag: `torch` or `torch:70%`."""
+        return self.name if self.fraction is None else f"{self.name}:{self.fraction * 100:.6g}%"
+
+
+# -- values from text --------------------------------------------------------------------------
+
+
+def read_memory(text: str) -> int | float:
+    """Read `6GiB` as bytes (`int`), `40%` as a fraction (`float`)."""
+    size = parse_size(text)
+    if not 0 < size < _BYTES_LIMIT:
+        raise ValueError(f"{text!r} is not more than zero and less than 8192TiB")
+    return size
+
+
+def read_wait(text: str) -> float:
+    """Read `10m` as seconds."""
+    seconds = parse_duration(text)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{text!r} is not more than zero and finite")
+    return seconds
+
+
+def whole(least: int | None = None) -> Callable[[str], int]:
+    """Return a function that reads whole numbers of at least `least`."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+            raise ValueError(f"{text!r} is not a whole number")
+        if least is not None and int(text) < least:
+            raise ValueError(f"{int(text)} is less than {least}")
+        return int(text)
+
+    return read
+
+
+def word(*words: str) -> Callable[[str], str]:
+    """Return a function that reads one of `words` in any case and returns it in this spelling."""
+    spelt = {word.lower(): word for word in words}
+
+    def read(text: str) -> str:
+        if text.lower() in spelt:
+            return spelt[text.lower()]
+        close = difflib.get_close_matches(text.lower(), spelt, n=1)
+        hint = f"; did you mean {spelt[close[0]]}?" if close else ""
+        raise ValueError(f"{text!r} is not known{hint}")
+
+    return read
+
+
+def read_devices(text: str) -> tuple[str, ...]:
+    """Read `0,GPU-1a` as indices and UUID prefixes, in the order given."""
+    devices = []
+    for device in (part.strip() for part in text.split(",")):
+        if re.fullmatch(r"[0-9]{1,9}", device):
+            device = str(int(device))
+        elif not re.fullmatch(r"(?i:GPU|MIG|HOST|SIM)-[\w./:-]+", device, re.ASCII):
+            raise ValueError(f"{device!r} is neither an index nor a UUID prefix")
+        if device in devices:
+            raise ValueError(f"device {device} is named twice")
+        devices.append(device)
+    return tuple(devices)
+
+
+def read_share(text: str) -> FrameworkShare:
+    """Read `torch` or `torch:70%`."""
+    name, colon, share = (part.strip() for part in text.partition(":"))
+    name = word(*FRAMEWORKS)(name)
+    if not colon:
+        return FrameworkShare(name)
+    if name == "none":
+        raise ValueError("none has no share")
+    fraction = parse_size(share) if share.endswith("%") else 0
+    if not isinstance(fraction, float) or fraction <= 0:
+        raise ValueError(f"share {share!r} is not a percentage")
+    return FrameworkShare(name, fraction)
+
+
+def read_parameter(text: str) -> str:
+    """Read the name of a parameter. Case matters."""
+    if not text.isidentifier():
+        raise ValueError(f"{text!r} is not a name of a parameter")
+    return text
+
+
+def _read_threshold(text: str) -> str:
+    if not re.fullmatch(r"0?\.[0-9]{1,17}", text) or float(text) == 0:
+        raise ValueError(f"{text!r} is not between 0 and 1")
+    return text if text.startswith("0") else f"0{text}"
+
+
+def _read_divisions(text: str) -> str:
+    if not text.startswith("["):
+        if _power_of_two(text):
+            return str(int(text))
+        raise ValueError(f"{text!r} is not a power of two")
+    if not text.endswith("]"):
+        raise ValueError("the list has no closing bracket")
+    pairs = [pair.partition(":") for pair in re.sub(r"\s", "", text[1:-1]).split(",")]
+    for position, (size, _, divisions) in enumerate(pairs, 1):
+        if not _power_of_two(size) and not (size == ">" and position == len(pairs)):
+            raise ValueError(f"{size!r} is neither a power of two nor a last `>`")
+        if divisions != "0" and not _power_of_two(divisions):
+            raise ValueError(f"{divisions!r} divisions are neither 0 nor a power of two")
+    return f"[{','.join(f'{size}:{divisions}' for size, _, divisions in pairs)}]"
+
+
+def _power_of_two(text: str) -> bool:
+    return bool(re.fullmatch(r"[1-9][0-9]{0,11}", text)) and int(text).bit_count() == 1
+
+
+def format_number(value: float) -> str:
+    """Return a number without an exponent, in the fewest digits that read back the same."""
+    return format(Decimal(repr(float(value))), "f").removesuffix(".0")
+
+
+#: Options of PyTorch's allocator by name: what is accepted, and the function that reads it. They are
+#: checked here because PyTorch checks them in the child process only. Newer releases accept only the
+#: spelling `True`, and releases differ on whether a `max_split_size_mb` of 20 is allowed.
+ALLOCATOR_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "max_split_size_mb": (
+        "a whole number of MiB above 20, as in gpu:alloc.max_split_size_mb=128",
+        lambda text: str(whole(21)(text)),
+    ),
+    "garbage_collection_threshold": (
+        "a number between 0 and 1, as in gpu:alloc.garbage_collection_threshold=0.8",
+        _read_threshold,
+    ),
+    "expandable_segments": ("true or false", word("True", "False")),
+    "roundup_power2_divisions": (
+        "a power of two, or a list of size:divisions pairs as in [256:1,512:2,>:4]",
+        _read_divisions,
+    ),
+    "backend": ("native or cudaMallocAsync", word("native", "cudaMallocAsync")),
+}
+
+
+# -- the policy --------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class GPUPolicy:
-    """What a task's tags ask for, defaults filled in. Hashable; made by `parse_tags`.
+    """What the tags of a task ask for, with defaults filled in. Hashable; `parse_tags` makes it.
 
     Raises:
         PolicyError: Two fields contradict each other.
     """
 
     #: Budget on each device, context included: bytes (`int`) or a fraction of the device's total
-    #: (`float` in (0, 1]). `None`: the author does not say.
+    #: (`float` in (0, 1]). `None`: no tag gives one.
     memory: int | float | None = None
-    #: Devices, all or none.
+    #: Number of devices. The task gets all of them or none.
     count: int = 1
-    #: Indices ("0") or UUID prefixes as written ("GPU-1a"), in the author's order; empty: any.
+    #: Indices ("0") or UUID prefixes as written ("GPU-1a"), in the order given. Empty: any.
     devices: tuple[str, ...] = ()
-    #: Which adapters apply the policy, by name; empty: those that the task imports.
+    #: Frameworks whose adapters apply the policy, by name. Empty: those that the task imports.
     frameworks: tuple[FrameworkShare, ...] = ()
-    #: "limit": cap at the budget. "growth": no cap. "all": take the budget at start.
+    #: "limit": the frameworks are capped at the budget. "growth": no cap. "all": they take it at start.
     allocation: Allocation = "growth"
-    #: PyTorch allocator options as pairs of name and text, by name, spelt as PyTorch reads them.
+    #: PyTorch allocator options as pairs of name and text, sorted by name, in PyTorch's spelling.
     allocator_options: tuple[tuple[str, str], ...] = ()
-    #: `False`: PyTorch's caching allocator is off, for memory checkers.
+    #: `False`: PyTorch's caching allocator is disabled, for memory checkers.
     caching: bool = True
-    #: Nobody else of ours on its devices.
+    #: No other GPU task of these runners uses its devices at the same time.
     exclusive: bool = False
-    #: After an out-of-memory: run again with more, or fail.
+    #: After an out-of-memory error: run again with more memory, or fail.
     oom: OnOutOfMemory = "escalate"
-    #: When the process as a whole passes its budget.
+    #: What happens when the process as a whole uses more than its budget.
     enforce: Enforcement = "warn"
-    #: Higher starts first.
+    #: Tasks of a higher priority start first.
     priority: int = 0
-    #: Seconds in the queue after which the task fails; `None`: no limit.
+    #: Seconds in the queue after which the task fails. `None`: no limit.
     wait_s: float | None = None
-    #: CPU threads that the frameworks may start; `None`: the runner's share of the cores.
+    #: CPU threads that the frameworks may start. `None`: the runner's share of the cores.
     cpus: int | None = None
-    #: Parameters whose values make a history of their own, by name.
+    #: Names of parameters; each combination of their values has a history of its own.
     learn_by: tuple[str, ...] = ()
-    #: Keys that tags gave, defaults spelt out among them. Not part of what a policy *is*.
+    #: Keys that the tags named, even with their default value. Not compared.
     stated: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
@@ -95,23 +251,9 @@ class GPUPolicy:
             )
         _check_frameworks(self.frameworks)
 
-    def to_tags(self) -> list[str]:
-        """Write the tags that parse to this policy: what was stated, or differs from its default.
-
-        Raises:
-            ValueError: A field holds what no tag can say, such as an empty device or 0 bytes.
-        """
-        return ["gpu", *(tag for key in _KEYS for tag in key.tags(self) if self._says(key))]
-
-    def _says(self, key: _Key) -> bool:
-        default: object = _DEFAULTS[key.field]
-        if key.field == "allocation":
-            default = _default_allocation(self.memory, self.caching)
-        return key.name in self.stated or getattr(self, key.field) != default
-
 
 def is_gpu_tag(tag: str) -> bool:
-    """Tell whether `tag` is `gpu` or starts with `gpu:`; case and outer spaces do not matter."""
+    """Return whether `tag` is `gpu` or starts with `gpu:`, ignoring case and outer spaces."""
     text = tag.strip().lower()
     return text == "gpu" or text.startswith("gpu:")
 
@@ -121,16 +263,16 @@ def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GP
 
     Args:
         task_tags: The task's own tags, from `@task` and `with_options`.
-        context_tags: Tags of `prefect.tags` contexts around the submit; key by key they win
-            over the task's.
+        context_tags: Tags of `prefect.tags` contexts around the submit. For a key that both sources
+            give, the context takes precedence.
 
     Returns:
-        The policy, or `None` if neither source has a `gpu` tag. Other tags are passed over.
+        The policy, or `None` if neither source has a `gpu` tag. Other tags are ignored.
 
     Raises:
         PolicyError: A tag cannot be read, is unknown or contradicts another.
     """
-    # Prefect keeps tags in sets: sorted, the same tags always give the same error.
+    # Prefect keeps tags in sets. Sorted, the same tags always raise the same error.
     sources = [sorted(filter(is_gpu_tag, tags)) for tags in (task_tags, context_tags)]
     if not any(sources):
         return None
@@ -169,30 +311,32 @@ def gpu(
     cpus: int | None = None,
     learn_by: str | Sequence[str] | None = None,
 ) -> list[str]:
-    """Build the tags of a GPU task, checked: `@task(tags=gpu(memory="6GiB"))`.
+    """Return the tags of a GPU task, after checking them: `@task(tags=gpu(memory="6GiB"))`.
 
-    An argument left out makes no tag, so that the default holds, or what another source says.
+    An argument that is not given makes no tag: the default or another source of tags decides.
 
     Args:
         memory: Budget on each device, CUDA context included: `"6GiB"`, or `"40%"` of its total.
-        count: Devices, all or none.
-        device: Only these devices, by index among the runner's or by UUID prefix: the first that
-            fits or, with `count`, these in this order.
-        framework: Which adapters apply the policy: `"torch"`, `"tensorflow"`, `"jax"`, `"cupy"`,
+        count: Number of devices. The task gets all of them or none.
+        device: Only these devices, by index among the runner's devices or by UUID prefix: the first
+            that fits or, with `count`, these in this order.
+        framework: Frameworks whose adapters apply the policy: `"torch"`, `"tensorflow"`, `"jax"`, `"cupy"`,
             `"onnxruntime"`, `"none"`; several share the budget, as in `["torch:70%", "jax:30%"]`.
-        allocation: `"limit"` caps at the budget, `"growth"` does not, `"all"` takes it at start.
+        allocation: `"limit"` caps the frameworks at the budget, `"growth"` does not, `"all"` takes the
+            budget at start.
         alloc: PyTorch allocator options, `{"max_split_size_mb": 128}`.
-        caching: `False` or `"off"` switches PyTorch's caching allocator off, for memory checkers.
-        exclusive: Nobody else of ours on its devices.
-        oom: `"escalate"` runs an out-of-memory body again with more, `"fail"` fails.
-        enforce: `"warn"` or `"kill"` when the process as a whole passes its budget.
-        priority: Higher starts first among tasks that are ready.
-        wait: Fail if no device was had after this long: `"10m"`, or a number of seconds.
+        caching: `False` or `"off"` disables PyTorch's caching allocator, for memory checkers.
+        exclusive: No other GPU task of these runners uses its devices at the same time.
+        oom: After an out-of-memory error, `"escalate"` runs the body again with more memory and `"fail"`
+            fails.
+        enforce: `"warn"` or `"kill"` when the process as a whole uses more than its budget.
+        priority: Of the tasks that are ready, those of a higher priority start first.
+        wait: Fail if the task got no device after this long: `"10m"`, or a number of seconds.
         cpus: CPU threads that the frameworks may start.
-        learn_by: Names of parameters whose values make a history of their own.
+        learn_by: Names of parameters; each combination of their values has a history of its own.
 
     Returns:
-        The tags, `gpu` first.
+        The tags, `gpu` first, with the values as given.
 
     Raises:
         PolicyError: An argument cannot be read, or contradicts another.
@@ -226,15 +370,14 @@ def gpu(
         tags.append(f"gpu:alloc.{key}={text}")
     if exclusive is True:
         tags.append("gpu:exclusive")
-    elif exclusive is not False:  # "no" is no bool: let the parser say so
+    elif exclusive is not False:  # not a bool, such as "no": the parser refuses it
         tags.append(f"gpu:exclusive={exclusive}")
-    policy = parse_tags(tags)
-    assert policy is not None, "the first tag is `gpu`"
-    return policy.to_tags()
+    parse_tags(tags)
+    return tags
 
 
 def tag_table_markdown() -> str:
-    """Write the README's table of tags: tag, meaning and accepted values, default."""
+    """Return the README's table of tags: tag, meaning with accepted values, default."""
     rows = ["| tag | meaning | default |", "|---|---|---|"]
     rows.append("| `gpu` | runs in its own process on one device; any tag below implies it | |")
     for key in _KEYS:
@@ -244,19 +387,17 @@ def tag_table_markdown() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One row of the table: a key and everything that is said of it anywhere."""
+    """One row of the table: a key, how it is read and how it is documented."""
 
     #: As in `gpu:NAME=`; `alloc` stands for all of `alloc.KEY`.
     name: str
     #: Field of `GPUPolicy` that holds its value.
     field: str
-    #: Text to value; raises `ValueError` with the problem.
+    #: Converts the text; raises `ValueError` with the problem.
     read: Callable[[str], Any]
-    #: Value of the field to texts, one for each tag.
-    write: Callable[[Any], list[str]]
-    #: What errors say would have been accepted.
+    #: What an error message names as accepted.
     accepted: str
-    #: For the README, in markdown.
+    #: Cells of the README's table, in markdown.
     example: str
     meaning: str
     default: str
@@ -265,18 +406,12 @@ class _Key:
     #: A tag without a value, such as `gpu:exclusive`.
     bare: bool = False
 
-    def tags(self, policy: GPUPolicy) -> list[str]:
-        """Write the tags of this key."""
-        texts = self.write(getattr(policy, self.field))
-        joint = "" if self.bare else "." if self.name == "alloc" else "="
-        return [f"gpu:{self.name}{joint}{text}" for text in texts]
-
 
 # -- reading one source ------------------------------------------------------------------------
 
 
 def _read_source(tags: Iterable[str]) -> dict[str, Any]:
-    """Read the `gpu` tags of one source into values by key, `alloc.KEY` each a key of its own."""
+    """Read the `gpu` tags of one source into values by key; each `alloc.KEY` is a key of its own."""
     values: dict[str, Any] = {}
     given: dict[str, str] = {}
     for tag in tags:
@@ -308,7 +443,7 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
 
 
 def _find(tag: str, name: str) -> tuple[_Key, str, Callable[[str], Any]]:
-    """Find what reads a key, and what it accepts."""
+    """Return the row of a key, what it accepts, and the function that reads it."""
     head, _, option = name.partition(".")
     if head == "alloc":
         if option not in ALLOCATOR_OPTIONS:
@@ -336,13 +471,13 @@ def _default_allocation(memory: object, caching: bool) -> Allocation:
 
 def _check_frameworks(shares: tuple[FrameworkShare, ...]) -> None:
     names = [share.name for share in shares]
-    given = " with ".join(f"gpu:framework={write_share(share)}" for share in shares)
+    given = " with ".join(f"gpu:framework={share}" for share in shares)
     if len(set(names)) < len(names):
         raise PolicyError(given, "one framework has two shares", "each framework once")
     if "none" in names and len(names) > 1:
         raise PolicyError(given, "none excludes every other framework", "none, or frameworks")
     fractions = [share.fraction for share in shares if share.fraction is not None]
-    # Thousandths of a percent are rounding, not a share: 0.1 + 0.2 + 0.7 > 1.
+    # 0.1 + 0.2 + 0.7 > 1: thousandths of a percent are rounding errors.
     left = round(1 - math.fsum(fractions), 5)
     if left < 0:
         raise PolicyError(given, "the shares are more than 100% together", "shares up to 100%")
@@ -359,18 +494,16 @@ _KEYS = (
         "memory",
         "memory",
         read_memory,
-        write_memory,
         f"{SIZES_ACCEPTED}; or a percentage of each device above 0 and up to 100, as in 40%",
         "`gpu:memory=6GiB`, `=40%`",
         "the **budget**: bytes of the device *as NVML counts them, CUDA context included*, on each "
         "device it gets; a percentage is of that device's total",
-        "learned; the first time a device to itself",
+        "learned; the first run has a device to itself",
     ),
     _Key(
         "count",
         "count",
         whole(1),
-        write_plain,
         "a whole number from 1, as in gpu:count=2",
         "`gpu:count=2`",
         "that many devices, all or none",
@@ -380,7 +513,6 @@ _KEYS = (
         "device",
         "devices",
         read_devices,
-        lambda devices: [",".join(devices)] if devices else [],
         "indices among the runner's devices or UUID prefixes, with commas, as in gpu:device=0,2 or "
         "gpu:device=GPU-1a2b",
         "`gpu:device=0,2` or a UUID prefix",
@@ -392,7 +524,6 @@ _KEYS = (
         "framework",
         "frameworks",
         read_share,
-        lambda shares: [write_share(share) for share in shares],
         f"{', '.join(FRAMEWORKS[:-1])} or none, with a share of the budget if several split it, as "
         "in torch:70%",
         "`gpu:framework=torch` (also `tensorflow`, `jax`, `cupy`, `onnxruntime`, `none`)",
@@ -404,18 +535,16 @@ _KEYS = (
         "allocation",
         "allocation",
         word("limit", "growth", "all"),
-        write_plain,
         "limit, growth or all",
         "`gpu:allocation=limit`, `growth` or `all`",
-        "`limit`: cap the framework at the budget; `growth`: grow on demand, no cap, a budget is "
-        "then a reservation only; `all`: the framework takes its whole budget at start",
+        "`limit`: cap the framework at the budget; `growth`: grow on demand without a cap, the budget "
+        "is then a reservation only; `all`: the framework takes its whole budget at start",
         "`limit` with a budget, `growth` without one or with `gpu:caching=off`",
     ),
     _Key(
         "alloc",
         "allocator_options",
-        lambda text: text,  # every option has its own, in `ALLOCATOR_OPTIONS`
-        lambda options: [f"{name}={text}" for name, text in options],
+        lambda text: text,  # each option has its own, in `ALLOCATOR_OPTIONS`
         ", ".join(ALLOCATOR_OPTIONS),
         "`gpu:alloc.KEY=VALUE`",
         "a PyTorch allocator option: " + ", ".join(f"`{name}`" for name in ALLOCATOR_OPTIONS),
@@ -425,7 +554,6 @@ _KEYS = (
         "caching",
         "caching",
         lambda text: word("on", "off")(text) == "on",
-        lambda caching: ["on" if caching else "off"],
         "on or off",
         "`gpu:caching=off`",
         "`PYTORCH_NO_CUDA_MEMORY_CACHING=1`, for memory checkers. It disables torch's cap: with "
@@ -436,10 +564,9 @@ _KEYS = (
         "exclusive",
         "exclusive",
         lambda _: True,
-        lambda exclusive: [""] if exclusive else [],
         "gpu:exclusive",
         "`gpu:exclusive`",
-        "nobody else of ours on the device",
+        "no other GPU task of these runners on its devices",
         "shared",
         bare=True,
     ),
@@ -447,27 +574,24 @@ _KEYS = (
         "oom",
         "oom",
         word("escalate", "fail"),
-        write_plain,
         "escalate or fail",
         "`gpu:oom=escalate` or `fail`",
-        "after an out-of-memory: run the body again in a fresh process with more, or fail",
+        "after an out-of-memory error: run the body again in a fresh process with more memory, or fail",
         "`escalate`",
     ),
     _Key(
         "enforce",
         "enforce",
         word("warn", "kill"),
-        write_plain,
         "warn or kill",
         "`gpu:enforce=kill` or `warn`",
-        "when the process as a whole passes its budget (NVML)",
+        "what happens when the process as a whole uses more than its budget (NVML)",
         "`warn`",
     ),
     _Key(
         "priority",
         "priority",
         whole(),
-        write_plain,
         "a whole number, as in gpu:priority=5",
         "`gpu:priority=5`",
         "higher starts first among tasks that are ready",
@@ -477,17 +601,15 @@ _KEYS = (
         "wait",
         "wait_s",
         read_wait,
-        write_wait,
         DURATIONS_ACCEPTED,
         "`gpu:wait=10m`",
-        "fail if no device was had after this long",
+        "fail if the task got no device after this long",
         "no limit",
     ),
     _Key(
         "cpus",
         "cpus",
         whole(1),
-        write_plain,
         "a whole number from 1, as in gpu:cpus=4",
         "`gpu:cpus=4`",
         "CPU threads the frameworks may start",
@@ -497,13 +619,11 @@ _KEYS = (
         "learn_by",
         "learn_by",
         read_parameter,
-        list,
         "a parameter's name, as in gpu:learn_by=batch_size",
         "`gpu:learn_by=batch_size`",
-        "parameters whose values make a history of their own; may repeat",
+        "parameters; each combination of their values has a history of its own; may repeat",
         "none",
         repeats=True,
     ),
 )
 _BY_NAME = {key.name: key for key in _KEYS}
-_DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(GPUPolicy)}

@@ -1,64 +1,74 @@
 """Settings of the runner, `PREFECT_INTEGRATIONS_GPU_*`, by Prefect's convention for integrations.
 
-They come from the environment, `.env`, `prefect.toml`, `pyproject.toml` or a profile, as Prefect's
-own do. What a task asks for is not set here: see `prefect_gpu.policy`.
+They come from the environment, `.env`, `prefect.toml`, `pyproject.toml` or a profile, like Prefect's own
+settings. What a single task asks for is not set here: see `prefect_gpu.policy`.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from prefect.settings.base import (
     PrefectBaseSettings,
     PrefectSettingsConfigDict,
     build_settings_config,
 )
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from typing_extensions import Self
 
+from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.units import SIZES_ACCEPTED, parse_bytes
 
 
-def parse_standby(value: object) -> int | Literal["auto", "hot"]:
-    """Read the runner's argument `standby`.
+def _word(otherwise: str) -> WrapValidator:
+    """Return a validator that ignores case and outer spaces and has one message for all errors."""
 
-    Raises:
-        ValueError: It is neither `"auto"` nor `"hot"` nor a number of processes.
-    """
-    text = value.strip().lower() if isinstance(value, str) else value
-    if text == "auto":
-        return "auto"
-    if text == "hot":
-        return "hot"
-    if isinstance(text, str) and text.isdecimal():
-        text = int(text)
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return text
-    raise ValueError(
-        f"standby={value!r} is neither 'auto', 'hot' nor a number of processes (0: none are started "
-        "ahead)"
-    )
+    def read(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            if not isinstance(value, bool):
+                return handler(value.strip().lower() if isinstance(value, str) else value)
+        except ValueError:
+            pass
+        raise ValueError(f"{value!r} is {otherwise}")
+
+    return WrapValidator(read)
 
 
-def parse_start_method(value: object) -> Literal["spawn", "forkserver"]:
-    """Read the runner's argument `start_method`.
+def _size(text: str) -> str:
+    try:
+        _headroom_bytes(text)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{error}; accepted: {SIZES_ACCEPTED}, or 0") from error
+    return text
 
-    Raises:
-        ValueError: It is neither `"spawn"` nor `"forkserver"`.
-    """
-    text = value.strip().lower() if isinstance(value, str) else value
-    if text == "spawn":
-        return "spawn"
-    if text == "forkserver":
-        return "forkserver"
-    raise ValueError(
-        f"start_method={value!r} is neither 'spawn' nor 'forkserver' (a fork of the flow's own process "
-        "would have its locks, but not the threads that hold them)"
-    )
+
+def _headroom_bytes(text: str) -> int:
+    return 0 if text.strip() == "0" else parse_bytes(text)
+
+
+Standby = Annotated[
+    Literal["auto", "hot"] | NonNegativeInt,
+    _word("neither 'auto', 'hot' nor a number of processes (0: none are started ahead)"),
+]
+StartMethod = Annotated[
+    Literal["spawn", "forkserver"],
+    _word(
+        "neither 'spawn' nor 'forkserver' (a fork of the flow's own process would have its locks, but "
+        "not the threads that hold them)"
+    ),
+]
 
 
 class GPUSettings(PrefectBaseSettings):
-    """Defaults of every `GPUTaskRunner`; its own arguments win over them."""
+    """Defaults of every `GPUTaskRunner`. Its own arguments take precedence."""
 
     model_config: ClassVar[PrefectSettingsConfigDict] = build_settings_config(
         ("integrations", "gpu")
@@ -77,68 +87,59 @@ class GPUSettings(PrefectBaseSettings):
     max_processes: int | None = Field(
         default=None,
         ge=1,
-        description="GPU tasks running at once at most; none: as many as memory holds.",
+        description="Most GPU tasks running at once. None: as many as memory holds.",
     )
     max_tasks_per_device: int | None = Field(
         default=None,
         ge=1,
-        description="GPU tasks on one device at once at most; none: as many as memory holds.",
+        description="Most GPU tasks on one device at once. None: as many as memory holds.",
     )
-    headroom: str | None = Field(
+    headroom: Annotated[str, AfterValidator(_size)] | None = Field(
         default=None,
-        description="Memory of each device left free whatever is asked, as in 512MiB, or 0; none: "
-        "by the kind of device.",
+        description="Memory of each device that is always left free, as in 512MiB, or 0. None: by the "
+        "kind of device.",
     )
-    start_method: Literal["spawn", "forkserver"] = Field(
+    start_method: StartMethod = Field(
         default="spawn",
-        description="How a task's process comes to be: spawn, a fresh interpreter, or forkserver, a "
-        "fork of a process that has imported Prefect, NumPy and PyTorch and done nothing else.",
+        description="How the process of a task starts: spawn, as a fresh interpreter, or forkserver, as "
+        "a fork of a process that has imported Prefect, NumPy and PyTorch and done nothing else.",
     )
     reports: bool = Field(
         default=True,
         description="Publish a memory report for each process and each flow run as artifacts.",
     )
-
-    standby: int | Literal["auto", "hot"] = Field(
+    standby: Standby = Field(
         default="auto",
-        description="Processes started ahead of their tasks: auto, or at most so many; 0 for none; "
-        "hot, as auto, with PyTorch or CuPy running on a device already.",
+        description="Processes started ahead of their tasks: auto, or at most this many (0: none), or "
+        "hot, which is auto with PyTorch or CuPy already running on a device.",
     )
-
-    @field_validator("standby", mode="before")
-    @classmethod
-    def _check_standby(cls, value: object) -> int | Literal["auto", "hot"]:
-        return parse_standby(value)
-
-    @field_validator("start_method", mode="before")
-    @classmethod
-    def _check_start_method(cls, value: object) -> Literal["spawn", "forkserver"]:
-        return parse_start_method(value)
 
     @model_validator(mode="after")
     def _check_start(self) -> Self:
         if self.standby == "hot" and self.start_method == "forkserver":
             raise ValueError(
-                "standby='hot' cannot be had with start_method='forkserver': a fork cannot use CUDA that "
-                "was started before it; leave one of them out"
+                "standby='hot' cannot be combined with start_method='forkserver': a fork cannot use "
+                "CUDA that was started before it; leave one of them out"
             )
         return self
 
-    @field_validator("headroom")
-    @classmethod
-    def _check_headroom(cls, text: str | None) -> str | None:
-        if text is not None:
-            try:
-                _headroom_bytes(text)
-            except (ValueError, OverflowError) as error:
-                raise ValueError(f"{error}; accepted: {SIZES_ACCEPTED}, or 0") from error
-        return text
-
     @property
     def headroom_bytes(self) -> int | None:
-        """Bytes of each device to leave free; `None`: by the kind of device."""
+        """Bytes of each device to leave free. `None`: by the kind of device."""
         return None if self.headroom is None else _headroom_bytes(self.headroom)
 
 
-def _headroom_bytes(text: str) -> int:
-    return 0 if text.strip() == "0" else parse_bytes(text)
+def read_settings() -> GPUSettings:
+    """Return the settings of this process.
+
+    Raises:
+        PrefectGPUError: A setting cannot be read. Its text names the setting.
+    """
+    try:
+        return GPUSettings()
+    except ValidationError as error:
+        problems = []
+        for each in error.errors():
+            name = "_".join(("PREFECT_INTEGRATIONS_GPU", *map(str, each["loc"]))).upper()
+            problems.append(f"{name}: {each['msg'].removeprefix('Value error, ')}")
+        raise PrefectGPUError("; ".join(problems)) from error

@@ -2,7 +2,7 @@
 
 Tasks with a `gpu` tag run in a process of their own on a device of their own, with Prefect's engine
 in a thread here; all others run in a thread, as under Prefect's default runner. What happens between its
-enter and its exit is in `running`.
+enter and its exit is in `runner.active_runner`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.task_runners import TaskRunner
 from typing_extensions import Self
 
-from prefect_gpu import prefect_bridge as bridge
 from prefect_gpu.devices.spec import DeviceSpec, parse_spec
 from prefect_gpu.errors import DeviceError
-from prefect_gpu.running import Configuration, Running
+from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
+from prefect_gpu.runner.prefect_engine import flow_run_goes_on
 from prefect_gpu.settings import GPUSettings
 
 
@@ -98,10 +98,10 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
                 f'start_method="forkserver" is for Linux, and this is {sys.platform}; accepted '
                 'here: start_method="spawn"'
             )
-        self._run: Running | None = None
+        self._run: ActiveRunner | None = None
 
     def duplicate(self) -> Self:
-        """Give a new runner of the same configuration."""
+        """Return a new runner of the same configuration."""
         # Not through the constructor: every child does this before its body, and reading the settings
         # again takes 3 ms. What runs is left out (`__getstate__`).
         return copy.copy(self)
@@ -135,7 +135,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     def __enter__(self) -> Self:
         """Start. Opens nothing: devices, threads and processes come with the first GPU task."""
         super().__enter__()
-        self._run = Running(self._configuration)
+        self._run = ActiveRunner(self._configuration)
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
@@ -143,7 +143,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         # Until all have ended they may still submit others.
         try:
             if self._run is not None:
-                goes_on = bridge.flow_run_goes_on(self._run.flow, self)
+                goes_on = flow_run_goes_on(self._run.flow, self)
                 self._run.close(failed=exc_type is not None or not goes_on)
         finally:
             self._run = None

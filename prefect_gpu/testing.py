@@ -1,10 +1,9 @@
-"""For tests, and for trying out a schedule: devices that exist on paper only, and a clock to move.
+"""Simulated devices and a clock that can be moved, for tests and for trying out a schedule.
 
     @flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("2x24GiB")))
 
-Inside a GPU task `allocate` takes memory of its simulated device, and a tally of it is kept, as a
-framework keeps counters. Real frameworks are not held to simulated devices: a tensor counts only in
-the machine's own memory.
+Inside a GPU task `allocate` takes memory of its simulated device and counts it, as a framework does. Real
+frameworks do not use simulated devices: a tensor takes the machine's own memory only.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from prefect_gpu import inside
+from prefect_gpu import in_task
+from prefect_gpu.child.channel import current_channel
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedOutOfMemoryError
 from prefect_gpu.frameworks.adapter import Counters
-from prefect_gpu.processes.channel import current_channel
 from prefect_gpu.units import format_bytes, parse_bytes
 
 __all__ = [
@@ -34,11 +33,11 @@ class _Tally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: UUID to bytes now, and most bytes at once.
+        #: UUID to bytes allocated now, and to the most bytes allocated at once.
         self._live: dict[str, int] = {}
         self._peak: dict[str, int] = {}
         self._retries = 0
-        #: Device that refused last; empty: none did.
+        #: Device that refused an allocation last. Empty: none did.
         self.refused_uuid = ""
 
     def count(self, device_uuid: str, change_bytes: int) -> None:
@@ -55,7 +54,7 @@ class _Tally:
             if not self._live and not self._retries:
                 return None
             live, peak = sum(self._live.values()), sum(self._peak.values())
-            # There is no cache: what is held is what is allocated.
+            # Without a cache, the bytes that are held are those that are allocated.
             return Counters(live, live, peak, peak, self._retries)
 
 
@@ -63,20 +62,20 @@ _tally = _Tally()
 
 
 def tally() -> Counters | None:
-    """Give what this process has allocated on simulated devices; `None`: it has not.
+    """Return what this process has allocated on simulated devices. `None`: nothing so far.
 
-    For the child, which takes it as a framework's counters.
+    The child uses it as the counters of a framework.
     """
     return _tally.counters()
 
 
 def refused_uuid() -> str:
-    """Name the simulated device that refused an allocation last; empty: none did. For the child."""
+    """Return the simulated device that refused an allocation last, or an empty text. For the child."""
     return _tally.refused_uuid
 
 
 def note_allocation_retry() -> None:
-    """Act as if an allocation had succeeded only after the allocator gave up its cache.
+    """Count an allocation as one that succeeded only after the allocator gave up its cache.
 
     A cap that pinches shows so with a real framework.
     """
@@ -84,7 +83,7 @@ def note_allocation_retry() -> None:
 
 
 class SimulatedAllocation:
-    """Memory of a simulated device, held until `free`, the end of a `with` block or the process."""
+    """Memory of a simulated device, held until `free`, the end of a `with` block or of the process."""
 
     def __init__(self, allocation_id: int, size_bytes: int, device_uuid: str) -> None:
         self._id: int | None = allocation_id
@@ -93,7 +92,7 @@ class SimulatedAllocation:
         self.size_bytes = size_bytes
 
     def free(self) -> None:
-        """Give the memory back; a second call does nothing."""
+        """Release the memory. A second call does nothing."""
         channel = current_channel()
         if self._id is not None and channel is not None:
             channel.ask("simulated_free", allocation_id=self._id)
@@ -117,18 +116,18 @@ class SimulatedAllocation:
 
 
 def allocate(size: str | int, device: int = 0) -> SimulatedAllocation:
-    """Take memory of one of this task's simulated devices, as a framework would.
+    """Allocate memory of one of this task's simulated devices, as a framework would.
 
     Args:
-        size: "3GiB", or bytes.
-        device: Which of the task's own devices, from 0.
+        size: As in "3GiB", or a number of bytes.
+        device: Index among the task's own devices, from 0.
 
     Raises:
-        SimulatedOutOfMemoryError: The task's cap or the device does not have it.
+        SimulatedOutOfMemoryError: It is more than the task's cap or the device has left.
         RuntimeError: The caller is not a GPU task on simulated devices.
     """
     channel = current_channel()
-    allocation = inside.current_allocation()
+    allocation = in_task.current_allocation()
     if channel is None or allocation is None:
         raise RuntimeError(
             "prefect_gpu.testing.allocate works inside a GPU task on simulated devices only; "
@@ -136,7 +135,7 @@ def allocate(size: str | int, device: int = 0) -> SimulatedAllocation:
         )
     if not 0 <= device < len(allocation.device_uuids):
         raise ValueError(
-            f"device={device} is none of this task's; it has {len(allocation.device_uuids)}"
+            f"device={device} is not one of this task's {len(allocation.device_uuids)} devices, from 0"
         )
     size_bytes = parse_bytes(size) if isinstance(size, str) else size
     device_uuid = allocation.device_uuids[device]

@@ -1,7 +1,7 @@
 """Bytes and seconds, to and from text.
 
-Covers the sizes and durations that tags and messages use. It does not know what a size is for:
-percentages of a device become bytes in `scheduling`, where the device is known.
+It covers the sizes and durations of tags and messages. A percentage of a device becomes bytes in
+`scheduling`, where the device is known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
 
-#: Bytes of each unit that a size may carry, by its lower-case spelling.
+#: Bytes of each unit of a size, by its lower-case spelling.
 UNIT_BYTES = {
     "kib": KIB,
     "mib": MIB,
@@ -25,7 +25,7 @@ UNIT_BYTES = {
     "tb": 10**12,
 }
 
-#: Seconds of each unit that a duration may carry.
+#: Seconds of each unit of a duration.
 UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 SIZES_ACCEPTED = (
@@ -45,13 +45,13 @@ def parse_bytes(text: str) -> int:
     """Read a size such as `6GiB`, `1.5 GB`, `512 MiB`.
 
     Args:
-        text: A positive number and a unit; case and the space between them do not matter.
+        text: A positive number and a unit, in any case, with or without a space between them.
 
     Returns:
         Bytes, rounded down.
 
     Raises:
-        ValueError: The text is no size; the message says why.
+        ValueError: The text is not a size. The message says why.
     """
     parts = _split(text)
     if parts is None:
@@ -78,7 +78,7 @@ def parse_size(text: str) -> int | float:
         An `int` of bytes, or a `float` fraction in (0, 1].
 
     Raises:
-        ValueError: The text is neither; the message says why.
+        ValueError: The text is neither. The message says why.
     """
     parts = _split(text)
     if parts is not None and parts[1] == "%":
@@ -95,7 +95,7 @@ def parse_duration(text: str) -> float:
         Seconds.
 
     Raises:
-        ValueError: The text is no duration; the message says why.
+        ValueError: The text is not a duration. The message says why.
     """
     parts = _split(text)
     if parts is None:
@@ -112,7 +112,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_bytes(size_bytes: int | float | None) -> str:
-    """Write bytes for a person: `23.7GiB`, `512MiB`, `0B`; `None` is `unknown`."""
+    """Return bytes as readable text: `23.7GiB`, `512MiB`, `0B`, or `unknown` for `None`."""
     if size_bytes is None:
         return "unknown"
     sign = "-" if size_bytes < 0 else ""
@@ -124,7 +124,7 @@ def format_bytes(size_bytes: int | float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Write seconds for a person: `12.3s`, `85ms`, `4m 05s`, `2h 03m`; `None` is `unknown`."""
+    """Return seconds as readable text: `12.3s`, `85ms`, `4m 05s`, or `unknown` for `None`."""
     if seconds is None:
         return "unknown"
     if seconds < 1:

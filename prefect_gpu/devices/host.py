@@ -1,7 +1,7 @@
-"""The machine's own memory as a device, and how much of it is available to us.
+"""The host's own memory as a device, how much of it is available, and kills for lack of it.
 
-Used where there is no GPU, and for unified-memory machines by `nvml`. What a control group allows
-counts; swap does not.
+Used where there is no GPU, and by `nvml` on machines with unified memory. Limits of control groups
+count; swap does not.
 """
 
 from __future__ import annotations
@@ -9,27 +9,31 @@ from __future__ import annotations
 import functools
 import re
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.devices.roots import ProcessTable, read_text
+from prefect_gpu.devices.process_tree import ProcessTable
+from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot
 
-#: Version 1 writes "no limit" as the largest page-aligned signed 64-bit number; nothing real is
-#: near it.
+#: Version 1 of control groups writes "no limit" as the largest page-aligned signed 64-bit number. No
+#: real limit is near it.
 _NO_LIMIT_BYTES = 2**60
 
-#: Those lines of `/proc/meminfo` that matter here; all are in its first three.
-_MEMINFO = re.compile(r"^(MemTotal|MemFree|MemAvailable): +([0-9]+) kB$", re.MULTILINE)
+#: Kills, in `/proc/vmstat`, in `memory.events` of a control group of version 2, and in
+#: `memory.oom_control` of one of version 1 (Linux 4.13 and later).
+_OOM_KILLS = re.compile(r"^oom_kill ([0-9]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The machine's memory as far as we may use it."""
+    """The host's memory, as far as this process may use it."""
 
-    #: Lower of what the machine has and what the control groups allow.
+    #: Lower of what the host has and what the control groups allow.
     total_bytes: int
     #: Lower of the kernel's estimate and what the control groups have left.
     available_bytes: int
@@ -37,18 +41,18 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """What one control group says."""
+    """The memory of one control group."""
 
     #: Most that its processes may hold together; `None`: no limit.
     limit_bytes: int | None
     #: Held now, page cache included.
     used_bytes: int = 0
-    #: Page cache that the kernel drops before it refuses memory.
+    #: Page cache that the kernel frees before it refuses memory.
     reclaimable_bytes: int = 0
 
     @property
     def available_bytes(self) -> int | None:
-        """Bytes left below the limit; `None`: no limit."""
+        """Return the bytes left below the limit; `None`: no limit."""
         if self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.used_bytes + self.reclaimable_bytes)
@@ -56,7 +60,7 @@ class GroupMemory:
 
 @dataclass(frozen=True, slots=True)
 class GroupFolder:
-    """Where a control group's memory files are."""
+    """The folder of a control group's memory files."""
 
     path: Path
     #: 1 or 2: which file names it uses.
@@ -64,7 +68,7 @@ class GroupFolder:
 
 
 def parse_group_folders(cgroup_text: str, mountinfo_text: str) -> tuple[GroupFolder, ...]:
-    """Find the control groups whose memory limits hold for us, ours first, then its ancestors.
+    """Return the control groups whose memory limits hold for a process: its own, then the ancestors.
 
     Args:
         cgroup_text: `/proc/self/cgroup`.
@@ -93,7 +97,7 @@ def parse_group_folders(cgroup_text: str, mountinfo_text: str) -> tuple[GroupFol
 
 
 def _ancestry(group: str, root: str, mount_point: str, version: int) -> list[GroupFolder]:
-    # In a container the mount's root is our group's own path, or a namespace has made both "/".
+    # In a container the mount's root is the group's own path, or a namespace has made both "/".
     top = Path(_unescape(mount_point))
     relative = Path(group.removeprefix(root if root != "/" else "").lstrip("/"))
     if ".." in relative.parts:
@@ -111,9 +115,9 @@ def _unescape(text: str) -> str:
 
 
 def parse_group_v2(limit: str, high: str, current: str, stat: str) -> GroupMemory:
-    """Read `memory.max`, `memory.high`, `memory.current` and `memory.stat`; empty: no such file.
+    """Parse `memory.max`, `memory.high`, `memory.current` and `memory.stat`; empty: no such file.
 
-    `memory.high` counts as a limit: past it the kernel slows the group down to a crawl.
+    `memory.high` counts as a limit: above it the kernel slows the group down severely.
     """
     limits = [bound for text in (limit, high) if (bound := _number(text)) is not None]
     return GroupMemory(
@@ -124,7 +128,7 @@ def parse_group_v2(limit: str, high: str, current: str, stat: str) -> GroupMemor
 
 
 def parse_group_v1(limit: str, usage: str, stat: str) -> GroupMemory:
-    """Read `memory.limit_in_bytes`, `memory.usage_in_bytes` and `memory.stat`."""
+    """Parse `memory.limit_in_bytes`, `memory.usage_in_bytes` and `memory.stat`."""
     return GroupMemory(
         limit_bytes=_number(limit),
         used_bytes=_number(usage) or 0,
@@ -145,7 +149,7 @@ def _stat_value(stat: str, key: str) -> int:
 
 
 def bound_by_groups(machine: HostMemory, groups: Collection[GroupMemory]) -> HostMemory:
-    """Lower the machine's figures to what its control groups leave."""
+    """Return the host's figures, bounded by what its control groups leave."""
     totals = [group.limit_bytes for group in groups if group.limit_bytes is not None]
     available = [left for group in groups if (left := group.available_bytes) is not None]
     total_bytes = min([machine.total_bytes, *totals])
@@ -156,96 +160,101 @@ def bound_by_groups(machine: HostMemory, groups: Collection[GroupMemory]) -> Hos
 
 
 class HostMemoryReader:
-    """Reads how much of the machine's memory we may use. Any thread may use it.
+    """Reads how much of the host's memory this process may use. Any thread may use it.
 
     Args:
-        proc: Where `/proc` is.
-        read_machine: Gives the machine's figures, without control groups.
+        proc: The folder `/proc`, which says where the control groups are.
+        read_machine: Returns the host's figures, without control groups; `None`: psutil does.
     """
 
     def __init__(
         self, proc: Path = Path("/proc"), read_machine: Callable[[], HostMemory] | None = None
     ) -> None:
-        self._read_machine = read_machine or functools.partial(_read_machine, proc / "meminfo")
-        # A process is hardly ever moved to another group: looked up once.
-        self._folders = parse_group_folders(
-            _text(f"{proc}/self/cgroup"), _text(f"{proc}/self/mountinfo")
-        )
+        self._read_machine = read_machine or _read_machine
+        # A process is hardly ever moved to another group: read once.
+        self._folders = _read_group_folders(proc)
 
     def read(self) -> HostMemory:
         """Read it now."""
         return bound_by_groups(self._read_machine(), [_read_group(f) for f in self._folders])
 
 
-def _read_group(folder: GroupFolder) -> GroupMemory:
-    limits = ("memory.max", "memory.high") if folder.version == 2 else ("memory.limit_in_bytes",)
-    use = "memory.current" if folder.version == 2 else "memory.usage_in_bytes"
-    found = [_text(f"{folder.path}/{name}") for name in limits]
-    # Most groups have no limit, and `memory.stat` takes the kernel longer than all else here.
-    limited = any(_number(text) is not None for text in found)
-    found += [_text(f"{folder.path}/{name}") if limited else "" for name in (use, "memory.stat")]
-    return parse_group_v2(*found) if folder.version == 2 else parse_group_v1(*found)
+class OomKills:
+    """Reads how many processes the kernel has killed for lack of memory. Any thread may use it.
 
+    A container may hide the host's counter, and a control group counts only its own kills, so both
+    are read. The counters do not say which processes were killed.
 
-def _text(path: str) -> str:
-    try:
-        return read_text(path)
-    except OSError:
-        return ""
-
-
-def _read_machine(meminfo: Path) -> HostMemory:
-    """Read the machine's figures from `/proc/meminfo`; through psutil where it does not say."""
-    return parse_meminfo(_text(str(meminfo))) or _read_machine_by_psutil()
-
-
-def parse_meminfo(text: str) -> HostMemory | None:
-    """Read `/proc/meminfo`; `None`: it does not say what is available, or says none.
-
-    In some containers it says that more is available than there is (as `psutil` knows): then what is
-    free counts.
+    Args:
+        proc: The folder `/proc`, which says where the control groups are.
     """
-    found = {name: int(size) * 1024 for name, size in _MEMINFO.findall(text)}
-    total, available = found.get("MemTotal"), found.get("MemAvailable")
-    # Some kernels and containers say 0 (psutil's issue 1915), and psutil estimates it.
-    if total is None or not available:
-        return None
-    if available > total:
-        available = found.get("MemFree", total)
-    return HostMemory(total_bytes=total, available_bytes=available)
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._files = [proc / "vmstat"] + [
+            folder.path / ("memory.events" if folder.version == 2 else "memory.oom_control")
+            for folder in _read_group_folders(proc)
+        ]
+
+    def read(self) -> int:
+        """Return the sum of the counters, 0 for each that is missing.
+
+        One kill may count several times. Only a comparison with an earlier sum has a meaning: it is
+        higher if there was a kill.
+        """
+        matches = [_OOM_KILLS.search(_text(file)) for file in self._files]
+        return sum(int(match[1]) for match in matches if match is not None)
 
 
-def _read_machine_by_psutil() -> HostMemory:
-    import psutil
+def _read_group_folders(proc: Path) -> tuple[GroupFolder, ...]:
+    return parse_group_folders(_text(proc / "self" / "cgroup"), _text(proc / "self" / "mountinfo"))
 
+
+def _read_machine() -> HostMemory:
     memory = psutil.virtual_memory()
     return HostMemory(total_bytes=memory.total, available_bytes=memory.available)
 
 
+def _read_group(folder: GroupFolder) -> GroupMemory:
+    limits = ("memory.max", "memory.high") if folder.version == 2 else ("memory.limit_in_bytes",)
+    use = "memory.current" if folder.version == 2 else "memory.usage_in_bytes"
+    found = [_text(folder.path / name) for name in limits]
+    # Most groups have no limit, and reading `memory.stat` takes longest.
+    limited = any(_number(text) is not None for text in found)
+    found += [_text(folder.path / name) if limited else "" for name in (use, "memory.stat")]
+    return parse_group_v2(*found) if folder.version == 2 else parse_group_v1(*found)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 @functools.cache
 def default_host_memory() -> HostMemoryReader:
-    """Give the reader of this machine, made at first use."""
+    """Return the reader of this host, made at first use."""
     return HostMemoryReader()
 
 
 def read_host_available_bytes() -> int:
-    """Read how many bytes of the machine's memory new processes could use."""
+    """Return how many bytes of the host's memory new processes could use."""
     return default_host_memory().read().available_bytes
 
 
 def host_uuid(hostname: str) -> str:
-    """Make the UUID of a machine's memory: `HOST-node-3-example-org`."""
+    """Return the UUID of a host's memory: `HOST-node-3-example-org`."""
     return "HOST-" + (re.sub(r"[^A-Za-z0-9]+", "-", hostname).strip("-") or "localhost")
 
 
 class HostReader:
-    """The machine's memory as one device; a process counts by its resident set.
+    """The host's memory as one device; a process counts with its resident set.
 
     Args:
-        hostname: Name of the machine; `None`: ask it.
-        memory: Reads the machine's memory.
+        hostname: Name of the host; `None`: it is read.
+        memory: Reads the host's memory.
         table: Reads its processes.
-        clock: Stamps the snapshots.
+        clock: Sets the time of the snapshots.
     """
 
     kind: DeviceKind = "host"
@@ -264,7 +273,7 @@ class HostReader:
         self._device: Device | None = None
 
     def devices(self) -> tuple[Device, ...]:
-        """List the one device; its total is that of the first call."""
+        """Return the one device; its total is that of the first call."""
         if self._device is None:
             self._device = Device(
                 uuid=host_uuid(self._hostname),
@@ -290,5 +299,11 @@ class HostReader:
             ),
         )
 
+    def process_memory(
+        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
+    ) -> ProcessMemory:
+        """Return an empty account of a new process; see `DeviceReader.process_memory`."""
+        return ProcessMemory(self.kind)
+
     def close(self) -> None:
-        """Do nothing: there is nothing to give back."""
+        """Do nothing: nothing is open."""

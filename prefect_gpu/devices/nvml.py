@@ -1,7 +1,7 @@
 """NVIDIA GPUs and MIG instances, read through NVML.
 
-The only module that imports `pynvml`. It creates no CUDA context, and asks NVML only to read.
-Which devices `CUDA_VISIBLE_DEVICES` leaves to us is decided in `visible`.
+The only module that imports `pynvml`. It creates no CUDA context and changes nothing. Which devices
+`CUDA_VISIBLE_DEVICES` allows is decided in `visible`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import HostMemoryReader, default_host_memory
-from prefect_gpu.devices.roots import ProcessTable
+from prefect_gpu.devices.process_tree import ProcessTable
+from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
@@ -28,8 +29,8 @@ Handle = Any
 #: NVML writes "not available" as the largest unsigned number; no device has half as much.
 _NOT_AVAILABLE_BYTES = 2**63
 
-#: Seconds between attempts to start NVML anew while every device fails. It takes tens of
-#: milliseconds, and a lost GPU rarely comes back at once.
+#: Seconds between attempts to restart NVML while every device fails. It takes tens of milliseconds, and
+#: a lost GPU rarely comes back at once.
 REOPEN_INTERVAL_S = 5.0
 
 
@@ -39,7 +40,7 @@ class NvmlMissingError(DeviceError):
 
 @dataclass(frozen=True, slots=True)
 class NvmlSelection:
-    """Which of the machine's devices to read."""
+    """Which of the host's devices to read."""
 
     #: Text of `CUDA_VISIBLE_DEVICES`; `None`: it is not set.
     visible: str | None = None
@@ -52,7 +53,7 @@ class _Memory:
     total_bytes: int
     free_bytes: int
     reserved_bytes: int = 0
-    #: The GPU has no memory of its own: these are the machine's.
+    #: The GPU has no memory of its own: these are the host's.
     unified: bool = False
 
 
@@ -62,9 +63,9 @@ class NvmlReader:
     Args:
         library: `pynvml` or a fake of it; `None`: import it at first use.
         selection: Which devices.
-        clock: Stamps the snapshots.
-        table: Says which process belongs to which root.
-        memory: The machine's memory, for GPUs that have none of their own.
+        clock: Sets the time of the snapshots.
+        table: Finds the root of a process.
+        memory: The host's memory, for GPUs that have none of their own.
     """
 
     kind: DeviceKind = "nvml"
@@ -82,10 +83,10 @@ class NvmlReader:
         self._clock: Clock = clock or RealClock()
         self._table = table or ProcessTable(clock=self._clock)
         self._memory = memory
-        # Where a container hides the machine's process ids, NVML may say those, and one may by
-        # chance be the id of a child of ours: then believe only who has the GPU open.
-        self._pids_are_ours = self._table.in_initial_namespace()
-        #: Not `None` while NVML is started, once for this reader: NVML counts.
+        # In a container NVML may report the host's process ids, and one of those may by chance be the
+        # id of a child. There a process must also have a GPU open.
+        self._pids_are_ours = self._table.processes.in_initial_namespace()
+        #: `None` while NVML is not started. Each reader starts and stops it once: NVML counts.
         self._library: NvmlLibrary | None = None
         self._devices: tuple[Device, ...] | None = None
         self._handles: dict[str, Handle] = {}
@@ -93,7 +94,7 @@ class NvmlReader:
         self._reopen_due_s: float | None = None
 
     def devices(self) -> tuple[Device, ...]:
-        """List the devices; see `DeviceReader.devices`."""
+        """Return the devices; see `DeviceReader.devices`."""
         if self._devices is None:
             library = self._open()
             try:
@@ -119,8 +120,14 @@ class NvmlReader:
             self._reopen_due_s = self._clock.now() + REOPEN_INTERVAL_S
         return snapshots
 
+    def process_memory(
+        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
+    ) -> ProcessMemory:
+        """Return an empty account of a new process; see `DeviceReader.process_memory`."""
+        return ProcessMemory(self.kind)
+
     def close(self) -> None:
-        """Shut NVML down, for this reader; reading again starts it anew."""
+        """Shut NVML down for this reader; reading again starts it."""
         library, self._library = self._library, None
         self._handles.clear()
         self._reopen_due_s = None
@@ -143,11 +150,9 @@ class NvmlReader:
                 f"or use devices='host'"
             ) from error
         self._library = library
-        # Version 2 tells apart what the driver keeps for itself.
+        # Version 2 reports separately what the driver keeps for itself.
         self._memory_version = getattr(library, "nvmlMemory_v2", None)
         return library
-
-    # Which devices there are.
 
     def _enumerate(self, library: NvmlLibrary) -> Iterator[tuple[Device, Candidate]]:
         driver = _text(library.nvmlSystemGetDriverVersion())
@@ -210,8 +215,6 @@ class NvmlReader:
                 chosen[device.uuid] = device
         return tuple(replace(device, index=i) for i, device in enumerate(chosen.values()))
 
-    # What is free on them.
-
     def _read_device(
         self, library: NvmlLibrary, device: Device, roots: Collection[int]
     ) -> DeviceSnapshot:
@@ -257,12 +260,12 @@ class NvmlReader:
             except library.NVMLError as error:
                 if error.value not in _codes(library, "NOT_SUPPORTED"):
                     raise
-                # GB10, Grace: the GPU has no memory but the machine's, one pool for all.
+                # GB10, Grace: the GPU uses the host's memory.
                 host = (self._memory or default_host_memory()).read()
                 return _Memory(host.total_bytes, host.available_bytes, unified=True)
         total_bytes, free_bytes = int(info.total), int(info.free)
         # Version 1 counts the driver's part as used. Documents and tools disagree on `reserved`
-        # (GPU.md): `free` is trusted, and the driver's part is at most what is not free.
+        # (GPU.md). `free` is taken as correct, and the driver's part is at most what is not free.
         reserved_bytes = int(getattr(info, "reserved", 0))
         return _Memory(
             total_bytes, free_bytes, max(0, min(reserved_bytes, total_bytes - free_bytes))
@@ -281,8 +284,8 @@ class NvmlReader:
                 used[process.pid] = max(known, default=None)
         resident: tuple[ProcessUse, ...] = ()
         if unified:
-            # What a process takes through the driver is pinned, and in no resident set: it holds
-            # both. From documentation; not measured on such a machine.
+            # Memory from the driver is pinned and in no resident set, so a process holds both. This
+            # is from documentation, not measured on such a machine.
             resident = tuple(
                 replace(use, used_bytes=(use.used_bytes or 0) + (used.pop(use.pid, None) or 0))
                 for use in self._table.resident(roots)
@@ -294,7 +297,11 @@ class NvmlReader:
 
     def _root_of(self, pid: int, roots: Collection[int]) -> int | None:
         root = self._table.root_of(pid, roots)
-        if root is not None and not self._pids_are_ours and not self._table.holds_gpu(pid):
+        if (
+            root is not None
+            and not self._pids_are_ours
+            and not self._table.processes.holds_gpu(pid)
+        ):
             return None
         return root
 
@@ -310,7 +317,7 @@ def _import_pynvml() -> NvmlLibrary:
 
 
 def _parts(library: NvmlLibrary, gpu: Handle) -> Iterator[tuple[Handle, tuple[int, int] | None]]:
-    """Give a GPU itself or, in MIG mode, its instances with their ids."""
+    """Yield a GPU itself or, in MIG mode, its instances with their ids."""
     try:
         mig = library.nvmlDeviceGetMigMode(gpu)[0] == 1
     except library.NVMLError as error:
@@ -341,32 +348,32 @@ def _name_instance(library: NvmlLibrary, handle: Handle, gpu_name: str) -> str:
         name = _text(library.nvmlDeviceGetName(handle))
     except library.NVMLError:
         return f"{gpu_name} MIG"
-    # Drivers differ in whether the profile, "MIG 1g.10gb", is in it.
+    # Some drivers include the profile, "MIG 1g.10gb".
     return name if "MIG" in name else f"{name} MIG"
 
 
 def _read_busy(library: NvmlLibrary, handle: Handle) -> float | None:
-    """Give the part of the time in which a device computed; `None`: not told (MIG, some drivers)."""
+    """Return the fraction of time in which a device computed; `None`: unknown (MIG, some drivers)."""
     try:
         percent = int(library.nvmlDeviceGetUtilizationRates(handle).gpu)
     except library.NVMLError as error:
         if _is_fatal(library, error) or error.value in _codes(library, "GPU_IS_LOST"):
             raise
-        # It only ever makes one device preferred to another.
+        # Only the choice between devices that fit depends on it.
         return None
     return min(percent, 100) / 100
 
 
 def _running(library: NvmlLibrary, handle: Handle, function: str) -> Sequence[Any]:
-    """List processes; none where the driver does not tell them."""
+    """Return the running processes; none where the driver does not report them."""
     for name in (function, f"{function}_v2"):
-        # Once more if processes started between NVML's counting them and listing them.
+        # A second try, if processes started after NVML had counted them.
         for _ in range(2):
             try:
                 processes: Sequence[Any] = getattr(library, name)(handle)
                 return processes
             except library.NVMLLibraryMismatchError:
-                break  # A driver older than the bindings: ask for the older structure.
+                break  # A driver older than the bindings has an older structure.
             except library.NVMLError as error:
                 if error.value in _codes(
                     library, "NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND"
@@ -378,7 +385,7 @@ def _running(library: NvmlLibrary, handle: Handle, function: str) -> Sequence[An
 
 
 def _is_fatal(library: NvmlLibrary, error: Any) -> bool:
-    """Say whether NVML itself stopped, rather than one device."""
+    """Return whether NVML itself stopped, rather than one device."""
     return error.value in _codes(
         library,
         "UNINITIALIZED",
@@ -393,7 +400,7 @@ def _codes(library: NvmlLibrary, *names: str) -> tuple[int, ...]:
 
 
 def _text(value: str | bytes) -> str:
-    # Older bindings give bytes.
+    # Older bindings return bytes.
     return value.decode() if isinstance(value, bytes) else value
 
 

@@ -1,7 +1,7 @@
-"""What a process can learn of itself from the driver: what it holds on its devices, what they have free.
+"""What the driver shows for this process: what it holds on its devices, and what they have free.
 
-For a child, at the end of a phase and when memory ran out. The parent's own readings are `sampler`'s;
-how a driver is read, and whose a process is, is `nvml`'s and `roots`'.
+For a child, at the end of a phase and when memory ran out. The parent's readings are made by
+`sampler`; `nvml` reads the driver, and `process_tree` finds the root of a process.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from prefect_gpu.scheduling.model import DeviceSnapshot
 
 @dataclass(frozen=True, slots=True)
 class OwnUse:
-    """One device, as the process itself sees it. Bytes; `None`: the driver does not tell."""
+    """One device, as read by the process itself. Bytes; `None`: the driver does not report it."""
 
     device_uuid: str
-    #: Held by this process and those that it started.
+    #: Held by this process and its descendants.
     process_bytes: int | None = None
     free_bytes: int | None = None
 
 
 class OwnMemory:
-    """Asks the driver about this process. It never raises.
+    """Reads the driver's figures for this process. It never raises.
 
-    The driver is opened at the first question (tens of milliseconds) and asked in under one from then
-    on. Once it has failed, all is unknown from then on: a body must not wait for it again and again.
-    NVML may be asked by several threads at once.
+    The first reading opens the driver, which takes tens of milliseconds; later ones take less than
+    one. After a failure every reading is unknown, so that a body does not wait for it repeatedly.
+    Several threads may use NVML at once.
 
     Args:
         device_uuids: The process's devices, in its order.
-        open_reader: Gives a reader of these devices.
+        open_reader: Returns a reader of these devices.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ def _own_use(snapshot: DeviceSnapshot, pid: int) -> OwnUse:
         return OwnUse(uuid)
     own = [use.used_bytes for use in snapshot.processes if use.root_pid == pid]
     known = [size for size in own if size is not None]
-    # Not in the list at all: in a container the driver may list it under another number.
+    # Not in the list: in a container the driver may list it under another id.
     process_bytes = sum(known) if own and len(known) == len(own) else None
     return OwnUse(uuid, process_bytes, snapshot.free_bytes)
 
 
 def _open_nvml(device_uuids: Sequence[str]) -> DeviceReader:
-    # Imported late: most children never ask.
+    # Imported here: most children never read it.
     from prefect_gpu.devices.nvml import NvmlReader, NvmlSelection
 
     return NvmlReader(selection=NvmlSelection(visible=",".join(device_uuids)))

@@ -5,10 +5,51 @@ It does not choose devices, and it keeps no history. Implementations: `nvml`, `h
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
+from prefect_gpu.errors import ProtocolError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot
+
+
+class ProcessMemory:
+    """What a reader stores about one process; nothing, where the devices are real.
+
+    Args:
+        kind: Kind of the devices.
+    """
+
+    #: Bytes of context on each device; `None`: it is measured.
+    context_bytes: int | None = None
+    #: Bytes that the process may allocate on each device; `None`: its frameworks set the cap.
+    cap_bytes: tuple[int, ...] | None = None
+
+    def __init__(self, kind: DeviceKind) -> None:
+        self._kind = kind
+
+    def attach(self, pid: int) -> None:
+        """Set the process; a second one replaces the first, which ended early."""
+
+    def live_bytes(self) -> int | None:
+        """Return what the process has allocated now; `None`: not known."""
+        return None
+
+    def detach(self) -> tuple[int, int] | None:
+        """Free all that the process holds, since it has ended.
+
+        Returns:
+            The most bytes that it had allocated, and the number of its devices; `None`: not known.
+        """
+        return None
+
+    def answer(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """Carry out a request of the process to its devices.
+
+        Raises:
+            ProtocolError: The request is unknown.
+            Exception: The error of the device, which the child raises.
+        """
+        raise ProtocolError(f"{method} is for simulated devices; these are {self._kind}")
 
 
 class DeviceReader(Protocol):
@@ -18,7 +59,7 @@ class DeviceReader(Protocol):
     kind: DeviceKind
 
     def devices(self) -> tuple[Device, ...]:
-        """List the devices, in the order of their `index`; the same list every time.
+        """Return the devices, in the order of their `index`; the same every time.
 
         Raises:
             DeviceError: There is no driver, or a device that was named is not there.
@@ -28,18 +69,28 @@ class DeviceReader(Protocol):
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read every device once, in the order of `devices()`.
 
-        A device that cannot be read yields a snapshot with `error` set; the others are read all
-        the same.
+        A device that cannot be read has a snapshot with `error` set; the others are still read.
 
         Args:
-            roots: Process ids of our own children that are alive; each leads a session of its
-                own. A process belongs to a root if it is in its session or descends from it.
+            roots: Process ids of our living children, each of which leads a session. A process
+                belongs to a root if it is in its session or descends from it.
 
         Raises:
-            DeviceError: Nothing answers at all.
+            DeviceError: No device can be read.
+        """
+        ...
+
+    def process_memory(
+        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
+    ) -> ProcessMemory:
+        """Return what is stored about a new process on some of the devices. Any thread may call it.
+
+        Args:
+            device_uuids: Its devices.
+            budget_bytes: Budget on each of them, where the process has a cap; `None`: it has none.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the reader holds; reading again opens it anew."""
+        """Close what the reader has opened; reading again opens it."""
         ...

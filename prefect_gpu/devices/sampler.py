@@ -1,26 +1,60 @@
 """The one thread that reads the devices, for all runners that share them.
 
-Covers when to read, and what happens when a reading fails or hangs. It decides nothing, and keeps
-no series: `publish` does.
+It covers when to read, what happens when a reading fails or hangs, and how busy devices are as a mean over the
+last readings (`Utilisation`). It decides nothing and keeps no series of readings: that is done by the function
+that each reading is passed to.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
-from prefect_gpu.devices.utilisation import Utilisation
 from prefect_gpu.errors import DeviceError
-from prefect_gpu.scheduling.model import Reading
+from prefect_gpu.process_resources import start_thread
+from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot, Reading
+
+#: Seconds of the mean. NVML's own figure covers 1/6 to 1 s, and a training that waits for data or saves
+#: a checkpoint is idle for about as long.
+WINDOW_S = 3.0
+
+
+class Utilisation:
+    """Stores the readings of the last `WINDOW_S` seconds. For one thread."""
+
+    def __init__(self) -> None:
+        #: Time of a reading and the busy fraction, oldest first.
+        self._seen: dict[DeviceKey, deque[tuple[float, float]]] = {}
+
+    def smooth(self, snapshots: tuple[DeviceSnapshot, ...]) -> tuple[DeviceSnapshot, ...]:
+        """Return the snapshots with the mean over the last readings as their `busy_fraction`.
+
+        A reading without a figure starts the mean of its device again.
+        """
+        return tuple(self._smooth(snapshot) for snapshot in snapshots)
+
+    def _smooth(self, snapshot: DeviceSnapshot) -> DeviceSnapshot:
+        now = snapshot.busy_fraction
+        if now is None or snapshot.error:
+            self._seen.pop(snapshot.device.key, None)
+            return snapshot
+        seen = self._seen.setdefault(snapshot.device.key, deque())
+        seen.append((snapshot.at_s, now))
+        while seen[0][0] < snapshot.at_s - WINDOW_S:
+            seen.popleft()
+        return replace(snapshot, busy_fraction=sum(part for _, part in seen) / len(seen))
+
 
 logger = logging.getLogger(__name__)
 
-#: Longest pause after failed readings: each doubles the pause, and a driver that was reinstalled is
-#: noticed this soon.
+#: Longest pause in seconds after failed readings, each of which doubles the pause. A driver that answers
+#: again is noticed after this time.
 MAX_BACK_OFF_S = 5.0
 
 #: Seconds that `stop` waits for the thread: a driver that hangs must not hang the flow's end.
@@ -28,18 +62,18 @@ STOP_S = 2.0
 
 
 class Sampler:
-    """Reads devices in a thread of its own, at an interval while somebody needs it.
+    """Reads devices in a thread of its own, at an interval while it is active.
 
-    All methods may be called from any thread, and none waits for the reader: where a driver hangs,
-    `publish` is just not called any more, and `last_reading_at_s` grows old.
+    All methods may be called from any thread, and none waits for the reader. Where a driver hangs, `publish`
+    is not called any more, and `last_reading_at_s` grows old.
 
     Args:
         reader: Used by the sampler's thread alone, which closes it at the end.
-        roots: Gives the process ids of our own children that are alive.
-        publish: Is given every reading, on the sampler's thread; must not block for long.
+        roots: Returns the process ids of our own children that are alive.
+        publish: Is called with every reading, on the sampler's thread; must not block for long.
         interval_s: Seconds from the start of a reading to the start of the next.
         clock: Time.
-        read_host_available: Gives `Reading.host_available_bytes`.
+        read_host_available: Returns `Reading.host_available_bytes`.
     """
 
     def __init__(
@@ -57,7 +91,7 @@ class Sampler:
         self._interval_s = interval_s
         self._clock: Clock = clock or RealClock()
         self._read_host_available = read_host_available
-        #: Of the sampler's thread.
+        #: Used by the sampler's thread alone.
         self._utilisation = Utilisation()
         #: Guards all below; never held while reading or publishing.
         self._changed = threading.Condition()
@@ -76,24 +110,31 @@ class Sampler:
             return self._last_reading_at_s
 
     def set_active(self, active: bool) -> None:
-        """Start or stop reading at the interval. Starts with a reading if one is due."""
+        """Start or stop reading at the interval. Starts with a reading if one is due.
+
+        Raises:
+            CapacityError: The thread could not be started.
+        """
         with self._changed:
             if active != self._active:
-                self._active = active
                 self._wake()
+                self._active = active
 
     def refresh(self) -> None:
         """Ask for a reading now, active or not.
 
-        Its `at_s` is not before this call, so a caller knows it by that. Calls while one is asked
-        for and not begun are one; a call during a reading leads to another after it.
+        Its `at_s` is not before this call, by which a caller recognises it. Several calls before it has begun
+        lead to one reading; a call during a reading leads to another after it.
+
+        Raises:
+            CapacityError: The thread could not be started.
         """
         with self._changed:
-            self._asked = True
             self._wake()
+            self._asked = True
 
     def stop(self) -> None:
-        """End the thread and close the reader; waits `STOP_S` at most for a reading in progress."""
+        """End the thread and close the reader; wait `STOP_S` at most for a reading in progress."""
         with self._changed:
             self._stopping = True
             thread = self._thread
@@ -109,18 +150,14 @@ class Sampler:
         if self._stopping:
             return
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="prefect-gpu-sampler", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_thread(self._run, "prefect-gpu-sampler")
         self._changed.notify_all()
 
     def _run(self) -> None:
         while self._wait_until_due():
             reading = self._read()
             with self._changed:
-                # Before it is published: whoever moves the clock on seeing the reading moves it
-                # past this.
+                # Before it is published: a test that moves the clock after a reading moves it past this.
                 self._failures = self._failures + 1 if reading.error else 0
                 self._due_s = reading.at_s + self._pause_s()
                 self._last_reading_at_s = reading.at_s
@@ -129,12 +166,12 @@ class Sampler:
             try:
                 self._publish(reading)
             except Exception:
-                # The edge of a thread: without it readings would stop for good, unseen.
+                # The edge of a thread: otherwise readings would stop for ever without a message.
                 logger.exception("a reading of the devices could not be passed on")
         self._reader.close()
 
     def _wait_until_due(self) -> bool:
-        """Wait for the next reading's time; `False`: there is to be none."""
+        """Wait until a reading is due; return `False` once the sampler is stopped."""
         with self._changed:
             while not self._stopping:
                 left_s = self._due_s - self._clock.now()
@@ -159,13 +196,13 @@ class Sampler:
                 host_available_bytes = self._read_host_available()
             snapshots = self._utilisation.smooth(self._reader.read(self._roots()))
             if self._reader.kind == "host":
-                # What is free on that device is just this.
+                # It is what is free on that device.
                 host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)
             return Reading(at_s, snapshots, host_available_bytes)
         except DeviceError as error:
             problem = str(error)
         except Exception as error:
-            # The edge of a thread, as above: a fault of ours becomes a reason to wait that is seen.
+            # The edge of a thread, as above: the error becomes the reason for which tasks wait.
             logger.exception("the devices could not be read")
             problem = f"{type(error).__name__}: {error}"
         return Reading(at_s, (), host_available_bytes, error=problem or "no reason given")

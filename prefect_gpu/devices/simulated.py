@@ -1,7 +1,7 @@
-"""Devices that exist only in this process: for tests, and for trying out a schedule.
+"""Devices that exist only in this process: for tests, and to try out a schedule.
 
-Covers the arithmetic of a device's memory: contexts, caps, other people's processes, leaks, and
-failures on demand. How a task in a child asks for memory is in `prefect_gpu.testing`.
+Covers the arithmetic of a device's memory: contexts, caps, foreign processes, leaks, and failures on
+demand. How a task in a child requests memory is in `prefect_gpu.testing`.
 """
 
 from __future__ import annotations
@@ -9,37 +9,39 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.errors import DeviceError
+from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.errors import DeviceError, ProtocolError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
 from prefect_gpu.units import format_bytes, parse_bytes
 
 SIMULATED_ACCEPTED = "a number of devices and their size, as in 2x24GiB or 1x80GiB,2x24GiB"
 
-#: More is a slip of the keyboard.
+#: A larger number is a typing error.
 MAX_DEVICES = 1024
 
-#: Stands for whoever else uses a device: process 1 always exists and is never ours.
+#: The foreign process on a device: process 1 always exists and is never one of our children.
 FOREIGN_PID = 1
 
 _GROUP = re.compile(r"\s*(?:([0-9]+)\s*[x×]\s*)?(.+)", re.IGNORECASE)
 
 
 class SimulatedOutOfMemoryError(RuntimeError):
-    """A simulated device, or a cap on it, cannot give what was asked.
+    """A simulated device, or a cap on it, has less memory than was requested.
 
     Args:
-        requested_bytes: What was asked for.
+        requested_bytes: The size that was requested.
         free_bytes: What the device had.
         total_bytes: All of the device.
         cap_bytes: What the process may allocate there; `None`: no cap.
         live_bytes: What the process had allocated there.
     """
 
-    #: How the child knows an out-of-memory that belongs to no framework.
+    #: Marks an out-of-memory that belongs to no framework; the child looks for it.
     __prefect_gpu_out_of_memory__ = True
 
     def __init__(
@@ -59,7 +61,7 @@ class SimulatedOutOfMemoryError(RuntimeError):
 
     @property
     def hit_cap(self) -> bool:
-        """Whether the process's own cap refused it, however much the device had."""
+        """Return whether the process's own cap refused it, however much the device had."""
         return self.cap_bytes is not None and self.live_bytes + self.requested_bytes > (
             self.cap_bytes
         )
@@ -77,17 +79,17 @@ class SimulatedOutOfMemoryError(RuntimeError):
 
 @dataclass(frozen=True, init=False)
 class SimulatedDevices:
-    """How many simulated devices of which size. Equal ones are shared by the runners of a process.
+    """The number and sizes of simulated devices. Runners of a process share equal ones.
 
     Args:
         devices: As in `2x24GiB`, or `1x80GiB,2x24GiB` for devices that differ.
         context: What every process holds on its devices before it allocates: `512MiB`.
 
     Raises:
-        DeviceError: A text that is no such size.
+        DeviceError: A text is not such a size.
     """
 
-    #: All memory of each device, in bytes, in order.
+    #: All memory of each device, in bytes.
     sizes_bytes: tuple[int, ...]
     #: Held by every process on each of its devices, in bytes.
     context_bytes: int
@@ -95,7 +97,7 @@ class SimulatedDevices:
     text: str = field(compare=False)
 
     def __init__(self, devices: str, context: str | None = None) -> None:
-        # Frozen: this is the one place that may set them.
+        # The class is frozen, so that only this may set them.
         object.__setattr__(self, "sizes_bytes", _parse_sizes(devices))
         object.__setattr__(self, "context_bytes", 0 if context is None else _parse_context(context))
         object.__setattr__(self, "text", devices)
@@ -148,20 +150,20 @@ class SimulatedCounters:
 
 @dataclass
 class _Attached:
-    """One process of ours on the devices."""
+    """A process on the devices."""
 
-    #: UUID to cap in bytes; `None`: no cap.
+    #: Cap in bytes by UUID; `None`: no cap.
     caps: dict[str, int | None]
-    #: UUID to what it has allocated there.
+    #: What it has allocated, by UUID.
     counters: dict[str, SimulatedCounters]
 
 
 class SimulatedReader:
-    """Reads simulated devices, and is where their memory is booked. Any thread may use it.
+    """Reads simulated devices, and keeps account of their memory. Any thread may use it.
 
     Args:
         spec: The devices.
-        clock: Stamps the snapshots.
+        clock: Sets the time of the snapshots.
     """
 
     kind: DeviceKind = "simulated"
@@ -188,10 +190,8 @@ class SimulatedReader:
         self._busy: dict[str, float] = {}
         self._broken = ""
 
-    # What a `DeviceReader` does.
-
     def devices(self) -> tuple[Device, ...]:
-        """List the devices; see `DeviceReader.devices`."""
+        """Return the devices; see `DeviceReader.devices`."""
         with self._lock:
             self._check_driver()
             return tuple(self._devices.values())
@@ -213,15 +213,21 @@ class SimulatedReader:
                 for uuid, device in self._devices.items()
             )
 
-    def close(self) -> None:
-        """Do nothing: memory stays booked."""
+    def process_memory(
+        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
+    ) -> SimulatedMemory:
+        """Return the account of a new process; see `DeviceReader.process_memory`."""
+        return SimulatedMemory(self, device_uuids, budget_bytes)
 
-    # What processes do.
+    def close(self) -> None:
+        """Do nothing: memory stays allocated."""
+
+    # Called for processes.
 
     def attach(
         self, root_pid: int, device_uuids: Sequence[str], cap_bytes: Sequence[int] | None = None
     ) -> None:
-        """Put a process on its devices: from now on its context counts there.
+        """Add a process to its devices, on which its context counts from now on.
 
         Args:
             root_pid: The process.
@@ -243,7 +249,7 @@ class SimulatedReader:
             )
 
     def detach(self, root_pid: int) -> dict[str, SimulatedCounters]:
-        """Take a process off its devices: all that it held is free. Unknown ones are ignored.
+        """Remove a process from its devices and free all that it held. Ignore an unknown process.
 
         Returns:
             Its last counters, by device UUID.
@@ -256,14 +262,14 @@ class SimulatedReader:
             return attached.counters if attached else {}
 
     def allocate(self, root_pid: int, device_uuid: str, size_bytes: int) -> int:
-        """Book memory for a process.
+        """Allocate memory for a process.
 
         Returns:
-            An id to `free` it by.
+            An id for `free`.
 
         Raises:
-            SimulatedOutOfMemoryError: Its cap or the device does not hold as much.
-            DeviceError: The device failed, is unknown, or not among the process's own.
+            SimulatedOutOfMemoryError: Its cap or the device has less.
+            DeviceError: The device failed, is unknown, or is not one of the process's.
         """
         with self._lock:
             device = self._device(device_uuid)
@@ -289,7 +295,7 @@ class SimulatedReader:
             return allocation_id
 
     def free(self, allocation_id: int) -> None:
-        """Give an allocation back; one that is already free is left alone."""
+        """Free an allocation; ignore one that is already free."""
         with self._lock:
             entry = self._allocations.pop(allocation_id, None)
             if entry is not None:
@@ -297,18 +303,18 @@ class SimulatedReader:
                 self._count(self._attached[root_pid], device_uuid, -size_bytes)
 
     def root_counters(self, root_pid: int) -> dict[str, SimulatedCounters]:
-        """Give what a process has allocated, by device UUID; empty if it is not attached."""
+        """Return what a process has allocated, by device UUID; empty if it is not attached."""
         with self._lock:
             attached = self._attached.get(root_pid)
             return dict(attached.counters) if attached else {}
 
-    # What a test does to the machine.
+    # Called by tests.
 
     def occupy(self, device_uuid: str, size_bytes: int) -> None:
-        """Let somebody else's process take memory, on top of what it has.
+        """Allocate memory for the foreign process, in addition to what it has.
 
         Raises:
-            SimulatedOutOfMemoryError: The device does not have as much.
+            SimulatedOutOfMemoryError: The device has less.
         """
         with self._lock:
             device = self._device(device_uuid)
@@ -320,7 +326,7 @@ class SimulatedReader:
             self._foreign[device_uuid] += size_bytes
 
     def vacate(self, device_uuid: str, size_bytes: int | None = None) -> None:
-        """Let somebody else's process give memory back; `None`: all of it."""
+        """Free memory of the foreign process; `None`: all of it."""
         with self._lock:
             self._device(device_uuid)
             held_bytes = self._foreign[device_uuid]
@@ -328,13 +334,13 @@ class SimulatedReader:
             self._foreign[device_uuid] = max(0, left_bytes)
 
     def leave_behind(self, device_uuid: str, size_bytes: int) -> None:
-        """Leak memory: gone from the device, and nobody's. Negative gives it back."""
+        """Leak memory, so that no process holds it. A negative size returns it."""
         with self._lock:
             self._device(device_uuid)
             self._leaked[device_uuid] = max(0, self._leaked[device_uuid] + size_bytes)
 
     def compute(self, device_uuid: str, busy_fraction: float | None) -> None:
-        """Let a device compute for a part of the time (0 to 1); `None`: it does not tell."""
+        """Make a device report that it computes this fraction of the time; `None`: no report."""
         with self._lock:
             self._device(device_uuid)
             self._busy.pop(device_uuid, None)
@@ -342,23 +348,23 @@ class SimulatedReader:
                 self._busy[device_uuid] = busy_fraction
 
     def fail(self, device_uuid: str, reason: str = "GPU is lost") -> None:
-        """Let one device fall off the bus."""
+        """Make one device fall off the bus."""
         with self._lock:
             self._device(device_uuid)
             self._failed[device_uuid] = reason
 
     def recover(self, device_uuid: str) -> None:
-        """Bring a failed device back."""
+        """Make a failed device work again."""
         with self._lock:
             self._failed.pop(device_uuid, None)
 
     def break_driver(self, reason: str = "driver does not answer") -> None:
-        """Let every reading raise `DeviceError`."""
+        """Make every reading raise `DeviceError`."""
         with self._lock:
             self._broken = reason
 
     def mend_driver(self) -> None:
-        """Let readings work again."""
+        """Make readings work again."""
         with self._lock:
             self._broken = ""
 
@@ -385,7 +391,7 @@ class SimulatedReader:
 
     def _processes(self, uuid: str, roots: Collection[int]) -> tuple[ProcessUse, ...]:
         uses = [
-            # A process that is dead to the runner but still holds memory is nobody's of ours.
+            # A process that is not among the roots any more may still hold memory.
             ProcessUse(pid, pid if pid in roots else None, held_bytes)
             for pid, attached in self._attached.items()
             if (held_bytes := self._held_bytes(attached, uuid)) > 0
@@ -400,3 +406,58 @@ class SimulatedReader:
         attached.counters[uuid] = SimulatedCounters(
             live_bytes, max(before.peak_live_bytes, live_bytes)
         )
+
+
+class SimulatedMemory(ProcessMemory):
+    """One process and what it holds of simulated devices.
+
+    Args:
+        reader: The devices.
+        device_uuids: Those that it was placed on.
+        budget_bytes: On each of them, the context included; `None`: no cap.
+    """
+
+    def __init__(
+        self,
+        reader: SimulatedReader,
+        device_uuids: Sequence[str],
+        budget_bytes: Sequence[int] | None,
+    ) -> None:
+        super().__init__(reader.kind)
+        self._reader = reader
+        self._device_uuids = tuple(device_uuids)
+        self._pid: int | None = None
+        context = self.context_bytes = reader.spec.context_bytes
+        if budget_bytes is not None:
+            self.cap_bytes = tuple(max(1, budget - context) for budget in budget_bytes)
+
+    def attach(self, pid: int) -> None:
+        """See `ProcessMemory.attach`."""
+        if self._pid is not None:
+            self._reader.detach(self._pid)
+        self._pid = pid
+        self._reader.attach(pid, self._device_uuids, self.cap_bytes)
+
+    def live_bytes(self) -> int | None:
+        """See `ProcessMemory.live_bytes`."""
+        if self._pid is None:
+            return None
+        return sum(c.live_bytes for c in self._reader.root_counters(self._pid).values())
+
+    def detach(self) -> tuple[int, int] | None:
+        """See `ProcessMemory.detach`."""
+        if self._pid is None:
+            return None
+        left = self._reader.detach(self._pid)
+        return sum(counters.peak_live_bytes for counters in left.values()), len(left)
+
+    def answer(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """See `ProcessMemory.answer`."""
+        if self._pid is None:
+            raise ProtocolError(f"{method} was asked for before there was a process")
+        if method == "simulated_allocate":
+            return self._reader.allocate(self._pid, **arguments)
+        if method == "simulated_free":
+            self._reader.free(**arguments)
+            return None
+        raise ProtocolError(f"a child asked for {method!r}, which is unknown")

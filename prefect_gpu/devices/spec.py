@@ -1,7 +1,7 @@
-"""What a user writes as `devices=`, as a value, and the reader that it means.
+"""The value of `devices=` that a user writes, and the reader that it selects.
 
-Reading the text is pure; only `open_reader` touches a driver. Equal specifications share one
-reader: whoever keeps readers uses the specification as the key.
+Parsing is pure; only `open_reader` uses a driver. Equal specifications share one reader: the
+specification is the key under which readers are kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DeviceSpec:
 
 
 def parse_spec(value: object) -> DeviceSpec:
-    """Read what a user gave as `devices=`.
+    """Parse the value of `devices=`.
 
     Args:
         value: One of `SPECS_ACCEPTED`, a `SimulatedDevices` or a `DeviceSpec`. As text, indices and
@@ -67,12 +67,9 @@ def parse_spec(value: object) -> DeviceSpec:
 
 def _parse_text(text: str) -> DeviceSpec:
     word = text.strip().lower()
-    if word == "auto":
-        return DeviceSpec("auto")
-    if word == "nvml":
-        return DeviceSpec("nvml")
-    if word == "host":
-        return DeviceSpec("host")
+    words: dict[str, SpecKind] = {"auto": "auto", "nvml": "nvml", "host": "host"}
+    if word in words:
+        return DeviceSpec(words[word])
     kind, colon, rest = text.strip().partition(":")
     if kind.strip().lower() == "simulated":
         if not colon:
@@ -111,8 +108,8 @@ def open_reader(
 
     Args:
         spec: Which devices.
-        environ: Of this process: `CUDA_VISIBLE_DEVICES` says which NVIDIA devices are ours.
-        clock: Stamps the snapshots.
+        environ: Environment of this process; `CUDA_VISIBLE_DEVICES` limits its NVIDIA devices.
+        clock: Sets the time of the snapshots.
         nvml_library: A fake of `pynvml`, for tests.
 
     Raises:
@@ -132,7 +129,7 @@ def open_reader(
     except DeviceError as error:
         if spec.kind != "auto":
             raise
-        # No driver is what a laptop has; a driver that does not work is worth a word.
+        # A laptop has no driver. A driver that does not work deserves a warning.
         level = logging.DEBUG if isinstance(error, NvmlMissingError) else logging.WARNING
         logger.log(level, "GPU tasks use this machine's memory, not a GPU: %s", error)
         return _open_host(clock)

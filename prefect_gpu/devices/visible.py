@@ -1,6 +1,6 @@
-"""Which devices the parent's `CUDA_VISIBLE_DEVICES` leaves to us.
+"""Which devices the parent's `CUDA_VISIBLE_DEVICES` allows.
 
-Pure text against a list of devices, by CUDA's own rules. It reads no environment: `spec` does.
+Pure: it matches a text with a list of devices, by CUDA's own rules. `spec` reads the environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LEGACY_MIG = re.compile(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/([0-9]+)", re.IGNORECAS
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One device as CUDA could name it: a whole GPU, or a MIG instance of one."""
+    """One device that CUDA could use: a whole GPU, or a MIG instance of one."""
 
     #: `GPU-…` or `MIG-…`.
     uuid: str
@@ -30,7 +30,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What is left."""
+    """The devices that are allowed."""
 
     #: UUIDs, in the order of the variable.
     uuids: tuple[str, ...]
@@ -39,15 +39,15 @@ class Visible:
 
 
 def parse_visible(value: str | None, candidates: Sequence[Candidate]) -> Visible:
-    """Read `CUDA_VISIBLE_DEVICES`.
+    """Parse `CUDA_VISIBLE_DEVICES`.
 
-    CUDA ends the list at the first entry that names nothing (`-1`, `none`, `NoDevFiles` do so by
-    intent), and sees no device at all if one is named twice. The index or UUID of a GPU in MIG mode
-    makes all of its instances visible: CUDA then takes one of them per process, we can use each.
+    CUDA ends the list at the first entry that names nothing (users write `-1`, `none` or `NoDevFiles`
+    for this), and sees no device at all if one is named twice. The index or UUID of a GPU in MIG mode
+    makes all of its instances visible: CUDA uses one of them per process, but each can be used.
 
     Args:
         value: The variable's text; `None`: it is not set.
-        candidates: Devices of the machine, in PCI bus order.
+        candidates: Devices of the host, in PCI bus order.
 
     Returns:
         The devices named, in the order of the text; all of them if it is not set.
@@ -71,7 +71,7 @@ def parse_visible(value: str | None, candidates: Sequence[Candidate]) -> Visible
 
 
 def find_devices(entry: str, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Find what one entry names: an index, a UUID or a prefix of one GPU's or instance's UUID.
+    """Return what one entry names: an index, a UUID, or a prefix of the UUID of a GPU or instance.
 
     Returns:
         Nothing if it is unknown or fits several; several only for a GPU in MIG mode.
@@ -88,7 +88,7 @@ def find_devices(entry: str, candidates: Sequence[Candidate]) -> tuple[Candidate
     prefix = entry.lower()
     if not prefix.startswith(("gpu-", "mig-")):
         return ()
-    # One name for each thing that can be named: the instances of a GPU share the GPU's.
+    # Instances of one GPU share the name of the GPU.
     named = {c.gpu_uuid if prefix.startswith("gpu-") else c.uuid for c in candidates}
     fitting = [name for name in named if name.lower() == prefix] or [
         name for name in named if name.lower().startswith(prefix)

@@ -1,7 +1,7 @@
-"""What each framework needs so that a policy holds: one file each, behind one protocol.
+"""What each framework needs so that a policy holds: one adapter each, with one base class.
 
-Adapters say which environment a child starts with, apply caps inside it, read the framework's own
-counters, recognise out-of-memory and make values safe to send. They are imported by the parent too,
-so a framework is imported inside functions only, by its own adapter alone. They decide nothing:
-budgets come from `prefect_gpu.scheduling`, contexts from `prefect_gpu.frameworks.context`.
+Adapters choose the environment of a child, apply caps inside it, read the framework's own counters,
+recognise out-of-memory errors and copy values to the host. The parent imports them too, so each
+framework is imported inside functions, and by its own adapter only. Budgets are decided in
+`prefect_gpu.scheduling`. The folders `processes` and above may import this one.
 """

@@ -1,27 +1,175 @@
-"""The protocol of a framework adapter, and the policy that it is given.
+"""The base class of framework adapters, the policy that they apply, and a child's environment variables.
 
-It covers what one child's frameworks must do. It does not choose budgets or devices: by the time an
-adapter is asked, both are fixed.
+An adapter says what one framework of a child process must do. It does not choose budgets or devices:
+both are fixed before an adapter is asked. Which adapters there are is in `registry`.
+
+`child_environment` merges the variables that hold for every framework (devices, threads) with those of each
+adapter. `late_changes` and `hot_changes` compare a standby's environment with a task's: a variable that differs
+must be one that its framework reads later, or the task gets a fresh process. `tests/gpu/test_late_policy.py`
+shows on real devices that these rules hold. The environment of this process is not read here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from prefect_gpu.scheduling.model import DeviceKind
 
+#: Read by OpenMP, MKL, OpenBLAS, NumExpr, Accelerate and TensorFlow when they load.
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "TF_NUM_INTRAOP_THREADS",
+    "TF_NUM_INTEROP_THREADS",
+)
+
+#: Variables that say how many threads to start. Most are read as a library loads.
+CPU_VARIABLES = frozenset({*THREAD_VARIABLES, "NPROC"})
+
+#: For frameworks that tags do not name: if a task imports one, it must not take the whole device, as
+#: TensorFlow (all of it) and JAX (three quarters) do by default.
+MODEST_DEFAULTS = {
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+
+
+def child_environment(
+    policy: FrameworkPolicy,
+    adapters: Iterable[FrameworkAdapter],
+    inherited: Mapping[str, str],
+) -> dict[str, str | None]:
+    """Return the variables in which a child differs from what it would inherit.
+
+    Args:
+        policy: What the child's frameworks may do.
+        adapters: Those of `registry.adapters_for(policy)`.
+        inherited: Environment of the process that starts it.
+
+    Returns:
+        Values to set, and `None` for what must be removed. Variables that are inherited with the
+        right value are left out, except those of the devices.
+    """
+    wanted: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(policy.cpus))
+    if policy.device_kind == "nvml":
+        if policy.frameworks != ("none",):
+            wanted.update(MODEST_DEFAULTS)
+        devices = ",".join(policy.device_uuids)
+    else:
+        # A task on a host or simulated device must not use a GPU.
+        devices = ""
+    for adapter in adapters:
+        wanted.update(adapter.environment(policy))
+    changed = {name: value for name, value in wanted.items() if inherited.get(name) != value}
+    return {
+        **changed,
+        "CUDA_VISIBLE_DEVICES": devices,
+        # UUIDs need no order. Code that uses indices gets NVML's order.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+
+
+def late_changes(
+    before: Mapping[str, str],
+    after: Mapping[str, str],
+    adapters: Iterable[FrameworkAdapter],
+    *,
+    cpus_stated: bool,
+) -> dict[str, str | None] | None:
+    """Return what must change in a process that has imported its modules, if it still may change.
+
+    Args:
+        before: The environment that it was started with.
+        after: The environment that the task needs.
+        adapters: All adapters: a variable belongs to one of them.
+        cpus_stated: Whether a tag states the number of threads. A number that was computed from the
+            machine may be set late: frameworks that have a call for it follow it.
+
+    Returns:
+        Variables to set, or to remove (`None`); `None`: one of them would come too late.
+    """
+    adapters = tuple(adapters)
+    changes: dict[str, str | None] = {}
+    for name in sorted({*before, *after}):
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        late = _applies_late(name, old) or any(a.applies_late(name, old, new) for a in adapters)
+        if not late and (cpus_stated or name not in CPU_VARIABLES):
+            return None
+        changes[name] = new
+    return changes
+
+
+def hot_changes(
+    before: Mapping[str, str],
+    after: Mapping[str, str],
+    hot: str,
+    adapters: Collection[FrameworkAdapter],
+    *,
+    cpus_stated: bool,
+) -> dict[str, str | None] | None:
+    """Return what must change in a process that has started a framework, if it still may change.
+
+    Its device and what its framework reads when it starts are fixed. Other frameworks have not
+    started there, so their variables follow the rules of `late_changes`.
+
+    Args:
+        before: The environment in which it started the framework.
+        after: The environment that the task needs.
+        hot: The framework, as in `gpu:framework=`.
+        adapters: All adapters.
+        cpus_stated: As for `late_changes`.
+
+    Returns:
+        As `late_changes`.
+    """
+    changes = late_changes(before, after, adapters, cpus_stated=cpus_stated)
+    if changes is None:
+        return None
+    for name in changes:
+        if name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+            return None
+        for adapter in adapters:
+            old, new = before.get(name), after.get(name)
+            if (
+                adapter.name == hot
+                and adapter.applies_late(name, old, new)
+                and not adapter.applies_hot(name, old, new)
+            ):
+                return None
+    return changes
+
+
+def _applies_late(name: str, old: str | None) -> bool:
+    """Return whether a variable that belongs to no framework may change late."""
+    if name == "CUDA_VISIBLE_DEVICES":
+        # The driver reads it when it is initialised. A module that found no device at all may have
+        # chosen the CPU.
+        return old is None or old.strip() not in ("", "-1", "NoDevFiles")
+    # Prefect's settings are sent with the run, and win over the environment.
+    return name == "CUDA_DEVICE_ORDER" or name.startswith("PREFECT_")
+
+
 AllocationMode = Literal["limit", "growth", "all"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class FrameworkPolicy:
-    """What the frameworks of one child may do. Travels to the child."""
+    """What the frameworks of one child process may do. It is sent to the child."""
 
-    #: Kind of the devices: caps hold on "nvml"; on "host" a framework runs on the CPU, uncapped.
+    #: Kind of the devices. Caps hold on "nvml"; on "host" a framework runs on the CPU without a cap.
     device_kind: DeviceKind
-    #: Devices allotted, in the task's order.
+    #: Devices of the task, in its order.
     device_uuids: tuple[str, ...]
     #: All memory of each device, in bytes.
     total_bytes: tuple[int, ...]
@@ -37,23 +185,23 @@ class FrameworkPolicy:
     caching: bool = True
     #: CPU threads that the frameworks may start, at least 1.
     cpus: int = 1
-    #: A tag says that number; else it was computed from the machine.
+    #: Whether a tag states `cpus`; otherwise it was computed from the machine.
     cpus_stated: bool = False
     #: Frameworks named by tags; empty: those that the task imports.
     frameworks: tuple[str, ...] = ()
     #: Frameworks that the task was found to use, where tags name none.
     detected: tuple[str, ...] = ()
-    #: Fraction of the budget by framework name, from `gpu:framework=torch:70%`; those named by
-    #: tags without one divide the rest equally.
+    #: Fraction of the budget by framework name, from `gpu:framework=torch:70%`. Frameworks that tags
+    #: name without one divide the rest equally.
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def share(self, framework: str) -> float:
-        """Fraction of each budget that is a framework's.
+        """Return the fraction of each budget that a framework may use.
 
-        Those of the frameworks that tags name, or else of those that were detected, add up to 1 at
-        most. One that turns up beside them has what was promised to none of them. Where that is
-        nothing it has all: detection can be wrong, and without memory it would fail for certain.
-        Together they may then pass the budget, which readings of the driver show.
+        The fractions of the frameworks that tags name, or else of the detected ones, add up to at
+        most 1. Any other framework gets what they leave. If they leave nothing it gets all of the
+        budget, because detection can be wrong and without memory the framework would fail for
+        certain. Together they may then exceed the budget, which the driver's readings show.
         """
         if framework in self.shares:
             return self.shares[framework]
@@ -66,7 +214,7 @@ class FrameworkPolicy:
         return 1.0 if open_ended else rest or 1.0
 
     def cap_bytes(self, framework: str) -> tuple[int, ...] | None:
-        """Bytes on each device that a framework's allocator may take; `None`: no cap."""
+        """Return the bytes on each device that a framework's allocator may take; `None`: no cap."""
         if self.device_kind != "nvml" or self.allocation == "growth":
             return None
         context = self.context_bytes.get(framework, 0)
@@ -76,7 +224,7 @@ class FrameworkPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a framework's own allocator says, summed over the child's devices, in bytes."""
+    """What a framework's own allocator reports, summed over the child's devices, in bytes."""
 
     #: Allocated now.
     live_bytes: int
@@ -86,71 +234,38 @@ class Counters:
     peak_live_bytes: int
     #: Largest `reserved_bytes` since the start; `None` as above.
     peak_reserved_bytes: int | None
-    #: Times that an allocation only succeeded after the cache was given up: the cap pinches.
+    #: Allocations that succeeded only after the cache was emptied, which happens near the cap.
     #: `None` where the allocator keeps no such number.
     alloc_retries: int | None = None
-    #: Given back to the driver since the start, all told: where it has not changed, `reserved_bytes`
-    #: has only risen. `None` as above.
+    #: Bytes returned to the driver since the start. While it does not change, `reserved_bytes` has
+    #: only risen. `None` as above.
     freed_bytes: int | None = None
 
 
 class PeakTrace(Protocol):
-    """A stretch of time of which a framework can tell the exact peak. It never raises."""
+    """A period for which a framework can report the exact peak. It never raises."""
 
     def end(self) -> int | None:
-        """Stop, and give the most that was allocated meanwhile, in bytes; `None`: unknown."""
+        """Stop, and return the most bytes that were allocated meanwhile; `None`: unknown."""
         ...
 
 
-@runtime_checkable
-class TracingAdapter(Protocol):
-    """What an adapter has besides where its framework can be traced."""
+class FrameworkAdapter:
+    """One framework. Stateless; methods marked *Child* run in the child process only.
 
-    def begin_trace(self) -> PeakTrace | None:
-        """Child: begin a trace, over all the child's devices. Never raises.
-
-        Keeps the promises of `counters`, and away from what the body records itself.
-
-        Returns:
-            `None`: it cannot be traced now.
-        """
-        ...
-
-
-@runtime_checkable
-class HeatingAdapter(Protocol):
-    """What an adapter has besides where its framework may start before its task's policy is known."""
-
-    def heat(self) -> None:
-        """Child: make the context on device 0 and run a first kernel, so that libraries are loaded.
-
-        The allocator holds nothing afterwards, and its counters stand as if nothing had been.
-        """
-        ...
-
-    def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
-        """Tell whether a variable of this framework's may change after `heat`. Pure.
-
-        Arguments are those of `applies_late`.
-        """
-        ...
-
-    def apply_hot(self, policy: FrameworkPolicy) -> None:
-        """Child: apply what `apply` leaves to variables that were read when the framework started."""
-        ...
-
-
-class FrameworkAdapter(Protocol):
-    """One framework. Stateless: every method may be called in the parent unless it says child."""
+    The defaults suit a framework that has no environment variables and no counters.
+    """
 
     #: As in `gpu:framework=`.
-    name: str
+    name: ClassVar[str]
     #: Root of its import name: "torch", "tensorflow".
-    module: str
+    module: ClassVar[str]
+    #: Whether a hot standby may start it, with `start_device`, before its task's policy is known.
+    can_start_early: ClassVar[bool] = False
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Give the environment variables of a child; `None` removes an inherited one. Pure."""
-        ...
+        """Return environment variables of a child; `None` removes an inherited one. Pure."""
+        return {}
 
     def apply(self, policy: FrameworkPolicy) -> None:
         """Child: apply cap, growth and threads, just after the framework was imported.
@@ -158,68 +273,95 @@ class FrameworkAdapter(Protocol):
         Raises:
             FrameworkError: It finds no device where one was allotted, or refuses the policy.
         """
-        ...
+        raise NotImplementedError
 
     def standby_environment(self) -> dict[str, str]:
-        """Give variables for a process that imports the framework ahead of its task, unless inherited.
+        """Return variables for a process that imports the framework before its task is known.
 
-        They are gone when the task begins. Pure.
+        Inherited values win. The variables are removed when the task begins. Pure.
         """
-        ...
+        return {}
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Tell whether a variable of this framework's may change after its import. Pure.
+        """Return whether a variable belongs to this framework and may change after the import. Pure.
 
         Args:
             name: Any variable.
             before: Its value at the import; `None`: it was not set.
             after: Its value when the framework first uses a device.
         """
-        ...
+        return False
+
+    def start_device(self) -> None:
+        """Child: create the context on device 0 and run a first kernel, so that libraries load.
+
+        The allocator holds nothing afterwards, and its counters are as if nothing had happened.
+        """
+        raise NotImplementedError
+
+    def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
+        """Return whether a variable of this framework may change after `start_device`. Pure.
+
+        Arguments are those of `applies_late`.
+        """
+        return False
+
+    def apply_hot(self, policy: FrameworkPolicy) -> None:
+        """Child: apply what the framework read from variables when it started."""
 
     def has_started(self) -> bool:
-        """Child: tell whether the framework, imported, has begun to use devices.
+        """Child: return whether the framework, once imported, has begun to use devices.
 
-        From then on some of its policy would come too late. Must not start anything.
+        Part of its policy would then come too late. Must not start anything.
         """
-        ...
+        return False
 
     def counters(self) -> Counters | None:
-        """Child: read the allocator's counters; `None` before the framework touched a device.
+        """Child: read the allocator's counters; `None` before the framework used a device.
 
         Must not initialise the device, and must not reset anything that user code may read.
         """
-        ...
+        return None
 
     def sample(self) -> tuple[int, int] | None:
-        """Child: read bytes allocated now, and allocation retries so far, as cheaply as it goes.
+        """Child: read the bytes allocated now and the allocation retries so far, cheaply.
 
-        Called every few milliseconds from a thread, so it reads nothing else.
+        A thread calls it every few milliseconds, so it reads nothing else.
 
         Returns:
-            Both summed over the child's devices; retries are 0 where the allocator does not count
-            them. `None` as for `counters`, whose promises it keeps.
+            Both summed over the child's devices; 0 retries where the allocator does not count them.
+            `None` as for `counters`, under the same rules.
         """
-        ...
+        counters = self.counters()
+        return None if counters is None else (counters.live_bytes, 0)
+
+    def begin_trace(self) -> PeakTrace | None:
+        """Child: begin a trace over all of the child's devices. Never raises.
+
+        Follows the rules of `counters`, and does not interfere with what the body records itself.
+
+        Returns:
+            `None`: it cannot be traced now.
+        """
+        return None
 
     def release_cached(self) -> None:
-        """Child: give the memory that the allocator keeps for later back to the driver.
+        """Child: return the memory that the allocator keeps for later to the driver.
 
-        Does nothing before the framework touched a device, nor where it never gives any back.
+        Does nothing before the framework used a device, or where it never returns memory.
         """
-        ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Tell whether `error` itself (not its causes) says that device memory ran out."""
-        ...
+        """Return whether `error` itself (not its causes) says that device memory ran out."""
+        raise NotImplementedError
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: a pickle reduction (tuple) that rebuilds `value` from host memory.
+        """Child: return a pickle reduction (tuple) that rebuilds `value` from host memory.
 
         Returns:
-            `NotImplemented` for anything that is not this framework's, or is on the host already.
+            `NotImplemented` for a value of another type, or one that is in host memory already.
         """
-        ...
+        return NotImplemented
 
     def calibrate(self) -> int:
         """Child: use the device as real work would (products, convolutions, transforms).
@@ -228,4 +370,28 @@ class FrameworkAdapter(Protocol):
             Bytes that the framework's allocator then holds from the driver, on device 0. What the
             driver shows above that is the context.
         """
-        ...
+        raise NotImplementedError
+
+
+def load(name: str) -> Any:
+    """Import a framework's module. It is `Any`, since frameworks are untyped here."""
+    return importlib.import_module(name)
+
+
+def imported(name: str, attribute: str, *more: str) -> Any:
+    """Return a module that is imported and has these attributes, else `None`; never import one.
+
+    Attributes are looked up in the module's dictionary. `getattr` would load a module of
+    `importlib.util.LazyLoader`, and a module that another thread is importing may lack some.
+    """
+    module = sys.modules.get(name)
+    try:
+        found = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return None
+    return module if all(wanted in found for wanted in (attribute, *more)) else None
+
+
+def host_value(value: T) -> T:
+    """Return the value. Pickled host copies name this function, and rebuild through it."""
+    return value

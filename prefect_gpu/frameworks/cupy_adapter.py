@@ -5,19 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
-from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
-from prefect_gpu.frameworks.values import host_value, is_named, load, loaded, says
+from prefect_gpu.frameworks.adapter import (
+    Counters,
+    FrameworkAdapter,
+    FrameworkPolicy,
+    host_value,
+    imported,
+    load,
+)
+from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory, says
 
 
-class CupyAdapter:
-    """CuPy's default memory pool. It has no host mode: without a GPU it is left alone."""
+class CupyAdapter(FrameworkAdapter):
+    """CuPy's default memory pool. CuPy cannot use the CPU: without a GPU nothing is applied.
+
+    `has_started` stays `False`: asking the pool would initialise it. The driver is asked instead.
+    """
 
     name = "cupy"
     module = "cupy"
+    can_start_early = True
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Give the pool's limit in bytes; one for all devices, so the smallest cap."""
+        """Return the pool's limit in bytes. It is one for all devices, so the smallest cap."""
         caps = policy.cap_bytes(self.name)
         return {"CUPY_GPU_MEMORY_LIMIT": None if caps is None else str(min(caps))}
 
@@ -35,20 +45,16 @@ class CupyAdapter:
         if caps is not None and policy.allocation == "all":
             _take_all(cupy, caps)
 
-    def standby_environment(self) -> dict[str, str]:
-        """Give nothing."""
-        return {}
-
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Name the pool's limit: read with the first allocation."""
+        """Return `True` for the pool's limit, which is read with the first allocation."""
         return name == "CUPY_GPU_MEMORY_LIMIT"
 
-    def heat(self) -> None:
-        """Child: make the context and load cuBLAS."""
-        _heat(load("cupy"))
+    def start_device(self) -> None:
+        """Child: create the context and load cuBLAS."""
+        _start_device(load("cupy"))
 
     def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
-        """Name the pool's limit, which `apply_hot` sets."""
+        """Return `True` for the pool's limit, which `apply_hot` sets."""
         return name == "CUPY_GPU_MEMORY_LIMIT"
 
     def apply_hot(self, policy: FrameworkPolicy) -> None:
@@ -57,49 +63,41 @@ class CupyAdapter:
         # 0: no limit.
         load("cupy").get_default_memory_pool().set_limit(size=min(caps) if caps else 0)
 
-    def has_started(self) -> bool:
-        """Child: leave it to the driver: asking CuPy's pool would initialise it."""
-        return False
-
     def counters(self) -> Counters | None:
         """Child: read the default pool on the calling thread's device.
 
-        CuPy keeps no peak: `peak_live_bytes` is what is in use now, and whoever samples keeps the
-        largest. Other devices than the current are not asked, since that makes a context there.
+        CuPy keeps no peak: `peak_live_bytes` is what is in use now, and the reader of samples keeps
+        the largest. Other devices than the current one are not read, since that creates a context.
         """
-        cupy = _imported_cupy()
+        cupy = imported("cupy", "get_default_memory_pool")
         return None if cupy is None else _read_counters(cupy)
 
-    def sample(self) -> tuple[int, int] | None:
-        """Child: read what the default pool has in use, as `counters` does; it counts no retries."""
-        counters = self.counters()
-        return None if counters is None else (counters.live_bytes, 0)
-
     def release_cached(self) -> None:
-        """Child: empty the default pool on the calling thread's device, and the pool of pinned memory."""
-        cupy = _imported_cupy()
+        """Child: empty the default pool on the calling thread's device, and the pinned memory's."""
+        cupy = imported("cupy", "get_default_memory_pool")
         if cupy is not None and _read_counters(cupy) is not None:
             _release(cupy)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Recognise the pool's error and the driver's."""
-        if is_named(error, ("cupy", "cupy_backends"), ("OutOfMemoryError",)):
+        roots = ("cupy", "cupy_backends")
+        if is_named(error, roots, ("OutOfMemoryError",)):
             return True
         if looks_out_of_memory(error) == self.name:
             return True
         return is_named(
-            error, ("cupy", "cupy_backends"), ("CUDARuntimeError", "CUBLASError", "CUDADriverError")
+            error, roots, ("CUDARuntimeError", "CUBLASError", "CUDADriverError")
         ) and says(error, "MemoryAllocation", "out of memory", "ALLOC_FAILED")
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: turn arrays into NumPy."""
-        cupy = loaded("cupy")
-        if cupy is None or not hasattr(cupy, "ndarray") or not isinstance(value, cupy.ndarray):
+        """Child: reduce arrays to NumPy."""
+        cupy = imported("cupy", "ndarray")
+        if cupy is None or not isinstance(value, cupy.ndarray):
             return NotImplemented
         return host_value, (value.get(),)
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS and cuFFT, empty the pool, read what stays."""
+        """Child: load cuBLAS and cuFFT, empty the pool, return what it still holds."""
         return _calibrate(load("cupy"))
 
 
@@ -117,7 +115,7 @@ def _check_devices(cupy: Any, allotted: int) -> None:
 
 
 def _take_all(cupy: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
-    # The pool's limit is one for all devices (see `environment`).
+    # The pool's limit is one for all devices (see `adapter`).
     size = min(caps)
     for index in range(len(caps)):
         with cupy.cuda.Device(index):
@@ -128,13 +126,6 @@ def _take_all(cupy: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
                 raise FrameworkError(
                     "cupy", f"gpu:allocation=all could not take {size} bytes: {error}"
                 ) from error
-
-
-def _imported_cupy() -> Any:
-    """Give `cupy` once it has been imported, else `None`."""
-    cupy = loaded("cupy")
-    # Half of it may be imported, by another thread.
-    return cupy if hasattr(cupy, "get_default_memory_pool") else None
 
 
 def _release(cupy: Any) -> None:  # needs a GPU
@@ -155,7 +146,7 @@ def _read_counters(cupy: Any) -> Counters | None:  # needs a GPU
     return Counters(live, held, live, held)
 
 
-def _heat(cupy: Any) -> None:  # needs a GPU
+def _start_device(cupy: Any) -> None:  # needs a GPU
     a = cupy.ones((256, 256), dtype=cupy.float32)
     float((a @ a).sum())
     del a

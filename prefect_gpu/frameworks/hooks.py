@@ -1,55 +1,44 @@
-"""In the child: apply each adapter right after its framework's first import.
+"""In the child: apply each adapter right after its framework's first import, and read all of them.
 
-A framework that nobody imports costs nothing. It does not say what is applied (the adapters do),
-nor which adapters (`registry` does).
+A framework that is not imported costs nothing. What is applied is in the adapters; which adapters a
+child has is chosen by `registry`.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from importlib.util import _LazyModule  # type: ignore[attr-defined]
 from types import ModuleType
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import (
-    Counters,
-    FrameworkAdapter,
-    FrameworkPolicy,
-    PeakTrace,
-    TracingAdapter,
-)
+from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter, FrameworkPolicy, PeakTrace
 from prefect_gpu.frameworks.registry import ADAPTERS
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the modules of adapters that are still to be applied, as the other finders would.
+    """Finds the modules of adapters that are not yet applied, through the other finders.
 
-    It keeps the loader that the others give and hooks `exec_module` on that one object, so that
-    resources, sources and submodules are found as ever. Python's own lock on each module makes
-    "first import" exact when threads import at once.
+    It uses the loader that another finder returns and hooks `exec_module` of that one object, so that
+    resources, sources and submodules are found as usual. Python's lock on each module makes "first
+    import" exact when threads import at once.
     """
 
-    def __init__(
-        self,
-        adapters: Iterable[FrameworkAdapter],
-        policy: FrameworkPolicy,
-        on_error: Callable[[FrameworkError], None],
-    ) -> None:
+    def __init__(self, adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> None:
         self._pending = {adapter.module: adapter for adapter in adapters}
         self._failed: dict[str, FrameworkError] = {}
         self._policy = policy
-        self._on_error = on_error
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Give the other finders' spec with its loader hooked, or `None`: not ours."""
+        """Return the other finders' spec with its loader hooked; `None` for any other module."""
         if fullname in self._failed:
-            # Half of it is imported: to try again would fail in a way that explains nothing.
+            # It is imported in part: another try would fail with an error that explains nothing.
             raise self._failed[fullname]
         if fullname not in self._pending:
             return None
@@ -60,8 +49,13 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
     def apply_loaded(self) -> None:
         """Apply the adapters whose frameworks are imported already."""
-        for module in [name for name in self._pending if name in sys.modules]:
-            self._apply(module)
+        for name in list(self._pending):
+            module = sys.modules.get(name)
+            if _is_lazy(module):
+                # It is imported when its first attribute is used.
+                self._hook(object.__getattribute__(module, "__spec__"))
+            elif name in sys.modules:
+                self._apply(name)
 
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
@@ -80,7 +74,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            # A zip's loader is shared by its modules.
+            # The modules of a zip share a loader.
             if module.__name__ == spec.name and spec.name in self._pending:
                 vars(loader).pop("exec_module", None)
                 self._apply(spec.name)
@@ -94,60 +88,47 @@ class AfterImport(importlib.abc.MetaPathFinder):
         except Exception as error:
             failure = _as_framework_error(adapter, error)
             self._failed[module] = failure
-            self._on_error(failure)
             if failure is error:
                 raise
             raise failure from error
 
 
-def install(
-    adapters: Iterable[FrameworkAdapter],
-    policy: FrameworkPolicy,
-    on_error: Callable[[FrameworkError], None] = lambda error: None,
-) -> AfterImport:
+def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> AfterImport:
     """Apply each adapter now if its framework is imported, else right after its first import.
 
     Args:
         adapters: Those of `registry.adapters_for(policy)`.
         policy: What they apply.
-        on_error: Told of a failure before it is raised into the import (or out of here), so that
-            it is known even if the body catches it.
 
     Returns:
-        The finder, first on `sys.meta_path`; a caller that wants it gone removes it there.
+        The finder, first on `sys.meta_path`. A caller may remove it from there.
 
     Raises:
         FrameworkError: A framework that is imported already cannot carry out the policy.
     """
-    finder = AfterImport(adapters, policy, on_error)
+    finder = AfterImport(adapters, policy)
     sys.meta_path.insert(0, finder)
     finder.apply_loaded()
     return finder
 
 
 def frameworks_in_use() -> tuple[str, ...]:
-    """Name the frameworks that this process has imported."""
-    return tuple(name for name, adapter in ADAPTERS.items() if adapter.module in sys.modules)
+    """Return the names of the frameworks that this process has imported."""
+    return tuple(adapter.name for adapter in _in_use(None))
 
 
 def collect_counters(adapters: Iterable[FrameworkAdapter] | None = None) -> Counters | None:
     """Sum the counters of the frameworks that are imported; safe while one is being imported.
 
     Args:
-        adapters: Which to ask; `None`: all.
+        adapters: Which to read; `None`: all.
 
     Returns:
-        The sum. A field is `None` where every framework leaves it unknown; one that keeps no
+        The sum. A field is `None` where no framework knows it. A framework that does not count
         reserved bytes counts with what it has in use, the least that it can hold. `None`: no
-        framework has touched a device.
+        framework has used a device.
     """
-    found = []
-    for adapter in ADAPTERS.values() if adapters is None else adapters:
-        if adapter.module not in sys.modules:
-            continue
-        counters = adapter.counters()
-        if counters is not None:
-            found.append(counters)
+    found = [c for adapter in _in_use(adapters) if (c := adapter.counters()) is not None]
     if not found:
         return None
     return Counters(
@@ -163,55 +144,57 @@ def collect_counters(adapters: Iterable[FrameworkAdapter] | None = None) -> Coun
 def sample(adapters: Iterable[FrameworkAdapter] | None = None) -> tuple[int, int] | None:
     """Read what the frameworks have allocated now, and their allocation retries so far.
 
-    The quick sibling of `collect_counters`, for a thread that asks every few milliseconds.
+    It reads less than `collect_counters`, for a thread that calls it every few milliseconds.
 
     Args:
-        adapters: Which to ask; `None`: all.
+        adapters: Which to read; `None`: all.
 
     Returns:
-        Both summed; a framework that does not count retries adds none. `None`: no framework has
-        touched a device.
+        The sums; a framework that does not count retries adds none. `None`: no framework has used
+        a device.
     """
-    live_bytes, retries, touched = 0, 0, False
-    for adapter in ADAPTERS.values() if adapters is None else adapters:
-        if adapter.module not in sys.modules:
-            continue
-        found = adapter.sample()
-        if found is not None:
-            live_bytes, retries, touched = live_bytes + found[0], retries + found[1], True
-    return (live_bytes, retries) if touched else None
+    found = [s for adapter in _in_use(adapters) if (s := adapter.sample()) is not None]
+    return (sum(live for live, _ in found), sum(n for _, n in found)) if found else None
 
 
 def begin_trace(adapters: Iterable[FrameworkAdapter] | None = None) -> PeakTrace | None:
-    """Begin to trace the frameworks that can be.
+    """Begin to trace the frameworks that can be traced.
 
     Args:
-        adapters: Which to ask; `None`: all.
+        adapters: Which to trace; `None`: all.
 
     Returns:
-        What ends it and gives the sum of their peaks; beside a framework that cannot be traced, the
-        least that was allocated at the peak. `None`: none can be traced now.
+        A trace whose end returns the sum of their peaks. If a framework cannot be traced, that is
+        the least that was allocated at the peak. `None`: none can be traced now.
     """
-    traces = []
-    for adapter in ADAPTERS.values() if adapters is None else adapters:
-        if adapter.module in sys.modules and isinstance(adapter, TracingAdapter):
-            trace = adapter.begin_trace()
-            if trace is not None:
-                traces.append(trace)
+    traces = [t for adapter in _in_use(adapters) if (t := adapter.begin_trace()) is not None]
     return _Traces(tuple(traces)) if traces else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Traces:
-    """Those of several frameworks."""
+    """The traces of several frameworks."""
 
     traces: tuple[PeakTrace, ...]
 
     def end(self) -> int | None:
-        # All of them end, whatever one says.
+        # Every trace must end, whatever the others return.
         peaks = [trace.end() for trace in self.traces]
         known = [peak for peak in peaks if peak is not None]
         return sum(known) if len(known) == len(peaks) else None
+
+
+def _in_use(adapters: Iterable[FrameworkAdapter] | None) -> list[FrameworkAdapter]:
+    return [
+        adapter
+        for adapter in (ADAPTERS.values() if adapters is None else adapters)
+        if adapter.module in sys.modules and not _is_lazy(sys.modules.get(adapter.module))
+    ]
+
+
+def _is_lazy(module: ModuleType | None) -> bool:
+    # By its exact type: `isinstance` reads an attribute of the module, which would import it.
+    return type(module) is _LazyModule
 
 
 def _sum_known(pairs: list[tuple[int | None, int]]) -> int | None:

@@ -1,8 +1,9 @@
 """JAX: capped through its environment; counters, out-of-memory, arrays to NumPy.
 
-XLA reads a fraction of the device's total and whether to take it whole. Under a cap it does: regions that
-grow are never merged, so that a program ran out of memory with 30 % more than it had ever in use
-(an attention of 3 GiB on an H200, JAX 0.11). `limit` takes the region with the first array, `all` at once.
+XLA reads a fraction of the device's total, and whether to take that fraction whole. Under a cap it
+takes it whole. Regions that grow are never merged: a program ran out of memory with 30 % more than
+it ever had in use (an attention of 3 GiB on an H200, JAX 0.11). `limit` takes the region with the
+first array, `all` at once.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ from __future__ import annotations
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
-from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
-from prefect_gpu.frameworks.values import host_value, is_named, load, loaded, says
+from prefect_gpu.frameworks.adapter import (
+    Counters,
+    FrameworkAdapter,
+    FrameworkPolicy,
+    host_value,
+    imported,
+    load,
+)
+from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory, says
 
 
-class JaxAdapter:
+class JaxAdapter(FrameworkAdapter):
     """JAX on CUDA devices; on the host its threads are bounded through the environment."""
 
     name = "jax"
     module = "jax"
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Give preallocation, fraction and threads.
+        """Return preallocation, fraction and threads.
 
         The fraction's old name is removed: with both, JAX 0.11 logs an error and silently uses the
-        CPU (measured). `NPROC` is what XLA sizes its thread pools by. On GPUs those compile, in a burst
-        before any work is done, so they are bounded only where a tag says so: two compilations of a
-        small transformer took 6.8 s with 16 threads and 10.6 with 2, 31 s of CPU time each (H200).
+        CPU (measured). XLA sizes its thread pools by `NPROC`. On GPUs these threads compile, before
+        any work is done, so they are bounded only where a tag says so: two compilations of a small
+        transformer took 6.8 s with 16 threads and 10.6 with 2, 31 s of CPU time each (H200).
         """
         caps = policy.cap_bytes(self.name)
         fraction = None
@@ -69,16 +76,12 @@ class JaxAdapter:
                 f"(install jax[cuda13] or the one for this driver)",
             )
 
-    def standby_environment(self) -> dict[str, str]:
-        """Give nothing."""
-        return {}
-
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Name what XLA reads when a backend starts."""
+        """Return `True` for what XLA reads when a backend starts."""
         return name.startswith("XLA_PYTHON_CLIENT_") or name in ("XLA_CLIENT_MEM_FRACTION", "NPROC")
 
     def has_started(self) -> bool:
-        """Child: tell whether a backend has started."""
+        """Child: return whether a backend has started."""
         return _started_jax() is not None
 
     def counters(self) -> Counters | None:
@@ -86,23 +89,18 @@ class JaxAdapter:
         jax = _started_jax()
         return None if jax is None else _read_counters(jax)
 
-    def sample(self) -> tuple[int, int] | None:
-        """Child: read what XLA's allocators have in use; they count no retries."""
-        counters = self.counters()
-        return None if counters is None else (counters.live_bytes, 0)
-
     def release_cached(self) -> None:
         """Child: drop compiled programs and their constants; the next call compiles again.
 
-        XLA's allocator keeps its regions until the process ends, so nothing goes back to the driver
-        but what programs held outside of it; live arrays stay.
+        XLA's allocator keeps its regions until the process ends, so only what programs held outside
+        of it goes back to the driver. Live arrays stay.
         """
         jax = _started_jax()
         if jax is not None:
             jax.clear_caches()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise XLA's error by its status, since its class stands for every failure."""
+        """Recognise XLA's error by its status, since its class covers every failure."""
         if looks_out_of_memory(error) == self.name:
             return True
         return is_named(error, ("jax", "jaxlib"), ("JaxRuntimeError", "XlaRuntimeError")) and says(
@@ -110,9 +108,9 @@ class JaxAdapter:
         )
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: turn arrays into NumPy, on CPU too, so that flows see one type."""
-        jax = loaded("jax")
-        if jax is None or not hasattr(jax, "Array") or not isinstance(value, jax.Array):
+        """Child: reduce arrays to NumPy, on the CPU too, so that flows see one type."""
+        jax = imported("jax", "Array")
+        if jax is None or not isinstance(value, jax.Array):
             return NotImplemented
         if not getattr(value, "is_fully_addressable", False):
             return NotImplemented
@@ -126,11 +124,10 @@ class JaxAdapter:
 
 
 def _started_jax() -> Any:
-    """Give `jax` once it has a backend, else `None`."""
-    jax = loaded("jax")
-    bridge = loaded("jax._src.xla_bridge")
+    """Return `jax` once it has a backend, else `None`."""
     # Asking jax for its devices would start a backend; there is no public way to look.
-    return jax if jax is not None and getattr(bridge, "_backends", None) else None
+    bridge = imported("jax._src.xla_bridge", "_backends")
+    return imported("jax", "local_devices") if bridge is not None and bridge._backends else None
 
 
 def _read_counters(jax: Any) -> Counters | None:

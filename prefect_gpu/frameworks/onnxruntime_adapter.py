@@ -1,50 +1,75 @@
 """ONNX Runtime: capped by options that the task passes on, since nothing else caps it.
 
 Each session has an arena of its own, limited by an option of its CUDA provider. There is no
-environment variable and no call for the process, so a task asks `onnxruntime_provider_options` and
-hands them to each session. A session made without them is not capped, and of several that are each
-has the whole limit. Threads are bounded by `OMP_NUM_THREADS` at most. Arenas cannot be read from
-Python: there are no counters, and reports show the process as the driver does.
+environment variable and no call for the whole process, so a task passes the options of
+`onnxruntime_provider_options` to each session. A session made without them has no cap. Of several
+sessions made with them, each has the whole limit. `OMP_NUM_THREADS` at most bounds the threads.
+Arenas cannot be read from Python: there are no counters, and reports show what the driver shows.
 """
 
 from __future__ import annotations
 
+import importlib.resources
 from typing import Any
 
-from prefect_gpu import inside
+from prefect_gpu import in_task
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
-from prefect_gpu.frameworks.onnx_model import INPUTS, calibration_model, weight_bytes
-from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
-from prefect_gpu.frameworks.values import is_named, load, says
+from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy, load
+from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory, says
 from prefect_gpu.units import MIB
 
 #: Bytes that the arena of a calibration may take: many times what its model needs, so that cuDNN
 #: can try every way to convolve.
 CALIBRATION_ARENA_BYTES = 128 * MIB
 
-#: What `apply` was given: ONNX Runtime cannot keep it, and only sessions of later can use it.
+#: The model of a calibration, a file of this package. It uses cuBLAS, cuDNN and cuFFT, in both
+#: precisions where they have two, and runs on a GPU only. `onnx.save(onnx.parser.parse_model(TEXT),
+#: "calibration.onnx")` made it (onnx 1.23) from this text:
+#:
+#:     <ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
+#:     calibration (
+#:         float[512, 512] rows, float[512, 512] matrix,
+#:         float[8, 16, 32, 32] images, float[16, 16, 3, 3] kernel
+#:     ) => (
+#:         float[512, 512] product, float[8, 16, 30, 30] features, float[512, 257, 2] spectrum,
+#:         float16[512, 512] half_product, float16[8, 16, 30, 30] half_features
+#:     ) {
+#:         product = MatMul (rows, matrix)
+#:         features = Conv (images, kernel)
+#:         half_rows = Cast <to = 10> (rows)
+#:         half_matrix = Cast <to = 10> (matrix)
+#:         half_images = Cast <to = 10> (images)
+#:         half_kernel = Cast <to = 10> (kernel)
+#:         half_product = MatMul (half_rows, half_matrix)
+#:         half_features = Conv (half_images, half_kernel)
+#:         spectrum = com.microsoft.Rfft <signal_ndim = 2> (rows)
+#:     }
+CALIBRATION_MODEL = "calibration.onnx"
+
+#: The policy given to `apply`. ONNX Runtime cannot store it; only later sessions use it.
 _applied: FrameworkPolicy | None = None
 
-#: Sessions of a calibration. Without them the libraries' own memory would go before it was read.
+#: Sessions of a calibration. Without them the libraries' memory would be freed before it is read.
 _kept: list[Any] = []
 
 
-class OnnxRuntimeAdapter:
-    """ONNX Runtime's CUDA provider, as far as this package reaches into it: see the module."""
+class OnnxRuntimeAdapter(FrameworkAdapter):
+    """ONNX Runtime's CUDA provider, which has no environment variables and no counters.
+
+    `has_started` stays `False`: sessions cannot be listed. The driver is asked instead.
+    `release_cached` does nothing: an arena is freed with its session. A single run can shrink it:
+    `RunOptions` with `memory.enable_memory_arena_shrinkage`. `reduce_to_host` leaves every value:
+    sessions return NumPy arrays.
+    """
 
     name = "onnxruntime"
     module = "onnxruntime"
 
-    def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Give nothing: there is no variable for its memory."""
-        return {}
-
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: keep the policy for the options, and check for a CUDA provider where a tag names it.
+        """Child: store the policy for the options; where a tag names it, check for a CUDA provider.
 
         Raises:
-            FrameworkError: It has none, and would silently use the CPU.
+            FrameworkError: There is none, so it would silently use the CPU.
         """
         global _applied
         _applied = policy
@@ -58,37 +83,10 @@ class OnnxRuntimeAdapter:
                 f"{', '.join(providers)}; install onnxruntime-gpu",
             )
 
-    def standby_environment(self) -> dict[str, str]:
-        """Give nothing."""
-        return {}
-
-    def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Name nothing: it has no variables."""
-        return False
-
-    def has_started(self) -> bool:
-        """Child: know nothing of sessions; what they start of the driver is seen there."""
-        return False
-
-    def counters(self) -> Counters | None:
-        """Give nothing: its arenas have no counters in Python."""
-        return None
-
-    def sample(self) -> tuple[int, int] | None:
-        """Give nothing, as `counters`."""
-        return None
-
-    def release_cached(self) -> None:
-        """Do nothing: an arena is its session's, and goes with it.
-
-        A single run can shrink it: `RunOptions` with `memory.enable_memory_arena_shrinkage`.
-        """
-
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise the arena's message and the driver's: they have no error class of their own.
+        """Recognise the arena's message and the driver's, which have no error class of their own.
 
-        An arena in the machine's own memory says the same, so in a GPU task it is taken for a
-        device's.
+        An arena in the machine's own memory says the same. In a GPU task it is taken for a device's.
         """
         if looks_out_of_memory(error) == self.name:
             return True
@@ -96,31 +94,27 @@ class OnnxRuntimeAdapter:
             error, "Failed to allocate memory", "out of memory"
         )
 
-    def reduce_to_host(self, value: Any) -> Any:
-        """Leave everything: sessions return NumPy arrays."""
-        return NotImplemented
-
     def calibrate(self) -> int:
-        """Child: load cuBLAS, cuDNN and cuFFT with a model that is written here.
+        """Child: load cuBLAS, cuDNN and cuFFT with a small model.
 
         Returns:
-            The model's weights, inputs and outputs, which the arena surely holds. What else it holds
-            (workspaces, 128 MiB at most) nobody tells: it counts as context, on the safe side.
+            Bytes of the model's inputs and outputs, which the arena holds. What else it holds
+            (workspaces, 128 MiB at most) is unknown and counts as context, on the safe side.
         """
         return _calibrate(load("onnxruntime"))
 
 
 def onnxruntime_provider_options(device: int = 0) -> dict[str, str]:
-    """Give the options of ONNX Runtime's CUDA provider that hold a session to this task's budget.
+    """Return the options of ONNX Runtime's CUDA provider that cap a session at this task's budget.
 
         options = onnxruntime_provider_options()
         providers = [("CUDAExecutionProvider", options)]
         session = onnxruntime.InferenceSession(path, providers=providers)
 
-    The limit is each session's: for two at a time, halve `gpu_mem_limit`. Arenas grow by what is
-    asked, not by powers of two as they do by themselves. ONNX Runtime cannot take an arena at its
-    start, so `gpu:allocation=all` is a limit here; with `growth`, on devices that are no GPUs and
-    outside a GPU task there is none.
+    The limit holds for each session: for two at a time, halve `gpu_mem_limit`. Arenas grow by what
+    is asked for, not by powers of two as they do by default. ONNX Runtime cannot take an arena at
+    its start, so `gpu:allocation=all` is a limit here. There is no limit with `growth`, on devices
+    that are not GPUs, and outside a GPU task.
 
     Args:
         device: Which of the task's devices, from 0.
@@ -128,39 +122,54 @@ def onnxruntime_provider_options(device: int = 0) -> dict[str, str]:
     Raises:
         ValueError: The task has no such device.
     """
-    allocation = inside.current_allocation()
+    allocation = in_task.current_allocation()
     if device < 0 or (allocation is not None and device >= len(allocation.device_uuids)):
         raise ValueError(f"device={device} is no device of this task; its first is 0")
     if allocation is None:
         return provider_options(device, None)
-    # With its first import the policy is applied.
+    # The first import applies the policy.
     load("onnxruntime")
     if _applied is None:
-        # Tags name other frameworks; what they leave is nobody's.
+        # Tags name other frameworks only.
         return provider_options(device, allocation.cap_bytes)
     caps = _applied.cap_bytes(OnnxRuntimeAdapter.name)
     return provider_options(device, None if caps is None else caps[device])
 
 
 def provider_options(device: int, limit_bytes: int | None) -> dict[str, str]:
-    """Write the options: which device, and how large an arena may become (`None`: any size). Pure."""
+    """Return the options: which device, and how large an arena may become (`None`: any size). Pure."""
     options = {"device_id": str(device), "arena_extend_strategy": "kSameAsRequested"}
     if limit_bytes is not None:
         options["gpu_mem_limit"] = str(limit_bytes)
     return options
 
 
-def _calibrate(onnxruntime: Any) -> int:  # needs a GPU
+def calibration_model() -> bytes:
+    """Read the model of a calibration."""
+    return (importlib.resources.files(__package__) / CALIBRATION_MODEL).read_bytes()
+
+
+def calibration_session(onnxruntime: Any, provider: dict[str, str]) -> tuple[Any, dict[str, Any]]:
+    """Child: open a session of the calibration's model on a GPU.
+
+    Returns:
+        The session, and an input of ones for each name.
+    """
     if hasattr(onnxruntime, "preload_dlls"):
         # CUDA's libraries may have come as Python packages, where the system does not look.
         onnxruntime.preload_dlls()
     options = onnxruntime.SessionOptions()
-    # Else what the GPU cannot do is quietly done on the processor, all of it if need be.
+    # Otherwise the processor does what the GPU cannot do, all of it if need be.
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    cuda = ("CUDAExecutionProvider", provider_options(0, CALIBRATION_ARENA_BYTES))
-    session = onnxruntime.InferenceSession(calibration_model(), options, providers=[cuda])
+    session = onnxruntime.InferenceSession(
+        calibration_model(), options, providers=[("CUDAExecutionProvider", provider)]
+    )
     numpy = load("numpy")
-    given = {name: numpy.ones(shape, numpy.float32) for name, shape in INPUTS.items()}
-    made = session.run(None, given)
+    return session, {i.name: numpy.ones(i.shape, numpy.float32) for i in session.get_inputs()}
+
+
+def _calibrate(onnxruntime: Any) -> int:  # needs a GPU
+    session, inputs = calibration_session(onnxruntime, provider_options(0, CALIBRATION_ARENA_BYTES))
+    outputs = session.run(None, inputs)
     _kept.append(session)
-    return weight_bytes() + sum(int(array.nbytes) for array in (*given.values(), *made))
+    return sum(int(array.nbytes) for array in (*inputs.values(), *outputs))

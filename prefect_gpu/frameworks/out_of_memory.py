@@ -1,24 +1,24 @@
-"""What a child saw when memory ran out, whose text an error carries, and how much it says was wanted.
+"""Recognise an out-of-memory error of a device, its framework, and the size that was requested.
 
-Reads classes and texts only, so it works on errors that crossed a pipe and imports no framework.
-Each adapter adds the error classes of its own (`is_out_of_memory`); what follows from an
-out-of-memory is `scheduling.ladder`'s. The machine's own memory (`MemoryError`, `std::bad_alloc`) is
-none of it: more of a device would not help.
+Only classes and texts are read, so it works on errors that crossed a pipe and imports no framework.
+Each adapter adds its own error classes (`is_out_of_memory`). What follows from an out-of-memory is
+decided in `scheduling.ladder`. Host memory (`MemoryError`, `std::bad_alloc`) is not covered: more
+memory on a device would not help.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from prefect_gpu.units import parse_bytes
 
-#: Packages whose own error classes say which framework failed, by the root of their modules. The
-#: texts of an error of theirs are compared with that framework's alone.
+#: The framework of an error class, by the root of its module. The text of such an error is compared
+#: with the texts of that framework only.
 _OWNERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "torch": "torch",
@@ -31,8 +31,8 @@ _OWNERS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
-#: Texts by framework, in lower case: all the parts of one must be there. In the order in which an
-#: error that belongs to nobody is compared: ONNX Runtime's and TensorFlow's quote what others say.
+#: Texts by framework, in lower case; all parts of one must occur. Errors of other classes are compared
+#: in this order: messages of ONNX Runtime and TensorFlow quote those of others.
 _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = MappingProxyType(
     {
         "onnxruntime": (
@@ -70,22 +70,22 @@ _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = MappingProxyType(
     }
 )
 
-#: What says that the machine's own memory ran out, pinned memory included. TensorFlow names the
-#: allocator: `cpu`, `mklcpu`, `gpu_host_bfc`; a device's is `GPU_0_bfc`.
+#: Texts of errors about host memory, pinned memory included. TensorFlow names the allocator: `cpu`,
+#: `mklcpu`, `gpu_host_bfc`; that of a device is `GPU_0_bfc`.
 _HOST = re.compile(
     r"std::bad_alloc|DefaultCPUAllocator|by allocator \w*(?:cpu|host)", re.IGNORECASE
 )
 
-#: Built-in classes that an error which carries a framework's text may have. Not `ValueError` and
-#: its like, which speak of arguments, and not `MemoryError`, which speaks of the machine.
+#: Built-in classes of errors whose text is compared. Not `ValueError` and similar ones, which are about
+#: arguments, and not `MemoryError`, which is about the host.
 _PLAIN: Final = (RuntimeError, Exception, BaseException, object)
 
 
 def causes(error: BaseException, until: BaseException | None = None) -> Iterator[BaseException]:
-    """Give an error, its members if it is a group, and what it was raised from or while handling.
+    """Yield an error, its members if it is a group, and its causes and contexts, each once.
 
-    Each once. A context that `from None` hides counts: Keras raises its errors anew in this way.
-    `until` is left out, and so is what is found only through it.
+    A context that `from None` hides is included: Keras re-raises errors in this way. `until` is left
+    out, and so is what is reached only through it.
     """
     seen: set[int] = set() if until is None else {id(until)}
     waiting: list[BaseException] = [error]
@@ -95,7 +95,7 @@ def causes(error: BaseException, until: BaseException | None = None) -> Iterator
             continue
         seen.add(id(current))
         yield current
-        # An error's truth is the user's to define.
+        # Not `or`: a user's error class may define its truth value.
         cause = current.__cause__
         cause = current.__context__ if cause is None else cause
         if cause is not None:
@@ -107,7 +107,7 @@ def _members(error: BaseException) -> list[BaseException]:
     # By its attribute: Python 3.10 has no class for groups, only the package `exceptiongroup`.
     try:
         found = getattr(error, "exceptions", ())
-    except Exception:  # noqa: BLE001 - a property of the user's may raise anything
+    except Exception:  # noqa: BLE001 - a property of a user's class may raise anything
         return []
     if not isinstance(found, (tuple, list)):
         return []
@@ -115,13 +115,13 @@ def _members(error: BaseException) -> list[BaseException]:
 
 
 def looks_out_of_memory(error: BaseException) -> str:
-    """Tell by its class and text that an error (not its causes) says a device's memory ran out.
+    """Return the framework whose device ran out of memory, by an error's class and text.
 
-    It covers what Keras, Lightning or a user raise anew as their own, or as a `RuntimeError`, with
-    the framework's text inside.
+    The causes of the error are not read. Errors that Keras, Lightning or a user raise, as their own
+    class or a `RuntimeError` with the framework's text inside, are recognised too.
 
     Returns:
-        The framework that speaks, as in `gpu:framework=`; empty: nothing of the kind.
+        The framework, as in `gpu:framework=`; empty: it is another error.
     """
     bases = type(error).__mro__
     if any(base.__module__ == "builtins" and base not in _PLAIN for base in bases):
@@ -137,8 +137,27 @@ def looks_out_of_memory(error: BaseException) -> str:
     return ""
 
 
+def is_named(error: BaseException, root: str | tuple[str, ...], names: Iterable[str]) -> bool:
+    """Return whether an error's class, or a base of it, has one of `names` in a root module.
+
+    Compares names, so that the parent process need not import the framework.
+    """
+    roots = (root,) if isinstance(root, str) else root
+    wanted = frozenset(names)
+    return any(
+        base.__name__ in wanted and base.__module__.partition(".")[0] in roots
+        for base in type(error).__mro__
+    )
+
+
+def says(error: BaseException, *texts: str) -> bool:
+    """Return whether an error's text contains one of `texts`, in any case."""
+    message = str(error).lower()
+    return any(text.lower() in message for text in texts)
+
+
 def says_host_memory(error: BaseException) -> bool:
-    """Tell by its text that it was the machine's own memory that ran out."""
+    """Return whether an error's text says that host memory ran out."""
     return _HOST.search(str(error)) is not None
 
 
@@ -169,7 +188,7 @@ _ELEMENT_BYTES: Final[Mapping[str, int]] = MappingProxyType(
 
 
 def parse_wanted_bytes(text: str) -> int | None:
-    """Read how much the failed allocation asked for; `None`: the message does not say."""
+    """Parse the size that the failed allocation requested; `None`: the message does not say."""
     match = _WANTED.search(text)
     if match is None:
         return _parse_tensor_bytes(text)
@@ -190,18 +209,18 @@ def _parse_tensor_bytes(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """What the child saw when a body ended for want of device memory. Bytes; `None`: unknown."""
+    """What a child knows when device memory ran out in its body. Bytes; `None`: unknown."""
 
-    #: As in `gpu:framework=`; empty: none of ours (a simulated device).
+    #: As in `gpu:framework=`; empty: no framework (a simulated device).
     framework: str
-    #: What the failed allocation asked for.
+    #: What the failed allocation requested.
     wanted_bytes: int | None = None
-    #: What the frameworks held from the driver then, or had allocated where they keep no such number.
+    #: What the frameworks held from the driver, or had allocated where they do not count that.
     held_bytes: int | None = None
-    #: What the device showed for this process, and had free; of the fullest of its devices.
+    #: What the fullest of its devices showed for this process, and had free.
     process_bytes: int | None = None
     free_bytes: int | None = None
-    #: UUID of that device; empty: not asked.
+    #: UUID of that device; empty: it was not read.
     device_uuid: str = ""
-    #: The error says by itself whether the process's own cap refused.
+    #: Whether the process's own cap refused, where the error says so; `None`: it does not.
     says_own_cap: bool | None = None

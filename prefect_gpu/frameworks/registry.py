@@ -1,8 +1,8 @@
-"""Which frameworks there are, and which of them a function uses.
+"""Which frameworks there are, which of them a function uses, and what host memory they take.
 
-Detection reads code objects, globals and class bases; it imports nothing and runs nothing, so it
-can be wrong (an import by name, a helper in another package). What it finds chooses contexts and
-standbys; the caps do not depend on it, since `hooks` applies them to whatever is imported.
+Detection reads code objects, globals and class bases. It imports nothing and runs nothing, so it can
+be wrong (an import by name, a helper in another package). Its result chooses contexts and standbys.
+Caps do not depend on it: `hooks` applies them to every framework that is imported.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from prefect_gpu.frameworks.jax_adapter import JaxAdapter
 from prefect_gpu.frameworks.onnxruntime_adapter import OnnxRuntimeAdapter
 from prefect_gpu.frameworks.tensorflow_adapter import TensorFlowAdapter
 from prefect_gpu.frameworks.torch_adapter import TorchAdapter
+from prefect_gpu.units import MIB
 
-#: Every adapter by its name in `gpu:framework=`, but for `none`, which has no adapter.
+#: Host memory that a child takes before its body begins, by framework, in addition to
+#: `HOST_BYTES_LEAST` for Python and Prefect: private bytes after a calibration, 16 cores, H200
+#: (docs/evidence/gpu-host-memory.txt: torch 2.11, TensorFlow 2.21, JAX 0.11, CuPy 14).
+HOST_BYTES = {"torch": 1048 * MIB, "tensorflow": 1776 * MIB, "jax": 1264 * MIB, "cupy": 536 * MIB}
+HOST_BYTES_LEAST = 78 * MIB
+
+#: Every adapter by its name in `gpu:framework=`; the name `none` has no adapter.
 ADAPTERS: Mapping[str, FrameworkAdapter] = MappingProxyType(
     {
         adapter.name: adapter
@@ -41,18 +48,18 @@ ADAPTERS: Mapping[str, FrameworkAdapter] = MappingProxyType(
     }
 )
 
-#: Frameworks whose memory can be followed by looking every few milliseconds: they take and give back
-#: at the pace of the host's code. XLA and TensorFlow free what an operation used as soon as it is
-#: queued, CuPy what an expression used, so that looks miss most of it (seen on an H200).
+#: Frameworks whose memory can be followed by samples every few milliseconds: they allocate and free at
+#: the pace of the host's code. XLA and TensorFlow free what an operation used as soon as it is queued,
+#: CuPy what an expression used, so samples miss most of it (seen on an H200).
 SEEN_BY_LOOKING = frozenset({"torch"})
 
-#: Frameworks that keep no peak of their own: what they held stands for it.
+#: Frameworks that keep no peak of their own: the largest sample is used instead.
 WITHOUT_PEAK = frozenset({"cupy"})
 
-#: The tag's word for "no framework of ours: leave memory to the task".
+#: The tag's word for a task that manages its memory itself: no adapter is applied.
 NO_FRAMEWORK = "none"
 
-#: Framework that an import root belongs to; libraries that always compute on one count as it.
+#: The framework of an import root. Libraries that always compute on one framework count as it.
 FRAMEWORK_BY_ROOT: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -83,7 +90,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
-    """Choose the adapters of a child: those that tags name, else all; `none` names none."""
+    """Return the adapters of a child: those that tags name, else all; `none` names none."""
     if not policy.frameworks:
         return tuple(ADAPTERS.values())
     return tuple(ADAPTERS[name] for name in policy.frameworks if name != NO_FRAMEWORK)
@@ -103,13 +110,13 @@ def framework_version(framework: str) -> str:
 def detect_frameworks(
     fn: Any, environ: Mapping[str, str] | None = None, *, whole_modules: bool = True
 ) -> tuple[str, ...]:
-    """Tell which frameworks a function uses, by reading it.
+    """Return which frameworks a function uses, by reading it.
 
     Args:
         fn: A function, method, partial, callable object or Prefect task.
         environ: For `KERAS_BACKEND`; `None`: this process's environment.
-        whole_modules: Count what the modules of functions import too, used or not: a child imports
-            them whole.
+        whole_modules: Count all imports of the functions' modules, used or not: a child imports
+            whole modules.
 
     Returns:
         Names as in `gpu:framework=`, sorted; empty: none found.
@@ -125,14 +132,14 @@ def detect_frameworks(
 
 
 def needed_modules(fn: Any) -> tuple[str, ...]:
-    """List what a function will have imported, by reading it: its own module first.
+    """Return what a function imports, by reading it: its own module first.
 
     Args:
         fn: As for `detect_frameworks`.
 
     Returns:
         `package.module`, and `package:name,name` for `from package import name, name` inside
-        functions, where a name may be a module. Nobody has looked whether they can be imported.
+        functions, where a name may be a module. They need not be importable.
     """
     own = getattr(_innermost(fn), "__module__", None)
     found = dict.fromkeys([own] if isinstance(own, str) else [])
@@ -144,6 +151,9 @@ def _innermost(fn: Any) -> Any:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
+
+
+_METHODS = (FunctionType, staticmethod, classmethod, property)
 
 
 class _Walk:
@@ -197,8 +207,8 @@ class _Walk:
         wrapped = inspect.getattr_static(fn, "__wrapped__", None)
         if wrapped is not None:
             yield from self.modules(wrapped)
-        # A function travels by reference to its module, which the child then imports whole; one
-        # from `__main__` travels by value, without what it does not refer to.
+        # A function is pickled by reference to its module, which the child then imports whole. One
+        # from `__main__` is pickled by value, with only what it refers to.
         if self._whole_modules and fn.__module__ != "__main__":
             for value in list(fn.__globals__.values()):
                 if isinstance(value, ModuleType):
@@ -211,7 +221,8 @@ class _Walk:
                 yield from self._all(
                     member
                     for member in list(vars(base).values())
-                    if isinstance(member, (FunctionType, staticmethod, classmethod, property))
+                    # `isinstance` would load a lazily loaded module.
+                    if issubclass(type(member), _METHODS)
                 )
 
     def _instance(self, value: Any) -> Iterator[str]:
@@ -262,7 +273,7 @@ def _root(name: Any) -> str:
 
 @functools.cache
 def is_users(module: str | None) -> bool:
-    """Tell the user's own code, worth reading, from the standard library and what is installed."""
+    """Return whether a module is the user's own code: not the standard library, not installed."""
     root = _root(module)
     if root == "__main__":
         return True
@@ -277,12 +288,12 @@ def is_users(module: str | None) -> bool:
 
 
 def look_at(module: str, attribute: str) -> Any:
-    """Give what a module in `sys.modules` says of itself, and have nothing imported by that.
+    """Return an attribute of a module in `sys.modules` without importing anything.
 
-    To ask one of `importlib.util.LazyLoader` for anything loads it: Ray, as Prefect's collection for it has it.
+    `getattr` would load a module of `importlib.util.LazyLoader`: Ray, as `prefect_ray` imports it.
 
     Returns:
-        `None`: there is no such module, or it does not say.
+        `None`: there is no such module, or it has no such attribute.
     """
     try:
         return object.__getattribute__(sys.modules.get(module), attribute)
@@ -291,8 +302,8 @@ def look_at(module: str, attribute: str) -> Any:
 
 
 def _is_installed(root: str, place: str) -> bool:
-    """Tell whether a module is where installers put libraries, and no file of the user's beside them."""
-    # The second is Debian's name, in whose containers most run that have a GPU.
+    """Return whether an installer put a module where it is."""
+    # `dist-packages` is Debian's name, which many GPU containers have.
     if "site-packages" in place or "dist-packages" in place:
         return True
     return root in _installed_in(os.path.dirname(place))
@@ -300,14 +311,19 @@ def _is_installed(root: str, place: str) -> bool:
 
 @functools.cache
 def _installed_in(folder: str) -> frozenset[str]:
-    """Name what was installed into a folder of one's choice (`pip install --target`).
+    """Return the modules that were installed into any folder (`pip install --target`).
 
-    By the lists that installers leave there:
+    They are read from the lists that installers leave there:
     https://packaging.python.org/en/latest/specifications/recording-installed-packages/
     """
     found = set()
     for record in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
         with contextlib.suppress(OSError), open(record, encoding="utf-8", errors="replace") as file:
-            # A path and what belongs to it; a module has a suffix, a package a folder.
+            # Each line begins with a path. A module has a suffix, a package a folder.
             found |= {re.split(r"[/,.]", line, maxsplit=1)[0].strip('"') for line in file}
     return frozenset(found)
+
+
+def host_bytes_of(frameworks: Iterable[str]) -> int:
+    """Return the host memory that a child with these frameworks takes before its body, in bytes."""
+    return HOST_BYTES_LEAST + sum(HOST_BYTES.get(name, 0) for name in frameworks)

@@ -7,24 +7,40 @@ and `allocation=all` differ only in when.
 
 from __future__ import annotations
 
+import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
-from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory, says_host_memory
-from prefect_gpu.frameworks.values import host_value, is_named, load, loaded, says
+from prefect_gpu.frameworks.adapter import (
+    Counters,
+    FrameworkAdapter,
+    FrameworkPolicy,
+    host_value,
+    imported,
+    load,
+)
+from prefect_gpu.frameworks.out_of_memory import (
+    is_named,
+    looks_out_of_memory,
+    says,
+    says_host_memory,
+)
 from prefect_gpu.units import MIB
 
 
-class TensorFlowAdapter:
-    """TensorFlow on CUDA devices; on the host only its threads are set."""
+class TensorFlowAdapter(FrameworkAdapter):
+    """TensorFlow on CUDA devices; on the host only its threads are set.
+
+    `release_cached` does nothing: TensorFlow keeps its regions until the process ends.
+    """
 
     name = "tensorflow"
     module = "tensorflow"
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Give growth where the policy says so; an inherited one is removed where there is a cap.
+        """Return growth and threads. Under a cap an inherited growth is removed.
 
         `TF_FORCE_GPU_ALLOW_GROWTH` overrides what the program sets, and excludes a limit.
         """
@@ -53,12 +69,8 @@ class TensorFlowAdapter:
                 f"refused the policy ({error}); its runtime must not start before the task's body",
             ) from error
 
-    def standby_environment(self) -> dict[str, str]:
-        """Give nothing."""
-        return {}
-
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Name what TensorFlow reads when its runtime starts, with the first operation."""
+        """Return `True` for what TensorFlow reads when its runtime starts, with the first operation."""
         return name in (
             "TF_FORCE_GPU_ALLOW_GROWTH",
             "TF_NUM_INTRAOP_THREADS",
@@ -66,23 +78,13 @@ class TensorFlowAdapter:
         )
 
     def has_started(self) -> bool:
-        """Child: tell whether the runtime has started: devices and threads are fixed."""
-        return loaded("tensorflow") is not None and _runtime_started()
+        """Child: return whether the runtime has started, which fixes devices and threads."""
+        return _started_tensorflow() is not None
 
     def counters(self) -> Counters | None:
-        """Child: read what the GPU allocators have in use; they keep no count of what they hold."""
-        tf = loaded("tensorflow")
-        if tf is None or not _runtime_started():
-            return None
-        return _read_counters(tf)
-
-    def sample(self) -> tuple[int, int] | None:
-        """Child: read what the GPU allocators have in use; they count no retries."""
-        counters = self.counters()
-        return None if counters is None else (counters.live_bytes, 0)
-
-    def release_cached(self) -> None:
-        """Do nothing: TensorFlow keeps its regions until the process ends."""
+        """Child: read what the GPU allocators have in use; they do not count what they hold."""
+        tf = _started_tensorflow()
+        return None if tf is None else _read_counters(tf)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Recognise `ResourceExhaustedError` of a device, and the driver's errors in other classes."""
@@ -97,14 +99,14 @@ class TensorFlowAdapter:
         )
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: turn eager tensors and variables into NumPy, on CPU too, so that flows see one type.
+        """Child: reduce eager tensors and variables to NumPy, on the CPU too, so that flows see one type.
 
         Raises:
             pickle.PicklingError: A Keras model in a child with a GPU: rebuilding it in the parent
                 would start TensorFlow there and take the GPU's memory.
         """
-        tf = loaded("tensorflow")
-        if tf is None or not hasattr(tf, "Variable"):
+        tf = imported("tensorflow", "Tensor", "Variable", "config")
+        if tf is None:
             return NotImplemented
         if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
             return host_value, (value.numpy(),)
@@ -116,8 +118,8 @@ class TensorFlowAdapter:
         """Child: load cuBLAS, cuDNN and cuFFT. Needs growth.
 
         Returns:
-            The peak in use, rounded up to the 2 MiB regions that growth takes: TensorFlow tells no
-            more, and never gives memory back.
+            The peak in use, rounded up to the 2 MiB regions that growth takes. TensorFlow reports
+            nothing else, and never returns memory.
         """
         return _calibrate(load("tensorflow"))
 
@@ -138,6 +140,7 @@ class TensorFlowAdapter:
             )
         caps = policy.cap_bytes(self.name)
         _limit_devices(tf, gpus, caps)
+        _bound_sessions(caps, policy.total_bytes)
         if policy.allocation == "all":
             _start_devices(tf, len(gpus))
 
@@ -159,17 +162,69 @@ def _limit_devices(tf: Any, gpus: list[Any], caps: tuple[int, ...] | None) -> No
         tf.config.set_logical_device_configuration(gpu, [limit])
 
 
+def _bound_sessions(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> None:
+    """Make TensorFlow 1 sessions keep to the cap, or grow where there is none.
+
+    The options of a session replace what `_limit_devices` configured: a session that is the first to
+    use a device took 40 % of an H200 under a cap of 8 GiB. Every class of session starts through
+    `BaseSession.__init__`: `Session`, `InteractiveSession`, monitored and supervised ones, Keras'.
+    A `tf.distribute.Server` opens devices by itself and is not covered.
+    """
+    module = imported("tensorflow.python.client.session", "BaseSession")
+    if module is None:
+        return
+    base = module.BaseSession
+    # What is there may be the policy of a standby.
+    start: Callable[..., None] = getattr(base.__init__, "__wrapped__", base.__init__)
+
+    @functools.wraps(start)
+    def start_bounded(self: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:
+        # Without options a session has those of `_limit_devices`.
+        if hasattr(config, "gpu_options"):
+            copied = type(config)()
+            copied.CopyFrom(config)
+            _bound_options(copied.gpu_options, caps, total_bytes)
+            config = copied
+        start(self, target, graph, config)
+
+    base.__init__ = start_bounded
+
+
+def _bound_options(
+    options: Any, caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]
+) -> None:
+    if caps is None:
+        options.allow_growth = True
+        return
+    split_devices = options.experimental.virtual_devices
+    if not split_devices:
+        # One fraction for all devices: the smallest, so that it holds on each. 0 means all memory.
+        most = min(cap / total for cap, total in zip(caps, total_bytes, strict=True))
+        options.per_process_gpu_memory_fraction = min(
+            options.per_process_gpu_memory_fraction or 1.0, most
+        )
+        return
+    # Devices that the session splits: TensorFlow refuses a fraction beside them.
+    most_mib = max(1, min(caps) // MIB)
+    for device in split_devices:
+        limits = list(device.memory_limit_mb) or [most_mib]
+        scale = min(1.0, most_mib / sum(limits))
+        device.memory_limit_mb[:] = [limit * scale for limit in limits]
+
+
 def _start_devices(tf: Any, count: int) -> None:  # needs a GPU
     for index in range(count):
         with tf.device(f"GPU:{index}"):
             tf.zeros([1]).numpy()
 
 
-def _runtime_started() -> bool:
-    # `tf.config.list_logical_devices` would start it; there is no public way to ask.
-    module = loaded("tensorflow.python.eager.context")
-    context = getattr(module, "_context", None)
-    return bool(getattr(context, "_initialized", False))
+def _started_tensorflow() -> Any:
+    """Return `tensorflow` once its runtime has started, else `None`."""
+    # `tf.config.list_logical_devices` would start it; there is no public way to look.
+    module = imported("tensorflow.python.eager.context", "_context")
+    if module is None or not getattr(module._context, "_initialized", False):
+        return None
+    return imported("tensorflow", "config")
 
 
 def _read_counters(tf: Any) -> Counters | None:
@@ -186,8 +241,8 @@ def _read_counters(tf: Any) -> Counters | None:
 
 
 def _reduce_keras(tf: Any, value: Any) -> Any:
-    keras = loaded("keras")
-    if keras is None or not hasattr(keras, "Variable") or keras.backend.backend() != "tensorflow":
+    keras = imported("keras", "Variable", "Model", "backend")
+    if keras is None or keras.backend.backend() != "tensorflow":
         return NotImplemented
     if isinstance(value, keras.Variable):
         return host_value, (value.numpy(),)

@@ -1,44 +1,64 @@
-"""PyTorch: cap, allocator options, threads, counters, out-of-memory, CUDA storages to the host.
+"""PyTorch: cap, allocator options, threads, counters, traces, out-of-memory, storages to the host.
 
-Caps hold for PyTorch's caching allocator alone: the context, NCCL and what extensions take from the
-driver escape it, which is why a cap is the budget less the context. Named `torch_adapter`, not
-`torch`: a script's folder on `sys.path` must never shadow the framework.
+Caps hold for PyTorch's caching allocator alone. The context, NCCL and extensions take memory from
+the driver directly, so a cap is the budget less the context. The module is not called `torch`: a
+script's folder on `sys.path` must never shadow the framework.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks import torch_trace
-from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy, PeakTrace
-from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
-from prefect_gpu.frameworks.values import is_named, load, loaded
+from prefect_gpu.frameworks.adapter import (
+    Counters,
+    FrameworkAdapter,
+    FrameworkPolicy,
+    PeakTrace,
+    imported,
+    load,
+)
+from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory
 from prefect_gpu.units import MIB
 
-#: Bytes that `allocation=all` leaves of the cap. Taken whole, the first small tensor would need a
-#: new 2 MiB segment over the cap, and the allocator would give up the whole cache to get it.
+#: Bytes that `allocation=all` leaves of the cap. Without them the first small tensor would need a
+#: new 2 MiB segment over the cap, and the allocator would free the whole cache to get it.
 ALL_MARGIN_BYTES = 64 * MIB
 
 #: Bytes to which PyTorch rounds a large block (`kRoundLarge` of its caching allocator).
 LARGE_BLOCK_BYTES = 2 * MIB
 
-
 #: Bytes from which a storage in host memory travels as a buffer: a whole part of a value
-#: (`processes.transport.FILE_BYTES`). A smaller one PyTorch pickles itself, as one that can be resized.
+#: (`processes.transport.FILE_BYTES`). PyTorch pickles a smaller one itself, so that it can be resized.
 LARGE_STORAGE_BYTES = 1 * MIB
 
+#: Events of each device that a trace keeps; a block has three in its life. Reading 150 takes 0.5 ms,
+#: 20,000 take 8 (H200, PyTorch 2.11, 2026-11-21). A step with more has no peak from its trace.
+MAX_EVENTS = 50_000
 
-class TorchAdapter:
-    """PyTorch on CUDA devices; on the host only its threads are set."""
+#: Bytes to which the allocator rounds a block (`kMinBlockSize`); a trace has the requested size.
+BLOCK_BYTES = 512
+
+#: The functions in `torch._C` that switch recording on and off; every public way calls one of them.
+_SWITCHES = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
+
+
+class TorchAdapter(FrameworkAdapter):
+    """PyTorch on CUDA devices; on the host only its threads are set.
+
+    `apply_hot` does nothing: once CUDA has started, `apply` sets the cap at once.
+    """
 
     name = "torch"
     module = "torch"
+    can_start_early = True
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Give the allocator's variables; both names, since 2.9 renamed `PYTORCH_CUDA_ALLOC_CONF`."""
+        """Return the allocator's variables; both names, since 2.9 renamed `PYTORCH_CUDA_ALLOC_CONF`."""
         variables: dict[str, str | None] = {}
         if policy.allocator_options:
             text = ",".join(f"{key}:{value}" for key, value in policy.allocator_options.items())
@@ -47,14 +67,14 @@ class TorchAdapter:
         if not policy.caching:
             variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         elif policy.cap_bytes(self.name) is not None:
-            # Inherited from a shell, it would switch the cap off without a word.
+            # Inherited from a shell, it would switch the cap off silently.
             variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = None
         return variables
 
     def apply(self, policy: FrameworkPolicy) -> None:
         """Child: bound the threads now, and the memory as soon as CUDA starts.
 
-        CUDA is not started here, `allocation=all` apart: a body that stays on the CPU pays nothing.
+        Only `allocation=all` starts CUDA here: a body that stays on the CPU pays nothing.
 
         Raises:
             FrameworkError: PyTorch sees other devices than were allotted, or refuses the policy.
@@ -80,32 +100,30 @@ class TorchAdapter:
             _take_all(torch, caps)
 
     def standby_environment(self) -> dict[str, str]:
-        """Have `torch.cuda.is_available()` ask NVML: modules call it as they are imported.
+        """Return the variable that makes `torch.cuda.is_available()` ask NVML.
 
-        By default it initialises the driver, which fixes the devices for good. `device_count` asks
-        NVML already, and neither answer is kept before CUDA starts (2.6 to 2.13).
+        Modules call it as they are imported. By default it initialises the driver, which fixes the
+        devices for good. `device_count` asks NVML anyway, and neither answer is cached before CUDA
+        starts (2.6 to 2.13).
         """
         return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Name what the caching allocator reads when CUDA starts; the backend is chosen at the import."""
+        """Return `True` for what is read when CUDA starts; the import chooses the backend."""
         if name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             return _backend(before) == _backend(after)
         return name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
-    def heat(self) -> None:
-        """Child: make the context and load cuBLAS; its workspace and the peaks are given back."""
-        _heat(load("torch"))
+    def start_device(self) -> None:
+        """Child: create the context and load cuBLAS; free its workspace and reset the peaks."""
+        _start_device(load("torch"))
 
     def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
-        """Name what is read anew each time. The allocator has read all of its options."""
+        """Return `True` for what is read each time. The allocator has read all of its options."""
         return name == "PYTORCH_NVML_BASED_CUDA_CHECK"
 
-    def apply_hot(self, policy: FrameworkPolicy) -> None:
-        """Child: do nothing: once CUDA has started, `apply` caps at once."""
-
     def has_started(self) -> bool:
-        """Child: tell whether CUDA was initialised through PyTorch."""
+        """Child: return whether PyTorch has initialised CUDA."""
         return _started_cuda() is not None
 
     def counters(self) -> Counters | None:
@@ -119,8 +137,8 @@ class TorchAdapter:
         return None if cuda is None else _sample(cuda)
 
     def begin_trace(self) -> PeakTrace | None:
-        """Child: have the caching allocator record what it does, if nobody does so already."""
-        return None if _started_cuda() is None else torch_trace.begin_trace(load("torch"))
+        """Child: record what the caching allocator does, unless a recording is running."""
+        return None if _started_cuda() is None else begin_trace(load("torch"))
 
     def release_cached(self) -> None:
         """Child: empty the caching allocator's cache, what `allocation=all` took included."""
@@ -129,38 +147,36 @@ class TorchAdapter:
             cuda.empty_cache()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise the allocator's own error, the driver's, and the libraries' that want room."""
-        if is_named(error, "torch", ("OutOfMemoryError",)):
-            return True
-        return looks_out_of_memory(error) == self.name
+        """Recognise the errors of the allocator, the driver and the CUDA libraries."""
+        named = is_named(error, "torch", ("OutOfMemoryError",))
+        return named or looks_out_of_memory(error) == self.name
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: copy a CUDA storage to the host, and carry a bare or a large one better than pickle.
+        """Child: copy a CUDA storage to the host; reduce a bare or a large one better than pickle.
 
-        Storages, not tensors: tensors, views, parameters, modules and sparse tensors all reduce to
-        storages, so each keeps its class, strides and `requires_grad`. A tensor wraps its storage in
-        a new `TypedStorage` each time it is pickled (2.11, 2.13); reducing that to the one
-        `UntypedStorage` inside keeps memory that is shared before the trip shared after it.
+        Tensors, views, parameters, modules and sparse tensors all reduce to storages. Reducing only
+        storages keeps their class, strides and `requires_grad`. A tensor wraps its storage in a new
+        `TypedStorage` each time it is pickled (2.11, 2.13). Reducing that to the one
+        `UntypedStorage` inside it keeps shared memory shared.
         """
-        torch = loaded("torch")
-        storage = getattr(torch, "storage", None)
-        if storage is None:
+        torch = imported("torch", "storage")
+        if torch is None:
             return NotImplemented
+        storage = torch.storage
         if isinstance(value, storage.TypedStorage):
             untyped = value._untyped_storage
             if untyped.device.type != "cuda" and not _is_large(untyped):
                 return NotImplemented
             return _rebuild_typed, (untyped, value.dtype)
-        # On the host too: PyTorch pickles a bare storage (of a `uint16` tensor, say) so that it
+        # On the host too: PyTorch pickles a bare storage (of a `uint16` tensor, say) in a way that
         # cannot be unpickled (2.11 and 2.13: "'UntypedStorage' has no attribute 'dtype'").
         if isinstance(value, storage.UntypedStorage) and value.device.type in ("cuda", "cpu"):
             return reduce_storage(value)
         return NotImplemented
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, read what stays."""
-        torch = load("torch")
-        return _calibrate(torch)
+        """Child: load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, return what it still holds."""
+        return _calibrate(load("torch"))
 
     def _check_devices(self, torch: Any, allotted: int) -> None:
         # Counts through NVML where it can: no context.
@@ -179,13 +195,15 @@ class TorchAdapter:
 
 
 def reduce_large(value: Any) -> Any:
-    """Parent: a pickle reduction of a large storage in host memory that leaves its bytes in place.
+    """Parent: return a pickle reduction of a large storage in host memory without copying its bytes.
 
-    PyTorch's own copies them twice. CUDA storages are left to it: they arrive on a device.
+    PyTorch's own reduction copies them twice. It still reduces CUDA storages, which arrive on a
+    device.
     """
-    storage = getattr(loaded("torch"), "storage", None)
-    if storage is None:
+    torch = imported("torch", "storage")
+    if torch is None:
         return NotImplemented
+    storage = torch.storage
     if isinstance(value, storage.TypedStorage) and _is_large(value._untyped_storage):
         return _rebuild_typed, (value._untyped_storage, value.dtype)
     if isinstance(value, storage.UntypedStorage) and _is_large(value):
@@ -208,20 +226,20 @@ def reduce_storage(storage: Any) -> tuple[Any, ...]:
 
 
 def _rebuild_untyped(data: Any) -> Any:
-    """Parent: a storage in host memory over `data`, bytes or a NumPy array of them.
+    """Parent: return a storage in host memory over `data`, bytes or a NumPy array of them.
 
-    Of `uint8`, as PyTorch itself rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
+    Its type is `uint8`, as PyTorch rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
     """
     torch = load("torch")
     if len(data) == 0:
         return _typed(torch, torch.UntypedStorage(0), torch.uint8)
-    if not data.flags.writeable:  # A buffer that travelled out of band; PyTorch has no read-only.
+    if not data.flags.writeable:  # An out-of-band buffer; PyTorch has no read-only storages.
         data = data.copy()
     return _typed(torch, torch.from_numpy(data).untyped_storage(), torch.uint8)
 
 
 def _rebuild_typed(storage: Any, dtype: Any) -> Any:
-    """Parent: what `_rebuild_tensor_v2` expects, over the memory of a rebuilt storage."""
+    """Parent: return what `_rebuild_tensor_v2` expects, over the memory of a rebuilt storage."""
     return _typed(load("torch"), storage._untyped_storage, dtype)
 
 
@@ -230,7 +248,7 @@ def _typed(torch: Any, untyped: Any, dtype: Any) -> Any:
 
 
 def _backend(options: str | None) -> str:
-    """Give the allocator that `PYTORCH_ALLOC_CONF` names; empty: PyTorch's own."""
+    """Return the allocator that `PYTORCH_ALLOC_CONF` names; empty: PyTorch's own."""
     for option in (options or "").split(","):
         key, _, value = option.partition(":")
         if key.strip() == "backend" and value.strip() != "native":
@@ -257,7 +275,7 @@ def _cap_devices(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
 
 
 def fraction_for(cap_bytes: int, total_bytes: int) -> float:
-    """Give the smallest fraction of `total_bytes` that PyTorch rounds down to `cap_bytes`."""
+    """Return the smallest fraction of `total_bytes` that PyTorch rounds down to `cap_bytes`."""
     if cap_bytes >= total_bytes:
         return 1.0
     fraction = cap_bytes / total_bytes
@@ -283,12 +301,12 @@ def _take_all(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
 
 
 def _started_cuda() -> Any:
-    """Give `torch.cuda` once it has been initialised, else `None`."""
-    cuda = getattr(loaded("torch"), "cuda", None)
-    # Half of it may be imported, by another thread.
-    if cuda is None or not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
+    """Return `torch.cuda` once it has been initialised, else `None`."""
+    torch = imported("torch", "cuda")
+    # Another thread may be importing it.
+    if torch is None or not hasattr(torch.cuda, "is_initialized"):
         return None
-    return cuda
+    return torch.cuda if torch.cuda.is_initialized() else None
 
 
 def _sample(cuda: Any) -> tuple[int, int]:  # needs a GPU
@@ -312,21 +330,21 @@ def _read_counters(cuda: Any) -> Counters:  # needs a GPU
         peak_live_bytes=total("allocated_bytes.all.peak"),
         peak_reserved_bytes=total("reserved_bytes.all.peak"),
         alloc_retries=total("num_alloc_retries"),
-        # The driver's own pool does not count it, and says 0.
+        # The driver's own pool does not count it, and reports 0.
         freed_bytes=(
             total("reserved_bytes.all.freed") if cuda.get_allocator_backend() == "native" else None
         ),
     )
 
 
-def _heat(torch: Any) -> None:  # needs a GPU
+def _start_device(torch: Any) -> None:  # needs a GPU
     torch.cuda.init()
     a = torch.ones(256, 256, device="cuda:0")
     (a @ a).sum().item()
     torch.cuda.synchronize()
     del a
-    # cuBLAS keeps up to 32 MiB of the allocator's memory; a body that never multiplies would not
-    # have them. Private, but there since 1.12.
+    # cuBLAS keeps up to 32 MiB of the allocator's memory, which a body that never multiplies would
+    # not have. Private, but there since 1.12.
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
@@ -350,3 +368,135 @@ def _calibrate(torch: Any) -> int:  # needs a GPU
     gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.memory_reserved(0))
+
+
+def peak_bytes(live_bytes: int, events: Iterable[Mapping[str, Any]]) -> int:
+    """Return the most bytes that were allocated on one device at a time.
+
+    Counters fall when a block is freed, not when the device has finished with it, so
+    "free_requested" counts. A block from the cache may be larger than requested, by less than
+    1 MiB, which no event shows.
+
+    Args:
+        live_bytes: Allocated when the trace began.
+        events: Of its trace, oldest first, with "action" and "size".
+    """
+    peak = now = live_bytes
+    for event in events:
+        action = event["action"]
+        if action == "alloc":
+            now += _block_bytes(event["size"])
+            peak = max(peak, now)
+        elif action == "free_requested":
+            now -= _block_bytes(event["size"])
+    return peak
+
+
+def begin_trace(torch: Any) -> TorchTrace | None:
+    """Make the allocator record from now on; CUDA must have started.
+
+    Samples miss what is freed within a few milliseconds. The allocator's own peak covers the whole
+    life of the process unless it is reset, which only the body may do. The allocator's trace has
+    every event and resets nothing. The body may use it too: while the body records, this does not.
+
+    Returns:
+        `None`: a recording is running, or this allocator cannot record.
+    """
+    trace = None
+    try:
+        if torch._C._cuda_isHistoryEnabled():
+            return None
+        trace = TorchTrace(torch)
+        trace.begin()
+    except Exception:  # noqa: BLE001 - a trace must not fail the body
+        if trace is not None:
+            trace.stop()
+        return None
+    return trace
+
+
+class TorchTrace:
+    """A running trace. It never switches off a recording that the body began meanwhile.
+
+    Args:
+        torch: The module.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self._core = torch._C
+        self._cuda = torch.cuda
+        #: By device.
+        self._live_bytes = [
+            int(self._cuda.memory_stats_as_nested_dict(i)["allocated_bytes"]["all"]["current"])
+            for i in range(self._cuda.device_count())
+        ]
+        #: The body switched recording on or off itself.
+        self._taken_over = False
+        #: By name, what replaces a switch in `torch._C`, and the switch.
+        self._replaced: dict[str, tuple[Any, Any]] = {}
+
+    def begin(self) -> None:
+        """Begin to record, without stacks, and to notice whether the body records too."""
+        # Takes 20 µs. Nothing is left of an earlier recording: its end empties it.
+        self._cuda.memory._record_memory_history(
+            enabled="all", context=None, stacks="python", max_entries=MAX_EVENTS
+        )
+        for name in _SWITCHES:
+            switch = getattr(self._core, name, None)
+            if switch is not None:
+                stand_in = self._stand_in(switch)
+                self._replaced[name] = stand_in, switch
+                setattr(self._core, name, stand_in)
+
+    def end(self) -> int | None:
+        """Stop, and return the most bytes that were allocated meanwhile. Never raises.
+
+        Returns:
+            The sum over the devices. Their peaks need not coincide, so it may be too large, never
+            too small. `None`: there were too many events, the body recorded, or blocks are rounded
+            in another way (`roundup_power2_divisions`).
+        """
+        try:
+            return self._peak_bytes() if self._is_ours() else None
+        except Exception:  # noqa: BLE001 - as above
+            return None
+        finally:
+            # After the reading: stopping empties the trace.
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop, and restore PyTorch. Never raises."""
+        with contextlib.suppress(Exception):
+            for name, (stand_in, switch) in self._replaced.items():
+                # The body may have replaced it too.
+                if getattr(self._core, name) is stand_in:
+                    setattr(self._core, name, switch)
+            self._replaced.clear()
+            if self._is_ours():
+                self._cuda.memory._record_memory_history(enabled=None)
+
+    def _is_ours(self) -> bool:
+        return not self._taken_over and bool(self._core._cuda_isHistoryEnabled())
+
+    def _stand_in(self, switch: Callable[..., Any]) -> Callable[..., Any]:
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            self._taken_over = True
+            return switch(*args, **kwargs)
+
+        return noticed
+
+    def _peak_bytes(self) -> int | None:
+        snapshot = self._cuda.memory._snapshot()
+        rounding = snapshot.get("allocator_settings", {}).get("roundup_power2_divisions", {})
+        if any(int(divisions) > 1 for divisions in rounding.values()):
+            return None
+        traces = snapshot["device_traces"]
+        if any(len(events) >= MAX_EVENTS for events in traces):
+            return None
+        # A device that was never used may have no trace.
+        unused = len(self._live_bytes) - len(traces)
+        return sum(map(peak_bytes, self._live_bytes, [*traces, *([()] * unused)]))
+
+
+def _block_bytes(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

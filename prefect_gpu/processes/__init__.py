@@ -1,6 +1,7 @@
-"""The one-shot child: how it is started, watched, spoken to and ended.
+"""The parent's side of child processes, and the wire between both sides.
 
-`launcher` and `guardian` are the parent's side, `bootstrap` and `child` the child's, `messages` what
-they say to each other, `transport` how values travel. Which device a child gets, and when, is
-decided elsewhere; what its body does is Prefect's and the user's.
+`launcher` starts children, exchanges messages with them and ends them; `guardian` ends them if the
+parent dies. `messages` defines what is sent, `transport` how it travels, and `values` how users' values
+are pickled. Which device a child gets, and when, is decided elsewhere; the child's own code is in
+`child`, which imports the wire from here.
 """

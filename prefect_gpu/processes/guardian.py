@@ -1,13 +1,18 @@
-"""The guardian: ends every child when the parent is gone, however it went.
+"""The guardian: a small process that kills every child process when the parent is gone.
 
-A small process of its own (standard library only, no Prefect, started with `-I -S`). It reads lines
-`+PID TOKEN` and `-PID` from standard input. When that pipe closes, the parent is dead, for only the
-parent holds the other end: the guardian kills the process group of every child that is still
-registered, and whatever carries a child's token in its environment (processes that a task started
-in sessions of their own).
+Two sides share this file. The parent starts the guardian and tells it of each child (`Guardian`,
+`GuardianKeeper`). The guardian runs this file as a script, with the standard library only and the
+flags `-I -S`, so that it starts fast and stays small: nothing else of this package is imported here,
+and what only the parent needs is imported inside functions.
 
-`PR_SET_PDEATHSIG` would not do: it fires when the *thread* that launched the child ends, so it kills
-children of a living parent, and it does not reach grandchildren.
+The guardian reads lines `+PID TOKEN` and `-PID` from standard input. Only the parent holds the other
+end of that pipe, so when it closes, the parent is dead. The guardian then kills the process group of
+every child that is still registered, and the processes that these children started elsewhere
+(`find_strays`).
+
+`PR_SET_PDEATHSIG` would not do: it fires when the *thread* that started the child ends, so it kills
+children of a living parent, and it does not reach grandchildren. Which children exist is known to
+`launcher`.
 """
 
 from __future__ import annotations
@@ -15,62 +20,88 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 # `collections.abc` is loaded by `os` already; `-S` leaves `typing` out.
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-#: Variable that marks all processes of one child: its value is a path of tokens, outermost first.
+# Type checkers take this name for `typing.TYPE_CHECKING`, which would import `typing`.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import selectors
+
+#: Variable that marks all processes of one child. Its value is a path of tokens, outermost first.
 TOKEN_VARIABLE = "PREFECT_GPU_CHILD"
 
-#: Looks for processes that carry a token, each finding new ones, before it is left at that.
-_MOST_LOOKS = 20
+#: The most searches for processes to kill; each one follows a search that found new processes.
+_MOST_SEARCHES = 20
+
+#: Seconds that a guardian must have lived to be replaced at once when it ends. A guardian that
+#: cannot start must not be started again and again.
+_LIVED_S = 1.0
 
 
-def pids_with_tokens(tokens: Collection[str]) -> list[int]:
-    """Find processes whose environment carries one of `tokens`, anywhere in its path of tokens.
+# Marks, and what carries them.
 
-    Reads `/proc`; where there is none (macOS) it finds nothing.
+
+def with_token(environment: Mapping[str, str], token: str) -> dict[str, str]:
+    """Return an environment that marks a child, and everything that it executes, by its token."""
+    environment = dict(environment)
+    outer = environment.get(TOKEN_VARIABLE)
+    environment[TOKEN_VARIABLE] = f"{outer}/{token}" if outer else token
+    return environment
+
+
+def find_strays(children: Mapping[int, str]) -> list[int]:
+    """Return the ids of processes that belong to some children (process id to token).
+
+    A process belongs to a child if it is in the child's session, or if the environment that it was
+    executed with carries the child's token anywhere in its path of tokens. A fork that opened a
+    session of its own is found only if its environment shows the token: `/proc` shows the environment
+    of the last exec, which for a process of the fork server is the server's. Without `/proc` (macOS)
+    nothing is found.
     """
-    wanted = {token.encode() for token in tokens}
-    found: list[int] = []
+    tokens = {token.encode() for token in children.values()}
     try:
-        names = os.listdir("/proc")
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
-        return found
-    for name in names:
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                variables = file.read().split(b"\0")
-        except OSError:
-            continue
-        prefix = TOKEN_VARIABLE.encode() + b"="
-        for variable in variables:
-            if variable.startswith(prefix):
-                if wanted.intersection(variable[len(prefix) :].split(b"/")):
-                    found.append(int(name))
-                break
-    return found
+        return []
+    return [pid for pid in pids if pid != os.getpid() and _belongs(pid, children, tokens)]
+
+
+def _belongs(pid: int, children: Mapping[int, str], tokens: set[bytes]) -> bool:
+    try:
+        if os.getsid(pid) in children:
+            return True
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        # It has ended, or belongs to another user.
+        return False
+    prefix = TOKEN_VARIABLE.encode() + b"="
+    for variable in variables:
+        if variable.startswith(prefix):
+            return not tokens.isdisjoint(variable[len(prefix) :].split(b"/"))
+    return False
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group that `pid` leads; it may be gone already."""
+    """Kill the process group that `pid` leads, if it still exists."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
 
 
-def kill_strays(tokens: Collection[str]) -> None:
-    """Kill whatever carries one of `tokens` in its environment, in whatever session it is.
+def kill_strays(children: Mapping[int, str]) -> None:
+    """Kill every process that belongs to `children` (process id to token), in whatever session.
 
-    Looks again until it finds nothing new, since a process may start another while it is being
-    found. What cleared its environment *and* left its group is not found.
+    The search is repeated until it finds nothing new, since a process may start another one during
+    the search.
     """
     killed: set[int] = set()
-    for _ in range(_MOST_LOOKS):
-        found = set(pids_with_tokens(tokens)) - killed
+    for _ in range(_MOST_SEARCHES):
+        found = set(find_strays(children)) - killed
         if not found:
             return
         for pid in found:
@@ -82,19 +113,22 @@ def kill_strays(tokens: Collection[str]) -> None:
 
 
 def kill_all(children: Mapping[int, str]) -> None:
-    """Kill the groups of `children` (process id to token), then what else carries their tokens."""
+    """Kill the groups of `children` (process id to token), then what else belongs to them."""
     for pid in children:
         kill_group(pid)
     if children:
-        kill_strays(children.values())
+        kill_strays(children)
+
+
+# The guardian's own process.
 
 
 def main() -> None:
-    """Watch the pipe on standard input until it closes, then kill what is left."""
+    """Read lines from standard input until it closes, then kill the children that are left."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     children: dict[int, str] = {}
-    # Unbuffered: a line must be acted on when it was written, and end of file at once.
+    # Unbuffered: a line takes effect when it is written, and end of file at once.
     with open(0, "rb", buffering=0) as pipe:
         rest = b""
         while True:
@@ -106,17 +140,17 @@ def main() -> None:
                 try:
                     obey(line.decode(), children)
                 except (ValueError, IndexError):
-                    # Whatever it is, it must not end the one who ends the others.
+                    # A malformed line must not end the process that ends the children.
                     continue
     kill_all(children)
 
 
 def obey(line: str, children: dict[int, str]) -> None:
-    """Take one line: `+PID TOKEN` or `-PID`.
+    """Carry out one line: `+PID TOKEN` adds a child, `-PID` removes it.
 
     Raises:
-        ValueError: It is none.
-        IndexError: It is none.
+        ValueError: The line is malformed.
+        IndexError: The line is malformed.
     """
     words = line.split()
     pid = int(words[0])
@@ -127,6 +161,140 @@ def obey(line: str, children: dict[int, str]) -> None:
         children.pop(-pid, None)
     else:
         children[pid] = words[1]
+
+
+# The parent's side.
+
+
+class Guardian:
+    """The guardian's process and the pipe to it, as the parent sees them.
+
+    Raises:
+        OSError: The system refuses to start a process.
+    """
+
+    def __init__(self) -> None:
+        import subprocess
+
+        # Without the token of an outer child: the outer guardian must be able to end this process,
+        # and must leave this guardian to end the children of this process.
+        environment = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE}
+        self.started_s = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+            env=environment,
+            cwd="/",
+        )
+        assert self.process.stdin is not None
+        self._pipe = self.process.stdin
+        # 1,000 lines fit in the pipe: it fills only if the guardian was stopped.
+        os.set_blocking(self._pipe.fileno(), False)
+        #: Becomes readable when the guardian ends; `None`: the system has no such descriptors.
+        self.pidfd: int | None = None
+        try:
+            self.pidfd = os.pidfd_open(self.process.pid)
+        except (AttributeError, OSError):
+            pass
+
+    def tell(self, line: str) -> bool:
+        """Write one line, all or nothing; return `False` if the guardian does not take it."""
+        try:
+            return bool(self._pipe.write(line.encode() + b"\n"))
+        except (OSError, ValueError):
+            return False
+
+    def close(self) -> None:
+        """Close the pipe; the guardian then kills the children that it still knows of."""
+        self._pipe.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+class GuardianKeeper:
+    """Keeps one guardian that knows every child. On the launcher's thread only, but for `forget`.
+
+    Args:
+        selector: Reports when the guardian ends.
+        children: Yields the process id and the token of every living child.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        children: Callable[[], Iterable[tuple[int, str]]],
+    ) -> None:
+        self._selector = selector
+        self._children = children
+        #: `None`: there was no child yet, or the guardian ended and no child needs another one.
+        self.guardian: Guardian | None = None
+
+    def ensure(self) -> None:
+        """Start the guardian if it does not run, and register all living children with it.
+
+        Raises:
+            OSError: The system refuses to start a process.
+        """
+        if self.guardian is not None and self.guardian.process.poll() is None:
+            return
+        import selectors
+
+        self._drop()
+        self.guardian = guardian = Guardian()
+        if guardian.pidfd is not None:
+            self._selector.register(
+                guardian.pidfd, selectors.EVENT_READ, lambda mask: self._take_end()
+            )
+        for pid, token in self._children():
+            self.tell(f"+{pid} {token}")
+
+    def tell(self, line: str) -> None:
+        """Inform the guardian that a child exists (`+PID TOKEN`) or has ended (`-PID`)."""
+        if self.guardian is not None and not self.guardian.tell(line):
+            # Killed or stopped; the next launch starts another one and registers all children.
+            self._drop()
+
+    def close(self) -> None:
+        """End the guardian. No child may be left."""
+        guardian, self.guardian = self.guardian, None
+        if guardian is not None:
+            self._unwatch(guardian)
+            guardian.close()
+            guardian.process.wait()
+
+    def forget(self) -> None:
+        """Close the pipe in a fork of the parent, or the guardian would not see the parent end."""
+        guardian, self.guardian = self.guardian, None
+        if guardian is not None:
+            guardian.close()
+            guardian.process.returncode = 0
+
+    def _take_end(self) -> None:
+        lived_s = time.monotonic() - self.guardian.started_s if self.guardian is not None else 0.0
+        self._drop()
+        if lived_s >= _LIVED_S and any(True for _ in self._children()):
+            self.ensure()
+
+    def _drop(self) -> None:
+        guardian, self.guardian = self.guardian, None
+        if guardian is not None:
+            self._unwatch(guardian)
+            # If it is only stopped, it must not see its pipe close and kill the children it knows.
+            guardian.process.kill()
+            guardian.process.wait()
+            guardian.close()
+
+    def _unwatch(self, guardian: Guardian) -> None:
+        if guardian.pidfd is not None:
+            try:
+                self._selector.unregister(guardian.pidfd)
+            except (KeyError, ValueError):
+                return
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""An interpreter like this one: its flags, environment, folder and cores, and how its end is seen.
+"""How a child process is started: what is asked for, what is returned, and a fresh interpreter.
 
-Small facts about processes of the system, for those who start them. Nothing here starts a child, or
-decides when one must end.
+`launcher` knows a child's process by the protocol `Process` alone. `start_interpreter` starts a fresh
+interpreter like this one; `fork_server` has the other way. Also here: the flags, paths, folder and
+cores of this interpreter, which a child shall share. What the process is told is not covered; that is
+the business of `launcher`.
 """
 
 from __future__ import annotations
@@ -9,34 +11,137 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
 
-from prefect_gpu.processes import guardian
+#: What a child's interpreter runs.
+BOOTSTRAP = Path(__file__).parents[1] / "child" / "bootstrap.py"
 
 
-class _Ended(Protocol):
+@dataclass(frozen=True, slots=True)
+class SpawnRequest:
+    """What a new process must be."""
+
+    #: Shown by `ps` after the interpreter and the script.
+    title: str
+    #: Descriptor of the child's end of its channel.
+    channel: int
+    #: The whole environment of the process.
+    environment: Mapping[str, str]
+    #: Folder to start in; empty: the parent's.
+    cwd: str
+
+
+class Process(Protocol):
+    """A child process: leader of a session of its own, its output unbuffered pipes."""
+
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """Its process id, which is also that of its session and its process group."""
+        ...
 
-    def poll(self) -> int | None: ...
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """The reading end of its standard output."""
+        ...
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """The reading end of its standard error."""
+        ...
+
+    #: Exit code after `wait`; negative: the number of the signal that ended it. A fork of the parent
+    #: sets it, since it must not wait for a process that is not its child.
+    returncode: int | None
+
+    def open_pidfd(self) -> int | None:
+        """Open a descriptor that becomes readable when the process ends; the caller closes it.
+
+        Returns:
+            The descriptor, or `None` if the system has no such descriptors or none left.
+        """
+        ...
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, if possible without reaping it."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the process and return its exit code."""
+        ...
+
+
+#: Starts a process. Runs on the launcher's thread; raises if the process cannot be started.
+Spawner = Callable[[SpawnRequest], Process]
+
+
+class Interpreter(subprocess.Popen[bytes]):
+    """A fresh interpreter: a `Process`."""
+
+    def open_pidfd(self) -> int | None:
+        """See `Process.open_pidfd`."""
+        try:
+            return os.pidfd_open(self.pid)
+        except (AttributeError, OSError):
+            return None
+
+    def has_ended(self) -> bool:
+        """See `Process.has_ended`."""
+        try:
+            waitid = os.waitid
+        except AttributeError:
+            # macOS before Python 3.13.
+            return self.poll() is not None
+        try:
+            return waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            # Reaped already.
+            return self.poll() is not None
+
+
+def start_interpreter(request: SpawnRequest) -> Interpreter:
+    """Start a fresh interpreter by exec, with the flags of this one: a `Spawner`.
+
+    Raises:
+        OSError: The system refuses, or the folder does not exist.
+    """
+    return Interpreter(
+        [
+            sys.executable,
+            *interpreter_flags(),
+            str(BOOTSTRAP),
+            str(request.channel),
+            request.title,
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Unbuffered: what a fork or a slow reader leaves in a buffer of Python is lost.
+        bufsize=0,
+        pass_fds=(request.channel,),
+        start_new_session=True,
+        env=dict(request.environment),
+        cwd=request.cwd or None,
+    )
 
 
 def import_paths() -> tuple[str, ...]:
-    """Give `sys.path` for a child, which may start in another folder: `""` is this one."""
-    # Python passes over entries that are not text (a `Path` that somebody appended); so do we.
+    """Return `sys.path` for a child, which may start in another folder: `""` becomes this folder."""
+    # Python ignores entries that are not text, such as a `Path`.
     return tuple(os.path.abspath(p) if p == "" else p for p in sys.path if isinstance(p, str))
 
 
 def interpreter_flags() -> list[str]:
-    """Give the flags that this interpreter was started with (`-W`, `-X`, `-O`, …)."""
+    """Return the flags that this interpreter was started with (`-W`, `-X`, `-O`, …)."""
     # The function that multiprocessing uses for its own spawned children; there is no public one.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
 
 
 def working_folder() -> str:
-    """Give the folder that this process works in; empty: it was removed, and a child need not have it."""
+    """Return the working folder of this process; empty if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -44,49 +149,19 @@ def working_folder() -> str:
 
 
 def count_cores() -> int:
-    """Say how many cores this process may use."""
+    """Return how many cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:
         return os.cpu_count() or 1
 
 
-def has_ended(process: _Ended) -> bool:
-    """Tell whether a child of ours has ended, if possible without reaping it."""
-    try:
-        waitid = os.waitid
-    except AttributeError:
-        # macOS before Python 3.13.
-        return process.poll() is not None
-    try:
-        return waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        # Reaped already, or a fork of a template, which is that one's child.
-        return process.poll() is not None
-
-
-def open_pidfd(pid: int) -> int | None:
-    """Open a descriptor that tells when a process ends; `None`: the system has none left, or none."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-
-
 def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Give this process's environment with some variables set, or removed (`None`)."""
+    """Return the environment of this process with some variables set, or removed (`None`)."""
     environment = dict(os.environ)
     for name, value in changes.items():
         if value is None:
             environment.pop(name, None)
         else:
             environment[name] = value
-    return environment
-
-
-def with_token(environment: Mapping[str, str], token: str) -> dict[str, str]:
-    """Give an environment that marks a child, and all that it starts, by its token."""
-    environment = dict(environment)
-    outer = environment.get(guardian.TOKEN_VARIABLE)
-    environment[guardian.TOKEN_VARIABLE] = f"{outer}/{token}" if outer else token
     return environment

@@ -1,43 +1,46 @@
 """The launcher of this machine: one thread that starts children and carries their messages.
 
-All children are started from one long-lived thread, each as a fresh interpreter by exec, in a
-session of its own. The same thread reads and writes their channels and standard streams without ever
-blocking on one of them, and sees them end. Which child to start, and what its messages mean, is
-decided elsewhere.
+All children are started from one long-lived thread, each as a process in a session of its own. The same
+thread reads and writes their channels and standard streams without blocking on any of them, and notices
+when they end. Which child to start, and what its messages mean, is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import json
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
 import threading
 import time
-import weakref
+import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from prefect_gpu.errors import ProtocolError
-from prefect_gpu.processes import guardian, messages, passing
-from prefect_gpu.processes.guard import GuardKeeper
-from prefect_gpu.processes.interpreter import (
-    environment_with,
-    has_ended,
-    open_pidfd,
-    with_token,
+from prefect_gpu.errors import CapacityError, ProtocolError
+from prefect_gpu.process_resources import (
+    PROCESS_RESOURCES,
+    describe_process_limit,
+    start_thread,
 )
-from prefect_gpu.processes.launched import GivenTask, LaunchedChild, tell
-from prefect_gpu.processes.messages import HEADER, Accepted, Heated, Late, Warmed
-from prefect_gpu.processes.output import OutputForwarder
-from prefect_gpu.processes.spawning import Spawner, spawn_fresh
-from prefect_gpu.processes.spec import (
+from prefect_gpu.processes import guardian, messages, transport
+from prefect_gpu.processes.guardian import GuardianKeeper, with_token
+from prefect_gpu.processes.interpreter import (
+    Process,
+    Spawner,
+    SpawnRequest,
+    environment_with,
+    start_interpreter,
+)
+from prefect_gpu.processes.launch_spec import (
     STANDBY_TITLE,
     ChildExited,
     ChildRefused,
@@ -47,94 +50,193 @@ from prefect_gpu.processes.spec import (
     ValueArrived,
     WarmSpec,
 )
-from prefect_gpu.processes.streams import StreamReader
-from prefect_gpu.processes.transport import Parcel, unpack
+from prefect_gpu.processes.messages import Accepted, Heated, Late, Warmed
+from prefect_gpu.processes.output import ChildOutput, OutputForwarder, unwatch
+from prefect_gpu.processes.transport import Frame, FrameReader, MemoryFile
 
-#: Seconds that a child may take to end once its value has arrived: room for libraries to tear down
-#: (chosen, not measured), and an end for a thread that would hang for ever.
+#: Seconds that a child may take to end once its value has arrived: enough for libraries to shut down
+#: (chosen, not measured), and an end for a thread that would never return.
 EXIT_GRACE_S = 5.0
 
 #: Seconds that a child may live after it has closed its channel without a value.
 SILENT_GRACE_S = 1.0
 
-#: Seconds between two looks for ended children where the system has no `pidfd_open` (macOS).
+#: Seconds between two checks for ended children where the system has no `pidfd_open` (macOS).
 POLL_S = 0.05
 
-#: Bytes read from one channel before the others have their turn.
-_TURN_BYTES = 4 << 20
+#: Seconds between two checks whether held back output can be read on: the stream may have stalled.
+_HELD_BACK_S = 1.0
+
+#: Receives from one channel before the others have their turn, each at most what its socket holds.
+_TURN_RECEIVES = 32
+
+#: Bytes that a channel's socket is asked to hold; the kernel gives less (208 KiB by default).
+_SOCKET_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
 
 
 class Handle:
-    """A `ChildHandle`: passes what is asked on to the launcher's thread."""
+    """A `ChildHandle` that passes requests on to the launcher's thread."""
 
     def __init__(self, launcher: ProcessLauncher, child: LaunchedChild) -> None:
         self._launcher = launcher
-        self._child = child
-
-    @property
-    def child(self) -> LaunchedChild:
-        """Which child; another one after a start over. For the launcher's thread only."""
-        return self._child
+        #: The child that it steers; replaced if a standby ends before it accepts the task. For the
+        #: launcher's thread only.
+        self.child = child
 
     def give(self, spec: LaunchSpec, late: Late, listener: Listener) -> Handle:
-        """Give a task to a child that was made ahead. Only once.
+        """Assign a task to a standby. Only once.
 
         Args:
-            spec: The task's; a child made for it takes its place if this one ends before it has
-                accepted the task.
-            late: What has changed since the child was made.
-            listener: Hears `ChildStarted` first, once more after a start over.
+            spec: The task's. If the standby ends before it has accepted the task, a fresh process is
+                started from it.
+            late: What has changed since the standby was started.
+            listener: Called with `ChildStarted` first, and once more if a fresh process is started.
 
         Returns:
-            The handle to steer the task by; this one is of no use any more.
+            The handle of the task; this one is of no use any more.
         """
-        handle = Handle(self._launcher, self._child)
+        handle = Handle(self._launcher, self.child)
         self._launcher.call(lambda: self._launcher.give_task(handle, spec, late, listener))
         return handle
 
-    def start_over(self, child: LaunchedChild) -> None:
-        """Steer another child from now on. For the launcher's thread only."""
-        self._child = child
-
     def answer(self, message: Any) -> None:
-        """Send a message to the child; dropped if it is gone."""
+        """Send a message to the child; it is dropped if the child has ended."""
         data = memoryview(messages.encode(message))
-        self._launcher.call(lambda: self._launcher.send(self._child, data))
+        self._launcher.call(lambda: self._launcher.send(self.child, data))
 
     def terminate(self) -> None:
         """Ask the child to end."""
-        self._launcher.call(lambda: self._launcher.signal_child(self._child, signal.SIGTERM))
+        self._launcher.call(lambda: self._launcher.signal_child(self.child, signal.SIGTERM))
 
     def kill(self) -> None:
-        """End the child and all that it started."""
-        self._launcher.call(lambda: self._launcher.kill_child(self._child))
+        """Kill the child and every process that it started."""
+        self._launcher.call(lambda: self._launcher.kill_child(self.child))
+
+
+class LaunchedChild:
+    """One child as the launcher's thread knows it: process, channel, streams, deadline."""
+
+    def __init__(
+        self, spec: LaunchSpec | WarmSpec, listener: Listener, spawn: Spawner | None = None
+    ) -> None:
+        #: What it is started from; `None` once it was: a call may be large.
+        self.spec: LaunchSpec | WarmSpec | None = spec
+        #: How its process is started; `None`, or where that fails: as the launcher's others.
+        self.spawn = spawn
+        #: Called with its messages.
+        self.listener = listener
+        #: The task that a standby was given, until it has accepted it.
+        self.task: GivenTask | None = None
+        self.token = uuid.uuid4().hex
+        self.process: Process | None = None
+        self.channel: socket.socket | None = None
+        self.pidfd: int | None = None
+        self.output: ChildOutput | None = None
+        #: Bytes to send, and the memory files that go with the first of them.
+        self.outgoing: deque[tuple[memoryview, tuple[MemoryFile, ...]]] = deque()
+        self.frames = FrameReader()
+        self.value_arrived = False
+        #: The owner of its handle has ended it, or asked it to end.
+        self.asked_to_end = False
+        self.killed = False
+        self.killed_because = ""
+        #: Monotonic seconds at which it is killed if it still lives, and the reason then.
+        self.deadline: float | None = None
+        self.deadline_reason = ""
+
+    def open(self, spawn: Spawner, title: str, environment: Mapping[str, str], cwd: str) -> None:
+        """Make its channel and start its process.
+
+        Raises:
+            Exception: No process can be started; the caller closes what was opened.
+        """
+        if self.spawn is not None:
+            try:
+                self._open(self.spawn, title, environment, cwd)
+                return
+            except OSError as error:
+                logger.debug("a GPU task gets a fresh interpreter: %s", error)
+                # If a process was started all the same, it must not hear what is meant for the other:
+                # it sees its channel close, and ends.
+                if self.channel is not None:
+                    self.channel.close()
+        self._open(spawn, title, environment, cwd)
+
+    def _open(self, spawn: Spawner, title: str, environment: Mapping[str, str], cwd: str) -> None:
+        self.channel, theirs = socket.socketpair()
+        with theirs:
+            for end in (self.channel, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+            self.process = spawn(SpawnRequest(title, theirs.fileno(), environment, cwd))
+
+    def queue(self, *pieces: memoryview, files: tuple[MemoryFile, ...] = ()) -> None:
+        """Add bytes to what is to be sent, and memory files that go with the first piece."""
+        for piece in pieces:
+            if len(piece):
+                self.outgoing.append((piece, files))
+                files = ()
+
+    def queue_call(self, prepare: bytes, spec: LaunchSpec) -> None:
+        """Add a task's `Prepare` and its call to what is to be sent."""
+        self.queue(memoryview(prepare))
+        self.queue(*spec.call.frame, files=spec.call.files)
+
+    def drop_files(self) -> None:
+        """Close the memory files that were not sent yet, or came with an incomplete frame."""
+        self.outgoing.clear()
+        # Not its state: that tells whether the stream ended inside a frame.
+        self.frames.drop_files()
+
+    def tell(self, message: Any) -> None:
+        """Call the listener; what it raises is logged."""
+        tell(self.listener, message)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTask:
+    """A task that was given to a standby and not accepted yet."""
+
+    #: Kept for the case that the standby ends before it accepts the task.
+    spec: LaunchSpec
+    listener: Listener
+    #: Of the task.
+    handle: Handle
+    #: The listener of the standby: called once it has accepted the task, or has ended before.
+    standby_listener: Listener
+
+
+def tell(listener: Listener, message: Any) -> None:
+    """Call a listener; what it raises is logged."""
+    try:
+        listener(message)
+    except Exception:
+        logger.exception("a listener of a GPU task's process raised on %s", type(message))
 
 
 class ProcessLauncher:
     """Starts children on this machine. Its thread starts with the first child and stays.
 
-    After a fork of the parent the copy in the fork starts afresh, without children.
+    In a fork of the parent it begins anew, without children.
 
     Args:
         exit_grace_s: Seconds that a child may take to end once its value has arrived.
         silent_grace_s: Seconds that a child may live after it has closed its channel.
-        spawn: How a process comes to be.
+        spawn: How processes are started.
     """
 
     def __init__(
         self,
         exit_grace_s: float = EXIT_GRACE_S,
         silent_grace_s: float = SILENT_GRACE_S,
-        spawn: Spawner = spawn_fresh,
+        spawn: Spawner = start_interpreter,
     ) -> None:
         self._spawn_process = spawn
         self._exit_grace_s = exit_grace_s
         self._silent_grace_s = silent_grace_s
         self._reset()
-        itself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(itself))
+        PROCESS_RESOURCES.after_fork(self, ProcessLauncher._forget)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
@@ -142,35 +244,39 @@ class ProcessLauncher:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._children: set[LaunchedChild] = set()
-        self.output = OutputForwarder(on_room=self._wake)
+        self.output = OutputForwarder(on_progress=self._wake)
 
     # Any thread.
 
     def start(
         self, spec: LaunchSpec | WarmSpec, listener: Listener, spawn: Spawner | None = None
     ) -> Handle:
-        """Start a child; `listener` hears `ChildStarted` or `ChildRefused` first.
+        """Start a child; `listener` is called with `ChildStarted` or `ChildRefused` first.
 
-        One that is made ahead then says `Warmed`, and waits for `Handle.give`.
+        A standby then sends `Warmed` and waits for `Handle.give`.
 
         Args:
-            spec: What it is made of.
-            listener: Hears it.
-            spawn: How this process comes to be; `None`, or where that fails: as all do.
+            spec: What it is started from.
+            listener: Called with its messages, on the launcher's thread.
+            spawn: How this process is started; `None`, or where that fails: as all are.
+
+        Raises:
+            CapacityError: The launcher's thread cannot be started; the next call tries again.
         """
         child = LaunchedChild(spec, listener, spawn)
         with self._lock:
             if self._thread is None:
                 self._open()
-                self._thread = threading.Thread(
-                    target=self._run, name="prefect-gpu-launcher", daemon=True
-                )
-                self._thread.start()
+                try:
+                    self._thread = start_thread(self._run, "prefect-gpu-launcher")
+                except BaseException:
+                    self._close_own()
+                    raise
         self.call(lambda: self._launch(child))
         return Handle(self, child)
 
     def call(self, command: Callable[[], None]) -> None:
-        """Have the launcher's thread do something soon."""
+        """Call something on the launcher's thread, soon."""
         self._commands.append(command)
         self._wake()
 
@@ -179,8 +285,8 @@ class ProcessLauncher:
             return
         try:
             self._wake_in.send(b"!")
-        except (BlockingIOError, OSError):
-            # Full: it is going to wake anyway. Closed: it is gone.
+        except OSError:
+            # Full: the thread is about to wake anyway. Closed: it has ended.
             return
 
     def _open(self) -> None:
@@ -189,8 +295,7 @@ class ProcessLauncher:
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
-        self._keeper = GuardKeeper(self._selector, self._known)
-        self._streams = StreamReader(self._selector, self.output)
+        self._keeper = GuardianKeeper(self._selector, self._known)
 
     def _known(self) -> Iterator[tuple[int, str]]:
         for child in self._children:
@@ -198,7 +303,7 @@ class ProcessLauncher:
                 yield child.process.pid, child.token
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End all children, the guardian and the thread. It may be used again after that."""
+        """End all children, the guardian and the thread. The launcher may be used again after that."""
         thread = self._thread
         if thread is None:
             return
@@ -209,12 +314,13 @@ class ProcessLauncher:
             self._close_own()
             self._reset()
 
-    def forget(self) -> None:
-        """After a fork of the parent: be a launcher without children, and hold nothing of theirs.
+    def _forget(self) -> None:
+        """In a fork of the parent: close what belongs to the parent's children, and begin anew.
 
-        The copy must not hold the guardian's pipe open, or the guardian would not see the parent end.
+        If the fork held the guardian's pipe open, the guardian would not notice the parent's end.
         """
         if self._thread is None:
+            self._reset()
             return
         # Closed by number and never through the selector or a buffer: the kernel's set of watched
         # files is shared with the parent, and a lock may have been held at the fork.
@@ -224,10 +330,10 @@ class ProcessLauncher:
             child.drop_files()
             if child.pidfd is not None:
                 os.close(child.pidfd)
-            for stream in child.streams.values():
-                stream.close()
+            if child.output is not None:
+                child.output.close_in_fork()
             if child.process is not None:
-                # Not a child of the fork's: nothing to wait for, or to warn of.
+                # It is no child of the fork: nothing to wait for, or to warn of.
                 child.process.returncode = 0
         self._keeper.forget()
         self._close_own()
@@ -243,20 +349,24 @@ class ProcessLauncher:
     def _run(self) -> None:
         self._selector.register(self._wake_out, selectors.EVENT_READ, self._drain_wakes)
         while True:
-            self._turn()
+            for key, mask in self._selector.select(self._longest_wait_s()):
+                self._attempt(functools.partial(key.data, mask))
+            while self._commands:
+                self._attempt(self._commands.popleft())
+            self._attempt(self._check_children)
             if self._closing and self._close_down():
                 return
 
     @staticmethod
     def _attempt(step: Callable[[], None]) -> None:
-        """Take one step. One child's trouble must not keep the others' from being seen to."""
+        """Take one step; log what it raises, so that the other children are still served."""
         try:
             step()
         except Exception:
             logger.exception("the launcher of GPU tasks met an error; it goes on")
 
     def _close_down(self) -> bool:
-        """End what there is; `True`: nothing is left."""
+        """Kill all children; `True`: none is left."""
         for child in self._children:
             if not child.killed:
                 self.kill_child(child, "the runner was closed")
@@ -265,21 +375,13 @@ class ProcessLauncher:
         self._keeper.close()
         return True
 
-    def _turn(self) -> None:
-        for key, mask in self._selector.select(self._patience()):
-            self._attempt(functools.partial(key.data, mask))
-        while self._commands:
-            self._attempt(self._commands.popleft())
-        self._streams.go_on()
-        self._attempt(self._look_at_clock)
-
-    def _patience(self) -> float | None:
+    def _longest_wait_s(self) -> float | None:
         now = time.monotonic()
         waits = [c.deadline - now for c in self._children if c.deadline is not None]
         if any(c.pidfd is None for c in self._children):
             waits.append(POLL_S)
-        if self._streams.holds_back:
-            waits.append(1.0)
+        if any(c.output is not None and c.output.held_back for c in self._children):
+            waits.append(_HELD_BACK_S)
         return max(0.0, min(waits)) if waits else None
 
     def _drain_wakes(self, mask: int) -> None:
@@ -289,18 +391,23 @@ class ProcessLauncher:
         except BlockingIOError:
             return
 
-    def _look_at_clock(self) -> None:
+    def _check_children(self) -> None:
+        """Carry out what no event of a descriptor announces: deadlines, held back output, ends."""
         now = time.monotonic()
         for child in tuple(self._children):
+            if child.output is not None:
+                child.output.resume()
             if child.deadline is not None and now >= child.deadline:
                 child.deadline = None
                 self.kill_child(child, child.deadline_reason)
             if child.pidfd is None and child.process is not None:
-                if has_ended(child.process):
+                if child.process.has_ended():
                     self._finish(child)
 
+    # Starting a child, or giving a task to a standby.
+
     def _launch(self, child: LaunchedChild) -> None:
-        # Before there is anything of it: a fork in between must know what to let go of.
+        # First of all: a fork in between must know what to close.
         self._children.add(child)
         try:
             self._keeper.ensure()
@@ -308,49 +415,44 @@ class ProcessLauncher:
         except Exception as error:
             self._children.discard(child)
             self._drop(child)
-            child.tell(ChildRefused(error))
+            child.tell(ChildRefused(_name_limit(error)))
             return
         assert child.process is not None
         child.tell(ChildStarted(child.process.pid))
 
-    def give_task(self, handle: Handle, spec: LaunchSpec, late: Late, listener: Listener) -> None:
-        """See `Handle.give`. The launcher's thread only."""
-        child = handle.child
-
-        def start_over() -> None:
-            fresh = LaunchedChild(spec, listener)
-            handle.start_over(fresh)
-            self._launch(fresh)
-
-        if child not in self._children or child.killed or child.process is None:
-            start_over()
-            return
-        try:
-            prepare = messages.encode(replace(spec.prepare, late=late))
-        except Exception:
-            # Something in it cannot travel; one made for the task says so as ever.
-            self.kill_child(child)
-            start_over()
-            return
-        child.give(GivenTask(spec, listener, child.listener, start_over))
-        child.tell(ChildStarted(child.process.pid))
-        self._queue_call(child, prepare, spec)
-        # At once: what was asked of the launcher next may be to start a process, which takes as long
-        # as all that is left until the task's first line.
-        self._write(child)
-
-    @staticmethod
-    def _queue_call(child: LaunchedChild, prepare: bytes, spec: LaunchSpec) -> None:
-        call = spec.call if isinstance(spec.call, Parcel) else Parcel(messages.VALUE, spec.call)
-        child.queue(memoryview(prepare))
-        child.queue(*call.frame, files=call.files)
+    def _spawn(self, child: LaunchedChild) -> None:
+        spec, child.spec = child.spec, None
+        assert spec is not None
+        # First what can fail because of the spec: then there is no process to undo.
+        warm = {"warm": spec.modules} if isinstance(spec, WarmSpec) else {}
+        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
+        child.queue(memoryview(transport.frame_header(transport.BOOT, len(boot)) + boot))
+        if isinstance(spec, LaunchSpec):
+            child.queue_call(messages.encode(spec.prepare), spec)
+            title, environment = spec.task_name, environment_with(spec.environment)
+        else:
+            title, environment = STANDBY_TITLE, dict(spec.environment)
+        child.open(self._spawn_process, title, with_token(environment, child.token), spec.cwd)
+        process = child.process
+        assert process is not None and child.channel is not None
+        # The guardian is told before the child gets any input: the child does nothing until then, and
+        # ends by itself if its channel closes first.
+        self._keeper.tell(f"+{process.pid} {child.token}")
+        child.channel.setblocking(False)
+        child.pidfd = process.open_pidfd()
+        if child.pidfd is not None:
+            self._selector.register(
+                child.pidfd, selectors.EVENT_READ, lambda mask: self._finish(child)
+            )
+        assert process.stdout is not None and process.stderr is not None
+        child.output = ChildOutput(
+            {"stdout": process.stdout, "stderr": process.stderr}, self._selector, self.output
+        )
+        self._watch_channel(child)
 
     def _drop(self, child: LaunchedChild) -> None:
-        """Leave nothing of a child that could not be started in full."""
-        if child.pidfd is not None:
-            self._unwatch(child.pidfd)
-            os.close(child.pidfd)
-            child.pidfd = None
+        """Undo the start of a child that failed half way."""
+        self._close_pidfd(child)
         self._close_channel(child)
         process = child.process
         if process is not None:
@@ -359,38 +461,37 @@ class ProcessLauncher:
             self._keeper.tell(f"-{process.pid}")
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
-                    self._unwatch(stream)
+                    unwatch(self._selector, stream)
                     stream.close()
 
-    def _spawn(self, child: LaunchedChild) -> None:
-        spec, child.spec = child.spec, None
-        assert spec is not None
-        # First all that can fail for what the spec holds: then there is no process to undo.
-        warm = {"warm": spec.modules} if isinstance(spec, WarmSpec) else {}
-        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
-        child.queue(memoryview(HEADER.pack(messages.BOOT, len(boot)) + boot))
-        if isinstance(spec, LaunchSpec):
-            self._queue_call(child, messages.encode(spec.prepare), spec)
-            title, environment = spec.task_name, environment_with(spec.environment)
-        else:
-            title, environment = STANDBY_TITLE, dict(spec.environment)
-        child.open(self._spawn_process, title, with_token(environment, child.token), spec.cwd)
-        assert child.process is not None and child.channel is not None
-        # Told before the child hears anything: it does nothing until then, and ends by itself if
-        # its channel closes first.
-        self._keeper.tell(f"+{child.process.pid} {child.token}")
-        child.channel.setblocking(False)
-        child.pidfd = open_pidfd(child.process.pid)
-        if child.pidfd is not None:
-            self._selector.register(
-                child.pidfd, selectors.EVENT_READ, lambda mask: self._finish(child)
-            )
-        assert child.process.stdout is not None and child.process.stderr is not None
-        child.streams = {"stdout": child.process.stdout, "stderr": child.process.stderr}
-        for stream in child.streams.values():
-            os.set_blocking(stream.fileno(), False)
-        self._streams.watch(child)
-        self._watch_channel(child)
+    def give_task(self, handle: Handle, spec: LaunchSpec, late: Late, listener: Listener) -> None:
+        """Assign a task to a standby, see `Handle.give`. The launcher's thread only."""
+        child = handle.child
+        task = GivenTask(spec, listener, handle, child.listener)
+        if child not in self._children or child.killed or child.process is None:
+            self._start_over(task)
+            return
+        try:
+            prepare = messages.encode(replace(spec.prepare, late=late))
+        except Exception:
+            # A part of it cannot be pickled; the fresh process is refused with that error.
+            self.kill_child(child)
+            self._start_over(task)
+            return
+        child.task, child.listener = task, listener
+        child.tell(ChildStarted(child.process.pid))
+        child.queue_call(prepare, spec)
+        # At once: the launcher's next command may be to start a process, which takes as long as all
+        # that is left until the task's first line.
+        self._write(child)
+
+    def _start_over(self, task: GivenTask) -> None:
+        """Start a fresh process for a task whose standby has ended."""
+        child = LaunchedChild(task.spec, task.listener)
+        task.handle.child = child
+        self._launch(child)
+
+    # The channel.
 
     def _watch_channel(self, child: LaunchedChild) -> None:
         if child.channel is None:
@@ -409,94 +510,88 @@ class ProcessLauncher:
             self._selector.register(child.channel, wanted, ready)
 
     def send(self, child: LaunchedChild, data: memoryview) -> None:
-        """Send bytes to a child; dropped if it is gone. The launcher's thread only."""
+        """Send bytes to a child; they are dropped if it has ended. The launcher's thread only."""
         if child.channel is not None:
             child.queue(data)
             self._watch_channel(child)
 
     def _write(self, child: LaunchedChild) -> None:
         if child.channel is None:
-            # Its end was seen in the same turn.
+            # Its end was noticed in the same turn.
             return
         try:
             while child.outgoing:
                 head, files = child.outgoing[0]
-                sent = passing.send(child.channel, head, files)
+                sent = transport.send(child.channel, head, files)
                 if sent == len(head):
                     child.outgoing.popleft()
                 else:
                     child.outgoing[0] = head[sent:], ()
         except BlockingIOError:
-            # The rest goes when there is room, which is heard where the channel is watched for it.
+            # The rest is sent when the socket has room again, for which it is watched below.
             pass
         except ProtocolError as error:
             self._refuse(child, error, "it could not be sent its call")
             return
         except OSError:
-            # It is dying; that it died is seen where its end is.
+            # It is about to end; that is noticed elsewhere.
             child.outgoing.clear()
         self._watch_channel(child)
 
     def _read(self, child: LaunchedChild) -> bool:
-        """Read what a child sent, for one turn; `False`: nothing more can come."""
-        taken_bytes = 0
-        while child.channel is not None and taken_bytes < _TURN_BYTES:
+        """Read what a child sent, for one turn; `False`: nothing more can come now."""
+        for _ in range(_TURN_RECEIVES):
+            if child.channel is None:
+                break
             try:
-                size_bytes, files = passing.receive(child.channel, child.frames.room)
+                frame = child.frames.receive(child.channel)
+                if frame is not None:
+                    self._take_frame(child, frame)
             except BlockingIOError:
                 return False
             except ProtocolError as error:
-                self._refuse(child, error, "what it sent could not be received")
-                return False
-            except OSError:
-                size_bytes, files = 0, ()
-            if not size_bytes:
+                self._refuse(child, error, "it sent what cannot be received or is no message")
+            except (EOFError, OSError):
                 self._close_channel(child)
                 if not child.value_arrived and child.deadline is None:
                     child.deadline = time.monotonic() + self._silent_grace_s
                     child.deadline_reason = "it closed its channel to the parent and lived on"
-                return False
-            taken_bytes += size_bytes
-            try:
-                frame = child.frames.filled(size_bytes, files)
-                if frame is not None:
-                    self._take_frame(child, *frame)
-            except ProtocolError as error:
-                self._refuse(child, error, "it sent what is no message")
         return child.channel is not None
 
     def _refuse(self, child: LaunchedChild, error: ProtocolError, because: str) -> None:
-        """End a child that cannot be spoken with."""
+        """End a child with which no messages can be exchanged."""
         link: BaseException | None = error
         while link is not None:
-            # Whoever keeps the error would keep what its frames hold: files, and their memory.
+            # Frames of a traceback would keep alive what they refer to: files, and their memory.
             link.__traceback__ = None
             link = link.__cause__ or link.__context__
         if child.task is None:
-            # One that has not taken its task yet is replaced.
+            # A standby that has not accepted its task is replaced instead.
             child.tell(ChildRefused(error))
         self._close_channel(child)
         self.kill_child(child, because)
 
-    def _take_frame(self, child: LaunchedChild, kind: int, body: messages.Body) -> None:
-        if kind not in (messages.VALUE, messages.PARCEL):
-            message = messages.decode(body)
-            if isinstance(message, Accepted):
-                task, child.task = child.task, None
-                if task is not None:
-                    tell(task.keeper, message)
-            elif isinstance(message, (Warmed, Heated)) and child.task is not None:
-                # Of what it did before the task was given to it.
-                tell(child.task.keeper, message)
-            else:
-                child.tell(message)
+    def _take_frame(self, child: LaunchedChild, frame: Frame) -> None:
+        if frame.kind in (transport.VALUE, transport.VALUE_PARTS):
+            # Unpacked at once: whatever becomes of the value, its files are closed.
+            value = transport.unpack(frame)
+            child.value_arrived = True
+            child.deadline = time.monotonic() + self._exit_grace_s
+            child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
+            child.tell(ValueArrived(value))
             return
-        # Mapped at once: a listener that is gone, or does not want it, leaves no descriptor open.
-        contents = unpack(kind, body, child.frames.take_beside())
-        child.value_arrived = True
-        child.deadline = time.monotonic() + self._exit_grace_s
-        child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
-        child.tell(ValueArrived(contents))
+        message = messages.decode(frame.body)
+        if isinstance(message, Accepted):
+            task, child.task = child.task, None
+            if task is not None:
+                tell(task.standby_listener, message)
+        elif isinstance(message, (Warmed, Heated)) and child.task is not None:
+            # It answers for what the standby did before it was given the task.
+            tell(child.task.standby_listener, message)
+        else:
+            child.tell(message)
+
+    # The end of a child.
 
     def signal_child(self, child: LaunchedChild, signum: int) -> None:
         """Send a signal to a child's group, if it lives. The launcher's thread only."""
@@ -508,11 +603,11 @@ class ProcessLauncher:
                 return
 
     def kill_child(self, child: LaunchedChild, because: str = "") -> None:
-        """Kill a child and all that it started. The launcher's thread only.
+        """Kill a child and every process that it started. The launcher's thread only.
 
         Args:
-            child: Which; one that has ended is left alone.
-            because: Why, if it is the launcher's own doing.
+            child: The child; one that has ended is left alone.
+            because: The reason, if the launcher does it of its own accord.
         """
         if child not in self._children or child.process is None:
             return
@@ -521,75 +616,75 @@ class ProcessLauncher:
         if not child.killed:
             child.killed_because = because
         child.killed = True
-        guardian.kill_group(child.process.pid)
-        guardian.kill_strays((child.token,))
+        guardian.kill_all({child.process.pid: child.token})
 
     def _finish(self, child: LaunchedChild) -> None:
-        """A child has ended: take what it still said, end what it left, and tell."""
+        """Read what a child that has ended still sent, kill what it left, and call its listener."""
         assert child.process is not None
-        if child.pidfd is not None:
-            self._unwatch(child.pidfd)
-            os.close(child.pidfd)
-            child.pidfd = None
-        # Not reaped yet, so its process id, and with it the group's, cannot be somebody else's.
+        self._close_pidfd(child)
+        # Before it is waited for, so that no other process has its id, nor its group's. (A fork was
+        # reaped by its server already, but only now: see docs/decisions.md.)
         guardian.kill_group(child.process.pid)
         code = child.process.wait()
         if child.killed or code != 0:
-            guardian.kill_strays((child.token,))
+            guardian.kill_strays({child.process.pid: child.token})
         while self._read(child):
             pass
-        self._streams.finish(child)
+        tail = ""
+        if child.output is not None:
+            child.output.finish()
+            tail = child.output.stderr_tail.decode("utf-8", errors="replace")
         truncated = child.frames.truncated
         self._close_channel(child)
         self._children.discard(child)
         self._keeper.tell(f"-{child.process.pid}")
-        tail = child.stderr_tail.decode("utf-8", errors="replace")
         exited = ChildExited(code, tail, truncated, child.killed_because)
         task, child.task = child.task, None
         if task is not None and not child.asked_to_end and not self._closing:
-            # Nothing of the task has run: it need not know.
-            tell(task.keeper, exited)
-            task.start_over()
+            # Nothing of the task has run: its listener need not know.
+            tell(task.standby_listener, exited)
+            self._start_over(task)
             return
         child.tell(exited)
 
+    def _close_pidfd(self, child: LaunchedChild) -> None:
+        if child.pidfd is not None:
+            unwatch(self._selector, child.pidfd)
+            os.close(child.pidfd)
+            child.pidfd = None
+
     def _close_channel(self, child: LaunchedChild) -> None:
         if child.channel is not None:
-            self._unwatch(child.channel)
+            unwatch(self._selector, child.channel)
             child.channel.close()
             child.channel = None
             child.drop_files()
 
-    def _unwatch(self, file: Any) -> None:
-        try:
-            self._selector.unregister(file)
-        except (KeyError, ValueError):
-            return
 
-
-def _forget(launcher: weakref.ref[ProcessLauncher]) -> None:
-    forked = launcher()
-    if forked is not None:
-        forked.forget()
-
-
-_lock = threading.Lock()
-_launcher: ProcessLauncher | None = None
+def _name_limit(error: Exception) -> Exception:
+    """Return an error that names the limit that was reached, or the error itself if none was."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EAGAIN:
+        limit = describe_process_limit()
+    elif number == errno.EMFILE:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = f"the limit of open files of this process (ulimit -n) is {soft}"
+    else:
+        return error
+    named = CapacityError(
+        f"the process of a GPU task could not be started ({error}); {limit}; raise the limit or run "
+        f"fewer tasks at a time"
+    )
+    named.__cause__ = error
+    return named
 
 
 def process_launcher() -> ProcessLauncher:
-    """Give the one launcher of this Python process; in a fork of it, a fresh one."""
-    global _launcher
-    with _lock:
-        if _launcher is None:
-            _launcher = ProcessLauncher()
-            atexit.register(_launcher.close)
-        return _launcher
+    """Return the one launcher of this Python process; a fork of it has one of its own."""
+    return PROCESS_RESOURCES.get(ProcessLauncher, _make)
 
 
-def _unlock_after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock_after_fork)
+def _make() -> ProcessLauncher:
+    launcher = ProcessLauncher()
+    atexit.register(launcher.close)
+    return launcher

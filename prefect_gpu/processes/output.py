@@ -1,36 +1,57 @@
 """What children print, on its way to the parent's own standard output and error.
 
-A child never blocks for good on a terminal that nobody reads: while the parent's stream makes
-progress the child is held back as any process would be; once it has stood still for `STALLED_S`,
-output is dropped, and a line says how much. The end of standard error is kept by the launcher, not
-here.
+The launcher's thread reads the streams of each child (`ChildOutput`) and never blocks. A thread of its
+own writes them (`OutputForwarder`). A child is held back, as any process would be, while the parent's
+stream makes progress. Once that stream has stood still for `STALLED_S`, output is dropped, and a line
+says how much: a terminal that is not read never stops a child for good. The end of standard error is
+kept for the message about a death.
 """
 
 from __future__ import annotations
 
 import codecs
+import functools
+import os
+import selectors
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import IO, Any, Literal
+
+from prefect_gpu.errors import CapacityError
+from prefect_gpu.process_resources import start_thread
 
 StreamName = Literal["stdout", "stderr"]
 
 #: Bytes that may wait for the parent's stream before children are held back.
 PENDING_BYTES = 4 * 1024 * 1024
 
-#: Seconds without progress after which a stream counts as stalled. A person who pauses a terminal
-#: must not stop a night's work.
+#: Seconds without progress after which a stream counts as stalled. A terminal that is paused must not
+#: stop the work of a night.
 STALLED_S = 5.0
+
+#: Bytes of standard error kept for the message about a death.
+STDERR_TAIL_BYTES = 64 * 1024
+
+#: Bytes read or written in one call.
+_PIECE_BYTES = 64 * 1024
+
+#: Pieces that are read from a stream whose process has ended: more than a pipe holds, and an end if
+#: a process that it left behind goes on writing.
+_LAST_PIECES = 32
 
 
 class OutputForwarder:
-    """Writes children's output from a thread of its own, to `sys.stdout` and `sys.stderr`."""
+    """Writes children's output from a thread of its own, to `sys.stdout` and `sys.stderr`.
 
-    def __init__(self, on_room: Callable[[], None]) -> None:
-        self._on_room = on_room
+    Args:
+        on_progress: Called after each write, on that thread.
+    """
+
+    def __init__(self, on_progress: Callable[[], None]) -> None:
+        self._on_progress = on_progress
         self._condition = threading.Condition()
         self._pending: deque[tuple[StreamName, str]] = deque()
         self._pending_bytes = 0
@@ -57,17 +78,23 @@ class OutputForwarder:
                 self._progress_at = time.monotonic()
             self._pending.append((stream, text))
             self._pending_bytes += len(text)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="prefect-gpu-output", daemon=True
-                )
-                self._thread.start()
+            self._start()
             self._condition.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything offered was written; `False`: it was not in time."""
+        """Wait until all output is written; `False`: it was not in time."""
         with self._condition:
+            if self._pending:
+                self._start()
             return self._condition.wait_for(lambda: self._pending_bytes == 0, timeout_s)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            try:
+                self._thread = start_thread(self._run, "prefect-gpu-output")
+            except CapacityError:
+                # The next output, or the end of the flow, tries again.
+                return
 
     def _run(self) -> None:
         while True:
@@ -75,9 +102,9 @@ class OutputForwarder:
                 self._condition.wait_for(lambda: bool(self._pending))
                 stream, text = self._pending.popleft()
                 size = len(text)
-                # Neighbours of one stream go out in one write.
+                # Consecutive pieces of one stream are written at once.
                 parts = [text]
-                while self._pending and self._pending[0][0] == stream and size < 65536:
+                while self._pending and self._pending[0][0] == stream and size < _PIECE_BYTES:
                     part = self._pending.popleft()[1]
                     parts.append(part)
                     size += len(part)
@@ -91,21 +118,123 @@ class OutputForwarder:
                 self._pending_bytes -= size
                 self._progress_at = time.monotonic()
                 self._condition.notify_all()
-            self._on_room()
+            self._on_progress()
 
     @staticmethod
     def _write(stream: StreamName, text: str) -> None:
-        # Looked up at every write: pytest and notebooks replace the streams while we run.
+        # Looked up at every write: pytest and notebooks replace the streams while tasks run.
         target = sys.stdout if stream == "stdout" else sys.stderr
         try:
             target.write(text)
             target.flush()
         except Exception:
-            # A closed or broken stream of the parent's is no reason for a task to fail, and there
-            # is nowhere left to say so.
+            # A closed or broken stream of the parent must not fail a task, and there is no other
+            # place to report it.
             return
 
 
+class ChildOutput:
+    """The standard streams of one child. For the launcher's thread only.
+
+    Args:
+        streams: Unbuffered pipes, from which the child's output is read.
+        selector: Of the launcher; says when there is something to read.
+        forwarder: Takes what is read.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[StreamName, IO[bytes]],
+        selector: selectors.BaseSelector,
+        forwarder: OutputForwarder,
+    ) -> None:
+        self._streams = dict(streams)
+        self._selector = selector
+        self._forwarder = forwarder
+        self._decoders = {name: decoder() for name in streams}
+        #: Whether it waits until the forwarder has room.
+        self.held_back = False
+        #: End of standard error.
+        self.stderr_tail = bytearray()
+        for stream in streams.values():
+            os.set_blocking(stream.fileno(), False)
+        self._watch()
+
+    def resume(self) -> None:
+        """Read on, if it was held back and there is room now."""
+        if self.held_back and not self._forwarder.full:
+            self.held_back = False
+            self._watch()
+
+    def finish(self) -> None:
+        """Read what the streams of a child that has ended still hold, and close them."""
+        self.held_back = False
+        for name in tuple(self._streams):
+            for _ in range(_LAST_PIECES):
+                if not self._read(name, last=True):
+                    break
+        self.close()
+
+    def close(self) -> None:
+        """Close the streams."""
+        self._unwatch()
+        self.close_in_fork()
+
+    def close_in_fork(self) -> None:
+        """Close the streams; the selector, which a fork shares with its parent, stays as it is."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+
+    def _watch(self) -> None:
+        for name, stream in self._streams.items():
+            self._selector.register(
+                stream, selectors.EVENT_READ, functools.partial(self._ready, name)
+            )
+
+    def _unwatch(self) -> None:
+        for stream in self._streams.values():
+            unwatch(self._selector, stream)
+
+    def _ready(self, name: StreamName, mask: int) -> None:
+        self._read(name)
+
+    def _read(self, name: StreamName, last: bool = False) -> bool:
+        """Read what the child printed; `False`: nothing more can come now."""
+        stream = self._streams.get(name)
+        if stream is None:
+            return False
+        # What a pipe still holds at the end (64 KiB) is read in any case.
+        if self._forwarder.full and not last:
+            self._unwatch()
+            self.held_back = True
+            return False
+        try:
+            data = os.read(stream.fileno(), _PIECE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self._forwarder.offer(name, self._decoders[name].decode(data, final=not data))
+        if not data:
+            unwatch(self._selector, stream)
+            stream.close()
+            del self._streams[name]
+            return False
+        if name == "stderr":
+            self.stderr_tail += data
+            del self.stderr_tail[:-STDERR_TAIL_BYTES]
+        return True
+
+
+def unwatch(selector: selectors.BaseSelector, file: Any) -> None:
+    """Unregister a file or descriptor, if it is registered and open."""
+    try:
+        selector.unregister(file)
+    except (KeyError, ValueError):
+        return
+
+
 def decoder() -> codecs.IncrementalDecoder:
-    """Give a decoder for one stream of one child; characters may be cut between pieces."""
+    """Return a decoder for one stream of one child; characters may be cut between pieces."""
     return codecs.getincrementaldecoder("utf-8")(errors="replace")

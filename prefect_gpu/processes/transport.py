@@ -1,23 +1,352 @@
-"""How values travel: within a frame, or in memory files whose descriptors go with it.
+"""How bytes, memory files and values travel over the socket between a parent and its child.
 
-`values` pickles a value into a stream and large buffers beside it; here they are packed into a
-`Parcel`, which a channel sends, and what came is unpacked into `Contents`, which `values` unpickles
-in place. Small parcels are one frame and nothing else; so are all where there are no memory files
-(macOS).
+From the bottom up:
+
+- A *frame* is a kind (1 byte), a length (8 bytes, big-endian) and that many bytes. `FrameReader`
+  reads them, on both sides. A stream that ends inside a frame means that its sender died; it is no
+  error of the protocol.
+- A *memory file* is memory without a name that passes from process to process by descriptor. It is
+  written once, sealed, and mapped privately: what is mapped can be written to, and no other process
+  sees the change. When its last descriptor and its last mapping are gone, the memory is freed,
+  whichever process died.
+- A *value* is pickled by `values` into a stream and large buffers beside it. A `Transport` packs both
+  into a `PackedValue`, which is one frame and the memory files sent with it. The other side turns it
+  into a `ReceivedValue`, which is unpickled in place. Small values are a frame without files; so are
+  all values where the system has no memory files (macOS).
+
+What the frames say is in `messages`. The sockets belong to `launcher` and to the child's channel.
 """
 
 from __future__ import annotations
 
+import array
 import errno
+import fcntl
+import mmap
+import os
+import socket
 import struct
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from prefect_gpu.errors import ProtocolError
-from prefect_gpu.processes import memory_files, messages
-from prefect_gpu.processes.memory_files import MemoryFile, lay_out
-from prefect_gpu.processes.messages import Body
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+
+# Memory files.
+
+#: Whether this system has memory files: Linux has. (`/dev/shm` is no substitute: containers give it
+#: 64 MB, and names in it outlive the process that made them.)
+AVAILABLE = hasattr(os, "memfd_create")
+
+#: Bytes written in one call of `pwrite`, which is faster than writing to a shared mapping (2 GB, 2
+#: cores, Linux 6.18: 0.56 s and 0.83 to 1.77 s), lets other threads run, and leaves no writable mapping
+#: in the way of the seal. Pieces from 256 KiB to 64 MiB take the same time.
+_WRITE_BYTES = 8 << 20
+
+#: Bytes that are compared in one call: both pieces stay in the processor's cache. It takes 1.6 times as
+#: long as `memcmp` on the whole (2 busy cores), and a quarter of the time of writing the file anew.
+_COMPARE_BYTES = 256 << 10
+
+#: Files that are mapped at a time in one process before Python 3.13, where a mapping keeps a
+#: descriptor: a quarter of the usual limit (1,024). Further files are copied into plain memory.
+_MOST_MAPPED = 256
+
+#: Alignment of the parts of a file and of a frame, in bytes: that of the frameworks' own memory.
+_ALIGNMENT = 64
+
+#: Mappings that keep a descriptor.
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+class MemoryFile:
+    """A descriptor of a memory file, closed with the last reference to this object, or by a fork.
+
+    Args:
+        descriptor: Of the file; this object owns it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        PROCESS_RESOURCES.after_fork(self, MemoryFile.close)
+
+    def fileno(self) -> int:
+        """Return the descriptor.
+
+        Raises:
+            ValueError: It is closed.
+        """
+        if self._descriptor < 0:
+            raise ValueError("the memory file is closed")
+        return self._descriptor
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        # `os.close` may be gone while the interpreter shuts down; the system closes it then.
+        if os is not None and os.close is not None:
+            self.close()
+
+    def map(self) -> mmap.mmap:
+        """Map the whole file, copy on write.
+
+        Raises:
+            ProtocolError: It is not a sealed memory file, or cannot be mapped.
+        """
+        try:
+            # A file that could still shrink would kill its readers where it was cut off.
+            needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
+            if fcntl.fcntl(self.fileno(), fcntl.F_GET_SEALS) & needed != needed:
+                raise ProtocolError("a descriptor was received that is no sealed memory file")
+            return _map_privately(self.fileno(), os.fstat(self.fileno()).st_size)
+        except (OSError, ValueError, MemoryError) as error:
+            raise ProtocolError(f"a memory file cannot be mapped: {error}") from error
+
+    def holds(self, parts: Sequence[memoryview]) -> bool:
+        """Return whether the file holds exactly these bytes, as `write_file` lays them out.
+
+        `False` also if it cannot be mapped to be compared: there is no descriptor or memory left.
+        """
+        offsets, end = lay_out([part.nbytes for part in parts])
+        if os.fstat(self.fileno()).st_size != end:
+            return False
+        try:
+            mapped = self.map()
+        except ProtocolError:
+            return False
+        # As bytes: comparing views goes element by element, with the interpreter's lock held throughout.
+        return all(
+            mapped[offset + at : offset + min(at + _COMPARE_BYTES, part.nbytes)]
+            == part[at : at + _COMPARE_BYTES].tobytes()
+            for offset, part in zip(offsets, parts, strict=True)
+            for at in range(0, part.nbytes, _COMPARE_BYTES)
+        )
+
+
+def _map_privately(descriptor: int, size_bytes: int) -> mmap.mmap:
+    flags, protection = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(descriptor, size_bytes, flags, protection, trackfd=False)
+    if len(_mapped) < _MOST_MAPPED:
+        mapped = mmap.mmap(descriptor, size_bytes, flags, protection)
+        _mapped.add(mapped)
+        return mapped
+    memory = mmap.mmap(-1, size_bytes, flags | mmap.MAP_ANONYMOUS, protection)
+    view, at = memoryview(memory), 0
+    while at < size_bytes:
+        at += os.preadv(descriptor, [view[at:]], at)
+    return memory
+
+
+def lay_out(sizes_bytes: Sequence[int], alignment: int = _ALIGNMENT) -> tuple[list[int], int]:
+    """Return the offset of each part of a file, and the end of the last one.
+
+    Args:
+        sizes_bytes: Of the parts, in order.
+        alignment: Parts begin at multiples of so many bytes.
+    """
+    offsets, end = [], 0
+    for size_bytes in sizes_bytes:
+        offset = -(-end // alignment) * alignment
+        offsets.append(offset)
+        end = offset + size_bytes
+    return offsets, end
+
+
+def write_file(parts: Sequence[memoryview], alignment: int = _ALIGNMENT) -> MemoryFile:
+    """Write flat parts to a new memory file, laid out by `lay_out`, and seal it.
+
+    Raises:
+        OSError: The system makes no such file (`ENOSYS`, `EMFILE`), or has no memory for it
+            (`ENOMEM`, `ENOSPC`).
+    """
+    offsets, end = lay_out([part.nbytes for part in parts], alignment)
+    file = MemoryFile(os.memfd_create("prefect-gpu", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    for offset, part in zip(offsets, parts, strict=True):
+        at = 0
+        while at < part.nbytes:
+            at += os.pwrite(file.fileno(), part[at : at + _WRITE_BYTES], offset + at)
+    os.ftruncate(file.fileno(), end)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+# Frames, and the bytes and descriptors of a socket.
+
+HEADER: Final = struct.Struct("!BQ")
+
+#: Kinds of frames: a message of `messages`.
+MESSAGE: Final = 1
+#: A pickled value.
+VALUE: Final = 2
+#: JSON that the child's bootstrap reads before it can import anything; only to a child, and first.
+BOOT: Final = 3
+#: A value in parts: a table of the parts, and those that are not in memory files.
+VALUE_PARTS: Final = 4
+
+#: Length that a frame may have. A longer one is garbage on the stream, not a frame.
+LONGEST_FRAME_BYTES: Final = 1 << 44
+
+#: Bytes from which a frame's body gets memory of its own from the system: it is not filled with zeros
+#: first, and is returned to the system as soon as nothing refers to it.
+MAPPED_BYTES: Final = 1 << 20
+
+#: A frame's body: bytes that pickle reads in place.
+FrameBody: TypeAlias = bytearray | mmap.mmap
+
+#: Descriptors that come with one message at most: Linux's own limit (`SCM_MAX_FD`).
+_MOST_DESCRIPTORS = 253
+
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
+
+#: Received descriptors are not inherited by processes that the receiver starts.
+_RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+def frame_header(kind: int, size_bytes: int) -> bytes:
+    """Return the header of a frame; its body is written after it."""
+    return HEADER.pack(kind, size_bytes)
+
+
+def allocate_body(size_bytes: int) -> FrameBody:
+    """Allocate memory for a frame's body.
+
+    Raises:
+        ProtocolError: There is not enough.
+    """
+    try:
+        if size_bytes < MAPPED_BYTES:
+            return bytearray(size_bytes)
+        # Private, where Python's default is shared: the system may then use huge pages.
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (MemoryError, OSError, OverflowError) as error:
+        raise ProtocolError(f"a message of {size_bytes} bytes finds no memory: {error}") from error
+
+
+def send(channel: socket.socket, data: memoryview, files: Sequence[MemoryFile] = ()) -> int:
+    """Send some of `data`, and all of `files` with its first byte.
+
+    The kernel hands descriptors over with the byte that they were sent with, and never joins that
+    byte to earlier ones.
+
+    Returns:
+        Number of bytes sent; the files were sent with them.
+
+    Raises:
+        BlockingIOError: The socket is full.
+        ProtocolError: Too many descriptors are in flight.
+        OSError: The other end is gone.
+    """
+    if not files:
+        return channel.send(data)
+    numbers = array.array("i", [file.fileno() for file in files])
+    try:
+        return channel.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)])
+    except OSError as error:
+        if error.errno == errno.ETOOMANYREFS:
+            raise ProtocolError(
+                f"{len(files)} memory files cannot be passed: as many as a user may have open are "
+                f"on their way already; raise the limit of open files (ulimit -n)"
+            ) from error
+        raise
+
+
+def _receive(channel: socket.socket, memory: memoryview) -> tuple[int, list[MemoryFile]]:
+    size_bytes, ancillary, flags, _ = channel.recvmsg_into(
+        [memory], _ANCILLARY_BYTES, _RECEIVE_FLAGS
+    )
+    files: list[MemoryFile] = []
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers = array.array("i")
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+            files += map(MemoryFile, numbers)
+    if flags & socket.MSG_CTRUNC:
+        raise ProtocolError(
+            "a value came in memory files, and this process has as many files open as it may; raise "
+            "the limit (ulimit -n)"
+        )
+    return size_bytes, files
+
+
+class Frame(NamedTuple):
+    """One frame that was received."""
+
+    kind: int
+    body: FrameBody
+    #: Memory files that came with its bytes.
+    files: tuple[MemoryFile, ...] = ()
+
+
+class FrameReader:
+    """Reads frames from a socket, in whatever pieces their bytes come.
+
+    Bytes are received straight into the memory of the frame that they belong to, and never past its
+    end. So it serves a socket that blocks as well as one that does not.
+    """
+
+    def __init__(self) -> None:
+        self._header = memoryview(bytearray(HEADER.size))
+        #: Of the frame that is being read; `None`: its header is not complete.
+        self._kind: int | None = None
+        self._body: FrameBody = bytearray()
+        #: Where the next bytes go.
+        self._free = self._header
+        self._files: list[MemoryFile] = []
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the stream ended inside a frame, if no more bytes come."""
+        return self._kind is not None or len(self._free) < HEADER.size
+
+    def drop_files(self) -> None:
+        """Close the memory files that came with an incomplete frame."""
+        self._files = []
+
+    def receive(self, channel: socket.socket) -> Frame | None:
+        """Receive some bytes.
+
+        Returns:
+            The frame that is complete with them; `None`: it is not complete yet.
+
+        Raises:
+            EOFError: The other end is closed.
+            BlockingIOError: There are no bytes now.
+            ProtocolError: The bytes are not a frame, its body finds no memory, or its memory files
+                could not be received.
+            OSError: The other end is gone.
+        """
+        size_bytes, files = _receive(channel, self._free)
+        if not size_bytes:
+            raise EOFError("the process at the other end is gone")
+        self._files += files
+        self._free = self._free[size_bytes:]
+        if len(self._free):
+            return None
+        if self._kind is None:
+            kind, length = HEADER.unpack(self._header)
+            if kind not in (MESSAGE, VALUE, BOOT, VALUE_PARTS) or length > LONGEST_FRAME_BYTES:
+                raise ProtocolError(
+                    f"a process sent a frame of kind {kind} and length {length}; something "
+                    f"other than prefect_gpu wrote to its channel"
+                )
+            self._kind, self._body = kind, allocate_body(length)
+            if length:
+                self._free = memoryview(self._body)
+                return None
+        frame = Frame(self._kind, self._body, tuple(self._files))
+        self._kind, self._body, self._free, self._files = None, bytearray(), self._header, []
+        return frame
+
+
+# Values.
 
 #: Bytes from which a part of a value travels in a memory file. Pickled, sent, mapped and read in
 #: another process, by frame and by file (medians, 2 busy cores): 0.14 and 0.19 ms for 64 KiB, 0.29 and
@@ -25,24 +354,24 @@ from prefect_gpu.processes.messages import Body
 #: descriptor on both sides.
 FILE_BYTES = 1 << 20
 
-#: Memory files of one value at most: each is a descriptor. The largest parts get one each, so that
-#: what is let go of gives its memory back; the others share the last.
+#: Memory files of one value at most, each a descriptor. The largest parts have a file each, so that
+#: releasing one frees its memory; the others share the last.
 MOST_FILES = 16
 
 _COUNT = struct.Struct("!I")
 
-#: Where a part is: the number of its file (-1: in the frame), offset and length in bytes.
+#: Where a part is: the number of its file (-1: in the frame), its offset and its length in bytes.
 _PART = struct.Struct("!iQQ")
 
-#: Writes parts to a memory file, or finds one that holds them.
-Write = Callable[[Sequence[memoryview]], MemoryFile]
+#: Writes parts to a memory file, or returns a file that holds them.
+WriteFile = Callable[[Sequence[memoryview]], MemoryFile]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """A value on its way: a frame, and the memory files that go with it."""
+class PackedValue:
+    """A value to be sent: a frame, and the memory files that go with it."""
 
-    #: `messages.VALUE` or `messages.PARCEL`.
+    #: `VALUE` or `VALUE_PARTS`.
     kind: int
     #: The frame's body.
     body: bytes | bytearray = field(repr=False)
@@ -50,30 +379,29 @@ class Parcel:
 
     @property
     def frame(self) -> tuple[memoryview, ...]:
-        """The frame's bytes; `files` go with the first of them."""
-        header = messages.value_header(len(self.body), self.kind)
-        return memoryview(header), memoryview(self.body)
+        """The frame's bytes; `files` are sent with the first of them."""
+        return memoryview(frame_header(self.kind, len(self.body))), memoryview(self.body)
 
-    def open(self) -> Contents:
-        """Read it in this very process."""
-        return unpack(self.kind, bytearray(self.body), self.files)
+    def open(self) -> ReceivedValue:
+        """Read it in the process that packed it."""
+        return unpack(Frame(self.kind, bytearray(self.body), self.files))
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """A value that came, still pickled. Its memory lives as long as what is unpickled from it."""
+class ReceivedValue:
+    """A value that was received, still pickled. What is unpickled from it keeps its memory alive."""
 
     #: What pickle reads.
-    stream: Body | memoryview = field(repr=False)
-    #: What it finds beside the stream.
+    stream: FrameBody | memoryview = field(repr=False)
+    #: What pickle finds beside the stream.
     buffers: tuple[memoryview, ...] = field(default=(), repr=False)
 
 
 class Transport(Protocol):
     """Packs what `values` pickled."""
 
-    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> Parcel:
-        """Pack a stream, in pieces, and the buffers beside it. Nothing given is kept.
+    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
+        """Pack a stream, in pieces, and the buffers beside it. No argument is kept.
 
         Raises:
             OSError: There is no memory for it (`ENOMEM`, `ENOSPC`).
@@ -83,27 +411,27 @@ class Transport(Protocol):
 
 
 class FrameTransport:
-    """Puts everything into the frame, in one piece: what every system can send."""
+    """Packs everything into the frame, which every system can send."""
 
-    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> Parcel:
-        """See `Transport`."""
+    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
+        """Pack a value, see `Transport.pack`."""
         if not buffers:
-            return Parcel(messages.VALUE, b"".join(stream))
-        return _assemble(stream, buffers, {}, {}, ())
+            return PackedValue(VALUE, b"".join(stream))
+        return _pack_parts(stream, buffers, {}, ())
 
 
 class FileTransport:
-    """Puts large parts into memory files.
+    """Packs large parts into memory files.
 
     Args:
         write: Makes the files of buffers.
     """
 
-    def __init__(self, write: Write = memory_files.write_file) -> None:
+    def __init__(self, write: WriteFile = write_file) -> None:
         self._write = write
 
-    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> Parcel:
-        """See `Transport`."""
+    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
+        """Pack a value, see `Transport.pack`."""
         try:
             return self._pack(stream, buffers)
         except OSError as error:
@@ -112,35 +440,35 @@ class FileTransport:
             # No descriptor left, a limit on the size of files, a sandbox: the frame needs none.
             return FrameTransport().pack(stream, buffers)
 
-    def _pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> Parcel:
+    def _pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
         files: list[MemoryFile] = []
         places: dict[int, tuple[int, int]] = {}
-        for group in group_parts([buffer.nbytes for buffer in buffers]):
-            offsets, _ = lay_out([buffers[index].nbytes for index in group])
+        sizes = [buffer.nbytes for buffer in buffers]
+        for group in group_parts(sizes):
+            offsets, _ = lay_out([sizes[index] for index in group])
             for index, offset in zip(group, offsets, strict=True):
-                places[index] = (len(files), offset)
+                places[1 + index] = (len(files), offset)
             files.append(self._write([buffers[index] for index in group]))
-        stream_place: dict[int, tuple[int, int]] = {}
         if sum(piece.nbytes for piece in stream) >= FILE_BYTES:
-            # Large `bytes`, and arrays that pickle as such, are in the stream. A stream is never
-            # shared, so it is not asked for in `write`.
-            stream_place[0] = (len(files), 0)
-            files.append(memory_files.write_stream(stream))
+            # Large `bytes`, and arrays that pickle as such, are in the stream. No other value has the
+            # same stream, so it is always written.
+            places[0] = (len(files), 0)
+            files.append(write_file(stream, alignment=1))
         if not files:
             return FrameTransport().pack(stream, buffers)
-        return _assemble(stream, buffers, stream_place, places, tuple(files))
+        return _pack_parts(stream, buffers, places, tuple(files))
 
 
 def default_transport() -> Transport:
-    """Give the best transport of this system."""
-    return FileTransport() if memory_files.AVAILABLE else FrameTransport()
+    """Return the best transport of this system."""
+    return FileTransport() if AVAILABLE else FrameTransport()
 
 
 def group_parts(sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Say which parts go into a memory file together, by their places; the rest stays in the frame."""
+    """Return the numbers of the parts that share each memory file; the others stay in the frame."""
     large = [index for index, size in enumerate(sizes_bytes) if size >= FILE_BYTES]
     large.sort(key=lambda index: -sizes_bytes[index])
-    # One for the stream, one that the others share.
+    # One file is for the stream, and one is shared by the other parts.
     own = sorted(large[: MOST_FILES - 2])
     others = sorted(set(range(len(sizes_bytes))).difference(own))
     groups = [[index] for index in own]
@@ -149,72 +477,66 @@ def group_parts(sizes_bytes: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _assemble(
+def _pack_parts(
     stream: Sequence[memoryview],
     buffers: Sequence[memoryview],
-    stream_place: dict[int, tuple[int, int]],
     places: dict[int, tuple[int, int]],
     files: tuple[MemoryFile, ...],
-) -> Parcel:
-    """Make the frame: where each part is, the stream first, then the parts that are in it."""
-    stream_bytes = sum(piece.nbytes for piece in stream)
-    head_bytes = _COUNT.size + _PART.size * (1 + len(buffers))
-    inside = [] if stream_place else [stream_bytes]
-    inside += [b.nbytes for index, b in enumerate(buffers) if index not in places]
-    # As one more part in front of them, so that they are aligned as in a file.
-    (_, *offsets), end = lay_out([head_bytes, *inside])
+) -> PackedValue:
+    """Make the frame of a value in parts: its table, then the parts that are not in files.
+
+    Args:
+        stream: Part 0, in pieces.
+        buffers: Parts 1 and following.
+        places: File and offset of the parts that are in files.
+        files: These files.
+    """
+    parts = [stream, *([buffer] for buffer in buffers)]
+    sizes = [sum(piece.nbytes for piece in pieces) for pieces in parts]
+    inside = [number for number in range(len(parts)) if number not in places]
+    # The table is laid out as one more part, so that the parts are aligned as in a file.
+    table_bytes = _COUNT.size + _PART.size * len(parts)
+    (_, *offsets), end = lay_out([table_bytes, *(sizes[number] for number in inside)])
+    places = places | {n: (-1, offset) for n, offset in zip(inside, offsets, strict=True)}
     body = bytearray(end)
-    room = memoryview(body)
-    found: list[tuple[int, int, int]] = []
-    free = iter(offsets)
-    if stream_place:
-        found.append((*stream_place[0], stream_bytes))
-    else:
-        at = next(free)
-        found.append((-1, at, stream_bytes))
-        for piece in stream:
-            room[at : at + piece.nbytes] = piece
-            at += piece.nbytes
-    for index, buffer in enumerate(buffers):
-        if index in places:
-            found.append((*places[index], buffer.nbytes))
-        else:
-            at = next(free)
-            found.append((-1, at, buffer.nbytes))
-            room[at : at + buffer.nbytes] = buffer
-    _COUNT.pack_into(body, 0, len(found))
-    for number, part in enumerate(found):
-        _PART.pack_into(body, _COUNT.size + number * _PART.size, *part)
-    return Parcel(messages.PARCEL, body, files)
+    view = memoryview(body)
+    _COUNT.pack_into(body, 0, len(parts))
+    for number, pieces in enumerate(parts):
+        file, at = places[number]
+        _PART.pack_into(body, _COUNT.size + number * _PART.size, file, at, sizes[number])
+        if file < 0:
+            for piece in pieces:
+                view[at : at + piece.nbytes] = piece
+                at += piece.nbytes
+    return PackedValue(VALUE_PARTS, body, files)
 
 
-def unpack(kind: int, body: Body, files: Sequence[MemoryFile]) -> Contents:
-    """Find a value's parts in the frame and the files that came.
+def unpack(frame: Frame) -> ReceivedValue:
+    """Find a value's parts in its frame and its files.
 
-    Files are mapped, and their descriptors may be closed after that.
+    Files are mapped; their descriptors may be closed after that.
 
     Raises:
-        ProtocolError: They do not fit together, or a file cannot be mapped.
+        ProtocolError: The parts do not fit the frame, or a file cannot be mapped.
     """
-    if kind == messages.VALUE:
-        return Contents(body)
-    rooms = [memoryview(file.map()) for file in files]
-    # Last, so that -1 finds it.
-    rooms.append(memoryview(body))
+    if frame.kind == VALUE:
+        return ReceivedValue(frame.body)
+    # The frame is the last, so that -1 finds it.
+    memory = [*(memoryview(file.map()) for file in frame.files), memoryview(frame.body)]
     parts: list[memoryview] = []
     try:
-        (count,) = _COUNT.unpack_from(body)
+        (count,) = _COUNT.unpack_from(frame.body)
         for number in range(count):
-            place, offset, size_bytes = _PART.unpack_from(body, _COUNT.size + number * _PART.size)
-            if not -1 <= place < len(files):
-                raise IndexError(f"it names file {place}")
-            part = rooms[place][offset : offset + size_bytes]
+            file, at, size_bytes = _PART.unpack_from(frame.body, _COUNT.size + number * _PART.size)
+            if not -1 <= file < len(frame.files):
+                raise IndexError(f"it names file {file}")
+            part = memory[file][at : at + size_bytes]
             if part.nbytes != size_bytes:
-                raise IndexError(f"{size_bytes} bytes at {offset} are past the end")
+                raise IndexError(f"{size_bytes} bytes at {at} are past the end")
             parts.append(part)
         stream, *buffers = parts
     except (struct.error, IndexError, ValueError, OverflowError) as error:
         raise ProtocolError(
-            f"a value came with {len(files)} memory files and a table that does not fit: {error}"
+            f"a value came with {len(frame.files)} memory files and a table that does not fit: {error}"
         ) from error
-    return Contents(stream, tuple(buffers))
+    return ReceivedValue(stream, tuple(buffers))

@@ -1,55 +1,83 @@
-"""Values on their way between processes: pickled so that they arrive, or refused by name.
+"""Values of users on their way between processes: how they are pickled, and shared by several calls.
 
 Functions and classes that the other side cannot import (defined in `__main__`, a notebook, a script
-that Prefect loaded by path) travel by value; classes keep their identity, so `except MyError` and
+that Prefect loaded by path) travel by value. Classes keep their identity, so `except MyError` and
 `isinstance` hold in the flow. Values on a device travel as host copies. Large buffers (NumPy's,
-pandas', storages of PyTorch) are left where they are, beside the stream (pickle protocol 5); how
-both travel is `transport`'s business, moving them is the launcher's and the child's.
+pandas', storages of PyTorch) are left where they are, beside the stream (pickle protocol 5). What
+cannot be pickled is refused with its type and the path to it.
+
+A large argument that several GPU tasks take is written to a memory file once (`ArgumentFiles`). Every
+call of a task has a `Share` from when it begins to wait for a device to its end. A file stays for as
+long as a share that used it, or is known to need it, is open. A share knows what its call will need
+from its arguments: NumPy arrays, PyTorch tensors, and whatever else exposes its memory, in lists,
+tuples and dictionaries too. It does not look into objects of other classes: what only those hold is
+shared by calls that run at the same time, and written again later.
+
+How packed values travel is in `transport`; when they are sent is up to the launcher and the child.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import os
 import pickle
 import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import cloudpickle
 
 from prefect_gpu.errors import NO_ROOM, REBUILT, ResultError
-from prefect_gpu.processes.messages import Body
-from prefect_gpu.processes.transport import Contents, Parcel, Transport, default_transport
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes import transport as transports
+from prefect_gpu.processes.messages import Call
+from prefect_gpu.processes.transport import (
+    FILE_BYTES,
+    FileTransport,
+    FrameBody,
+    FrameTransport,
+    MemoryFile,
+    PackedValue,
+    ReceivedValue,
+    Transport,
+    WriteFile,
+    default_transport,
+    write_file,
+)
 from prefect_gpu.units import format_bytes
 
-#: A function that may give a pickle reduction for a value, or `NotImplemented`.
+#: A function that returns a pickle reduction for a value, or `NotImplemented`.
 Reducer = Callable[[Any], Any]
 
-#: A value, pickled, in any of its forms.
-Packed: TypeAlias = bytes | memoryview | Body | Parcel | Contents
+#: A pickled value in any of its forms.
+Pickled: TypeAlias = bytes | memoryview | FrameBody | PackedValue | ReceivedValue
 
-#: Bytes from which a buffer is not copied into the stream. From here on the pickler writes every
-#: object apart anyway (`FRAME_SIZE_TARGET`).
+#: Bytes from which a buffer is not copied into the stream. From this size on the pickler writes every
+#: object separately anyway (`FRAME_SIZE_TARGET`).
 _BESIDE_BYTES = 64 * 1024
 
-#: Deepest path that is looked for when something cannot be pickled.
-_DEEPEST = 8
+#: Length of the path to what cannot be pickled, at most.
+_LONGEST_PATH = 8
 
-#: By module name: the identity of the module that was asked about, and the answer. Prefect loads
-#: script after script under one name.
+#: By module name: the module's identity, and the answer. The identity, since Prefect loads script after
+#: script under one name.
 _importable: dict[str, tuple[int, bool]] = {}
 
-#: In a child: classes that came with the call, and exist in the parent.
+#: In a child: classes that came with the call and exist in the parent.
 _from_parent: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def is_importable(module_name: str) -> bool:
-    """Tell whether a fresh interpreter with the same `sys.path` would import this very module.
+    """Return whether a fresh interpreter with the same `sys.path` would import this very module.
 
-    The module is one of `sys.modules`. One that was loaded by path, or made by hand, is not.
+    The module is one of `sys.modules`. A module that was loaded by path, or made by hand, is not
+    importable. A module that loads itself when it is first used (`importlib.util.LazyLoader`) stays
+    unloaded.
     """
     identity = id(sys.modules.get(module_name))
     known = _importable.get(module_name)
@@ -65,22 +93,30 @@ def _find(module_name: str) -> bool:
     parent_name, _, _ = module_name.rpartition(".")
     path = None
     if parent_name:
-        parent = sys.modules.get(parent_name)
-        path = getattr(parent, "__path__", None)
+        path = _stored_attribute(sys.modules.get(parent_name), "__path__")
         if path is None or not is_importable(parent_name):
             return False
-    file = getattr(module, "__file__", None)
+    file = _stored_attribute(module, "__file__")
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
         if find_spec is None:
             continue
         try:
             spec: importlib.machinery.ModuleSpec | None = find_spec(module_name, path)
-        except Exception:  # a finder of somebody else's that does not know the name
+        except Exception:  # a finder of another library that does not know the name
             continue
         if spec is not None:
             return file is None or not spec.has_location or _same_file(spec.origin, file)
     return False
+
+
+def _stored_attribute(module: object, name: str) -> Any:
+    """Return what a module's namespace holds under a name, or `None`; no code of the module runs."""
+    try:
+        return object.__getattribute__(module, "__dict__").get(name)
+    except AttributeError:
+        # Some libraries put objects without a namespace into `sys.modules`.
+        return None
 
 
 def _same_file(origin: str | None, file: str) -> bool:
@@ -89,19 +125,19 @@ def _same_file(origin: str | None, file: str) -> bool:
     return origin == file or os.path.realpath(origin) == os.path.realpath(file)
 
 
-class _Pieces:
-    """Where a pickler writes: the pieces of its stream and the buffers beside it, uncopied."""
+class _Output:
+    """Receives a pickler's output: the pieces of its stream and the buffers beside it, uncopied."""
 
     def __init__(self) -> None:
-        # A buffer that joins them would hold a large `bytes` twice, and more while it grows.
+        # Joined pieces would hold a large `bytes` twice, and more while they grow.
         self.stream: list[memoryview] = []
         self.buffers: list[memoryview] = []
 
     def write(self, data: bytes | bytearray) -> None:
-        """Take the next piece of the stream. The pickler gives large objects as they are."""
+        """Take the next piece of the stream. The pickler passes large objects as they are."""
         self.stream.append(memoryview(data))
 
-    def take_beside(self, buffer: pickle.PickleBuffer) -> bool:
+    def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         """Take a buffer, unless it is small; `True`: it goes into the stream."""
         view = buffer.raw()
         if view.nbytes < _BESIDE_BYTES:
@@ -110,68 +146,74 @@ class _Pieces:
         return False
 
 
-class _Nothing(_Pieces):
-    """Where a pickler writes to see whether it can."""
+class _NoOutput(_Output):
+    """Drops a pickler's output: to see whether a value can be pickled."""
 
     def write(self, data: bytes | bytearray) -> None:
-        """Forget it."""
+        """Drop a piece of the stream."""
 
-    def take_beside(self, buffer: pickle.PickleBuffer) -> bool:
-        """Forget it."""
+    def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """Drop a buffer."""
         return False
 
 
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
-    """Cloudpickle that sends what cannot be imported by value, and device memory as host copies."""
+    """Pickles by value what cannot be imported, and device memory as host copies."""
 
-    def __init__(self, pieces: _Pieces, reducers: tuple[Reducer, ...] = ()) -> None:
-        super().__init__(pieces, protocol=5, buffer_callback=pieces.take_beside)
+    def __init__(self, output: _Output, reducers: tuple[Reducer, ...] = ()) -> None:
+        super().__init__(output, protocol=5, buffer_callback=output.take_buffer)
         self._reducers = reducers
 
     def reducer_override(self, obj: Any) -> Any:
-        """Decide how one object is pickled; `NotImplemented` leaves it to pickle."""
-        if isinstance(obj, (type, types.FunctionType, types.ModuleType)):
+        """Return how one object is pickled; `NotImplemented` leaves it to pickle."""
+        # Modules first: asking whether one is a class reads its `__class__`, which loads a lazy one.
+        if isinstance(obj, types.ModuleType):
+            name = _stored_attribute(obj, "__name__")
+        elif isinstance(obj, (type, types.FunctionType)):
             if isinstance(obj, type) and obj in _from_parent:
                 return _own_class, (_tracker_ids()[obj],)
-            attribute = "__name__" if isinstance(obj, types.ModuleType) else "__module__"
-            name = getattr(obj, attribute, None)
-            if isinstance(name, str) and name in sys.modules and name != "__main__":
-                if not is_importable(name):
-                    _register_by_value(sys.modules[name])
+            name = getattr(obj, "__module__", None)
         else:
             for reduce in self._reducers:
                 reduction = reduce(obj)
                 if reduction is not NotImplemented:
                     return reduction
+            return super().reducer_override(obj)
+        if isinstance(name, str) and name in sys.modules and name != "__main__":
+            if not is_importable(name):
+                _register_by_value(sys.modules[name])
+            elif obj is sys.modules[name] and not cloudpickle.list_registry_pickle_by_value():
+                # Cloudpickle would read its attributes.
+                return cloudpickle.cloudpickle.subimport, (name,)
         return super().reducer_override(obj)
 
 
 def _register_by_value(module: types.ModuleType) -> None:
-    # Cloudpickle takes only a module that `sys.modules` has under the module's own name.
+    # Cloudpickle accepts only a module that `sys.modules` has under the module's own name.
     if sys.modules.get(module.__name__) is module:
         cloudpickle.register_pickle_by_value(module)
 
 
 def _tracker_ids() -> Mapping[type, str]:
-    # Cloudpickle keeps one id for each class that it sent by value, so that two copies of it that
-    # arrive are one class.
+    # Cloudpickle keeps one id for each class that it sent by value, so that two copies become one
+    # class where they arrive.
     return cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # type: ignore[no-any-return]
 
 
 def _own_class(tracker_id: str) -> type:
-    """Give the class of this process that was once sent under `tracker_id`."""
+    """Return the class of this process that was once sent under `tracker_id`."""
     found: type = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[tracker_id]
     return found
 
 
-def load_call(data: Packed) -> Any:
-    """In a child: unpickle the call.
+def load_call(data: Pickled) -> Call:
+    """Return the call that a child received.
 
-    The classes in it that the child cannot import are the parent's own from then on: they go back by
-    name alone. Sent by value, as cloudpickle would, they would set every attribute of the parent's
-    class anew: its class variables to the child's, its methods to copies with other globals.
+    Classes in it that the child cannot import exist in the parent: they go back by name alone. Sent by
+    value, as cloudpickle would, they would set every attribute of the parent's class anew: its class
+    variables to the child's, its methods to copies with other globals.
     """
-    call = _load(data)
+    call: Call = _load(data)
     _from_parent.update(_tracker_ids())
     return call
 
@@ -182,51 +224,53 @@ def dumps(
     name: str,
     reducers: tuple[Reducer, ...] = (),
     transport: Transport | None = None,
-) -> Parcel:
-    """Pickle and pack a value for the other side.
+) -> PackedValue:
+    """Pickle and pack a value for the other process.
 
     Args:
         value: Anything.
         what: "return value", "exception", "argument" or "function", for the error.
-        name: How the error names the value itself: "result".
+        name: How the error calls the value itself: "result".
         reducers: Of the frameworks in use.
-        transport: What packs it; `None`: the best of this system.
+        transport: Packs it; `None`: the best of this system.
 
     Raises:
-        ResultError: Something in it cannot be pickled (it names the type and the path to it), or
+        ResultError: A part of it cannot be pickled (the error names its type and the path to it), or
             there is no memory for it.
     """
-    pieces = _Pieces()
+    output = _Output()
+    _pickle(value, output, what, name, reducers)
     try:
-        ValuePickler(pieces, reducers).dump(value)
-    except MemoryError as error:
-        raise ResultError(what, name, NO_ROOM, _short(error)) from error
-    except Exception as error:
-        where, culprit = _find_culprit(value, name, reducers)
-        raise ResultError(what, where, _type_name(culprit), _short(error)) from error
-    try:
-        return (transport or default_transport()).pack(pieces.stream, pieces.buffers)
+        return (transport or default_transport()).pack(output.stream, output.buffers)
     except (OSError, MemoryError) as error:
-        size_bytes = sum(part.nbytes for part in (*pieces.stream, *pieces.buffers))
+        size_bytes = sum(part.nbytes for part in (*output.stream, *output.buffers))
         reason = f"{format_bytes(size_bytes)}: {_short(error)}"
         raise ResultError(what, name, NO_ROOM, reason) from error
 
 
 def check(value: Any, what: str, name: str, reducers: tuple[Reducer, ...] = ()) -> None:
-    """See that a value can be pickled, without making anything of it.
+    """Check that a value can be pickled, without keeping the result.
 
     Raises:
-        ResultError: As `dumps`.
+        ResultError: As in `dumps`.
     """
+    _pickle(value, _NoOutput(), what, name, reducers)
+
+
+def _pickle(
+    value: Any, output: _Output, what: str, name: str, reducers: tuple[Reducer, ...]
+) -> None:
     try:
-        ValuePickler(_Nothing(), reducers).dump(value)
+        ValuePickler(output, reducers).dump(value)
+    except MemoryError as error:
+        raise ResultError(what, name, NO_ROOM, _short(error)) from error
     except Exception as error:
         where, culprit = _find_culprit(value, name, reducers)
         raise ResultError(what, where, _type_name(culprit), _short(error)) from error
 
 
-def loads(data: Packed, what: str) -> Any:
-    """Unpickle a value from the other side, in place: its buffers are those that came.
+def loads(data: Pickled, what: str) -> Any:
+    """Unpickle a value from the other process, in place: its buffers are those that were received.
 
     Raises:
         ResultError: It cannot be rebuilt here.
@@ -237,37 +281,37 @@ def loads(data: Packed, what: str) -> Any:
         raise ResultError(what, "it", REBUILT, _short(error)) from error
 
 
-def _load(data: Packed) -> Any:
-    if isinstance(data, Parcel):
+def _load(data: Pickled) -> Any:
+    if isinstance(data, PackedValue):
         data = data.open()
-    if isinstance(data, Contents):
+    if isinstance(data, ReceivedValue):
         return pickle.loads(data.stream, buffers=data.buffers)
     return pickle.loads(data)
 
 
-def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> tuple[Parcel, bool]:
-    """Pickle an exception so that it certainly arrives.
+def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> PackedValue:
+    """Pickle an exception so that it can be unpickled in any case.
 
     Returns:
-        It, packed, and `True`; or a `ResultError` that names its type and says what it
-        said, and `False`, where it cannot be pickled or would not unpickle.
+        The exception, packed; where it cannot be pickled, or could not be unpickled, a `ResultError`
+        that names its type and contains its text.
     """
     try:
         data = dumps(error, "exception", "exception", reducers)
-        # Many classes pickle and then fail to unpickle: their constructor takes other arguments
-        # than it passed on.
+        # Many classes can be pickled but not unpickled: their constructor takes other arguments than
+        # it passed on.
         again = _load(data)
         if not isinstance(again, BaseException):
             raise TypeError(f"it comes back as a {_type_name(again)}")
     except Exception as problem:
-        reason = problem.reason if isinstance(problem, ResultError) else _short(problem)
-        where = problem.where if isinstance(problem, ResultError) else "exception"
-        type_name = problem.type_name if isinstance(problem, ResultError) else _type_name(error)
+        if not isinstance(problem, ResultError):
+            problem = ResultError("exception", "exception", _type_name(error), _short(problem))
+        where = problem.where
         if where != "exception":
             where += f" of {_type_name(error)}"
-        said = f"{reason}; it said: {_short(error)}"
-        return dumps(ResultError("exception", where, type_name, said), "exception", "it"), False
-    return data, True
+        reason = f"{problem.reason}; it said: {_short(error)}"
+        return dumps(ResultError("exception", where, problem.type_name, reason), "exception", "it")
+    return data
 
 
 def _type_name(value: object) -> str:
@@ -284,7 +328,7 @@ def _short(error: BaseException) -> str:
 
 def _pickles(value: Any, reducers: tuple[Reducer, ...]) -> bool:
     try:
-        ValuePickler(_Nothing(), reducers).dump(value)
+        ValuePickler(_NoOutput(), reducers).dump(value)
     except Exception:
         return False
     return True
@@ -306,8 +350,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _find_culprit(value: Any, name: str, reducers: tuple[Reducer, ...]) -> tuple[str, Any]:
-    """Follow the first part that does not pickle, down to the smallest."""
-    for _ in range(_DEEPEST):
+    """Return path and value of the smallest part that cannot be pickled."""
+    for _ in range(_LONGEST_PATH):
         for suffix, part in _parts(value):
             if not _pickles(part, reducers):
                 name, value = name + suffix, part
@@ -315,3 +359,161 @@ def _find_culprit(value: Any, name: str, reducers: tuple[Reducer, ...]) -> tuple
         else:
             break
     return name, value
+
+
+# Large arguments that several calls take.
+
+#: Address and length in bytes.
+Region: TypeAlias = tuple[int, int]
+
+#: Values that a share looks at: enough for any signature, no time for a list of a million numbers.
+_MOST_VALUES = 1000
+_DEEPEST_ARGUMENT = 3
+
+
+class ArgumentFiles:
+    """The memory files of one process's arguments. Safe to use from several threads.
+
+    Args:
+        write: Makes a file.
+    """
+
+    def __init__(self, write: WriteFile = write_file) -> None:
+        self._write = write
+        self._lock = threading.Lock()
+        self._open: set[Share] = set()
+        self._entries: dict[tuple[Region, ...], _Entry] = {}
+
+    def share(self, arguments: Any) -> Share:
+        """Begin a call with these arguments; the context manager that is returned ends it."""
+        share = Share(self, frozenset(find_regions(arguments)))
+        with self._lock:
+            self._open.add(share)
+        return share
+
+    def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
+        """Return a file that holds `parts`: that of another share, or a new one.
+
+        The bytes of an existing file are compared first: the flow may have written to its array in
+        between.
+
+        Raises:
+            OSError: As in `write_file`.
+        """
+        addresses = [_address_of(part) for part in parts]
+        if None in addresses:
+            return self._write(parts)
+        key = tuple((at or 0, part.nbytes) for at, part in zip(addresses, parts, strict=True))
+        with self._lock:
+            entry = self._entries.setdefault(key, _Entry())
+            entry.users.add(share)
+        # Other calls with the same argument wait here until it is written, instead of writing it too.
+        with entry.lock:
+            if entry.file is None or not entry.file.holds(parts):
+                # The old one is closed once it has reached the calls that it was written for.
+                entry.file = None
+                entry.file = self._write(parts)
+            return entry.file
+
+    def close(self, share: Share) -> None:
+        """End a call: drop the files that no other call needs."""
+        dropped = []
+        with self._lock:
+            self._open.discard(share)
+            needed = frozenset[Region]().union(*(other.regions for other in self._open))
+            for key, entry in tuple(self._entries.items()):
+                entry.users.discard(share)
+                if not entry.users and not needed.intersection(key):
+                    dropped.append(self._entries.pop(key))
+        # Gigabytes may go back to the system here: not under the lock.
+        del dropped
+
+    def __len__(self) -> int:
+        """Return the number of files that are kept."""
+        with self._lock:
+            return len(self._entries)
+
+
+class _Entry:
+    """A file, and the shares that have used it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.file: MemoryFile | None = None
+        self.users: set[Share] = set()
+
+
+class Share:
+    """The part of one call in the files; ends with the `with` block."""
+
+    def __init__(self, files: ArgumentFiles, regions: frozenset[Region]) -> None:
+        self._files = files
+        #: Memory that the call is known to need.
+        self.regions = regions
+
+    def transport(self) -> Transport:
+        """Return what packs this call's arguments."""
+        if not transports.AVAILABLE:
+            return FrameTransport()
+        return FileTransport(lambda parts: self._files.file_for(self, parts))
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._files.close(self)
+
+
+def find_regions(arguments: Any) -> Iterator[Region]:
+    """Find the large memory of arguments, without looking into objects of unknown classes."""
+    for value in itertools.islice(_walk(arguments, _DEEPEST_ARGUMENT), _MOST_VALUES):
+        region = _region(value)
+        if region is not None and region[1] >= FILE_BYTES:
+            yield region
+
+
+def _walk(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        parts: Any = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    else:
+        yield value
+        return
+    if depth:
+        for part in parts:
+            yield from _walk(part, depth - 1)
+
+
+def _region(value: Any) -> Region | None:
+    tensor = _stored_attribute(sys.modules.get("torch"), "Tensor")
+    try:
+        if tensor is not None and isinstance(value, tensor):
+            storage = value.untyped_storage()
+            on_host = storage.device.type == "cpu"
+            return (storage.data_ptr(), storage.nbytes()) if on_host else None
+        # Flat, whatever its shape, format and order; refused where it is not in one piece.
+        view = pickle.PickleBuffer(value).raw()
+        address = _address_of(view)
+        return None if address is None else (address, view.nbytes)
+    except Exception:
+        # It does not expose its memory: most values do not.
+        return None
+
+
+def _address_of(view: memoryview) -> int | None:
+    """Return the address of flat memory; `None` where NumPy, which alone says it, is not in use."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    return int(numpy.frombuffer(view, dtype="u1").__array_interface__["data"][0])
+
+
+def argument_files() -> ArgumentFiles:
+    """Return the files of this Python process; a fork of it begins without any."""
+    return PROCESS_RESOURCES.get(ArgumentFiles, ArgumentFiles)

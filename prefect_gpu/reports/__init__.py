@@ -1,5 +1,6 @@
-"""From samples to something a person reads: the report of one process, and of one flow run.
+"""Reports of processes and flow runs, and the histories of tasks.
 
-`model` holds the values, `markdown` and `timeline` turn them into text and SVG, `publish` brings
-them to Prefect's API. Nothing here measures or decides.
+`model` holds the values, `markdown`, `advice` and `timeline` turn them into text and images, `publish` sends
+them to Prefect's API, and `history` keeps what the runs of a task needed. Nothing here measures memory or
+decides about a task. `runner` imports it.
 """

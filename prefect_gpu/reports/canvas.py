@@ -1,10 +1,7 @@
-"""A drawing surface for the charts: shapes in pixels, text that cannot break out, nice axis steps.
+"""A drawing surface for charts: shapes in pixels, text that cannot break out of the SVG, axis steps.
 
-It covers what both charts share. What they show is in `timeline`.
-
-`drawsvg` writes the SVG. Against `svg.py` it imports in 8 ms instead of 70 (beside Prefect), draws
-a chart in half the time, and escapes text itself. It does not escape attributes: those here are
-numbers and this package's own words, never a user's.
+It covers what both charts of `timeline` share. `drawsvg` writes the SVG and escapes text. It does not escape
+attributes, so those are numbers and words of this package, never a user's text.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ GRID = "#e5e7eb"
 PAPER = "#ffffff"
 FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
-#: Characters that XML 1.0 forbids, and lone surrogates, which cannot be encoded.
+#: Characters that XML 1.0 forbids, and single surrogates, which cannot be encoded.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _NICE_SECONDS = (
@@ -37,29 +34,27 @@ _NICE_SECONDS = (
 
 
 def clean(text: str) -> str:
-    """Put text on one line and drop what XML cannot hold."""
+    """Return text on one line, without characters that XML cannot hold."""
     return " ".join(_FORBIDDEN.sub("�", text).split())
 
 
 def text_width(text: str, size: float) -> float:
-    """Estimate the width of text in pixels, generously: fonts differ between browsers."""
+    """Return the width of text in pixels, estimated generously because fonts differ."""
     wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
     return size * (0.58 * (len(text) - wide) + 1.05 * wide)
 
 
-def shorten(text: str, width: float, size: float, *, keep_end: bool = False) -> str:
-    """Cut text to `width` pixels with an ellipsis; empty where not even four letters fit."""
+def shorten(text: str, width: float, size: float) -> str:
+    """Return text cut to `width` pixels with an ellipsis, or nothing if four letters do not fit."""
     if text_width(text, size) <= width:
         return text
     while text and text_width(text + "…", size) > width:
-        text = text[1:] if keep_end else text[:-1]
-    if len(text) < 4:
-        return ""
-    return "…" + text.lstrip(" -_") if keep_end else text.rstrip(" -_") + "…"
+        text = text[:-1]
+    return text.rstrip(" -_") + "…" if len(text) >= 4 else ""
 
 
 def byte_ticks(top_bytes: float, steps: int = 5) -> list[tuple[float, str]]:
-    """Give about `steps` round positions from 0 to `top_bytes`, each with its label."""
+    """Return about `steps` round sizes from 0 to `top_bytes`, each with its label."""
     factor, unit = next(
         ((f, u) for f, u in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB")) if top_bytes >= f),
         (KIB, "KiB"),
@@ -70,16 +65,16 @@ def byte_ticks(top_bytes: float, steps: int = 5) -> list[tuple[float, str]]:
 
 
 def time_ticks(end_s: float, steps: int = 6) -> list[tuple[float, str]]:
-    """Give about `steps` round moments from 0 to `end_s`, each with its label."""
+    """Return about `steps` round times from 0 to `end_s`, each with its label."""
     rough = end_s / steps
     step = next((s for s in _NICE_SECONDS if s >= rough * 0.999), _NICE_SECONDS[-1])
-    # A task of years would still have a handful of labels.
+    # So that a task of years has few labels too.
     step *= max(1, math.ceil(end_s / step / (2 * steps)))
     return [(i * step, time_label(i * step)) for i in range(int(end_s / step + 1e-9) + 1)]
 
 
 def time_label(seconds: float) -> str:
-    """Write a moment on an axis: `0`, `2.5 s`, `45 s`, `1:30 min`, `2:05 h`."""
+    """Return a label on a time axis: `0`, `2.5 s`, `45 s`, `1:30 min`, `2:05 h`."""
     if seconds == 0:
         return "0"
     if seconds < 60:
@@ -95,12 +90,12 @@ def _nice_number(rough: float) -> float:
 
 
 class Canvas:
-    """One SVG image on its own light background, so that it reads in a dark UI too."""
+    """One SVG image on a light background of its own, so that it is readable in a dark UI."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self._drawing = drawsvg.Drawing(width, height, font_family=FONT)
         self._drawing.append_title(clean(title))
-        self.rect(0.5, 0.5, width - 1, height - 1, PAPER, outline="#d1d5db", radius=8)
+        self.rect(0.5, 0.5, width - 1, height - 1, PAPER, stroke="#d1d5db", radius=8)
 
     def rect(
         self,
@@ -110,44 +105,46 @@ class Canvas:
         height: float,
         fill: str,
         *,
-        outline: str = "none",
-        opacity: float = 1,
-        radius: float = 0,
+        stroke: str | None = None,
+        opacity: float | None = None,
+        radius: float | None = None,
         title: str = "",
     ) -> None:
-        """Draw a rectangle; `title` is what a pointer resting on it shows."""
+        """Draw a rectangle. A browser shows `title` when the pointer rests on it."""
         shape = drawsvg.Rectangle(
             *_round(x, y, width, height),
             fill=fill,
-            **({} if opacity == 1 else {"fill_opacity": opacity}),
-            **({} if outline == "none" else {"stroke": outline}),
-            **({"rx": radius} if radius else {}),
+            fill_opacity=opacity,
+            stroke=stroke,
+            rx=radius,
         )
         if title:
             shape.append_title(clean(title))
         self._drawing.append(shape)
 
-    def path(
+    def line(
         self,
         points: Sequence[tuple[float, float]],
+        stroke: str,
         *,
-        stroke: str = "none",
-        width: float = 1.5,
-        fill: str = "none",
-        opacity: float = 1,
-        dash: str = "",
+        width: float = 1,
+        dash: str | None = None,
     ) -> None:
-        """Draw a line through the points, or an area where `fill` is given."""
+        """Draw a line through the points."""
         self._drawing.append(
             drawsvg.Path(
                 _path(points),
-                fill=fill,
-                **({} if opacity == 1 else {"fill_opacity": opacity}),
-                **({} if stroke == "none" else {"stroke": stroke, "stroke_width": width}),
-                **({"stroke_dasharray": dash} if dash else {}),
-                **({"stroke_linejoin": "round"} if stroke != "none" else {}),
+                fill="none",
+                stroke=stroke,
+                stroke_width=width,
+                stroke_dasharray=dash,
+                stroke_linejoin="round",
             )
         )
+
+    def area(self, points: Sequence[tuple[float, float]], fill: str, opacity: float) -> None:
+        """Fill the area inside the points."""
+        self._drawing.append(drawsvg.Path(_path(points), fill=fill, fill_opacity=opacity))
 
     def dot(self, x: float, y: float, fill: str) -> None:
         """Draw a small round mark."""
@@ -162,11 +159,11 @@ class Canvas:
         *,
         size: float = 13,
         fill: str = INK,
-        anchor: str = "start",
+        anchor: str | None = None,
         bold: bool = False,
         halo: bool = False,
     ) -> None:
-        """Write text with its baseline at `y`; `halo` keeps it legible over lines."""
+        """Write text with its baseline at `y`. With `halo` it stays legible over lines."""
         around = {"stroke": PAPER, "stroke_width": 4, "stroke_linejoin": "round"}
         self._drawing.append(
             drawsvg.Text(
@@ -174,14 +171,33 @@ class Canvas:
                 size,
                 *_round(x, y),
                 fill=fill,
-                **({} if anchor == "start" else {"text_anchor": anchor}),
-                **({"font_weight": 600} if bold else {}),
+                text_anchor=anchor,
+                font_weight=600 if bold else None,
                 **({**around, "paint_order": "stroke"} if halo else {}),
             )
         )
 
+    def legend(self, entries: Iterable[tuple[str, str, float]], y: float) -> None:
+        """Draw coloured squares with their words, as many as fit on one row.
+
+        Args:
+            entries: Words, colour and opacity of each.
+            y: Middle of the row.
+        """
+        x, left = 20.0, list(entries)
+        while left:
+            words, colour, opacity = left[0]
+            width = 22 + text_width(words, 13)
+            if x + width > self._drawing.width - 20:
+                self.text(x, y + 5, f"+ {len(left)}", fill=MUTED)
+                return
+            self.rect(x, y - 6, 16, 12, colour, opacity=opacity, stroke=colour, radius=2)
+            self.text(x + 22, y + 5, words)
+            x += width + 12
+            del left[0]
+
     def svg(self) -> str:
-        """Give the finished image."""
+        """Return the finished image."""
         return str(self._drawing.as_svg(header=""))
 
 

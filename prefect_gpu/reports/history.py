@@ -1,11 +1,11 @@
-"""Where the runs of tasks are kept: in memory, and as Prefect artifacts that outlive every process.
+"""Histories of tasks: kept in memory, or as Prefect artifacts that outlive the process.
 
-Both follow `scheduling.history.HistoryStore`. What runs teach is `scheduling.history`, the page that a
-person reads is `history_page`, the thread that writes to the API is `publish`.
+Both stores follow `scheduling.history.HistoryStore`. What runs teach is `scheduling.history`; the thread
+that writes to the API is `publish`.
 
-Every run is a version of its own of the artifact that its history has, with the run's numbers in the
-version's metadata: nobody reads a version to change it, so hosts that run the same task at the same
-time lose none of each other's runs.
+Each run is a version of its own of the history's artifact, with the numbers of the run in the version's
+metadata. No version is ever changed, so hosts that run the same task at the same time lose no runs. The
+text of a version is a page about the last runs and the next budget.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -25,7 +26,8 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import SettingsContext, get_settings_context
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.reports.history_page import history_markdown
+from prefect_gpu.reports.markup import escape, table
+from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
 from prefect_gpu.reports.publish import (
     KEY_LIMIT,
     Publisher,
@@ -34,7 +36,8 @@ from prefect_gpu.reports.publish import (
     cut_values,
     may_pass,
 )
-from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun
+from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
+from prefect_gpu.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -45,24 +48,24 @@ HISTORY_PREFIX = "gpu-history"
 #: Version of the metadata's meaning; rises when a field changes its meaning.
 SCHEMA = "1"
 
-#: Seconds that one reading may take, and how often it is tried: a task waits for it. An answer takes
-#: 5 ms (Prefect 3.8.8); the second try is for a connection that was closed meanwhile.
+#: Seconds that one reading may take, and how often it is tried. A task waits for it. An answer takes
+#: 5 ms (Prefect 3.8.8); the second try is for a connection that was closed in the meantime.
 READ_TIMEOUT_S = 10.0
 READ_TRIES = 2
 
-#: Seconds for which an API that did not answer is not asked again.
+#: Seconds for which an API that did not answer is not called again.
 AWAY_S = 60.0
 
-#: Runs of one history that may wait to be written; older ones are dropped where tasks end faster than
-#: the API takes artifacts. Nobody reads more than `KEPT_RUNS`; twice as many leave room to read more.
+#: Runs of one history that may wait to be written. Older ones are dropped if tasks end faster than the
+#: API accepts artifacts. Only `KEPT_RUNS` are ever read.
 MOST_WAITING = 2 * KEPT_RUNS
 
-#: Characters of the digest in an artifact's key: 48 bits tell histories of one name apart.
+#: Characters of the digest in an artifact's key: 48 bits distinguish histories of one name.
 DIGEST_CHARS = 12
 
 
 class MemoryHistory:
-    """Keeps runs as long as this object lives. Any thread may use it."""
+    """Keeps runs in memory. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,17 +82,32 @@ class MemoryHistory:
             self._runs[key] = (run, *self._runs.get(key, ()))[:KEPT_RUNS]
 
 
+@dataclass(slots=True)
+class _Known:
+    """The runs of one key, as far as this process knows them."""
+
+    #: Held by the thread that reads them from the API. Others that want the same runs wait for it.
+    reading: threading.Lock = field(default_factory=threading.Lock)
+    #: By version, newest first.
+    runs: dict[str, PastRun] = field(default_factory=dict)
+    #: Whether the API has been read.
+    is_read: bool = False
+
+    def put(self, *items: tuple[str, PastRun]) -> None:
+        self.runs = dict(items[:KEPT_RUNS])
+
+
 class PrefectHistory:
     """Keeps runs as versions of artifacts. Any thread may use it.
 
-    A key is read from the API once; from then on this process's own runs are added to what was
-    found. What other processes do meanwhile is seen by the next store.
+    A key is read from the API once. From then on the runs of this process are added to what was found.
+    Runs that other processes add later are seen by the next store.
 
     Args:
-        client_factory: Opens a client for the flow's API. Called in the thread that asks for runs,
-            under the settings that held where the store was made.
-        publisher: Writes runs, and says how many were lost.
-        clock: For how long an API that does not answer is left alone.
+        client_factory: Opens a client for the flow's API. It is called in the thread that asks for runs,
+            under the settings that were active when the store was created.
+        publisher: Writes runs, and counts those that were lost.
+        clock: Measures for how long an API that does not answer is not called.
     """
 
     def __init__(
@@ -103,41 +121,48 @@ class PrefectHistory:
         self._publisher = publisher
         self._clock = clock or RealClock()
         self._settings = get_settings_context()
+        #: Guards what is below and the runs in it. Held for moments only.
         self._lock = threading.Lock()
-        self._shelves: dict[HistoryKey, _Shelf] = {}
+        self._known: dict[HistoryKey, _Known] = {}
         self._away_until_s = -math.inf
         self._away_because = ""
 
     def runs(self, key: HistoryKey) -> Sequence[PastRun]:
         """See `HistoryStore.runs`.
 
-        Where the API does not answer, the runs of this process are given; if there are none, that is
-        the error, now and, without asking, for `AWAY_S` seconds.
+        If the API does not answer, the runs of this process are returned. If there are none, the error
+        is raised, and raised again without a call for `AWAY_S` seconds.
         """
-        shelf = self._shelf(key)
-        # Whoever wants the same history waits for the one reading; other histories do not.
-        with shelf.reading:
-            if not shelf.is_read:
+        known = self._of(key)
+        with known.reading:
+            if not known.is_read:
                 try:
-                    shelf.take(self._read(key))
+                    found = self._read(key)
                 except OSError:
-                    if not shelf.runs():
+                    if not known.runs:
                         raise
-        return shelf.runs()
+                else:
+                    with self._lock:
+                        own = [item for item in known.runs.items() if item[0] not in found]
+                        known.put(*own, *found.items())
+                        known.is_read = True
+        with self._lock:
+            return tuple(known.runs.values())
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
         """See `HistoryStore.add`."""
         version = uuid4().hex
-        known = self._shelf(key).add(version, run)
+        known = self._of(key)
+        with self._lock:
+            known.put((version, run), *known.runs.items())
+            runs = tuple(known.runs.values())
         self._publisher.put(
-            lambda client: publish_run(key, version, known, client),
-            series=key,
-            most=MOST_WAITING,
+            lambda client: publish_run(key, version, runs, client), series=key, most=MOST_WAITING
         )
 
-    def _shelf(self, key: HistoryKey) -> _Shelf:
+    def _of(self, key: HistoryKey) -> _Known:
         with self._lock:
-            return self._shelves.setdefault(key, _Shelf())
+            return self._known.setdefault(key, _Known())
 
     def _read(self, key: HistoryKey) -> dict[str, PastRun]:
         with self._lock:
@@ -146,7 +171,7 @@ class PrefectHistory:
         try:
             return self._ask(key)
         except Exception as error:
-            # Process boundary: whatever an API, or what lies before it, does not do.
+            # Process boundary: any fault of the API, or of what lies between.
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             with self._lock:
                 self._away_until_s = self._clock.now() + AWAY_S
@@ -170,44 +195,9 @@ class PrefectHistory:
         return bounded_settings(self._settings, READ_TIMEOUT_S).settings
 
 
-class _Shelf:
-    """The runs of one key, as far as this process knows them."""
-
-    def __init__(self) -> None:
-        #: Held by the thread that asks the API.
-        self.reading = threading.Lock()
-        self._lock = threading.Lock()
-        #: By version, newest first.
-        self._runs: dict[str, PastRun] = {}
-        self._is_read = False
-
-    @property
-    def is_read(self) -> bool:
-        return self._is_read
-
-    def runs(self) -> tuple[PastRun, ...]:
-        with self._lock:
-            return tuple(self._runs.values())
-
-    def add(self, version: str, run: PastRun) -> tuple[PastRun, ...]:
-        with self._lock:
-            self._keep([(version, run), *self._runs.items()])
-            return tuple(self._runs.values())
-
-    def take(self, found: dict[str, PastRun]) -> None:
-        """Take what the API has, of which this process may have added some."""
-        with self._lock:
-            own = [item for item in self._runs.items() if item[0] not in found]
-            self._keep([*own, *found.items()])
-            self._is_read = True
-
-    def _keep(self, items: Iterable[tuple[str, PastRun]]) -> None:
-        self._runs = dict(list(items)[:KEPT_RUNS])
-
-
 @functools.lru_cache(256)
 def history_artifact_key(key: HistoryKey) -> str:
-    """Give the artifact's key of a history: `gpu-history-<task-slug>-<digest>`."""
+    """Return the artifact's key of a history: `gpu-history-<task-slug>-<digest>`."""
     text = json.dumps(astuple(key))
     digest = hashlib.sha256(text.encode("ascii")).hexdigest()[:DIGEST_CHARS]
     front = artifact_key(HISTORY_PREFIX, key.task_name)
@@ -220,16 +210,16 @@ def publish_run(
     """Create the version of a history's artifact that keeps one run.
 
     Args:
-        key: Which history.
-        version: Tells the run from all others: one that is published twice counts once.
-        runs: What is known of the history, newest first; the first is the one to keep.
-        client: Of the flow's API.
+        key: The history.
+        version: Identifies the run, so that one that is published twice counts once.
+        runs: Known runs of the history, newest first. The first is the one to keep.
+        client: Prefect's client of the flow.
 
     Raises:
-        Exception: Whatever the client raises when the API does not take it.
+        Exception: Any error of the client, if the API does not accept it.
     """
     client.create_artifact(
-        # On no run: it is about all of them.
+        # It belongs to no flow run or task run: it is about all of them.
         ArtifactCreate(
             key=history_artifact_key(key),
             type="markdown",
@@ -251,15 +241,15 @@ def publish_run(
 
 
 def read_runs(key: HistoryKey, client: SyncPrefectClient) -> dict[str, PastRun]:
-    """Give the last `KEPT_RUNS` runs of a history by version, newest first.
+    """Return the last `KEPT_RUNS` runs of a history by version, newest first.
 
-    Versions that cannot be read are passed over.
+    Versions that cannot be read are left out.
 
     Raises:
-        Exception: Whatever the client raises when the API does not answer.
+        Exception: Any error of the client, if the API does not answer.
     """
-    # Not `client.read_artifacts`: the sync one sends null for what it was not given, which the API
-    # refuses (Prefect 3.8.8), and takes no timeout, which a client that was opened by others needs.
+    # `client.read_artifacts` of the synchronous client sends null for each filter that is not given,
+    # which the API refuses (Prefect 3.8.8), and has no timeout.
     answer = client.request(
         "POST",
         "/artifacts/filter",
@@ -282,9 +272,95 @@ def read_runs(key: HistoryKey, client: SyncPrefectClient) -> dict[str, PastRun]:
 
 
 def _read_texts(texts: dict[str, Any]) -> PastRun:
-    # Anybody may write artifacts, or edit them.
+    # Other programs and users may write artifacts or edit them.
     if texts.get("schema") != SCHEMA or "version" not in texts:
         raise ValueError(f"no run of a task: {sorted(texts)}")
     if not all(isinstance(text, str) for text in texts.values()):
-        raise ValueError(f"not all are texts: {texts}")
+        raise ValueError(f"not all values are texts: {texts}")
     return PastRun.from_texts(texts)
+
+
+_OUTCOMES: Mapping[str, str] = {str(outcome): words for outcome, words in OUTCOME_WORDS.items()}
+
+_HEADS = (
+    "ended (UTC)",
+    "outcome",
+    "budget",
+    "live peak",
+    "steady live",
+    "process peak",
+    "context",
+    "retries",
+    "step",
+    "cause",
+)
+
+_LEGEND = (
+    "Sizes are those of one device. *Live* is what the frameworks had allocated, *steady* the same "
+    "without the first step, *process peak* what the device showed for the whole process, *context* "
+    "the part of it that no framework counts. *Retries* are allocations that succeeded only after "
+    "the framework's cache was given up."
+)
+
+
+def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
+    """Return the page of one history.
+
+    Args:
+        key: The history.
+        runs: Newest first.
+    """
+    about = f"Task {escape(key.task_name)} on {escape(key.device_name)}"
+    if key.learn_by:
+        about += f", for one set of its `gpu:learn_by` values ({escape(key.learn_by)})"
+    rows = [
+        (
+            _time(run.ended_at),
+            _OUTCOMES.get(run.outcome) or escape(run.outcome),
+            format_bytes(run.budget_bytes) + ("" if run.cap_bytes is not None else ", no cap"),
+            _size(run.live_bytes),
+            _size(run.steady_live_bytes),
+            format_bytes(run.process_bytes),
+            format_bytes(run.context_bytes),
+            str(run.alloc_retries),
+            "–" if run.step_s is None else format_seconds(run.step_s),
+            CAUSE_WORDS.get(run.cause, escape(run.cause)) or "–",
+        )
+        for run in runs
+    ]
+    parts = (
+        f"**{_lesson(runs)}**",
+        f"{about}. A `gpu:memory` tag takes precedence over what is learned.",
+        table(_HEADS, rows, right=range(2, 9)),
+        _LEGEND,
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _lesson(runs: Sequence[PastRun]) -> str:
+    lesson = learn(runs)
+    if lesson is None:
+        return "No run has completed: the next one has a device to itself, to find out."
+    count = "1 completed run" if lesson.runs == 1 else f"{lesson.runs} completed runs"
+    text = (
+        f"Next budget: {format_bytes(lesson.budget_bytes)} of each device, "
+        f"{format_bytes(lesson.context_bytes)} of it for the context, learned from {count}."
+    )
+    if lesson.floor_bytes:
+        text += (
+            f" Not less than {format_bytes(lesson.floor_bytes)}: with a smaller one it ran out of "
+            "memory or slowed down."
+        )
+    return text
+
+
+def _size(size_bytes: int | None) -> str:
+    return "–" if size_bytes is None else format_bytes(size_bytes)
+
+
+def _time(at: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(at, timezone.utc):%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):
+        # Read from an artifact that another program may have written.
+        return "–"

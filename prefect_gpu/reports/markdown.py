@@ -1,37 +1,33 @@
-"""What a person reads: one process's report and one flow run's report, as GitHub markdown.
+"""The report of a process and the report of a flow run as GitHub markdown.
 
-It covers words and tables. Charts come from `timeline`, what would help from `advice`, what to write in
-tags from `next_tags`; `publish` brings the text to Prefect.
+It covers words and tables. Charts come from `timeline`, advice and tags to write from `advice`. `publish`
+sends the text to Prefect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefect_gpu.reports.advice import advise
-from prefect_gpu.reports.markup import escape, image, table
+from prefect_gpu.measurements import StepFacts
+from prefect_gpu.reports.advice import advise, tags_table
+from prefect_gpu.reports.markup import escape, image, percent, table
 from prefect_gpu.reports.model import (
     CAUSE_WORDS,
+    OUTCOME_WORDS,
     BudgetSource,
     Outcome,
     Source,
-    StepFacts,
     TaskReport,
 )
-from prefect_gpu.reports.next_tags import tags_table
-from prefect_gpu.reports.timeline import (
-    OUTCOME_WORDS,
-    flow_gantt_svg,
-    task_timeline_svg,
-)
+from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.units import GIB, format_bytes, format_seconds
 
-#: Rows of a flow's table. Beyond, the page gets slow to open (some 200 bytes a row); failures and
-#: leaks are listed apart and are never cut by this.
+#: Rows of a flow's table. With more, of some 200 bytes each, the page becomes slow to open. Failures and
+#: leaks are listed separately.
 ROW_LIMIT = 1000
 
-#: Lines in each list of things that need attention.
+#: Lines in each list of what needs attention.
 ATTENTION_LIMIT = 50
 
 #: Characters of an error that are shown.
@@ -40,8 +36,8 @@ ERROR_LIMIT = 1000
 _SOURCE_NOTES: dict[Source, str] = {
     "nvml": "",
     "framework": (
-        "The driver does not tell here which process holds how much: the process's numbers are what"
-        " its frameworks held plus the measured context."
+        "The driver does not report the memory of each process here: the numbers are what its"
+        " frameworks held plus the measured context."
     ),
     "host": (
         "These numbers are **host memory, resident set; not GPU memory**: no GPU answered, so the"
@@ -76,7 +72,7 @@ _HEADLINES: dict[Outcome, str] = {
 
 
 def task_markdown(report: TaskReport) -> str:
-    """Write the report of one process."""
+    """Return the report of one process."""
     parts = [f"**{_headline(report)}**"]
     if report.error:
         parts.append(f"> ⚠️ {escape(report.error, ERROR_LIMIT)}")
@@ -103,11 +99,11 @@ def task_markdown(report: TaskReport) -> str:
 
 
 def _headline(report: TaskReport) -> str:
-    """Say in one sentence what it needed against what it had."""
+    """Return one sentence: what it needed and what it had."""
     budget = format_bytes(report.budget_total_bytes)
     peak_bytes = report.peak_process_bytes
     peak = format_bytes(peak_bytes)
-    share = _percent(peak_bytes, report.budget_total_bytes)
+    share = percent(peak_bytes, report.budget_total_bytes)
     time = f" in {format_seconds(report.run_s)}" if report.outcome == "completed" else ""
     if report.outcome in ("failed", "died", "timeout", "cancelled", "oom") and report.run_s > 0:
         time = f" after {format_seconds(report.run_s)}"
@@ -130,7 +126,7 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
     live, reserved = report.peak_live_bytes, report.peak_reserved_bytes
     unknown = f"unknown (framework: {escape(frameworks)})"
     each = " on each device" if len(report.devices) > 1 else ""
-    leaked = "cannot be told here" if report.leaked_bytes is None else "none"
+    leaked = "cannot be measured here" if report.leaked_bytes is None else "none"
     return [
         ("Outcome", OUTCOME_WORDS[report.outcome] + _attempt_words(report)),
         ("Device", _device_words(report)),
@@ -222,11 +218,11 @@ def _phases(report: TaskReport) -> str:
 
 
 def flow_markdown(reports: Sequence[TaskReport], *, flow_name: str = "") -> str:
-    """Write the report of one flow run: what needs attention first, every process last.
+    """Return the report of one flow run: what needs attention first, every process last.
 
     Args:
-        reports: One for each process that was started, in any order; compact ones will do.
-        flow_name: For the picture's description.
+        reports: One for each process that was started, in any order; compact ones are enough.
+        flow_name: For the description of the image.
     """
     reports = sorted(reports, key=lambda report: (report.placed_at, report.attempt))
     parts = [f"**{_flow_headline(reports)}**"]
@@ -243,7 +239,7 @@ def flow_markdown(reports: Sequence[TaskReport], *, flow_name: str = "") -> str:
 
 
 def flow_metadata(reports: Sequence[TaskReport]) -> dict[str, str]:
-    """Give a flow run's totals as strings, as `TaskReport.metadata` does for one process."""
+    """Return the totals of a flow run as strings, like `TaskReport.metadata` of one process."""
     outcomes = [report.outcome for report in reports]
     return {
         "schema": "1",
@@ -283,20 +279,20 @@ def _has(reports: Sequence[TaskReport], source: Source) -> bool:
 
 def _attention(reports: Sequence[TaskReport]) -> list[str]:
     leaks = [
-        f"- **Leak**: {format_bytes(r.leaked_bytes)} did not come back after {_who(r)} on "
+        f"- **Leak**: {format_bytes(r.leaked_bytes)} did not come back after {_name(r)} on "
         f"{_device_words(r)}"
         for r in reports
         if r.leaked_bytes
     ]
     failures = [
-        f"- **{OUTCOME_WORDS[r.outcome].capitalize()}**: {_who(r)}"
+        f"- **{OUTCOME_WORDS[r.outcome].capitalize()}**: {_name(r)}"
         + (f", put down to {_oom_words(r)}" if r.cause else "")
         + (f": {escape(r.error, 300)}" if r.error else "")
         for r in reports
         if r.outcome != "completed"
     ]
     above = [
-        f"- **Above its budget**: {_who(r)} took "
+        f"- **Above its budget**: {_name(r)} took "
         f"{format_bytes(r.peak_process_bytes - r.budget_total_bytes)} more than its "
         f"{format_bytes(r.budget_total_bytes)}"
         for r in reports
@@ -324,8 +320,7 @@ def _flow_waste(reports: Sequence[TaskReport]) -> str:
 
 
 def _every_process(reports: Sequence[TaskReport]) -> str:
-    # Few columns: the v1 UI neither wraps cells nor is its page wide. The rest is in each task
-    # run's own report.
+    # Few columns, because the v1 UI does not wrap cells. The rest is in the report of each task run.
     heads = ["#", "task run", "outcome", "on", "peak of budget", "queued", "run"]
     rows = [
         [
@@ -350,10 +345,10 @@ def _every_process(reports: Sequence[TaskReport]) -> str:
 
 def _of_budget(report: TaskReport) -> str:
     peak, budget = report.peak_process_bytes, report.budget_total_bytes
-    return f"{format_bytes(peak)} of {format_bytes(budget)} ({_percent(peak, budget)})"
+    return f"{format_bytes(peak)} of {format_bytes(budget)} ({percent(peak, budget)})"
 
 
-def _who(report: TaskReport) -> str:
+def _name(report: TaskReport) -> str:
     return f"{escape(report.task_run_name)}{_attempt_words(report)}"
 
 
@@ -370,13 +365,9 @@ def _device_words(report: TaskReport) -> str:
 
 
 def _waste_words(wasted: float, reserved: float) -> str:
-    # A process that died before its first line held its device longer than its report can tell.
+    # A process that died before its first line held its device longer than its report knows.
     reserved = max(wasted, reserved)
-    return f"{wasted / GIB:,.1f} GiB·s of {reserved / GIB:,.1f}, {_percent(wasted, reserved)}"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f}%" if whole > 0 else "–"
+    return f"{wasted / GIB:,.1f} GiB·s of {reserved / GIB:,.1f}, {percent(wasted, reserved)}"
 
 
 def _duration_s(reports: Sequence[TaskReport]) -> float:

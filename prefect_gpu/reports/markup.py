@@ -1,6 +1,6 @@
-"""Pieces of GitHub markdown that a user's text cannot break: escaped words, tables, pictures.
+"""GitHub markdown that a user's text cannot break: escaped text, tables, images.
 
-It knows nothing of reports: what is said is in `markdown`, `advice` and `next_tags`.
+It knows nothing of reports. Their text is in `markdown`, `advice` and `history`.
 """
 
 from __future__ import annotations
@@ -14,40 +14,45 @@ from prefect_gpu.reports.canvas import clean
 #: Characters of a name that are shown.
 NAME_LIMIT = 80
 
-#: What has a meaning in the middle of a line; a user's text never starts one.
+#: Characters with a meaning in the middle of a line. A user's text never starts a line.
 _SPECIAL = re.compile(r"([\\`*_\[\]|~$])")
-#: GitHub's markdown makes a link of these wherever they stand.
+#: GitHub's markdown makes a link of these anywhere.
 _AUTOLINK = re.compile(r"(?i)(https?|ftp)://|www\.|@")
 
 
 def escape(text: str, limit: int = NAME_LIMIT) -> str:
-    """Make a user's text safe inside a paragraph or a table cell: one line, no markup, no links."""
+    """Return a user's text as one line without markup or links, for a paragraph or a table cell."""
     line = clean(text)
     if len(line) > limit:
         line = line[: limit - 1] + "…"
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     line = _SPECIAL.sub(r"\\\1", line)
-    # A zero-width joint keeps an address from turning into a link.
+    # A zero-width space keeps an address from becoming a link.
     return _AUTOLINK.sub(lambda match: match[0][:-1] + "&#8203;" + match[0][-1], line)
 
 
 def image(alt: str, svg: str) -> str:
-    """Write a chart as a markdown image that carries its own data.
+    """Return a chart as a markdown image that contains its data.
 
-    Both of Prefect's UIs strip inline `<svg>`, `style` and `class`, but show an image given as a
-    `data:` URI (Prefect 3.8.8).
+    Prefect's UIs remove inline `<svg>`, `style` and `class`, and show an image given as a `data:` URI
+    (Prefect 3.8.8).
     """
     data = base64.b64encode(svg.encode()).decode("ascii")
     return f"![{escape(alt)}](data:image/svg+xml;base64,{data})"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Write a table.
+    """Return a table.
 
     Args:
-        heads: One for each column.
-        rows: Cells, escaped where they hold a user's text.
-        right: Columns of numbers.
+        heads: Titles of the columns.
+        rows: Cells. Those with a user's text must be escaped.
+        right: Indices of the columns that are aligned to the right.
     """
     aligned = ["--:" if column in right else "---" for column in range(len(heads))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, aligned, *rows))
+
+
+def percent(part: float, whole: float) -> str:
+    """Return `part` as a percentage of `whole`, or a dash if `whole` is 0."""
+    return f"{100 * part / whole:.0f}%" if whole > 0 else "–"

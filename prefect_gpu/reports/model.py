@@ -1,7 +1,7 @@
-"""What a report is made of: one `TaskReport` for every process that was started.
+"""The values of a report: one `TaskReport` for each process that was started.
 
-It covers the values and their published text form (`metadata`). It does not draw (`timeline`,
-`markdown`) or publish (`publish`).
+It covers their published form (`metadata`) and what a history keeps of them (`past_run`). How a report is
+drawn is in `timeline` and `markdown`, how it reaches Prefect in `publish`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,33 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from uuid import UUID
 
-from prefect_gpu.reports.series import COMPACT_SAMPLES, Sample, merge
+from prefect_gpu.frameworks.registry import WITHOUT_PEAK
+from prefect_gpu.measurements import (
+    COMPACT_SAMPLES,
+    Mark,
+    Sample,
+    StepFacts,
+    largest,
+    merge,
+)
+from prefect_gpu.scheduling.history import PastRun
 from prefect_gpu.scheduling.model import Device
 
 __all__ = [
     "CAUSE_WORDS",
+    "OUTCOME_WORDS",
     "SCHEMA",
     "BudgetSource",
-    "Mark",
     "Outcome",
-    "Sample",
     "Source",
-    "StepFacts",
     "TaskReport",
+    "past_run",
 ]
 
 #: Version of the metadata's meaning; rises when a field changes its meaning.
 SCHEMA = 1
 
-#: What an out-of-memory is put down to (`scheduling.ladder.Cause`).
+#: Words for the cause of an out-of-memory error (`scheduling.ladder.Cause`).
 CAUSE_WORDS: Mapping[str, str] = {
     "own_cap": "its own cap",
     "foreign": "other people's processes",
@@ -39,108 +47,77 @@ CAUSE_WORDS: Mapping[str, str] = {
 }
 
 Outcome = Literal["completed", "failed", "oom", "died", "timeout", "cancelled"]
+#: Words for each outcome.
+OUTCOME_WORDS: Mapping[Outcome, str] = {
+    "completed": "completed",
+    "failed": "failed",
+    "oom": "out of memory",
+    "died": "died",
+    "timeout": "timed out",
+    "cancelled": "cancelled",
+}
+
 BudgetSource = Literal["tag", "learned", "probe"]
 Source = Literal["nvml", "framework", "host", "simulated"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A named moment inside the body."""
-
-    #: Seconds since the task was placed.
-    at_s: float
-    name: str
-    #: Seconds that a phase took; `None`: a mark, which is a moment.
-    duration_s: float | None = None
-    #: Bytes that its frameworks had allocated and held at its end, and the most of each during it;
-    #: `None`: unknown.
-    allocated_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    #: Bytes that the driver showed for the process at its end; `None`: it tells nothing, or was not
-    #: asked.
-    process_bytes: int | None = None
-    #: Which step it belongs to, from 0.
-    step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What a body's steps (`step()`, or phases and marks that come again) say of its memory."""
-
-    #: Steps that are over.
-    count: int
-    #: Most that the frameworks had allocated up to the end of the first step.
-    first_live_bytes: int | None = None
-    #: The same in the steps after it, from the last one on in which the allocator had to give up its
-    #: cache; `None`: there was none.
-    steady_live_bytes: int | None = None
-    #: Median seconds of the steps after the first.
-    step_s: float | None = None
-    #: Times that the allocator had to give up its cache after the first step.
-    alloc_retries: int = 0
-    #: By how many bytes a step what is allocated at the ends of steps grows; `None`: too few steps.
-    growth_bytes: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TaskReport:
-    """Everything known about one process of one task run."""
+    """Everything that is known about one process of one task run."""
 
     task_name: str
     task_key: str
     task_run_id: UUID
     task_run_name: str
     flow_run_id: UUID | None
-    #: Of the child; `None`: it could not be started.
+    #: Process id of the child. `None`: it could not be started.
     pid: int | None
-    #: In the task's order.
+    #: In the order that the task asked for.
     devices: tuple[Device, ...]
     #: Frameworks that the child used, comma-separated; "none".
     framework: str
     outcome: Outcome
-    #: From 1: every process started for this task run.
+    #: Number of this process among those started for the task run, from 1.
     attempt: int
-    #: Bytes on each device, as reserved (the smallest, where devices differ).
+    #: Bytes reserved on each device; the smallest if devices differ.
     budget_bytes: int
     budget_source: BudgetSource
-    #: Largest amount that the device showed for the process, summed over its devices.
+    #: Most bytes that the devices showed for the process, all devices together.
     peak_process_bytes: int
-    #: Largest amount allocated, and held, by the frameworks; `None`: unknown.
+    #: Most bytes that the frameworks had allocated, and held with their caches. `None`: unknown.
     peak_live_bytes: int | None
     peak_reserved_bytes: int | None
-    #: Contexts, which no framework counts, summed over its devices.
+    #: Bytes of the contexts, which no framework counts, all devices together.
     context_bytes: int
-    #: Bytes that did not come back after the process ended; `None`: cannot be told here.
+    #: Bytes that stayed in use after the process ended. `None`: cannot be measured here.
     leaked_bytes: int | None
-    #: Seconds from the request to a device, from there to the body's first line, and of the body.
+    #: Seconds from the request to the placement, from there to the first line of the body, and of the
+    #: body.
     queued_s: float
     start_s: float
     run_s: float
-    #: Wall-clock seconds since the epoch when the task was placed: lines flows up on a chart.
+    #: When the task was placed, in seconds since the epoch.
     placed_at: float
-    #: Points in order of time.
+    #: In order of time; `at_s` counts from the placement.
     samples: tuple[Sample, ...]
     #: Where `peak_process_bytes` comes from.
     source: Source
     marks: tuple[Mark, ...] = ()
-    #: One line of what went wrong; empty: nothing did.
+    #: The error on one line. Empty: there was none.
     error: str = ""
-    #: The process held this much for this long, summed: reserved − used, in byte-seconds.
+    #: Memory reserved and not used, over time, in byte-seconds.
     wasted_byte_seconds: float = 0.0
-    #: Readings taken, before neighbours in `samples` were merged; 0: none was merged.
+    #: Readings taken before neighbours in `samples` were merged. 0: none was merged.
     sample_count: int = 0
-    #: Bytes that a framework could allocate at most; `None`: no cap.
+    #: Most bytes that a framework could allocate on each device. `None`: no cap.
     cap_bytes: int | None = None
-    #: What an out-of-memory is put down to (`scheduling.ladder.Cause`); empty: there was none.
+    #: Cause of an out-of-memory error (`scheduling.ladder.Cause`). Empty: there was no such error.
     cause: str = ""
-    #: What it would have needed on one device, as its out-of-memory says; `None`: unknown.
+    #: Bytes needed on one device, as the out-of-memory error says. `None`: unknown.
     wanted_bytes: int | None = None
-    #: What its steps say; `None`: it gave no evidence of steps.
+    #: Measurements of its steps. `None`: it gave no evidence of steps.
     steps: StepFacts | None = None
-    #: Names the history that its budget came from and went into; empty: not told. A task with
-    #: `gpu:learn_by` has several.
+    #: Name of the history of its budgets, of which a task with `gpu:learn_by` has several. Empty: unknown.
     history_key: str = ""
 
     @property
@@ -150,19 +127,19 @@ class TaskReport:
 
     @property
     def held_s(self) -> float:
-        """Seconds that it held its reservation, as far as the report knows."""
+        """Seconds for which it held its reservation, as far as the report knows."""
         last_s = self.samples[-1].at_s if self.samples else 0.0
         return max(self.start_s + self.run_s, last_s)
 
     @property
     def reserved_byte_seconds(self) -> float:
-        """What it kept others from using: reservation × time."""
+        """Reserved memory over time, in byte-seconds."""
         return self.budget_total_bytes * self.held_s
 
     def compact(self) -> TaskReport:
-        """Give a copy of a few kilobytes that a flow's report can keep by the thousand.
+        """Return a copy of a few kilobytes, of which a flow's report can keep thousands.
 
-        It has a coarse outline of the samples and no marks; all other fields are unchanged.
+        Its samples are merged into a coarse outline and it has no marks. Other fields are unchanged.
         """
         return replace(
             self,
@@ -172,7 +149,7 @@ class TaskReport:
         )
 
     def metadata(self) -> dict[str, str]:
-        """Give the numbers as strings, short ones: Prefect cuts a value at 500 characters."""
+        """Return the published fields as strings: Prefect accepts at most 500 characters each."""
 
         def known(value: int | None) -> str:
             return "unknown" if value is None else str(value)
@@ -201,3 +178,39 @@ class TaskReport:
             "cause": self.cause or "none",
             "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
         }
+
+
+def past_run(report: TaskReport) -> PastRun:
+    """Return what the history of a task keeps of a process.
+
+    A report sums what was measured over all devices and a history is about one device. Each device of
+    several is counted with an equal share, rounded up.
+    """
+    count = max(1, len(report.devices))
+
+    def each(total_bytes: int) -> int:
+        return -(-total_bytes // count)
+
+    def each_known(total_bytes: int | None) -> int | None:
+        return None if total_bytes is None else each(total_bytes)
+
+    steps = report.steps
+    live = report.peak_live_bytes
+    if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
+        live = largest(live, report.peak_reserved_bytes)
+    return PastRun(
+        ended_at=report.placed_at + report.held_s,
+        outcome=report.outcome,
+        cause=report.cause,
+        budget_bytes=report.budget_bytes,
+        cap_bytes=report.cap_bytes,
+        live_bytes=each_known(live),
+        steady_live_bytes=each_known(steps.steady_live_bytes) if steps else None,
+        process_bytes=each(report.peak_process_bytes),
+        context_bytes=each(report.context_bytes),
+        alloc_retries=steps.alloc_retries if steps else 0,
+        step_s=steps.step_s if steps else None,
+        run_s=report.run_s,
+        wanted_bytes=report.wanted_bytes,
+        start_s=report.start_s,
+    )

@@ -1,14 +1,13 @@
-"""Bring reports to Prefect's API as artifacts, without ever delaying or failing a task.
+"""Publish reports to Prefect's API as artifacts, without delaying or failing a task.
 
-It covers keys, the API calls and the thread that makes them. Text and numbers come from `markdown`
-and `model`; a task's history is `history`, which hands its calls to the same thread.
+It covers the keys of artifacts, the API calls, the thread that makes them and the order of a task run's
+reports. Text and numbers come from `markdown` and `model`. `history` makes its calls in the same thread.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -32,26 +31,25 @@ if TYPE_CHECKING:
 TASK_PREFIX = "gpu-memory"
 FLOW_PREFIX = "gpu-flow"
 
-#: Characters of a key: enough for any name a person would type, and a URL stays short.
+#: Characters of a key at most, so that the URL of an artifact stays short.
 KEY_LIMIT = 100
 
-#: Reports that may wait to be published; more than a thousand processes end behind an API that
-#: answers within its time limit only if it hangs.
+#: Reports that may wait to be published. More wait only if the API hangs.
 WAITING_LIMIT = 1000
 
-#: Seconds between the tries for one report. Prefect's own client would go on for a minute.
+#: Seconds between the tries for one report. Prefect's own client would retry for a minute.
 RETRY_DELAYS_S = (0.5, 2.0)
 
-#: Seconds that one request may take; Prefect's default of 60 would outlive most flows' patience.
+#: Seconds that one request may take. Prefect's default of 60 is too long at the end of a flow.
 REQUEST_TIMEOUT_S = 15.0
 
-#: What the API says about a value that is cut.
+#: Characters of a metadata value that the API accepts.
 _VALUE_LIMIT = 500
 
 
 def bounded_settings(of: SettingsContext, timeout_s: float) -> SettingsContext:
-    """Give settings with a limit on how long one call of the API may take."""
-    # Not `copy_with_update`, which reads all settings anew: 20 ms of CPU, twice for each flow.
+    """Return settings under which one call of the API takes at most `timeout_s` and is not retried."""
+    # `copy_with_update` would read all settings again: 20 ms of CPU, twice for each flow.
     settings = of.settings
     client = settings.client.model_copy(update={"max_retries": 0})
     api = settings.api.model_copy(update={"request_timeout": timeout_s})
@@ -59,15 +57,15 @@ def bounded_settings(of: SettingsContext, timeout_s: float) -> SettingsContext:
     return SettingsContext(profile=of.profile, settings=settings)
 
 
-# Slugify looks for a package that is not there each time, through all of `sys.path`: 0.3 ms.
+# Each call of slugify searches `sys.path` for a package that is not installed, which takes 0.3 ms.
 @functools.lru_cache(256)
 def artifact_key(prefix: str, name: str) -> str:
-    """Make an artifact's key: lower-case letters, digits and single dashes, never empty.
+    """Return an artifact's key: lower-case letters, digits and single dashes, never empty.
 
     Args:
-        prefix: What kind of artifact, `gpu-memory`.
-        name: Any text. Other scripts are transliterated; what cannot be, or is too long, is told
-            apart by a digest.
+        prefix: Kind of artifact, as in `gpu-memory`.
+        name: Any text. Other scripts are transliterated. A name that is too long, or that cannot be
+            transliterated, gets a digest.
     """
     front = slugify(prefix)
     slug = slugify(name)
@@ -82,7 +80,7 @@ def publish_task_report(report: TaskReport, client: SyncPrefectClient) -> None:
     """Create the artifact of one process, on its task run.
 
     Raises:
-        Exception: Whatever the client raises when the API does not take it.
+        Exception: Any error of the client, if the API does not accept it.
     """
     client.create_artifact(
         ArtifactCreate(
@@ -107,13 +105,13 @@ def publish_flow_report(
     """Create the artifact of one flow run.
 
     Args:
-        reports: One for each process; compact ones will do.
+        reports: One for each process; compact ones are enough.
         client: Prefect's client of the flow.
         flow_name: Names the artifact.
-        flow_run_id: Where it shows; `None`: among all artifacts only.
+        flow_run_id: The run whose page shows it. `None`: no run.
 
     Raises:
-        Exception: Whatever the client raises when the API does not take it.
+        Exception: Any error of the client, if the API does not accept it.
     """
     client.create_artifact(
         ArtifactCreate(
@@ -128,21 +126,21 @@ def publish_flow_report(
 
 
 def cut_values(metadata: dict[str, str]) -> dict[str, str]:
-    """Cut values to what Prefect takes."""
+    """Return metadata with its values cut to what Prefect accepts."""
     return {key: value[:_VALUE_LIMIT] for key, value in metadata.items()}
 
 
 class Publisher:
-    """Publish reports from one daemon thread, so that no task waits for the API.
+    """Publishes reports from one daemon thread, so that no task waits for the API.
 
-    Safe to call from any thread. No method raises because of the API. An API that does not answer
-    costs a few tries for the first report and one for each that follows, until it answers again;
-    reports that were lost are counted, and `close` warns once.
+    Any thread may call any method, and no method raises because of the API. While the API does not
+    answer, the first report costs a few tries and each further one a single try. Lost reports are
+    counted, and `close` logs one warning about them.
 
     Args:
-        client_factory: Opens a client for the flow's API. Called in the thread, under the settings
-            that held where the publisher was made.
-        logger: Takes the warning; Prefect's `prefect.gpu` by default.
+        client_factory: Opens a client for the flow's API. It is called in the publisher's thread, under
+            the settings that were active when the publisher was created.
+        logger: Gets the warning; Prefect's `prefect.gpu` by default.
         retry_delays_s: Seconds between tries.
     """
 
@@ -156,36 +154,35 @@ class Publisher:
         self._client_factory = client_factory
         self._logger = logger or get_logger("gpu")
         self._retry_delays_s = tuple(retry_delays_s)
-        # A thread starts without Prefect's context variables. Without the flow's settings,
-        # `create_artifact` would emit its event to no API, and boot a temporary server for that.
+        # A thread starts without Prefect's context variables. Without the flow's settings
+        # `create_artifact` would start a temporary server to emit its event.
         self._settings = get_settings_context()
-        self._queue: queue.Queue[_Job | None] = queue.Queue()
-        #: Jobs that wait, oldest first, by series.
-        self._series: dict[Hashable, deque[_Job]] = {}
-        self._lock = threading.Lock()
+        #: Set once nothing may be waited for.
+        self._hurry = threading.Event()
+        #: Guards everything below; notified when a job is added or the publisher is closed.
+        self._changed = threading.Condition()
+        #: Oldest first; the one that is being published is not among them.
+        self._waiting: deque[_Job] = deque()
+        self._busy = False
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._hurry = threading.Event()
-        self._given_up = False
-        self._accepted = 0
-        self._done = 0
         self._lost = 0
         self._last_error = ""
         self._warned = False
 
     @property
     def lost(self) -> int:
-        """Reports given up so far."""
+        """Reports that were given up so far."""
         return self._lost
 
     def publish(self, report: TaskReport) -> None:
-        """Take one process's report; return at once."""
+        """Publish the report of one process; return at once."""
         self.put(lambda client: publish_task_report(report, client))
 
     def publish_flow(
         self, reports: Sequence[TaskReport], *, flow_name: str, flow_run_id: UUID | None
     ) -> None:
-        """Take a flow run's report; return at once."""
+        """Publish the report of a flow run; return at once."""
         kept = tuple(reports)
         self.put(
             lambda client: publish_flow_report(
@@ -194,20 +191,19 @@ class Publisher:
         )
 
     def put(
-        self, job: Callable[[SyncPrefectClient], None], series: Hashable = None, most: int = 0
+        self, call: Callable[[SyncPrefectClient], None], series: Hashable = None, most: int = 0
     ) -> None:
-        """Take any other call that brings one thing to the API; return at once.
+        """Make any other call that publishes one thing; return at once.
 
-        It may be made again after a failure, and what is lost counts as a report that is lost.
+        The call may be repeated after a failure. If it is given up, it counts as a lost report.
 
         Args:
-            job: The call.
-            series: Of what it is the latest part; `None`: of nothing.
-            most: Parts of a series that anybody reads, from 1: where more of them wait, the oldest are
-                dropped, and are not lost.
+            call: Publishes it.
+            series: Jobs of one series replace each other while they wait. `None`: of no series.
+            most: Jobs of the series that may wait, from 1. Older ones are dropped, and are not lost.
         """
-        with self._lock:
-            if self._closed or self._accepted - self._done >= WAITING_LIMIT:
+        with self._changed:
+            if self._closed or len(self._waiting) + self._busy >= WAITING_LIMIT:
                 self._lost += 1
                 self._last_error = self._last_error or (
                     "it came after the flow had closed its reports"
@@ -215,56 +211,36 @@ class Publisher:
                     else f"{WAITING_LIMIT} others were waiting for the API"
                 )
                 return
-            self._accepted += 1
-            waiting = _Job(job, series)
-            self._queue.put(waiting)
             if series is not None:
-                self._line_up(waiting, most)
+                same = [job for job in self._waiting if job.series == series]
+                if len(same) >= most:
+                    self._waiting.remove(same[0])
+            self._waiting.append(_Job(call, series))
+            self._changed.notify()
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="prefect-gpu-publisher", daemon=True
-                )
-                self._thread.start()
+                self._start()
 
-    def _line_up(self, job: _Job, most: int) -> None:
-        line = self._series.setdefault(job.series, deque())
-        line.append(job)
-        while len(line) > most:
-            line.popleft().call = None
-            self._done += 1
-
-    def _take(self) -> Callable[[SyncPrefectClient], None] | None:
-        """Wait for the next call; `None`: there is to be none."""
-        while True:
-            job = self._queue.get()
-            if job is None:
-                return None
-            with self._lock:
-                call, job.call = job.call, None
-                if call is None:
-                    # Newer ones of its series came meanwhile.
-                    continue
-                line = self._series.get(job.series)
-                if line is not None:
-                    line.popleft()
-                    if not line:
-                        del self._series[job.series]
-            return call
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="prefect-gpu-publisher", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The limit on threads is reached; the next report tries again.
+            self._last_error = f"{type(error).__name__}: {error}"
+        else:
+            self._thread = thread
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Publish what waits, then end the thread; give up after `timeout_s`, with one warning."""
-        with self._lock:
-            first = not self._closed
+        """Publish what waits and end the thread; give up after `timeout_s`, with one warning."""
+        with self._changed:
             self._closed = True
+            self._changed.notify()
             thread = self._thread
-            if first:
-                self._queue.put(None)
         if thread is not None:
             thread.join(timeout_s)
-            self._given_up = True
-            self._hurry.set()
-        with self._lock:
-            missing = self._lost + self._accepted - self._done
+        self._hurry.set()
+        with self._changed:
+            missing = self._lost + len(self._waiting) + self._busy
             if missing == 0 or self._warned:
                 return
             self._warned = True
@@ -277,61 +253,61 @@ class Publisher:
 
     def _run(self) -> None:
         with bounded_settings(self._settings, REQUEST_TIMEOUT_S):
-            link = _Link(self._client_factory)
+            connection = _Connection(self._client_factory)
             answers = True
-            while (job := self._take()) is not None and not self._given_up:
-                error = self._try(job, link, self._retry_delays_s if answers else ())
-                # A job holds its report; the loop would hold it until the next one comes.
-                del job
+            while (call := self._next()) is not None:
+                error = self._try(call, connection, self._retry_delays_s if answers else ())
+                # The call holds its report, which must not stay alive until the next one comes.
+                del call
                 answers = error == ""
-                with self._lock:
-                    self._done += 1
+                with self._changed:
+                    self._busy = False
                     if error:
                         self._lost += 1
                         self._last_error = error
-            link.close()
+            connection.close()
+
+    def _next(self) -> Callable[[SyncPrefectClient], None] | None:
+        """Wait for the next call; return `None` at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting or self._hurry.is_set():
+                return None
+            self._busy = True
+            return self._waiting.popleft().call
 
     def _try(
         self,
-        job: Callable[[SyncPrefectClient], None],
-        link: _Link,
+        call: Callable[[SyncPrefectClient], None],
+        connection: _Connection,
         delays_s: Sequence[float],
     ) -> str:
-        """Run a job; give what went wrong the last time, or nothing."""
+        """Make a call; return the last error, or an empty text."""
         for delay_s in (*delays_s, None):
             try:
-                job(link.client())
+                call(connection.client())
                 return ""
             except Exception as error:  # noqa: BLE001
-                # Process boundary: the API, or a report that cannot be drawn, is not the flow's.
+                # Process boundary: the API, or a report that cannot be drawn, must not fail the flow.
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
-                link.close()
+                connection.close()
                 if delay_s is None or not may_pass(error):
                     return text
             self._hurry.wait(delay_s)
         raise AssertionError("the last try has no delay")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     """A call that waits to be made."""
 
-    #: `None`: it is not to be made.
-    call: Callable[[SyncPrefectClient], None] | None
+    call: Callable[[SyncPrefectClient], None]
     #: See `Publisher.put`.
     series: Hashable
 
 
-def may_pass(error: Exception) -> bool:
-    """Tell whether trying again could help: not where the API answered that it will not."""
-    if isinstance(error, PrefectHTTPStatusError):
-        status = error.response.status_code
-        return status >= 500 or status in (408, 425, 429)
-    return True
-
-
-class _Link:
-    """The connection: opened when first needed, and again after a failure."""
+class _Connection:
+    """A client that is opened when it is first needed, and again after a failure."""
 
     def __init__(self, factory: Callable[[], AbstractContextManager[SyncPrefectClient]]) -> None:
         self._factory = factory
@@ -349,3 +325,68 @@ class _Link:
             self._stack.close()
         except Exception as error:  # noqa: BLE001 - a broken connection may fail to close
             get_logger("gpu").debug("closing the reports' client: %s", error)
+
+
+def may_pass(error: Exception) -> bool:
+    """Return whether another try could help: not if the API answered that it refuses."""
+    if isinstance(error, PrefectHTTPStatusError):
+        status = error.response.status_code
+        return status >= 500 or status in (408, 425, 429)
+    return True
+
+
+class ReportsInOrder:
+    """Hands the reports of one task run on in the order in which its processes began.
+
+    A retry begins while the process before it is still ending, so its report may come first. Prefect
+    shows artifacts by age, and of those with one key the newest. Any thread may use it.
+
+    Args:
+        hand_on: Called with each report, one at a time. It must not use this object.
+    """
+
+    def __init__(self, hand_on: Callable[[TaskReport], None]) -> None:
+        self._hand_on = hand_on
+        self._lock = threading.Lock()
+        #: In the order of their processes.
+        self._expected: list[_Expected] = []
+        self._in_order = True
+
+    def expect(self) -> Callable[[TaskReport | None], None]:
+        """Announce the next process.
+
+        Returns:
+            A function to be called once, with the report of the process, or with `None` if it has none.
+        """
+        expected = _Expected()
+        with self._lock:
+            self._expected.append(expected)
+        return lambda report: self._take(expected, report)
+
+    def wait_no_longer(self) -> None:
+        """Hand on the reports that are there, and from now on each report at once."""
+        with self._lock:
+            self._in_order = False
+            self._hand_on_ready()
+
+    def _take(self, expected: _Expected, report: TaskReport | None) -> None:
+        with self._lock:
+            expected.report, expected.came = report, True
+            self._hand_on_ready()
+
+    def _hand_on_ready(self) -> None:
+        while candidates := [each for each in self._expected if each.came or self._in_order]:
+            first = candidates[0]
+            if not first.came:
+                return
+            self._expected.remove(first)
+            if first.report is not None:
+                self._hand_on(first.report)
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """A process whose report is not handed on yet."""
+
+    report: TaskReport | None = None
+    came: bool = False

@@ -1,42 +1,38 @@
-"""Who may pass a blocked request: what is kept for it, how often it may be passed, when all drains.
+"""Which requests may pass a blocked one: devices kept for it, limits of passing, devices that drain.
 
-A request that cannot start gets devices kept for it: those where it is expected to start first, by the
-expected ends of what runs there. A later one may have such a device only if it is expected to end
-before, or leaves enough memory for then (EASY backfilling, Lifka 1995, over memory instead of nodes).
-Where ends are not known nothing can be kept; it may then be passed a number of times, or for a time.
-After either, and when it is overdue on what was kept, nobody passes it on any device that it could use.
+The first blocked requests get devices kept for them: those where each is expected to start first, by the
+expected ends of what runs there. A later request may have such a device only if it is expected to end
+before that start, or leaves enough memory for it (EASY backfilling, Lifka 1995, over memory instead of
+nodes). Where ends are not known, no device can be kept. Then a blocked request may be passed a number of
+times, or for a time. After either, and when it is overdue on the devices kept for it, no later request may
+pass it on any device that it could use: these devices drain.
 
-What is kept stays kept: it is not weighed anew at each look, so that wrong expectations delay a blocked
-request by what runs on its devices, and never for ever. Pure; the order of requests is `queue`'s.
+Kept devices stay kept: they are not chosen anew in each pass. Wrong expectations therefore delay a blocked
+request by what runs on its devices, but never for ever. The order of requests is not decided here but in
+`scheduling_pass`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from prefect_gpu.scheduling.board import Board
-from prefect_gpu.scheduling.memory import Room
-from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.scheduling.placement import could_hold, fits_empty, least_whole_bytes, need_bytes
+from prefect_gpu.scheduling.memory import DeviceState
+from prefect_gpu.scheduling.model import DeviceKey, Request
+from prefect_gpu.scheduling.placement import Board, fits_empty, least_whole_bytes, need_bytes
 
-#: Seconds after which devices are looked for again for a request for which none could be told.
-LOOK_AGAIN_S = 5.0
-
-#: Devices in each list of a board that are weighed to be kept for a request. Those with most free, and
-#: those where somebody ends first, are the likely ones; a thousand would cost a look a millisecond.
-WEIGHED_DEVICES = 64
+#: Seconds after which devices to keep are looked for again, for a request for which there were none.
+RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How far a blocked request may be passed."""
 
-    #: Later ones that may pass it where they may delay it; 0: nobody passes, first come, first served.
+    #: Later requests that may pass it although they may delay it. 0: none passes, first come, first served.
     passes: int
-    #: Seconds from when it was first passed, or devices were kept for it, after which nobody may.
+    #: Seconds from when it was first passed, or devices were kept for it, after which none may.
     wait_s: float
     #: Blocked requests, the first in order, that get devices kept before they are passed at all.
     heads: int
@@ -50,14 +46,14 @@ class Patience:
 #: the seeds differ.
 PATIENCE = Patience(passes=64, wait_s=1800.0, heads=1)
 
-#: First come, first served: a blocked request blocks all behind it on the devices that it could use.
+#: First come, first served: a blocked request blocks all later ones on the devices that it could use.
 NO_BACKFILL = Patience(passes=0, wait_s=0.0, heads=0)
 
 
-class Standing(NamedTuple):
-    """What a blocked request has seen so far. The queue keeps it until it starts or goes."""
+class BlockedStatus(NamedTuple):
+    """What has happened to a blocked request so far. The queue keeps it until the request leaves."""
 
-    #: How often later ones passed it that may have delayed it.
+    #: How often later requests passed it that may have delayed it.
     passed: int = 0
     #: Monotonic seconds when it was first passed so or had devices kept; `None`: neither.
     since_s: float | None = None
@@ -65,364 +61,296 @@ class Standing(NamedTuple):
     kept: tuple[DeviceKey, ...] = ()
     #: Monotonic seconds at which it is expected to start on them; `None`: none are kept.
     starts_s: float | None = None
-    #: Monotonic seconds when devices were last looked for; `None`: not yet.
+    #: Monotonic seconds when devices to keep were last looked for; `None`: not yet.
     looked_s: float | None = None
 
+    def is_over(self, patience: Patience, now_s: float) -> bool:
+        """Return whether no later request may pass any more on the devices that this one could use."""
+        if self.since_s is None:
+            return patience.passes == 0
+        until_s = self.since_s + patience.wait_s
+        if self.kept:
+            # No request passes it there that delays it: time alone is no reason to stop the others.
+            return now_s >= max(until_s, self.starts_s or 0.0)
+        return now_s >= until_s or self.passed >= patience.passes
 
-def is_over(standing: Standing, patience: Patience, now_s: float) -> bool:
-    """Tell whether nobody may pass a blocked request any more on the devices that it could use."""
-    if standing.since_s is None:
-        return patience.passes == 0
-    until_s = standing.since_s + patience.wait_s
-    if standing.kept:
-        # Nothing passes it there that delays it: time alone is no reason to stop the others.
-        return now_s >= max(until_s, standing.starts_s or 0.0)
-    return now_s >= until_s or standing.passed >= patience.passes
 
-
-def ready_s(request: Request, room: Room, now_s: float, most: int | None) -> float | None:
-    """Work out when a device is expected to have room for a request.
+def ready_s(request: Request, state: DeviceState, now_s: float, max_tasks: float) -> float | None:
+    """Return when a device is expected to have enough free memory for a request, in monotonic seconds.
 
     Args:
         request: What is asked.
-        room: The device.
-        now_s: Now.
-        most: Most reservations on it at a time; `None`: as many as fit.
+        state: The device.
+        now_s: Monotonic seconds.
+        max_tasks: Most reservations on it at a time; infinite: as many as fit.
 
     Returns:
         `None`: not known, or never as far as is known.
     """
-    need = need_bytes(request, room)
+    need = need_bytes(request, state)
     alone = need is None or request.exclusive
-    least = least_whole_bytes(room) if need is None else need
-    free = room.free_bytes
+    least = least_whole_bytes(state) if need is None else need
+    free = state.free_bytes
     at_s = now_s
-    held: Sequence[Reservation] = room.reservations
-    if len(held) > 1:
-        held = sorted(held, key=_end_s)
-    for left in range(len(held), -1, -1):
-        fits = free >= least and (left == 0 or not alone)
-        if fits and (most is None or left < most):
-            if not any(r.exclusive for r in held[len(held) - left :]):
+    staying = [r for r in state.reservations if r.ends_s is None]
+    #: As end and reservation, the last to end first: they are taken from the end of the list.
+    ending = sorted(
+        ((r.ends_s, r.reserved_bytes, r) for r in state.reservations if r.ends_s is not None),
+        key=lambda each: -each[0],
+    )
+    while True:
+        held = len(staying) + len(ending)
+        if free >= least and held < max_tasks and not (held and alone):
+            if not any(r.exclusive for r in (*staying, *(r for _, _, r in ending))):
                 return at_s
-        if left:
-            ending = held[len(held) - left]
-            if ending.ends_s is None:
-                return None
-            at_s = max(at_s, ending.ends_s)
-            free += ending.reserved_bytes
-    return None
+        if not ending:
+            return None
+        ends_s, size_bytes, _ = ending.pop()
+        at_s = max(at_s, ends_s)
+        free += size_bytes
 
 
-def spare_bytes(room: Room, head: Request, starts_s: float, most: int | None) -> int:
-    """Work out what one more may have of a device who is still there when a blocked request starts.
+def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks: float) -> int:
+    """Return what another request may hold on a device at the time when a blocked one starts there.
 
     Args:
-        room: The device.
-        head: The blocked one.
-        starts_s: When it is expected to start there.
-        most: Most reservations on it at a time; `None`: as many as fit.
+        state: The device.
+        blocked: The blocked request.
+        starts_s: When it is expected to start there, in monotonic seconds.
+        max_tasks: Most reservations on the device at a time; infinite: as many as fit.
 
     Returns:
-        Bytes; less than 0: not even a request for none.
+        Bytes; less than 0: not even a request for 0 bytes may be there.
     """
-    later = need_bytes(head, room)
-    if later is None or head.exclusive:
+    need = need_bytes(blocked, state)
+    if need is None or blocked.exclusive:
         return -1
-    free = room.free_bytes
+    free = state.free_bytes
     tasks = 1
-    for reservation in room.reservations:
+    for reservation in state.reservations:
         if reservation.ends_s is not None and reservation.ends_s <= starts_s:
             free += reservation.reserved_bytes
         else:
             tasks += 1
-    return free - later if most is None or tasks < most else -1
-
-
-def _end_s(reservation: Reservation) -> float:
-    return math.inf if reservation.ends_s is None else reservation.ends_s
+    return free - need if tasks < max_tasks else -1
 
 
 class _Kept(NamedTuple):
-    """A device that is kept for a blocked request."""
+    """Why a device is kept."""
 
+    #: Place of the blocked request among the blocked ones of this pass.
     rank: int
-    head: Request
+    request: Request
     starts_s: float
 
 
-#: A blocked request and the devices that its author named; `None`: any.
-Blocked: TypeAlias = tuple[Request, Sequence[Room] | None]
+class _Passable(NamedTuple):
+    """A blocked request that later ones may pass."""
 
-#: A blocked request for which nothing is kept: rank, request, what it has seen, the devices that its
-#: author named (`None`: any). A plain tuple, since a look makes about ten of them.
-_Passable: TypeAlias = tuple[int, Request, Standing, Sequence[Room] | None]
+    rank: int
+    request: Request
+    status: BlockedStatus
+    #: Devices that its tag names; `None`: any.
+    named: Sequence[DeviceState] | None
 
 
-class Guard:
-    """What blocked requests ask of those behind them, for one look at the queue.
+class Backfill:
+    """What the blocked requests of one scheduling pass ask of later ones.
 
     Args:
         board: The devices.
-        standings: What blocked requests have seen so far, by id.
+        statuses: What has happened to blocked requests so far, by id.
         patience: How far each may be passed.
         now_s: Monotonic seconds.
-        held_by_parent: What the GPU task around this process holds.
     """
 
     def __init__(
         self,
         board: Board,
-        standings: Mapping[str, Standing],
+        statuses: Mapping[str, BlockedStatus],
         patience: Patience,
         now_s: float,
-        held_by_parent: Sequence[Reservation] = (),
     ) -> None:
         self._board = board
-        self._before = standings
+        self._before = statuses
         self._patience = patience
         self._now_s = now_s
-        self._held = held_by_parent
-        #: Groups that drain.
-        self.drained: set[int] = set()
-        #: Whether devices that were kept for somebody are not any more, though he has not started.
-        self.lets_go = False
-        #: Single devices that are kept (`_Kept`), or drain (`None`).
-        self.places: dict[int, _Kept | None] = {}
-        #: Of kept ones that were asked about: the room, and its `spare_bytes`.
-        self._spare: dict[int, tuple[Room, int]] = {}
+        #: Numbers of the groups that drain.
+        self._drained: set[int] = set()
+        #: By position: single devices that are kept, or drain (`None`).
+        self._kept: dict[int, _Kept | None] = {}
+        #: By position, of kept devices: a state, and its `spare_bytes`.
+        self._spare: dict[int, tuple[DeviceState, int]] = {}
         self._passable: list[_Passable] = []
         self._blocked = 0
-        self._standings: dict[str, Standing] = {}
+        #: What has happened to blocked requests in this pass, by id.
+        self.statuses: dict[str, BlockedStatus] = {}
 
     @property
-    def drains(self) -> bool:
-        """Whether some device drains for somebody."""
-        return bool(self.drained) or None in self.places.values()
+    def all_drain(self) -> bool:
+        """Whether all devices drain, so that no later request can start."""
+        return len(self._drained) == len(self._board.groups)
 
-    def finish(self) -> dict[str, Standing]:
-        """Give what has become of blocked requests in this look, by id.
-
-        Those that nothing happened to are left out.
-        """
-        return self._standings
-
-    def allows(self, place: int, room: Room, request: Request) -> bool:
-        """Tell whether a later request may have a device of `places`."""
-        kept = self.places[place]
+    def allows(self, at: int, request: Request) -> bool:
+        """Return whether a later request may have the device at a position, as far as it has the memory."""
+        if self._board.group_of(at).number in self._drained:
+            return False
+        if at not in self._kept:
+            return True
+        kept = self._kept[at]
         if kept is None:
             return False
         if request.expected_s is not None and self._now_s + request.expected_s <= kept.starts_s:
             return True
-        need = need_bytes(request, room)
+        state = self._board.states[at]
+        need = need_bytes(request, state)
         if need is None or request.exclusive:
             return False
-        # It would still be there. What can be spared does not depend on who asks.
-        known = self._spare.get(place)
-        if known is None or known[0] is not room:
-            spare = spare_bytes(room, kept.head, kept.starts_s, self._board.most_on(room))
-            self._spare[place] = known = room, spare
+        # It would still run there at that time. Many requests ask this of the same device.
+        known = self._spare.get(at)
+        if known is None or known[0] is not state:
+            most = self._board.max_tasks_on(state)
+            spare = spare_bytes(state, kept.request, kept.starts_s, most)
+            known = self._spare[at] = state, spare
         return need <= known[1]
 
-    def block(self, requests: Iterable[Blocked]) -> bool:
-        """Take in that requests cannot start now. To be called in the order of the queue.
+    def block(self, request: Request, named: Sequence[DeviceState] | None) -> None:
+        """Note that a request cannot start now. To be called in the order of the queue.
 
         Args:
-            requests: The blocked ones.
-
-        Returns:
-            Whether all devices drain: nobody behind can start.
+            request: The blocked request.
+            named: Devices that its tag names; `None`: any.
         """
-        passes, wait_s, heads = self._patience.passes, self._patience.wait_s, self._patience.heads
-        before, passable, now_s = self._before, self._passable, self._now_s
-        rank = self._blocked - 1
-        for rank, (request, named) in enumerate(requests, self._blocked):
-            standing = before.get(request.id, _NEW)
-            if rank >= heads:
-                passed, since_s, kept, _, _ = standing
-                # As nearly all are; see `is_over`.
-                if not kept and passed < passes and (since_s is None or now_s < since_s + wait_s):
-                    passable.append((rank, request, standing, named))
-                    continue
-            if self._block(rank, request, standing, named):
-                return True
-        self._blocked = rank + 1
-        return False
-
-    def _block(
-        self, rank: int, request: Request, standing: Standing, named: Sequence[Room] | None
-    ) -> bool:
-        """Take in that one cannot start now; tell whether all devices drain."""
-        patience = self._patience
-        over = is_over(standing, patience, self._now_s)
-        if standing.kept:
-            if over:
-                return self._drain(request, named)
-            if self._keep(rank, request, standing):
-                return False
-            self.lets_go = True
-            standing = standing._replace(kept=(), starts_s=None, looked_s=None)
-            self._standings[request.id] = standing
-        if (over or rank < patience.heads) and patience.passes:
-            if self._keep_soonest(rank, request, standing, named):
-                return False
-        if over:
-            return self._drain(request, named)
-        # Devices may have been looked for in vain, which is noted.
-        standing = self._standings.get(request.id, standing)
-        self._passable.append((rank, request, standing, named))
-        return False
-
-    def count(self, chosen: Sequence[Room]) -> None:
-        """Take in that a request was placed: those before it, which are blocked, were passed."""
-        if not self._passable:
+        rank = self._blocked
+        self._blocked += 1
+        status = self._before.get(request.id, _NEW)
+        over = status.is_over(self._patience, self._now_s)
+        if status.kept and not over:
+            if self._keep(rank, request, status):
+                return
+            status = status._replace(kept=(), starts_s=None, looked_s=None)
+            self.statuses[request.id] = status
+        elif status.kept:
+            self._drain(request, named)
             return
-        board = self._board
-        held = self._held
-        taken: list[tuple[int, int, float]] = []
-        for room in chosen:
-            at = board.place_of(room.device.key)
-            if at is not None:
-                # Those behind whom it is kept for wait for that one in any case, which is not delayed.
-                kept = self.places.get(at)
-                last = math.inf if kept is None else kept.rank
-                taken.append((at, board.group_of(at).number, last))
-        over: list[_Passable] = []
-        passable = self._passable
-        standings = self._standings
-        passes = self._patience.passes
-        # Where all are alike each could hold whatever waits: what none could was refused.
-        all_alike = len(board.groups) == 1 and not held
-        last_rank = max((last for _, _, last in taken), default=-1)
-        for index, (rank, request, standing, named) in enumerate(passable):
-            if rank > last_rank:
-                continue
-            if not (all_alike and named is None):
-                if not self._could_use_one(request, named, rank, taken):
+        if (over or rank < self._patience.heads) and self._patience.passes:
+            if self._keep_soonest(rank, request, status, named):
+                return
+        if over:
+            self._drain(request, named)
+        else:
+            # That devices were looked for in vain may have been noted.
+            status = self.statuses.get(request.id, status)
+            self._passable.append(_Passable(rank, request, status, named))
+
+    def count_passes(self, chosen: Sequence[DeviceState]) -> None:
+        """Note that a request was placed on some devices: it has passed the blocked ones before it."""
+        positions = [at for state in chosen if (at := self._position(state)) is not None]
+        passable, self._passable = self._passable, []
+        for blocked in passable:
+            if any(self._could_use(blocked, at) for at in positions):
+                status = blocked.status
+                since_s = self._now_s if status.since_s is None else status.since_s
+                status = status._replace(passed=status.passed + 1, since_s=since_s)
+                self.statuses[blocked.request.id] = status
+                if status.passed >= self._patience.passes:
+                    rank, request, _, named = blocked
+                    if not self._keep_soonest(rank, request, status, named):
+                        self._drain(request, named)
                     continue
-            passed, since_s, kept_for, starts_s, looked_s = standing
-            passed += 1
-            if since_s is None:
-                since_s = self._now_s
-            standing = _new_tuple(Standing, (passed, since_s, kept_for, starts_s, looked_s))
-            standings[request.id] = standing
-            passable[index] = blocked = rank, request, standing, named
-            if passed >= passes:
-                over.append(blocked)
-        for blocked in over:
-            passable.remove(blocked)
-            rank, request, standing, named = blocked
-            if not self._keep_soonest(rank, request, standing, named):
-                self._drain(request, named)
+                blocked = blocked._replace(status=status)
+            self._passable.append(blocked)
 
-    def _could_use_one(
-        self,
-        request: Request,
-        named: Sequence[Room] | None,
-        rank: int,
-        taken: Sequence[tuple[int, int, float]],
-    ) -> bool:
-        """Tell whether a blocked request could hold, and may wait for, one of what was taken."""
-        if named is None and not self._held:
-            reach = self._board.groups_for(request)
-            return any(rank <= last and number in reach for _, number, last in taken)
-        return any(rank <= last and self._could_use(request, named, at) for at, _, last in taken)
-
-    def _could_use(self, request: Request, named: Sequence[Room] | None, place: int) -> bool:
-        """Tell whether a device could hold a request that names devices or runs beside a parent."""
-        room = self._board.rooms[place]
-        if named is not None and room.device.key not in {other.device.key for other in named}:
+    def _could_use(self, blocked: _Passable, at: int) -> bool:
+        """Return whether a blocked request waits for a device, so that it may be delayed by its use."""
+        kept = self._kept.get(at)
+        if kept is not None and kept.rank < blocked.rank:
+            # It waits in any case for the request that the device is kept for.
             return False
-        return could_hold(request, room, self._held)
-
-    def _keep(self, rank: int, request: Request, standing: Standing) -> bool:
-        """Keep what a standing names; tell whether it can hold the request at all, and is its own."""
-        assert standing.starts_s is not None
-        board, places = self._board, self.places
-        kept = _new_tuple(_Kept, (rank, request, standing.starts_s))
-        likely = board.places_for(request, standing.kept)
-        if likely is not None and places.keys().isdisjoint(likely):
-            # As nearly always.
-            places.update(dict.fromkeys(likely, kept))
-            return True
-        found: dict[int, _Kept | None] = {}
-        for key in standing.kept:
-            place = board.place_of(key)
-            if place is None:
+        if blocked.named is not None:
+            key = self._board.states[at].device.key
+            if all(key != state.device.key for state in blocked.named):
                 return False
-            # One that drains for somebody before goes on to.
-            if place in places:
-                if places[place] is not None:
+        return self._board.could_hold(blocked.request, at)
+
+    def _keep(self, rank: int, request: Request, status: BlockedStatus) -> bool:
+        """Keep the devices that a status names; return whether they are free to keep and large enough."""
+        assert status.starts_s is not None
+        found: dict[int, _Kept | None] = {}
+        for key in status.kept:
+            at = self._board.position_of(key)
+            if at is None:
+                return False
+            if at in self._kept:
+                # A device that drains for a request before this one goes on to.
+                if self._kept[at] is not None:
                     return False
                 continue
-            room = board.rooms[place]
-            if room.snapshot.error or not fits_empty(request, room):
+            state = self._board.states[at]
+            if state.snapshot.error or not fits_empty(request, state):
                 return False
-            found[place] = kept
-        places.update(found)
+            found[at] = _Kept(rank, request, status.starts_s)
+        self._kept.update(found)
         return True
 
     def _keep_soonest(
-        self, rank: int, request: Request, standing: Standing, named: Sequence[Room] | None
+        self,
+        rank: int,
+        request: Request,
+        status: BlockedStatus,
+        named: Sequence[DeviceState] | None,
     ) -> bool:
-        """Keep the devices where a request is expected to start first; tell whether it is known."""
+        """Keep the devices where a request is expected to start first; return whether any are known."""
         now_s = self._now_s
-        if standing.looked_s is not None and now_s < standing.looked_s + LOOK_AGAIN_S:
+        if status.looked_s is not None and now_s < status.looked_s + RETRY_S:
             return False
-        found = self._find_soonest(request, named)
-        if found is None:
-            self._standings[request.id] = standing._replace(looked_s=now_s)
+        status = status._replace(looked_s=now_s)
+        self.statuses[request.id] = status
+        times = sorted(self._ready_times(request, named))[: request.count]
+        if len(times) < request.count:
             return False
-        starts_s, keys = found
-        standing = Standing(
-            passed=standing.passed,
-            since_s=now_s if standing.since_s is None else standing.since_s,
-            kept=keys,
-            starts_s=starts_s,
-            looked_s=now_s,
+        self.statuses[request.id] = status = status._replace(
+            since_s=now_s if status.since_s is None else status.since_s,
+            kept=tuple(self._board.states[at].device.key for _, at in times),
+            starts_s=times[-1][0],
         )
-        self._standings[request.id] = standing
-        return self._keep(rank, request, standing)
+        return self._keep(rank, request, status)
 
-    def _find_soonest(
-        self, request: Request, named: Sequence[Room] | None
-    ) -> tuple[float, tuple[DeviceKey, ...]] | None:
+    def _ready_times(
+        self, request: Request, named: Sequence[DeviceState] | None
+    ) -> list[tuple[float, int]]:
+        """Return when and at which positions a request could start, where that is known."""
         board = self._board
-        if named is not None:
-            likely = [at for room in named if (at := board.place_of(room.device.key)) is not None]
-        else:
-            likely = list(board.soonest(WEIGHED_DEVICES + request.count))
-        groups = board.groups_for(request) - self.drained
         times: list[tuple[float, int]] = []
-        for at in likely:
-            room = board.rooms[at]
-            if at in self.places or board.group_of(at).number not in groups or room.snapshot.error:
+        for at in self._positions(named):
+            state = board.states[at]
+            if at in self._kept or state.snapshot.error or not board.could_hold(request, at):
                 continue
-            if self._held and not could_hold(request, room, self._held):
+            if board.group_of(at).number in self._drained:
                 continue
-            time_s = ready_s(request, room, self._now_s, board.most_on(room))
+            time_s = ready_s(request, state, self._now_s, board.max_tasks_on(state))
             if time_s is not None:
                 times.append((time_s, at))
-        if len(times) < request.count:
-            return None
-        times.sort()
-        chosen = times[: request.count]
-        return chosen[-1][0], tuple(board.rooms[at].device.key for _, at in chosen)
+        return times
 
-    def _drain(self, request: Request, named: Sequence[Room] | None) -> bool:
-        """Let nobody behind have a device that a request could use; tell whether all drain now."""
+    def _drain(self, request: Request, named: Sequence[DeviceState] | None) -> None:
+        """Let no later request have a device that a request could use."""
         board = self._board
-        if named is None and not self._held:
-            self.drained |= board.groups_for(request)
-            return len(self.drained) == len(board.groups)
-        for room in board.rooms if named is None else named:
-            at = board.place_of(room.device.key)
-            if at is not None and could_hold(request, room, self._held):
-                self.places[at] = None
-        return False
+        if named is None and not board.held_by_parent:
+            self._drained |= {group.number for group in board.fitting_groups(request)}
+            return
+        for at in self._positions(named):
+            if board.could_hold(request, at):
+                self._kept[at] = None
+
+    def _positions(self, named: Sequence[DeviceState] | None) -> Sequence[int]:
+        """Return the positions of the devices that a tag names; of all, for `None`."""
+        if named is None:
+            return range(len(self._board.states))
+        return [at for state in named if (at := self._position(state)) is not None]
+
+    def _position(self, state: DeviceState) -> int | None:
+        return self._board.position_of(state.device.key)
 
 
-_NEW = Standing()
-
-#: Makes a `Standing` or a `_Kept` in a third of the time that their own functions take.
-_new_tuple = tuple.__new__
+_NEW = BlockedStatus()

@@ -1,9 +1,9 @@
 """What past runs of a task say about its next budget.
 
-Pure: runs in, a lesson out. Where runs are kept is behind `HistoryStore`; who may run while a task is
-not known yet is `prefect_gpu.budgets`; what happens after an out-of-memory is in `ladder`.
+Pure: past runs go in, a lesson comes out. Where runs are kept is behind `HistoryStore`; which task run may
+probe while nothing is known is `prefect_gpu.runner.budgets`; what happens after an out-of-memory is `ladder`.
 
-The formula, with the figures it rests on (a ResNet-50 in training on an H200, 2026-11-20: a run that
+The formula, with the figures that it is based on (a ResNet-50 in training on an H200, 2026-11-20: a run that
 took 13.2 GiB because the device was empty needs 4.8 to run as fast):
 
     need(run) = max(LIVE_FACTOR × live, live + LIVE_MARGIN) + context
@@ -24,10 +24,10 @@ from prefect_gpu.units import MIB
 #: Runs that a history keeps.
 KEPT_RUNS = 20
 
-#: What a framework is given, of what it had allocated. 1.3 cost no speed on a ResNet-50, 1.1 a quarter.
+#: Budget of a framework as a multiple of what it had allocated. 1.3 cost no speed on a ResNet-50, 1.1 a quarter.
 LIVE_FACTOR = 1.3
 
-#: Bytes that it is given more at least: allocators take memory in segments (PyTorch's of 20 MiB).
+#: Bytes that the budget is above that at least: allocators take memory in segments (PyTorch's of 20 MiB).
 LIVE_MARGIN_BYTES = 64 * MIB
 
 #: Budgets are multiples of this many bytes, the size to which drivers and allocators round.
@@ -38,18 +38,18 @@ OOM_FACTOR = 1.5
 PINCH_FACTOR = 1.25
 
 #: A run pinched if its allocator had to give up its cache and it was this much slower than a roomier
-#: run, by its steps, or by the whole body, of which more is noise.
+#: run, by the time of its steps, or by that of the whole body, which varies more.
 SLOWER_STEP = 1.05
 SLOWER_RUN = 1.2
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryKey:
-    """What a history is about: one task, on one GPU model, for one set of `gpu:learn_by` values."""
+    """What one history covers: one task, on one GPU model, for one set of `gpu:learn_by` values."""
 
     task_name: str
-    #: Of the task's function, without its module or file: neither a moved folder nor an edited comment
-    #: begins a new history.
+    #: Of the task's function, without its module or file: moving a folder or editing a comment does not
+    #: begin a new history.
     qualified_name: str
     #: GPU model, as `Device.name` has it.
     device_name: str
@@ -65,18 +65,18 @@ class PastRun:
     ended_at: float
     #: As in a report: "completed", "failed", "oom", "died", "timeout", "cancelled".
     outcome: str
-    #: What an out-of-memory was put down to (`ladder.Cause`); empty: there was none.
+    #: Cause of an out-of-memory (`ladder.Cause`); empty: there was none.
     cause: str = ""
     budget_bytes: int = 0
     #: Bytes that its framework could allocate at most; `None`: no cap.
     cap_bytes: int | None = None
-    #: Most that its frameworks had allocated; `None`: no framework tells.
+    #: Most bytes that its frameworks had allocated; `None`: no framework reports it.
     live_bytes: int | None = None
     #: The same over its steady steps; `None`: no evidence of steps.
     steady_live_bytes: int | None = None
-    #: Most that the device showed for the whole process.
+    #: Most bytes that the device showed for the whole process.
     process_bytes: int = 0
-    #: What it took outside its frameworks' allocators.
+    #: Bytes that it took outside its frameworks' allocators.
     context_bytes: int = 0
     #: Times that an allocation succeeded only after the cache was given up, past the first step.
     alloc_retries: int = 0
@@ -88,21 +88,21 @@ class PastRun:
     wanted_bytes: int | None = None
     #: Seconds from its placement to its body's first line; `None`: not known.
     start_s: float | None = None
-    #: Bytes that were known to be too few when it ended, though the run that showed it may be
-    #: forgotten since; `None`: none were.
+    #: Bytes that were known to be too few when it ended, also by runs that the history no longer keeps;
+    #: `None`: none were.
     floor_bytes: int | None = None
 
     def to_texts(self) -> dict[str, str]:
-        """Write every known field as a short text."""
+        """Return every known field as a short text."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: str(value) for name, value in values if value not in (None, "")}
 
     @classmethod
     def from_texts(cls, texts: dict[str, str]) -> PastRun:
-        """Read what `to_texts` wrote; fields of later versions are passed over.
+        """Return the run that `to_texts` wrote; unknown fields, of later versions, are ignored.
 
         Raises:
-            ValueError: A field is missing, or is no number where one is expected.
+            ValueError: A field is missing, or is not a number where one is expected.
         """
         if "ended_at" not in texts or "outcome" not in texts:
             raise ValueError(f"no run of a task: {sorted(texts)}")
@@ -127,15 +127,15 @@ class HistoryStore(Protocol):
     """Keeps the runs of tasks. Safe to use from several threads."""
 
     def runs(self, key: HistoryKey) -> Sequence[PastRun]:
-        """Give the last `KEPT_RUNS` runs, newest first; none if nothing is known.
+        """Return the last `KEPT_RUNS` runs, newest first; none if nothing is known.
 
         Raises:
-            OSError: It cannot be asked now.
+            OSError: The runs cannot be read now.
         """
         ...
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
-        """Keep one more run. Returns at once; what cannot be kept is lost with a warning."""
+        """Keep one more run. It returns at once; a run that cannot be kept is lost with a warning."""
         ...
 
 
@@ -145,22 +145,22 @@ class Lesson:
 
     #: Bytes to reserve on each device, the context included.
     budget_bytes: int
-    #: Of it, for what no framework counts.
+    #: Of these, bytes for what no framework counts.
     context_bytes: int
-    #: Completed runs that it rests on.
+    #: Completed runs that it is learned from.
     runs: int
     #: Bytes below which it has been seen to run out of memory or to slow down; 0: never.
     floor_bytes: int = 0
 
 
 def learn(runs: Iterable[PastRun]) -> Lesson | None:
-    """Work out the next budget.
+    """Return the next budget.
 
     Args:
-        runs: Of one key.
+        runs: All runs of one key.
 
     Returns:
-        `None`: no run has completed, so nothing is known but that.
+        `None`: no run has completed.
     """
     past = tuple(runs)
     completed = [run for run in past if run.outcome == "completed"]
@@ -173,9 +173,9 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
 
 
 def known_floor_bytes(runs: Iterable[PastRun]) -> int:
-    """Give the smallest budget that is known, or expected, not to be too small; 0: any.
+    """Return the smallest budget that is known, or expected, not to be too small; 0: any.
 
-    A run that was too small shows it; when it is forgotten, the runs that came after it still say so.
+    It is known from a run whose budget was too small, or from later runs that have noted it.
     """
     past = tuple(runs)
     shown = _floor_bytes(past, [run for run in past if run.outcome == "completed"])
@@ -186,16 +186,16 @@ def known_floor_bytes(runs: Iterable[PastRun]) -> int:
 
 
 def learned_context_bytes(runs: Iterable[PastRun]) -> int | None:
-    """Give the largest context that runs were seen to have; `None`: none tells.
+    """Return the largest context that runs were measured to have; `None`: none was measured.
 
-    A budget that a tag gives is corrected by it too.
+    The cap of a budget that a tag states is corrected by it too.
     """
     seen = [run.context_bytes for run in runs if run.context_bytes and run.outcome == "completed"]
     return max(seen, default=None)
 
 
 def expected_s(runs: Iterable[PastRun]) -> float | None:
-    """Give the seconds for which a task is expected to hold its devices: the median of completed runs.
+    """Return the seconds for which a task is expected to hold its devices: the median of completed runs.
 
     The start of the process counts where it is known. `None`: no run has completed.
     """
@@ -207,17 +207,17 @@ def expected_s(runs: Iterable[PastRun]) -> float | None:
 def _need_bytes(run: PastRun, context_bytes: int) -> int:
     live = run.live_bytes if run.steady_live_bytes is None else run.steady_live_bytes
     if live is None:
-        # No framework tells: the process as a whole is all that is known.
-        return _with_room(run.process_bytes)
-    return _with_room(live) + context_bytes
+        # No framework reports it: only the process as a whole is known.
+        return _with_margin(run.process_bytes)
+    return _with_margin(live) + context_bytes
 
 
-def _with_room(live_bytes: int) -> int:
+def _with_margin(live_bytes: int) -> int:
     return max(int(live_bytes * LIVE_FACTOR), live_bytes + LIVE_MARGIN_BYTES)
 
 
 def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
-    """Give the smallest budget that is known, or expected, not to be too small; 0: any."""
+    """Return the smallest budget that some runs show not to be too small; 0: any."""
     too_small = 0
     next_bytes = 0
     for run in past:
@@ -242,7 +242,7 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
 
 
 def _pinched(run: PastRun, completed: Sequence[PastRun]) -> bool:
-    """Tell whether a run's cap made it slow: retries, and slower than one that had more."""
+    """Return whether a run's cap made it slow: it had retries and was slower than one with a larger cap."""
     if run.cap_bytes is None or not run.alloc_retries:
         return False
     roomier = [r for r in completed if r.cap_bytes is None or r.cap_bytes > run.cap_bytes]

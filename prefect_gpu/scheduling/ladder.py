@@ -1,7 +1,7 @@
-"""After an out-of-memory: whose fault it was, and what the next process gets.
+"""After an out-of-memory: its cause, and what the next process of the task run gets.
 
-Pure: what was seen goes in, a cause and the next rung come out. Who starts the next process is
-`prefect_gpu.escalation`; what a history makes of it later is in `history`.
+Pure: what was seen goes in, a cause and the next rung come out. The next process is started by
+`prefect_gpu.runner.submission`; what later runs learn from it is in `history`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Literal
 from prefect_gpu.scheduling.history import OOM_FACTOR
 from prefect_gpu.units import MIB, format_bytes
 
-#: own_cap: the task needs more than its budget. foreign: other people's processes took what was
-#: missing. crowded: ours filled the device though this one was within its budget. host: the machine's
-#: own memory ran out. unknown: it was killed, and nothing says why.
+#: own_cap: the task needs more than its budget. foreign: processes of others took what was missing.
+#: crowded: our processes filled the device though this one was within its budget. host: the machine's own
+#: memory ran out. unknown: it was killed, and the reason is not known.
 Cause = Literal["own_cap", "foreign", "crowded", "host", "unknown"]
 
 #: Processes that one task run may have because of out-of-memory, the first included.
@@ -26,7 +26,7 @@ MOST_SHARED = 3
 #: Others' memory that grew by less than this filled no device: desktops and drivers come and go.
 LEAST_GROWTH_BYTES = 64 * MIB
 
-#: What an error says was wanted is taken this many times: sizes are rounded on the way.
+#: What an error says was wanted is multiplied by this: sizes are rounded on the way.
 WANTED_FACTOR = 1.1
 
 
@@ -36,31 +36,31 @@ class Evidence:
 
     #: The budget of the process there.
     budget_bytes: int
-    #: What its framework could allocate at most; `None`: no cap.
+    #: Bytes that its framework could allocate at most; `None`: no cap.
     cap_bytes: int | None
-    #: Beside its allocator, for what no framework counts.
+    #: Of its budget, bytes for what no framework counts.
     context_bytes: int = 0
-    #: What the failed allocation asked for; `None`: its message does not say.
+    #: Bytes that the failed allocation asked for; `None`: its message does not say.
     wanted_bytes: int | None = None
-    #: What its framework held when it failed; `None`: it does not tell.
+    #: Bytes that its framework held when it failed; `None`: not reported.
     held_bytes: int | None = None
-    #: What the device showed for the process when it failed; `None`: it does not tell.
+    #: Bytes that the device showed for the process when it failed; `None`: not reported.
     process_bytes: int | None = None
-    #: What the device had free when it failed; `None`: it was not asked.
+    #: Bytes that the device had free when it failed; `None`: it was not read.
     free_bytes: int | None = None
-    #: By how much others' memory there had grown since the process was placed.
+    #: Bytes by which others' memory there had grown since the process was placed.
     foreign_growth_bytes: int = 0
     #: The error says by itself whether the process's own cap refused; `None`: it does not say.
     says_own_cap: bool | None = None
-    #: The device was its alone.
+    #: No other task of ours was on the device.
     alone: bool = False
 
 
 def classify(evidence: Evidence) -> Cause:
-    """Tell whose fault an out-of-memory in a framework was.
+    """Return the cause of an out-of-memory in a framework.
 
-    The cap is to blame if the device could have given what was asked; where it could not, whoever
-    took more than he was promised: others, this process, or nobody, in this order.
+    The cap is the cause if the device could have given what was asked. Where it could not, the cause is what
+    took more than expected: other people's processes, this process, or neither, in this order.
     """
     if evidence.says_own_cap:
         return "own_cap"
@@ -69,7 +69,7 @@ def classify(evidence: Evidence) -> Cause:
     wanted = evidence.wanted_bytes or 0
     free = evidence.free_bytes
     if free is None:
-        # Nobody asked the device: a process with a cap has probably hit it.
+        # The device was not read: a process with a cap has probably reached it.
         return "own_cap" if capped else "crowded"
     if capped and free >= max(1, wanted):
         return "own_cap"
@@ -90,7 +90,7 @@ def _needs_more_than_its_budget(evidence: Evidence, wanted_bytes: int) -> bool:
 
 
 def needed_bytes(evidence: Evidence) -> int | None:
-    """Give what the process would have needed on its device in all; `None`: cannot be told."""
+    """Return the bytes that the process would have needed on its device in all; `None`: not known."""
     if evidence.wanted_bytes is None:
         return None
     held = evidence.process_bytes
@@ -101,7 +101,7 @@ def needed_bytes(evidence: Evidence) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Climb:
-    """How far one task run has climbed."""
+    """How many processes one task run has had, and how much they were given."""
 
     #: Processes that it has had.
     processes: int = 1
@@ -125,16 +125,16 @@ class Rung:
 
 
 def next_rung(climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: int) -> Rung | str:
-    """Say what the next process gets.
+    """Return what the next process gets.
 
     Args:
-        climb: So far, the process that has just failed included.
+        climb: The processes so far, with the one that has just failed.
         cause: From `classify`.
         evidence: Of the last out-of-memory.
-        capacity_bytes: What the largest device that the task may use could ever promise.
+        capacity_bytes: Bytes that could ever be reserved on the largest device that the task may use.
 
     Returns:
-        The rung; or, where there is none, why: a text for the error.
+        What it gets; or, where it gets none, the reason, as text for the error.
     """
     needed = needed_bytes(evidence)
     wanted = f"; it would have needed {format_bytes(needed)} in all" if needed else ""
@@ -155,7 +155,7 @@ def next_rung(climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: in
     reason = f"{taken} filled the device though it was within its {budget}"
     grown = replace(climb, shared=shared)
     if shared == MOST_SHARED or climb.whole_device:
-        # A whole device is no protection from other people: it may take another.
+        # Other people's processes may fill a whole device too: it may be another device next time.
         return _give(grown, capacity_bytes, capacity_bytes, reason)
     return _give(grown, evidence.budget_bytes, capacity_bytes, reason)
 

@@ -1,26 +1,26 @@
-"""How much of a device is free for new reservations, and what did not come back.
+"""How much memory of a device is free for new reservations, and what did not come back.
 
-Pure arithmetic over one snapshot. The formula is the one of the design:
+Pure arithmetic over one snapshot. The formula:
 
     foreign(d) = used(d) - sum of measured(j)            over our processes j on d
     free(d)    = min(driver_free, total - system_reserved - foreign - sum of max(reserved, measured))
                  - headroom
 
-Hot standbys are processes of ours, and count as if they were gone: they are ended before anybody who
-needs their memory starts (`hot`).
+Hot standbys are processes of ours, and count as if they were gone: they are ended before a task that needs
+their memory starts (`standbys`).
 
 Which device a task gets is decided in `placement`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_gpu.scheduling.model import Device, DeviceKey, DeviceSnapshot, Reservation
+from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Reservation
 from prefect_gpu.units import MIB
 
-#: Bytes by which a process may pass its budget unremarked: contexts differ by some MiB from one run to
+#: Bytes by which a process may pass its budget without a warning: contexts differ by some MiB from one run to
 #: the next, allocators' segments and the driver's rounding are tens of MiB.
 OVERSHOOT_BYTES = 64 * MIB
 
@@ -30,23 +30,23 @@ class StandbyHold:
     """What one hot standby holds of a device."""
 
     request_id: str
-    #: The larger of what was promised to it and what it was seen to hold.
+    #: Bytes: the larger of its reservation and of what it was measured to hold.
     held_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """One device as placement sees it, all read in one tick."""
+class DeviceState:
+    """One device as a scheduling pass sees it: a snapshot of it less the reservations."""
 
     snapshot: DeviceSnapshot
-    #: Bytes free for new reservations, once its hot standbys are gone; negative where others took what
-    #: we had promised.
+    #: Bytes free for new reservations, once its hot standbys are gone; negative where other processes took
+    #: what is reserved.
     free_bytes: int
     #: Bytes that processes which are not ours hold.
     foreign_bytes: int
-    #: Bytes that could ever be promised on it, were it empty: usable − headroom.
+    #: Bytes that could be reserved on it if it were empty: usable − headroom.
     capacity_bytes: int
-    #: Promises of ours on it, but for those to hot standbys.
+    #: Reservations on it, but for those of hot standbys.
     reservations: tuple[Reservation, ...] = ()
     #: Hot standbys on it.
     standbys: tuple[StandbyHold, ...] = ()
@@ -61,32 +61,14 @@ class Room:
         """Bytes free beside its hot standbys, at least."""
         return self.free_bytes - sum(hold.held_bytes for hold in self.standbys)
 
-    def after(self, reservation: Reservation) -> Room:
-        """Give the room that is left once `reservation` is made."""
-        return Room(
+    def after(self, reservation: Reservation) -> DeviceState:
+        """Return the state once `reservation` is made."""
+        return DeviceState(
             self.snapshot,
             self.free_bytes - reservation.reserved_bytes,
             self.foreign_bytes,
             self.capacity_bytes,
             (*self.reservations, reservation),
-            self.standbys,
-        )
-
-    def without(self, request_id: str) -> Room:
-        """Give the room that is there once what was promised to a request is back."""
-        free_bytes = self.free_bytes
-        stays: list[Reservation] = []
-        for reservation in self.reservations:
-            if reservation.request_id == request_id:
-                free_bytes += reservation.reserved_bytes
-            else:
-                stays.append(reservation)
-        return Room(
-            self.snapshot,
-            free_bytes,
-            self.foreign_bytes,
-            self.capacity_bytes,
-            tuple(stays),
             self.standbys,
         )
 
@@ -120,8 +102,8 @@ def measure(
             untold.add(request_id)
         else:
             measured[request_id] = measured.get(request_id, 0) + process.used_bytes
-    # What no process is listed with is all that a stand-in can stand for: a task that computes on
-    # the first of its two devices holds nothing on the second, whatever its counters say.
+    # A stand-in can only explain memory that no process is listed with: a task that computes on the first
+    # of its two devices holds nothing on the second, whatever its counters say.
     unlisted = max(0, snapshot.used_bytes - listed)
     for request_id in roots.values():
         if request_id in untold or request_id not in measured:
@@ -133,27 +115,25 @@ def measure(
     return measured
 
 
-def survey(
+def device_state(
     snapshot: DeviceSnapshot,
-    reservations: Iterable[Reservation],
+    reservations: Sequence[Reservation],
     measured: Mapping[str, int],
     headroom_bytes: int,
-) -> Room:
-    """Work out what one device has free.
+) -> DeviceState:
+    """Compute what one device has free.
 
     Args:
         snapshot: One reading of the device.
-        reservations: All of ours; those on other devices are ignored.
+        reservations: All on this device.
         measured: Bytes on this device by request id, from `measure`.
-        headroom_bytes: Kept free for what nobody counts.
+        headroom_bytes: Kept free for what is not counted.
     """
-    device = snapshot.device
-    ours = tuple(r for r in reservations if r.device_key == device.key)
-    hot = {r.request_id for r in ours if r.standby}
-    promised = {r.request_id: r.reserved_bytes for r in ours}
+    hot = {r.request_id for r in reservations if r.standby}
+    reserved = {r.request_id: r.reserved_bytes for r in reservations}
     counts = {
-        request_id: max(promised.get(request_id, 0), measured.get(request_id, 0))
-        for request_id in promised.keys() | measured.keys()
+        request_id: max(reserved.get(request_id, 0), measured.get(request_id, 0))
+        for request_id in reserved.keys() | measured.keys()
     }
     counted = sum(counts.values())
     driver_free = snapshot.free_bytes
@@ -162,39 +142,20 @@ def survey(
         driver_free += sum(measured.get(request_id, 0) for request_id in hot)
     foreign = max(0, snapshot.used_bytes - sum(measured.values()))
     free = min(driver_free, snapshot.usable_bytes - foreign - counted) - headroom_bytes
-    return Room(
+    return DeviceState(
         snapshot=snapshot,
         free_bytes=free,
         foreign_bytes=foreign,
         capacity_bytes=max(0, snapshot.usable_bytes - headroom_bytes),
-        reservations=tuple(r for r in ours if not r.standby) if hot else ours,
-        standbys=tuple(StandbyHold(r.request_id, counts[r.request_id]) for r in ours if r.standby),
+        reservations=tuple(r for r in reservations if not r.standby),
+        standbys=tuple(
+            StandbyHold(r.request_id, counts[r.request_id]) for r in reservations if r.standby
+        ),
     )
 
 
-def survey_all(
-    snapshots: Iterable[DeviceSnapshot],
-    reservations: Iterable[Reservation],
-    measured: Mapping[DeviceKey, Mapping[str, int]],
-    headroom_bytes: int,
-) -> list[Room]:
-    """Work out what each of many devices has free; see `survey`."""
-    held: dict[DeviceKey, list[Reservation]] = {}
-    for reservation in reservations:
-        held.setdefault(reservation.device_key, []).append(reservation)
-    return [
-        survey(
-            snapshot,
-            held.get(snapshot.device.key, ()),
-            measured.get(snapshot.device.key, {}),
-            headroom_bytes,
-        )
-        for snapshot in snapshots
-    ]
-
-
 def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
-    """Bytes in use that no listed process holds: what leaks add to.
+    """Return the bytes in use that no listed process holds, to which leaks add.
 
     Returns:
         `None` where a process's bytes are not known, or on host devices, where the kernel takes
@@ -212,9 +173,9 @@ def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a look at a device says about a process that has ended."""
+    """What a snapshot of a device says about a process that has ended."""
 
-    #: Nothing of it is left: the reservation can be released.
+    #: Nothing of it is left: its reservation can be released.
     complete: bool
     #: Bytes that are still missing; `None`: cannot be told on this device.
     missing_bytes: int | None
@@ -227,13 +188,13 @@ def judge_recovery(
     tolerance_bytes: int,
     bookkeeping_bytes: int = 0,
 ) -> Recovery:
-    """Tell whether a device shows the memory of an ended process back.
+    """Return whether a device shows the memory of an ended process back.
 
     Args:
         snapshot: A reading taken after the process ended.
         root_pid: The process.
         ownerless_before: `ownerless_bytes` of the device before the process started.
-        tolerance_bytes: Difference on an otherwise empty device that is not worth a word.
+        tolerance_bytes: Difference on an otherwise empty device that is not reported.
         bookkeeping_bytes: What the driver keeps for each process that it lists, beside what it
             lists it with: others may have come since.
     """
@@ -247,8 +208,8 @@ def judge_recovery(
     if ownerless_before is None:
         return Recovery(complete=not lingering, missing_bytes=held if lingering else None)
     if now is None:
-        # A process that is just ending is listed without bytes for a moment (seen on an H200): look
-        # again.
+        # A process that is just ending is listed without bytes for a moment (seen on an H200): the next
+        # reading says more.
         return Recovery(complete=False, missing_bytes=None)
     missing = held + max(0, now - ownerless_before)
     others = len(snapshot.processes) - len(lingering)

@@ -1,7 +1,7 @@
 """The values that scheduling decides over: devices, snapshots, requests, placements, reservations.
 
-It covers what is known, not what follows from it: free memory is in `memory`, choice in
-`placement`, order in `queue`.
+It covers what is known, not what follows from it: free memory is in `memory`, the choice of a device in
+`placement`, the order of requests in `scheduling_pass`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Device:
     uuid: str
     #: Position among the runner's devices, from 0: what `gpu:device=0` counts.
     index: int
-    #: Product name, as NVML tells it: "NVIDIA H200".
+    #: Product name, as NVML reports it: "NVIDIA H200".
     name: str
     #: All of its memory, in bytes, what the driver keeps for itself included.
     total_bytes: int
@@ -33,13 +33,13 @@ class Device:
     host: str
     #: Index among NVML's devices, `None` where NVML does not know it. Not CUDA's index.
     nvml_index: int | None = None
-    #: What tells device models and drivers apart where contexts differ by them:
-    #: "580.159.04"; empty for host and simulated devices.
+    #: Version of the driver, by which the sizes of contexts differ: "580.159.04"; empty for host and
+    #: simulated devices.
     driver: str = ""
 
     @property
     def key(self) -> DeviceKey:
-        """What tells it from every other device: a UUID is unique on its host only."""
+        """Host and UUID: a UUID is unique on its host only."""
         return self.host, self.uuid
 
 
@@ -62,9 +62,9 @@ class DeviceSnapshot:
     device: Device
     #: Monotonic seconds of the reading.
     at_s: float
-    #: Bytes free, as the driver tells it. The one number to trust.
+    #: Bytes free, as the driver reports it. It is exact where sums over processes are not.
     free_bytes: int
-    #: Bytes that the driver keeps for itself whoever runs, out of `device.total_bytes`.
+    #: Bytes of `device.total_bytes` that the driver always keeps for itself.
     system_reserved_bytes: int = 0
     #: Processes that hold memory on it.
     processes: tuple[ProcessUse, ...] = ()
@@ -107,12 +107,12 @@ class ModelBudgets:
     by_model: tuple[tuple[str, int], ...]
 
     def get(self, device_name: str) -> int | None:
-        """Give the bytes for a model; `None`: it is not named."""
+        """Return the bytes for a model; `None`: it is not named."""
         return dict(self.by_model).get(device_name)
 
 
 #: What a request asks of each device: bytes (`int`), a fraction of its total (`float` in (0, 1]), bytes
-#: by model, or, since nobody knows what is needed, a device to itself (`None`).
+#: by model, or, where the need is not known, a device to itself (`None`).
 Memory: TypeAlias = Union[int, float, ModelBudgets, None]  # noqa: UP007
 
 
@@ -133,7 +133,7 @@ class Request:
     count: int = 1
     #: Indices ("0") or UUID prefixes ("GPU-1a"), in the author's order; empty: any.
     devices: tuple[str, ...] = ()
-    #: Nobody else of ours on its devices.
+    #: No other task of ours may be on its devices.
     exclusive: bool = False
     #: Higher starts first.
     priority: int = 0
@@ -143,7 +143,7 @@ class Request:
     expected_s: float | None = None
 
     def need_bytes(self, device: Device) -> int | None:
-        """Bytes of `device` that the request asks for; `None`: all that it has free."""
+        """Return the bytes of `device` that the request asks for; `None`: all that it has free."""
         if self.memory is None:
             return None
         if isinstance(self.memory, ModelBudgets):
@@ -155,20 +155,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A promise: bytes of one device that nobody else of ours may plan with."""
+    """Bytes of one device that are kept for one request."""
 
     request_id: str
     host: str
     device_uuid: str
-    #: Bytes promised, the context included.
+    #: Bytes reserved, the context included.
     reserved_bytes: int
-    #: Nobody else of ours on the device while this holds.
+    #: No other task of ours may be on the device while this holds.
     exclusive: bool = False
     #: For messages.
     task_name: str = ""
-    #: Monotonic seconds at which it is expected to be given back; `None`: not known.
+    #: Monotonic seconds at which it is expected to end; `None`: not known.
     ends_s: float | None = None
-    #: A hot standby's context: the first thing given up when somebody needs the memory.
+    #: It is of a hot standby's context, which ends as soon as a task needs the memory.
     standby: bool = False
 
     @property

@@ -1,15 +1,19 @@
 """What a request asks of a device, whether it can have it now, later or never, and what to say of it.
 
-Pure, over single rooms. Which of many devices is chosen is in `board`, whose turn it is in `turns`.
+Pure. `Board` has the devices of one scheduling pass, sorted by preference, from which a request gets one or
+several. Which request is considered when is in `scheduling_pass`, which devices are held back for blocked
+requests in `backfill`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+import bisect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeAlias
 
 from prefect_gpu.errors import PlacementError
-from prefect_gpu.scheduling.memory import Room
+from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceKey,
@@ -19,7 +23,218 @@ from prefect_gpu.scheduling.model import (
 )
 from prefect_gpu.units import GIB, MIB, format_bytes
 
-#: Among devices that fit: the emptiest, or the fullest.
+#: A device that computes for more of the time than this is chosen only if no other fits: one more task
+#: would slow down all that run there.
+BUSY_FRACTION = 0.8
+
+#: Returns whether a request may have the device at a position of the board.
+Allows: TypeAlias = Callable[[int, Request], bool]
+
+
+class Group:
+    """The devices of one model and size: if they were empty, each could hold the same requests."""
+
+    def __init__(self, number: int, example: DeviceState) -> None:
+        self.number = number
+        #: How many devices there are.
+        self.size = 0
+        #: One of them.
+        self.example = example
+        self.least_whole_bytes = least_whole_bytes(example)
+        #: Devices that can take another task, the preferred first, as a sort key and a position. First those
+        #: that are not busy, then those that are.
+        self.open: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+
+
+class Board:
+    """All devices as one scheduling pass sees them. It is made anew for each pass.
+
+    Placements of the pass are booked on it. Choosing costs little however many devices there are, since each
+    group keeps its devices sorted by free memory.
+
+    Args:
+        states: All devices, from one reading.
+        style: `spread` prefers the device with most free memory: on large devices tasks slow each other down
+            long before memory runs out. `pack` prefers the one with least.
+        max_tasks: Most tasks on a device at a time; `None`: as many as fit.
+        held_by_parent: What the GPU task around this process holds. It does not count as a task.
+    """
+
+    def __init__(
+        self,
+        states: Iterable[DeviceState],
+        style: PlacementStyle = "spread",
+        max_tasks: int | None = None,
+        held_by_parent: Iterable[Reservation] = (),
+    ) -> None:
+        self.states = list(states)
+        self.held_by_parent = tuple(held_by_parent)
+        self._max_tasks = max_tasks
+        self._parents = {r.device_key for r in self.held_by_parent}
+        self._sign = -1 if style == "spread" else 1
+        self._positions: dict[DeviceKey, int] = {}
+        groups: dict[object, Group] = {}
+        self._group_of: list[Group] = []
+        for at, state in enumerate(self.states):
+            device = state.snapshot.device
+            self._positions[device.key] = at
+            like = device.name, device.total_bytes, state.capacity_bytes
+            group = groups.get(like)
+            if group is None:
+                group = groups[like] = Group(len(groups), state)
+            group.size += 1
+            self._group_of.append(group)
+            if is_open(state) and (max_tasks is None or not self._is_full(state)):
+                group.open[is_busy(state)].append((self._sign * state.free_bytes, at))
+        self.groups = tuple(groups.values())
+        for group in self.groups:
+            for order in group.open:
+                order.sort()
+
+    def position_of(self, key: DeviceKey) -> int | None:
+        """Return a device's position in `states`; `None`: it is not there."""
+        return self._positions.get(key)
+
+    def group_of(self, at: int) -> Group:
+        """Return the group of the device at a position."""
+        return self._group_of[at]
+
+    def fitting_groups(self, request: Request) -> list[Group]:
+        """Return the groups whose devices could hold a request if they were empty."""
+        return [group for group in self.groups if fits_empty(request, group.example)]
+
+    def could_ever_hold(self, request: Request) -> bool:
+        """Return whether as many devices as a request wants could hold it if they were empty."""
+        missing = request.count
+        for group in self.groups:
+            if fits_empty(request, group.example):
+                missing -= group.size
+        return missing <= 0
+
+    def could_hold(self, request: Request, at: int) -> bool:
+        """Return whether a device could hold a request once all but the task around this process has ended."""
+        state = self.states[at]
+        if not self.held_by_parent:
+            return fits_empty(request, state)
+        return could_hold(request, state, self.held_by_parent)
+
+    def max_tasks_on(self, state: DeviceState) -> float:
+        """Return the most reservations that a device may have; infinite: as many as fit."""
+        if self._max_tasks is None:
+            return math.inf
+        return self._max_tasks + (state.device.key in self._parents)
+
+    def most_free_bytes(self) -> int:
+        """Return the most free bytes of a device that can take another task; less than 0: none can."""
+        ends = 0 if self._sign < 0 else -1
+        return max(
+            (self._sign * order[ends][0] for g in self.groups for order in g.open if order),
+            default=-1,
+        )
+
+    def choose(
+        self,
+        request: Request,
+        allows: Allows | None = None,
+        named: Sequence[DeviceState] | None = None,
+    ) -> list[DeviceState] | None:
+        """Choose devices that can hold a request now: busy ones only if the others are too few.
+
+        Args:
+            request: `check_possible` has passed.
+            allows: Returns whether it may have a device; `None`: it may have any.
+            named: The devices that its tag names, in the tag's order; `None`: any.
+
+        Returns:
+            As many as it asks for, or `None`: it must wait.
+        """
+        if named is not None:
+            return self._choose_named(request, allows, named)
+        found: list[int] = []
+        for busy in (0, 1):
+            found += self._prefer(request, allows, busy, request.count - len(found))
+            if len(found) == request.count:
+                return [self.states[at] for at in found]
+        return None
+
+    def book(self, placement: Placement) -> None:
+        """Book the reservations of a placement on its devices, which `choose` has returned."""
+        for reservation in placement.reservations:
+            at = self._positions[reservation.device_key]
+            state = self.states[at]
+            order = self._group_of[at].open[is_busy(state)]
+            del order[bisect.bisect_left(order, (self._sign * state.free_bytes, at))]
+            self.states[at] = state = state.after(reservation)
+            if is_open(state) and not self._is_full(state):
+                bisect.insort(order, (self._sign * state.free_bytes, at))
+
+    def _prefer(self, request: Request, allows: Allows | None, busy: int, wanted: int) -> list[int]:
+        """Return the positions of up to `wanted` devices that fit, the preferred first."""
+        spread = self._sign < 0
+        found: list[tuple[int, int]] = []
+        for group in self.groups:
+            order = group.open[busy]
+            if not order:
+                continue
+            need = need_bytes(request, group.example)
+            alone = need is None or request.exclusive
+            least = group.least_whole_bytes if need is None else need
+            left = wanted
+            # With `pack`, the list begins with those that are too full.
+            first = 0 if spread else bisect.bisect_left(order, (least, -1))
+            for key, at in order[first:] if first else order:
+                if spread and -key < least:
+                    break
+                if alone and self.states[at].reservations:
+                    continue
+                if allows is not None and not allows(at, request):
+                    continue
+                # Sorted among groups by what stays free, of which they may need different amounts.
+                found.append((key - self._sign * (need or 0), at))
+                left -= 1
+                if not left:
+                    break
+        if len(self.groups) > 1:
+            found.sort()
+        return [at for _, at in found[:wanted]]
+
+    def _choose_named(
+        self, request: Request, allows: Allows | None, named: Sequence[DeviceState]
+    ) -> list[DeviceState] | None:
+        fitting: list[int] = []
+        for each in named:
+            at = self._positions[each.device.key]
+            state = self.states[at]
+            if fits_now(request, state) and not self._is_full(state):
+                if allows is None or allows(at, request):
+                    fitting.append(at)
+        if len(fitting) < request.count:
+            return None
+        # Those that are not busy first; the sort is stable.
+        chosen = set(sorted(fitting, key=lambda at: is_busy(self.states[at]))[: request.count])
+        return [self.states[at] for at in fitting if at in chosen]
+
+    def _is_full(self, state: DeviceState) -> bool:
+        """Return whether as many tasks run on a device as are allowed."""
+        return len(state.reservations) >= self.max_tasks_on(state)
+
+
+def choose_devices(
+    request: Request, states: Sequence[DeviceState], style: PlacementStyle = "spread"
+) -> Placement | None:
+    """Choose devices for one request alone; see `Board.choose`."""
+    named = select_devices(request, states) if request.devices else None
+    chosen = Board(states, style).choose(request, named=named)
+    return None if chosen is None else place(request, chosen)
+
+
+def is_busy(state: DeviceState) -> bool:
+    """Return whether a device computes so much that another task is better placed elsewhere."""
+    busy = state.snapshot.busy_fraction
+    return busy is not None and busy > BUSY_FRACTION
+
+
+#: Which device is chosen among those that fit: the one with most free memory, or with least.
 PlacementStyle = Literal["spread", "pack"]
 
 #: A task that has a device to itself is not started with less than this: a context alone takes
@@ -27,23 +242,23 @@ PlacementStyle = Literal["spread", "pack"]
 LEAST_WHOLE_BYTES = 2 * GIB
 
 
-def select_rooms(request: Request, rooms: Sequence[Room]) -> list[Room]:
-    """Give the rooms that a request may use, in the author's order.
+def select_devices(request: Request, states: Sequence[DeviceState]) -> list[DeviceState]:
+    """Return the devices that a request may use, in the order of its tag.
 
     Raises:
         PlacementError: A device that was named is not there.
     """
     if not request.devices:
-        return list(rooms)
-    chosen: dict[DeviceKey, Room] = {}
+        return list(states)
+    chosen: dict[DeviceKey, DeviceState] = {}
     for name in request.devices:
-        matches = _find_named(name, rooms)
+        matches = _find_named(name, states)
         if len(matches) != 1:
             problem = "names no device" if not matches else "names more than one device"
             raise PlacementError(
                 f"gpu:device={name} {problem} of this runner; accepted: an index from 0 to "
-                f"{len(rooms) - 1}, or the beginning of a UUID",
-                tuple(f"{room.device.index}: {room.device.uuid}" for room in rooms),
+                f"{len(states) - 1}, or the beginning of a UUID",
+                tuple(f"{state.device.index}: {state.device.uuid}" for state in states),
             )
         (match,) = matches
         if match.device.key in chosen:
@@ -55,64 +270,64 @@ def select_rooms(request: Request, rooms: Sequence[Room]) -> list[Room]:
     return list(chosen.values())
 
 
-def _find_named(name: str, rooms: Sequence[Room]) -> list[Room]:
+def _find_named(name: str, states: Sequence[DeviceState]) -> list[DeviceState]:
     if name.isdigit():
         index = int(name)
-        if index < len(rooms) and rooms[index].device.index == index:
-            return [rooms[index]]
-        return [room for room in rooms if room.device.index == index]
+        if index < len(states) and states[index].device.index == index:
+            return [states[index]]
+        return [state for state in states if state.device.index == index]
     name = name.lower()
-    found = [room for room in rooms if room.device.uuid.lower().startswith(name)]
+    found = [state for state in states if state.device.uuid.lower().startswith(name)]
     # SIM-1 is all of one name and the beginning of SIM-10.
-    return [room for room in found if room.device.uuid.lower() == name] or found
+    return [state for state in found if state.device.uuid.lower() == name] or found
 
 
-def need_bytes(request: Request, room: Room) -> int | None:
-    """Bytes that a request asks of one device; `None`: all that is free.
+def need_bytes(request: Request, state: DeviceState) -> int | None:
+    """Return the bytes that a request asks of one device; `None`: all that is free.
 
-    A percentage is of the device's total, but never more than can be promised: 100 % is everything
+    A percentage is of the device's total, but never more than can be reserved: 100 % is everything
     that the driver and the headroom leave.
     """
     if type(request.memory) is int:
-        # As nearly all ask, and a look asks for each of them.
+        # The common case; a pass asks this of each shape.
         return request.memory
-    need = request.need_bytes(room.device)
+    need = request.need_bytes(state.device)
     if need is not None and isinstance(request.memory, float):
-        return min(need, room.capacity_bytes)
+        return min(need, state.capacity_bytes)
     return need
 
 
 def check_possible(
-    request: Request, rooms: Sequence[Room], held_by_parent: Iterable[Reservation] = ()
+    request: Request, states: Sequence[DeviceState], held_by_parent: Iterable[Reservation] = ()
 ) -> None:
-    """Make sure that a request could be placed on the empty machine.
+    """Check that a request could be placed on the empty machine.
 
     Args:
         request: What is asked.
-        rooms: All devices of the runner.
+        states: All devices of the runner.
         held_by_parent: What the GPU task holds that submitted this one from inside.
 
     Raises:
         PlacementError: It can never be placed; the message says what the largest device is.
     """
-    eligible = select_rooms(request, rooms)
+    eligible = select_devices(request, states)
     if request.count > len(eligible):
         among = f"{len(eligible)} named" if request.devices else f"{len(eligible)} here"
         raise PlacementError(
             f"gpu:count={request.count} asks for more devices than there are ({among}); lower the "
             f"count or name other devices",
-            tuple(describe_capacity(room) for room in eligible),
+            tuple(describe_capacity(state) for state in eligible),
         )
-    fitting = [room for room in eligible if fits_empty(request, room)]
+    fitting = [state for state in eligible if fits_empty(request, state)]
     if len(fitting) < request.count:
         if request.memory is None and not fitting:
             raise PlacementError(
                 f"no device here has memory left to give beside its headroom, so "
                 f"{request.task_name!r} can never start; lower the headroom or name other devices",
-                tuple(describe_capacity(room) for room in eligible),
+                tuple(describe_capacity(state) for state in eligible),
             )
-        need = max(need_bytes(request, room) or 0 for room in eligible)
-        largest = max(eligible, key=lambda room: room.capacity_bytes)
+        need = max(need_bytes(request, state) or 0 for state in eligible)
+        largest = max(eligible, key=lambda state: state.capacity_bytes)
         problem = (
             f"larger than any device here (largest: {largest.device.uuid}, "
             f"{format_bytes(largest.capacity_bytes)} usable)"
@@ -121,90 +336,94 @@ def check_possible(
         )
         raise PlacementError(
             f"gpu:memory={format_bytes(need)} is {problem}; lower the tag or name other devices",
-            tuple(describe_capacity(room) for room in eligible),
+            tuple(describe_capacity(state) for state in eligible),
         )
     held = {reservation.device_key: reservation for reservation in held_by_parent}
     if not held:
         return
-    beside = [room for room in fitting if _fits_beside(request, room, held.get(room.device.key))]
+    beside = [
+        state for state in fitting if _fits_beside(request, state, held.get(state.device.key))
+    ]
     if len(beside) < request.count:
         raise PlacementError(
             f"{request.task_name!r} was submitted from inside a GPU task and could never start "
             f"while that one holds what it holds; give the outer task a smaller gpu:memory or "
             f"another device",
             tuple(
-                f"{room.device.uuid}: the outer task holds "
-                f"{format_bytes(held[room.device.key].reserved_bytes)} of "
-                f"{format_bytes(room.capacity_bytes)}"
-                for room in fitting
-                if room.device.key in held
+                f"{state.device.uuid}: the outer task holds "
+                f"{format_bytes(held[state.device.key].reserved_bytes)} of "
+                f"{format_bytes(state.capacity_bytes)}"
+                for state in fitting
+                if state.device.key in held
             ),
         )
 
 
-def could_hold(request: Request, room: Room, held_by_parent: Iterable[Reservation] = ()) -> bool:
-    """Tell whether a device could hold a request once all that runs there, but a parent, is gone."""
-    if not fits_empty(request, room):
+def could_hold(
+    request: Request, state: DeviceState, held_by_parent: Iterable[Reservation] = ()
+) -> bool:
+    """Return whether a device could hold a request once all has ended there but a task around this process."""
+    if not fits_empty(request, state):
         return False
-    key = room.device.key
-    return all(_fits_beside(request, room, r) for r in held_by_parent if r.device_key == key)
+    key = state.device.key
+    return all(_fits_beside(request, state, r) for r in held_by_parent if r.device_key == key)
 
 
-def fits_empty(request: Request, room: Room) -> bool:
-    """Tell whether a device could hold a request if nobody else were there."""
-    return 0 < room.capacity_bytes >= (need_bytes(request, room) or 0)
+def fits_empty(request: Request, state: DeviceState) -> bool:
+    """Return whether a device could hold a request if it were empty."""
+    return 0 < state.capacity_bytes >= (need_bytes(request, state) or 0)
 
 
-def _fits_beside(request: Request, room: Room, held: Reservation | None) -> bool:
+def _fits_beside(request: Request, state: DeviceState, held: Reservation | None) -> bool:
     if held is None:
         return True
-    need = need_bytes(request, room)
+    need = need_bytes(request, state)
     if need is None or request.exclusive or held.exclusive:
         return False
-    return need + held.reserved_bytes <= room.capacity_bytes
+    return need + held.reserved_bytes <= state.capacity_bytes
 
 
-def fits_now(request: Request, room: Room) -> bool:
-    """Tell whether one device can hold a request now."""
-    if not is_open(room):
+def fits_now(request: Request, state: DeviceState) -> bool:
+    """Return whether a device can hold a request now."""
+    if not is_open(state):
         return False
-    need = need_bytes(request, room)
-    if (need is None or request.exclusive) and room.reservations:
+    need = need_bytes(request, state)
+    if (need is None or request.exclusive) and state.reservations:
         return False
-    return room.free_bytes >= (least_whole_bytes(room) if need is None else need)
+    return state.free_bytes >= (least_whole_bytes(state) if need is None else need)
 
 
-def least_whole_bytes(room: Room) -> int:
-    """Bytes free below which a device is not given to a task that asks for all of it."""
-    return min(LEAST_WHOLE_BYTES, room.capacity_bytes // 4)
+def least_whole_bytes(state: DeviceState) -> int:
+    """Return the free bytes below which a device is not given to a task that asks for all of it."""
+    return min(LEAST_WHOLE_BYTES, state.capacity_bytes // 4)
 
 
-def is_open(room: Room) -> bool:
-    """Tell whether a device can take anything: it works, and nobody has it to himself."""
-    if room.snapshot.error:
+def is_open(state: DeviceState) -> bool:
+    """Return whether a device can take any task: it works, and no task there is exclusive."""
+    if state.snapshot.error:
         return False
-    for reservation in room.reservations:  # noqa: SIM110 - `any` takes twice as long, at every step
+    for reservation in state.reservations:  # noqa: SIM110 - `any` takes twice as long, at every step
         if reservation.exclusive:
             return False
     return True
 
 
-def place(request: Request, rooms: Sequence[Room], now_s: float = 0.0) -> Placement:
-    """Promise rooms to a request.
+def place(request: Request, states: Sequence[DeviceState], now_s: float = 0.0) -> Placement:
+    """Return the placement of a request on some devices.
 
     Args:
         request: What is asked.
-        rooms: The devices that it gets, in order; each can hold it now.
+        states: The devices that it gets, in order; each can hold it now.
         now_s: Monotonic seconds.
     """
     ends_s = None if request.expected_s is None else now_s + request.expected_s
     devices: list[Device] = []
     budgets: list[int] = []
     reservations: list[Reservation] = []
-    for room in rooms:
-        need = need_bytes(request, room)
-        device = room.snapshot.device
-        budget = room.free_bytes if need is None else need
+    for state in states:
+        need = need_bytes(request, state)
+        device = state.snapshot.device
+        budget = state.free_bytes if need is None else need
         devices.append(device)
         budgets.append(budget)
         reservations.append(
@@ -221,51 +440,53 @@ def place(request: Request, rooms: Sequence[Room], now_s: float = 0.0) -> Placem
     return Placement(request.id, tuple(devices), tuple(budgets), tuple(reservations))
 
 
-def describe_capacity(room: Room) -> str:
-    """Say how large a device is, for a refusal."""
-    if room.snapshot.error:
-        return f"{room.device.uuid}: {room.snapshot.error}"
-    return f"{room.device.uuid}: {format_bytes(room.capacity_bytes)} usable"
+def describe_capacity(state: DeviceState) -> str:
+    """Return how large a device is, as text for a refusal."""
+    if state.snapshot.error:
+        return f"{state.device.uuid}: {state.snapshot.error}"
+    return f"{state.device.uuid}: {format_bytes(state.capacity_bytes)} usable"
 
 
-def describe_wait(request: Request, rooms: Sequence[Room], max_tasks: int | None = None) -> str:
-    """Say what a request waits for: `6.6GiB on any of 2 devices; most free 3.1GiB`.
+def describe_wait(
+    request: Request, states: Sequence[DeviceState], max_tasks: int | None = None
+) -> str:
+    """Return what a request waits for: `6.6GiB on any of 2 devices; most free 3.1GiB`.
 
     Args:
         request: What is asked.
-        rooms: The devices that it may use.
+        states: The devices that it may use.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
     """
-    needs = {need_bytes(request, room) for room in rooms}
+    needs = {need_bytes(request, state) for state in states}
     amount = (
         "a device to itself"
         if None in needs
         else " or ".join(format_bytes(need) for need in sorted(n for n in needs if n is not None))
     )
     if request.exclusive and None not in needs:
-        amount += " and nobody else"
+        amount += " and no other task"
     where = (
-        rooms[0].device.uuid
-        if len(rooms) == 1
-        else f"any of {len(rooms)} devices"
+        states[0].device.uuid
+        if len(states) == 1
+        else f"any of {len(states)} devices"
         if request.count == 1
-        else f"{request.count} of {len(rooms)} devices"
+        else f"{request.count} of {len(states)} devices"
     )
-    broken = [room for room in rooms if room.snapshot.error]
-    if len(broken) == len(rooms):
+    broken = [state for state in states if state.snapshot.error]
+    if len(broken) == len(states):
         return f"{amount} on {where}; {broken[0].device.uuid}: {broken[0].snapshot.error}"
     if max_tasks is not None and all(
-        len(room.reservations) >= max_tasks for room in rooms if not room.snapshot.error
+        len(state.reservations) >= max_tasks for state in states if not state.snapshot.error
     ):
         tasks = "a task runs" if max_tasks == 1 else f"{max_tasks} tasks run"
         return f"{amount} on {where}; {tasks} on each, and max_tasks_per_device is {max_tasks}"
     alone = None in needs or request.exclusive
-    if alone or not any(is_open(room) for room in rooms):
-        holders = sorted({r.task_name for room in rooms for r in room.reservations})
+    if alone or not any(is_open(state) for state in states):
+        holders = sorted({r.task_name for state in states for r in state.reservations})
         if holders:
             named = ", ".join(holders[:3]) + (" and others" if len(holders) > 3 else "")
             there = "running there" if alone else "running there alone"
             return f"{amount} on {where}; {there}: {named}"
-    # To 64 MiB: a message that changes with every allocation of somebody else tells nothing more.
-    most = max(0, max(room.free_bytes for room in rooms if not room.snapshot.error))
+    # Rounded to 64 MiB: a message that changes with every allocation of others says nothing more.
+    most = max(0, max(state.free_bytes for state in states if not state.snapshot.error))
     return f"{amount} on {where}; most free {format_bytes(most - most % (64 * MIB))}"

@@ -1,4 +1,4 @@
-"""Reports as real runs give them, made up: for tests of what is drawn and published."""
+"""Made-up reports that look like those of real runs, for tests of charts and artifacts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 from uuid import UUID
 
-from prefect_gpu.reports.model import Mark, Sample, TaskReport
-from prefect_gpu.reports.series import SeriesBuilder
+from prefect_gpu.measurements import Mark, Sample, SeriesBuilder
+from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB, MIB
 

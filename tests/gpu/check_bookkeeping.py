@@ -4,7 +4,7 @@
 
 A leak is memory in use that no process is listed with. This prints how far the driver's own
 bookkeeping moves that number while several processes hold contexts, start and end, so that
-`prefect_gpu.broker.LEAK_TOLERANCE_BYTES` and its share for each process can be chosen from it.
+`prefect_gpu.broker.broker.LEAK_TOLERANCE_BYTES` and its share for each process can be chosen from it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 Each body multiplies and convolves (CuPy: transforms), so that the libraries are loaded, then takes
 memory until its cap is nearly full, then asks for more than the cap leaves. That must be refused with
-the framework's own out-of-memory. A first run's cap rests on the context that was calibrated, the
+the framework's own out-of-memory. A TensorFlow 1 session asks for 40 % of the device in its options and
+must keep to its cap as well. A first run's cap rests on the context that was calibrated, the
 second's on the context that the first was seen to have. ONNX Runtime has no `all`: its arena cannot be
 taken at the start.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 from prefect import task
@@ -49,6 +51,15 @@ MOST_OVER_BYTES = 64 * MIB
 
 #: Seconds for which memory is held: the runner reads NVML every 0.25 s.
 HOLD_S = 0.6
+
+
+#: For ONNX Runtime; `onnx.save(onnx.parser.parse_model(TEXT), ...)` made it from this text:
+#:
+#:     <ir_version: 8, opset_import: ["": 17]>
+#:     product (float[16384, 512] a, float[512, 512] b) => (float[16384, 512] product) {
+#:         product = MatMul (a, b)
+#:     }
+PRODUCT_MODEL = Path(__file__).parent / "models" / "product.onnx"
 
 
 def fill(
@@ -145,6 +156,26 @@ def in_tensorflow(allocated: str) -> dict[str, Any]:
     return fill("tensorflow", allocated, at_start, take)
 
 
+def in_tensorflow_session(allocated: str) -> dict[str, Any]:
+    import tensorflow as tf
+
+    at_start = own_bytes()
+    v1 = tf.compat.v1
+    gpu_or_cpu = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+    options = v1.GPUOptions(per_process_gpu_memory_fraction=0.4)
+    with v1.Graph().as_default(), tf.device(gpu_or_cpu):
+        session = v1.Session(config=v1.ConfigProto(gpu_options=options))
+
+        def take(count: int) -> Any:
+            block = v1.Variable(v1.zeros([count // 4]), use_resource=True)
+            session.run(block.initializer)
+            return block
+
+        a, images, kernel = (v1.ones(s) for s in ([2048, 2048], [16, 64, 64, 32], [3, 3, 32, 32]))
+        session.run(v1.reduce_sum(tf.nn.conv2d(images, kernel, 1, "SAME")) + v1.reduce_sum(a @ a))
+        return fill("tensorflow", allocated, at_start, take)
+
+
 def in_jax(allocated: str) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
@@ -180,26 +211,21 @@ def in_onnxruntime(allocated: str) -> dict[str, Any]:
     import onnxruntime
 
     from prefect_gpu import onnxruntime_provider_options
-    from prefect_gpu.frameworks import onnx_model
+    from prefect_gpu.frameworks.onnxruntime_adapter import calibration_session
 
     at_start = own_bytes()
-    if hasattr(onnxruntime, "preload_dlls"):
-        onnxruntime.preload_dlls()
-    settings = onnxruntime.SessionOptions()
-    settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    cuda = ("CUDAExecutionProvider", onnxruntime_provider_options())
     # It loads cuBLAS, cuDNN and cuFFT. Its arena goes with it: each session's has the whole limit.
-    session = onnxruntime.InferenceSession(
-        onnx_model.calibration_model(), settings, providers=[cuda]
-    )
-    given = {name: numpy.ones(shape, numpy.float32) for name, shape in onnx_model.INPUTS.items()}
+    session, given = calibration_session(onnxruntime, onnxruntime_provider_options())
     session.run(None, given)
     del session
     gc.collect()
+    settings = onnxruntime.SessionOptions()
+    settings.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    cuda = ("CUDAExecutionProvider", onnxruntime_provider_options())
     # Products of 32 MiB: the driver hands out 2 MiB at a time, so that smaller ones would take more
     # of it than the arena counts.
     rows, wide = 16384, 512
-    session = onnxruntime.InferenceSession(product_model(rows, wide), settings, providers=[cuda])
+    session = onnxruntime.InferenceSession(PRODUCT_MODEL.read_bytes(), settings, providers=[cuda])
     given = {name: numpy.ones((n, wide), numpy.float32) for name, n in (("a", rows), ("b", wide))}
 
     # A binding keeps what it was given on the device, beside what it got.
@@ -220,39 +246,22 @@ def in_onnxruntime(allocated: str) -> dict[str, Any]:
     return fill("onnxruntime", allocated, at_start, take, each)
 
 
-def product_model(rows: int, wide: int) -> bytes:
-    """Write an ONNX model of one product, `a` (rows × wide) by `b` (wide × wide).
-
-    As in `prefect_gpu.frameworks.onnx_model`, by hand: the `onnx` package need not be installed.
-    """
-    from prefect_gpu.frameworks.onnx_model import FLOAT, IR_VERSION, OPSET, varint
-
-    def integer(field: int, value: int) -> bytes:
-        return varint(field << 3) + varint(value)
-
-    def data(field: int, value: bytes) -> bytes:
-        return varint(field << 3 | 2) + varint(len(value)) + value
-
-    def matrix(name: bytes, height: int) -> bytes:
-        shape = b"".join(data(1, integer(1, length)) for length in (height, wide))
-        return data(1, name) + data(2, data(1, integer(1, FLOAT) + data(2, shape)))
-
-    node = data(1, b"a") + data(1, b"b") + data(2, b"product") + data(4, b"MatMul")
-    given = data(11, matrix(b"a", rows)) + data(11, matrix(b"b", wide))
-    graph = data(1, node) + data(2, b"product") + given + data(12, matrix(b"product", rows))
-    return integer(1, IR_VERSION) + data(7, graph) + data(8, integer(2, OPSET))
-
-
 BODIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "torch": in_torch,
     "tensorflow": in_tensorflow,
+    "tensorflow-session": in_tensorflow_session,
     "jax": in_jax,
     "cupy": in_cupy,
     "onnxruntime": in_onnxruntime,
 }
 
 #: TensorFlow's context is twice that of the others.
-BUDGETS = {"tensorflow": "4GiB"}
+BUDGETS = {"tensorflow": "4GiB", "tensorflow-session": "4GiB"}
+
+
+def package_of(body: str) -> Any:
+    """Return the framework that a body uses, as in `gpu:framework=`."""
+    return body.partition("-")[0]
 
 
 def exists(framework: str, allocation: str) -> bool:
@@ -267,7 +276,7 @@ def make_tasks(options: argparse.Namespace, frameworks: list[str]) -> dict[str, 
             timeout_seconds=BODY_S,
             tags=gpu(
                 memory=options.budget or BUDGETS.get(framework, "3GiB"),
-                framework=framework,
+                framework=package_of(framework),
                 allocation=allocation,
             ),
         )(BODIES[framework])
@@ -280,7 +289,7 @@ def make_tasks(options: argparse.Namespace, frameworks: list[str]) -> dict[str, 
 def check(options: argparse.Namespace) -> list[str]:
     """Run all of them side by side, then again."""
     asked = options.frameworks.split(",") if options.frameworks else list(BODIES)
-    present = [framework for framework in asked if installed(framework)]
+    present = [framework for framework in asked if installed(package_of(framework))]
     problems = [f"{name} is not installed" for name in asked if name not in present]
     tasks = make_tasks(options, present)
     found: dict[str, list[tuple[Ended, Process | None]]] = {name: [] for name in tasks}

@@ -4,7 +4,7 @@
 
 Each line is a fresh process that has imported what a child imports, then the framework, then worked
 on the device as a calibration does. `private` (USS) is what one more process costs the machine;
-`resident` (RSS) counts libraries that processes share. `prefect_gpu.frameworks.host_memory.HOST_BYTES` is chosen
+`resident` (RSS) counts libraries that processes share. `prefect_gpu.frameworks.registry.HOST_BYTES` is chosen
 from `private`, less the line without a framework.
 """
 
@@ -20,7 +20,7 @@ PROGRAM = """
 import sys
 import psutil
 import prefect.task_engine
-import prefect_gpu.processes.child
+import prefect_gpu.child.main
 def show(what):
     info = psutil.Process().memory_full_info()
     print(f"{sys.argv[1]:<12} {what:<10} private {info.uss / 2**20:7.0f} MiB  "
@@ -28,7 +28,7 @@ def show(what):
 if sys.argv[1] == "none":
     show("imported")
 else:
-    from prefect_gpu.frameworks.calibration import run_calibration
+    from prefect_gpu.frameworks.context import run_calibration
     __import__(sys.argv[1])
     show("imported")
     run_calibration(sys.argv[1])

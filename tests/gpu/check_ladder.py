@@ -298,7 +298,7 @@ def _make_group(root: Path, undo: list[tuple[Path, str]]) -> Path:
 
 def try_counter() -> list[str]:
     """Where no such kill can be caused: show that the reader of the kernel's counter sees one."""
-    from prefect_gpu.devices.oom_kills import OomKills
+    from prefect_gpu.devices.host import OomKills
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "vmstat")

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every check that needs a GPU: `bash tests/gpu/run_all.sh [FOLDER [NAME...]]`. The printed output of each
 # goes to FOLDER/gpu-NAME.txt (default docs/evidence) and to the terminal. Needs an NVIDIA device, torch,
-# and what the others import: tensorflow, jax, cupy, onnxruntime. Ends with 1 if any check failed.
+# and what the others import: tensorflow, jax, cupy, onnxruntime. Ends with 1 if any check failed. Each output
+# names the commit: where there is no git repository, set PREFECT_GPU_COMMIT.
 #
 # All of them take about twenty minutes on an H200. Where a call may take ten, in three:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
@@ -21,11 +22,12 @@ modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sa
 for name; do
   [[ " $modules $flows tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows tests"; exit 2; }
 done
+release=$(PYTHONPATH=benchmarks "$python" -c 'import _common; print("{}, commit {}".format(*_common.release()))') || exit
 failed=0
 check() {
   local file=$out/$1.txt
   shift
-  { echo "\$ $*"; "$@" 2>&1; } \
+  { echo "\$ $*"; echo "prefect-gpu $release"; "$@" 2>&1; } \
     | sed -u 's/\x1b\[[0-9;]*m//g' \
     | grep -v --line-buffered "oneDNN custom\|absl::InitializeLog\|cpu_feature_guard\|rebuild TensorFlow\|^$\|:onnxruntime:" \
     | tee "$file"

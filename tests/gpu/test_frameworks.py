@@ -81,7 +81,8 @@ def process_bytes():
 
 #: What `release_cached` gives back, as inside a GPU task.
 REMEDIES = """
-from prefect_gpu import inside, release_cached
+from prefect_gpu import release_cached
+from prefect_gpu import in_task as inside
 allocation = inside.Allocation(policy.budget_bytes[0], None, 1, tuple(policy.device_uuids), ())
 inside.set_current_allocation(allocation)
 """
@@ -469,29 +470,29 @@ out["types"] = [type(back["x"][0]).__name__, type(back["v"]).__name__]
     assert found["types"] == ["ndarray", "float32"]
 
 
-#: A model that repeats its input as often as it is told to, so that one run can take any size.
-ONNXRUNTIME_TAKE = """
+#: The model repeats its input as often as it is told to, so that one run can take any size.
+#: `onnx.save(onnx.parser.parse_model(TEXT), ...)` made it from this text:
+#:
+#:     <ir_version: 8, opset_import: ["": 17]>
+#:     repeat (float[1] x, int64[1] shape, int64[1] index) => (float[1] first) {
+#:         repeated = Expand (x, shape)
+#:         first = Gather (repeated, index)
+#:     }
+ONNXRUNTIME_TAKE = (
+    f"""
+repeat_model = {str(Path(__file__).parent / "models" / "repeat.onnx")!r}
+"""
+    """
 import numpy
 import onnxruntime
 from prefect_gpu import onnxruntime_provider_options
-from prefect_gpu.frameworks import onnx_model as m
 if hasattr(onnxruntime, "preload_dlls"):
     onnxruntime.preload_dlls()
 
-def repeat_model():
-    # `Expand` of one float to a shape that is an input (type 7: whole numbers).
-    node = m._node("Expand", ("x", "shape"), "repeated")
-    # What comes back is small.
-    first = m._node("Gather", ("repeated", "index"), "first")
-    graph = m._bytes(1, node) + m._bytes(1, first) + m._bytes(2, b"repeat")
-    graph += m._bytes(11, m._value("x", m.FLOAT, (1,)))
-    graph += m._bytes(11, m._value("shape", 7, (1,))) + m._bytes(11, m._value("index", 7, (1,)))
-    graph += m._bytes(12, m._value("first", m.FLOAT, (1,)))
-    return m._integer(1, m.IR_VERSION) + m._bytes(7, graph) + m._bytes(8, m._integer(2, m.OPSET))
-
 options = onnxruntime_provider_options()
 out["options"] = options
-session = onnxruntime.InferenceSession(repeat_model(), providers=[("CUDAExecutionProvider", options)])
+provider = ("CUDAExecutionProvider", options)
+session = onnxruntime.InferenceSession(repeat_model, providers=[provider])
 out["provider"] = session.get_providers()[0]
 out["applied"] = session.get_provider_options()["CUDAExecutionProvider"]
 
@@ -505,6 +506,7 @@ def take(size):
     assert first.tolist() == [1]
     return None
 """
+)
 
 
 @needs("onnxruntime")
@@ -550,7 +552,7 @@ def test_calibration_leaves_a_plausible_context(fields, framework, record_proper
     found = run_child(
         NVML
         + f"""
-from prefect_gpu.frameworks.calibration import run_calibration
+from prefect_gpu.frameworks.context import run_calibration
 out["reserved"] = run_calibration("{framework}")
 out["process"] = process_bytes()
 out["modules"] = hooks.frameworks_in_use()

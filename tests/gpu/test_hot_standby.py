@@ -10,8 +10,8 @@ import pytest
 from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
-from prefect_gpu.ledger import PROCESS_LEDGER
-from prefect_gpu.processes.standby import standby_pool
+from prefect_gpu.broker.ledger import PROCESS_LEDGER
+from prefect_gpu.processes.standby_pool import standby_pool
 from tests.gpu.test_runner_on_gpu import metadata_of
 from tests.process.rig import eventually, is_alive
 

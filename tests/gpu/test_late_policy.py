@@ -17,13 +17,12 @@ import pytest
 from prefect_gpu.devices.nvml import NvmlReader
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.frameworks import registry
-from prefect_gpu.frameworks.adapter import FrameworkPolicy
-from prefect_gpu.frameworks.environment import child_environment
-from prefect_gpu.inside import Allocation
-from prefect_gpu.processes.kind import Kind, kind_of
+from prefect_gpu.frameworks.adapter import FrameworkPolicy, child_environment
+from prefect_gpu.in_task import Allocation
+from prefect_gpu.processes.launch_spec import ChildExited
 from prefect_gpu.processes.messages import Prepare
-from prefect_gpu.processes.spec import ChildExited
-from prefect_gpu.processes.standby import StandbyPool
+from prefect_gpu.processes.standby_kind import Kind, kind_of
+from prefect_gpu.processes.standby_pool import StandbyPool
 from prefect_gpu.units import GIB, MIB
 from tests.gpu import late_bodies as bodies
 from tests.process.conftest import make_rig as make_rig

@@ -11,9 +11,8 @@ import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.frameworks import registry
-from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy
-from prefect_gpu.frameworks.environment import child_environment
-from prefect_gpu.inside import Allocation
+from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy, child_environment
+from prefect_gpu.in_task import Allocation
 from prefect_gpu.processes.messages import BodyEnded, Prepare
 from tests.gpu import step_bodies
 from tests.process.rig import Heard, Rig, spec_of

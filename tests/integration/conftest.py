@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def prefect_server() -> Iterator[str]:
     """The URL of a temporary Prefect API, set for everything in this process.
 
-    Takes about 10 s to start, so it runs once. It sets the API URL, which hides what a user
+    Takes about 10 s to start on an idle machine, so it runs once in each worker. It sets the API URL, which hides what a user
     without a server sees: the ephemeral server has tests of its own. Task-run states reach the API
     seconds late: poll.
     """
@@ -34,7 +34,7 @@ def prefect_server() -> Iterator[str]:
         from prefect.settings import PREFECT_API_URL
         from prefect.testing.utilities import prefect_test_harness
 
-        with prefect_test_harness(server_startup_timeout=120):
+        with prefect_test_harness(server_startup_timeout=270):
             url = PREFECT_API_URL.value()
             assert url
             yield url

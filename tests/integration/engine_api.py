@@ -1,4 +1,4 @@
-"""What the API says about runs, asked until it says it: states reach it seconds late."""
+"""Questions to the API about runs, repeated until it has the answer: states reach it seconds late."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import Artifact, State, TaskRun
 
 #: Seconds after which what the API was waited for will never come.
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
-#: Two devices on paper.
+#: Seconds between two questions: each costs the server and this process milliseconds of CPU.
+INTERVAL_S = 0.2
+
+#: Two simulated devices.
 TWO = "simulated:2x8GiB"
-#: One.
+#: One simulated device.
 ONE = "simulated:1x8GiB"
 
 
 def until(ask: Callable[[], Any], what: str = "") -> Any:
-    """Ask until the answer is true, and give it."""
+    """Ask until the answer is true, and return it."""
     deadline = time.monotonic() + PATIENCE_S
     while not (answer := ask()):
         if time.monotonic() > deadline:
             raise AssertionError(f"never came: {what or ask}; the last answer was {answer!r}")
-        time.sleep(0.1)
+        time.sleep(INTERVAL_S)
     return answer
 
 
 def task_run(run_id: UUID) -> TaskRun:
-    """Give a task run once the API shows it as final."""
+    """Return a task run once the API shows it as final."""
     with get_client(sync_client=True) as client:
 
         def ask() -> TaskRun | None:
@@ -53,7 +56,7 @@ def task_run(run_id: UUID) -> TaskRun:
 
 
 def history(run_id: UUID) -> list[State[Any]]:
-    """Give all states of a task run in order, once it is final."""
+    """Return all states of a task run in order, once it is final."""
     task_run(run_id)
     with get_client(sync_client=True) as client:
         states = client.read_task_run_states(run_id)
@@ -61,12 +64,12 @@ def history(run_id: UUID) -> list[State[Any]]:
 
 
 def names(run_id: UUID) -> list[str]:
-    """Give the names of all states of a task run in order, once it is final."""
+    """Return the names of all states of a task run in order, once it is final."""
     return [state.name or "" for state in history(run_id)]
 
 
 def logs(flow_run_id: UUID, wanted: Iterable[str]) -> dict[str, Any]:
-    """Give the log of a flow run by message, once all wanted messages are in it."""
+    """Return the log of a flow run by message, once all wanted messages are in it."""
     wanted = set(wanted)
     with get_client(sync_client=True) as client:
 
@@ -88,7 +91,7 @@ def logs(flow_run_id: UUID, wanted: Iterable[str]) -> dict[str, Any]:
 def artifacts(
     *, task_run_id: UUID | None = None, flow_run_id: UUID | None = None, count: int
 ) -> list[Artifact]:
-    """Give the artifacts of a run, oldest first, once there are so many."""
+    """Return the artifacts of a run, oldest first, once there are `count`."""
     asked = ArtifactFilter(
         task_run_id=ArtifactFilterTaskRunId(any_=[task_run_id]) if task_run_id else None,
         flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]) if flow_run_id else None,
@@ -107,7 +110,7 @@ def artifacts(
 
 
 def children() -> list[int]:
-    """Give the GPU tasks' processes below this one."""
+    """Return the ids of the child processes of GPU tasks."""
     import psutil
 
     found = []

@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from prefect_gpu.frameworks.adapter import FrameworkPolicy
-from prefect_gpu.frameworks.environment import child_environment
+from prefect_gpu.frameworks.adapter import FrameworkPolicy, child_environment
 from prefect_gpu.frameworks.registry import adapters_for
 from prefect_gpu.units import GIB
 
 ROOT = Path(__file__).parents[2]
 
 #: Only to break a deadlock: TensorFlow took 11 s to import on a busy machine.
-LIMIT_S = 180.0
+LIMIT_S = 480.0
 
 #: What every child has before the lines of a test; `out` is what it sends back, as JSON.
 PROLOGUE = """

@@ -1,4 +1,4 @@
-"""Kill a flow with `kill -9` and say how long what it started lived on.
+"""Kill a flow with `kill -9` and print how long the processes that it started lived on.
 
     python -m tests.integration.kill_flow
 
@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefect_gpu.clock import DEADLOCK_S
 from tests.integration.programs import Workplace, lines_of, wait_for, workplace
 
 #: Seconds after which nothing may be left.
@@ -89,11 +90,11 @@ class Running:
     pids: dict[int, str]
 
     def left(self) -> list[int]:
-        """Give which of its tasks' processes live."""
+        """Return those of its tasks' processes that live."""
         return [pid for pid in self.pids if _lives(pid)]
 
     def wait_until_none_left(self, began: float, limit_s: float) -> float:
-        """Wait until none lives; give the seconds since `began`."""
+        """Wait until none lives; return the seconds since `began`."""
         wait_for(lambda: not self.left(), limit_s, lambda: f"left: {self.left()}")
         return time.monotonic() - began
 
@@ -107,7 +108,7 @@ def start_sleepers(place: Workplace, count: int, name: str, end: str = "wait") -
 
 
 def read_pids(place: Workplace, count: int, process: subprocess.Popen[str]) -> dict[int, str]:
-    """Wait until the tasks have noted as many processes; give them."""
+    """Wait until the tasks have noted as many processes; return them."""
     file = place.folder / "pids.txt"
     wait_for(lambda: len(lines_of(file)) >= count or process.poll() is not None)
     lines = lines_of(file)
@@ -117,7 +118,7 @@ def read_pids(place: Workplace, count: int, process: subprocess.Popen[str]) -> d
 
 
 def kill_flow(place: Workplace, count: int = CHILDREN) -> tuple[Running, float]:
-    """Kill a flow; give what ran, and the seconds until none of it was left."""
+    """Kill a flow; return what ran, and the seconds until none of it was left."""
     running = start_sleepers(place, count, f"killed-{place.token}")
     sessions = {pid: os.getsid(pid) for pid in running.pids}
     # The premise: each child leads a session, and one helper has left its child's.
@@ -125,7 +126,7 @@ def kill_flow(place: Workplace, count: int = CHILDREN) -> tuple[Running, float]:
     assert all(sessions[p] != p for p, kind in running.pids.items() if kind == "helper")
     began = time.monotonic()
     running.process.send_signal(signal.SIGKILL)
-    seconds = running.wait_until_none_left(began, LIMIT_S * 5)
+    seconds = running.wait_until_none_left(began, DEADLOCK_S)
     running.process.communicate()
     return running, seconds
 

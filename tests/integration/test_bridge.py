@@ -29,8 +29,9 @@ from prefect.task_engine import run_task_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu import GPUTaskRunner, gpu
-from prefect_gpu import prefect_bridge as bridge
+from prefect_gpu.child import prefect_context
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
+from prefect_gpu.runner import prefect_engine
 from tests.integration import engine_api as api
 
 
@@ -38,24 +39,24 @@ def test_run_task_sync_takes_what_we_give_it() -> None:
     parameters = set(inspect.signature(run_task_sync).parameters)
     assert parameters >= {
         "task", "task_run_id", "parameters", "wait_for", "return_type", "dependencies"
-    }, "run_task_sync changed: see prefect_bridge.run_engine"  # fmt: skip
+    }, "run_task_sync changed: see prefect_engine.run_engine"  # fmt: skip
 
 
 def test_state_events_take_what_we_give_them() -> None:
     parameters = set(inspect.signature(emit_task_run_state_change_event).parameters)
-    assert parameters >= {"task_run", "initial_state", "validated_state"}, "see bridge._show"
+    assert parameters >= {"task_run", "initial_state", "validated_state"}, "see EngineRun._show"
 
 
 def test_task_run_ids_are_ordered_by_time() -> None:
-    first, second = bridge.new_task_run_id(), bridge.new_task_run_id()
+    first, second = prefect_engine.new_task_run_id(), prefect_engine.new_task_run_id()
     # Milliseconds since the epoch, in the first 48 bits.
     assert first.version == 7 and first.int >> 80 <= second.int >> 80, "see new_task_run_id"
 
 
 def test_the_log_sink_takes_logs_as_plain_data() -> None:
-    assert list(inspect.signature(emit_api_log).parameters) == ["log"], "see bridge.forward_log"
+    assert list(inspect.signature(emit_api_log).parameters) == ["log"], "see EngineRun.forward_log"
     sent: list[Any] = []
-    with bridge.child_context({}, False, sent.append):
+    with prefect_context.child_context({}, False, sent.append):
         emit_api_log({"message": "said", "task_run_id": uuid4()})
     set_api_log_sink(None)
     EventsWorker.set_client_override(None)
@@ -71,9 +72,9 @@ def test_emit_event_knows_the_forwarding_client() -> None:
     assert "ProcessPoolForwardingEventsClient" in source, "events of children would be dropped"
     assert next(iter(inspect.signature(ProcessPoolForwardingEventsClient).parameters)) == (
         "event_queue"
-    ), "see bridge._EventQueue"
+    ), "see prefect_context._EventQueue"
     sent: list[Any] = []
-    client = ProcessPoolForwardingEventsClient(bridge._EventQueue(sent.append))
+    client = ProcessPoolForwardingEventsClient(prefect_context._EventQueue(sent.append))
     event = Event(event="test", resource={"prefect.resource.id": "test"})
 
     async def emit() -> None:
@@ -85,7 +86,7 @@ def test_emit_event_knows_the_forwarding_client() -> None:
     assert isinstance(message, EventEmitted)
     assert Event.model_validate_json(message.event).id == event.id
     assert hasattr(EventsWorker, "_instances") and hasattr(EventsWorker, "_instance_lock"), (
-        "see bridge._flush_events"
+        "see prefect_context._flush_events"
     )
 
 
@@ -99,16 +100,17 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
         raw = serialize_context()
         assert set(raw) >= {
             "flow_run_context", "task_run_context", "tags_context", "settings_context"
-        }, "keys of the serialised context changed: see bridge.context_for_child"  # fmt: skip
+        }, "keys of the serialised context changed: see EngineRun.context_for_child"  # fmt: skip
         assert set(raw["task_run_context"]) >= {"task", "task_run", "parameters"}
         assert set(raw["flow_run_context"]) >= {"flow", "flow_run", "parameters"}
-        assert "api" in raw["settings_context"]["settings"], "see bridge._AsTheyAre"
+        assert "api" in raw["settings_context"]["settings"], "see prefect_engine._AsTheyAre"
         assert "current_tags" in raw["tags_context"]
         seen["profile"] = raw["settings_context"]["profile"]
-        seen["context"], seen["log_prints"] = bridge.context_for_child(inside)
-        seen["environment"] = bridge.environment_for_child()
-        seen["run"] = bridge.current_task_run()
-        seen["flow"] = bridge.flow_of(bridge.flow_run_of_thread())
+        engine_run = prefect_engine.EngineRun(inside)
+        seen["context"], seen["log_prints"] = engine_run.context_for_child()
+        seen["environment"] = engine_run.environment_for_child()
+        seen["run"] = engine_run.task_run
+        seen["flow"] = prefect_engine.flow_of(prefect_engine.flow_run_of_thread())
         seen["client"] = str(SyncClientContext.get().client.api_url)  # type: ignore[union-attr]
 
     @inside.on_failure
@@ -128,14 +130,16 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     assert seen["log_prints"] is True
     assert seen["environment"] == {"PREFECT_API_URL": seen["client"]}
     assert context["settings_context"]["settings"].api.url == seen["client"]
-    assert context["settings_context"]["profile"] == seen["profile"], "see bridge._AsTheyAre"
+    assert context["settings_context"]["profile"] == seen["profile"], (
+        "see prefect_engine._AsTheyAre"
+    )
     assert context["task_run_context"]["parameters"] == {}
     light = context["task_run_context"]["task"]
     assert light.name == "inside" and light is not inside and light.on_failure_hooks == []
     assert inside.on_failure_hooks, "the task itself was changed"
-    assert context["flow_run_context"]["flow"].fn is bridge._runs_elsewhere
+    assert context["flow_run_context"]["flow"].fn is prefect_engine._runs_elsewhere
     assert context["flow_run_context"]["parameters"] == {"held": 3}
-    assert bridge.without_flow_parameters(context)["flow_run_context"]["parameters"] == {}
+    assert prefect_engine.without_flow_parameters(context)["flow_run_context"]["parameters"] == {}
     assert "kept" in context["tags_context"]["current_tags"]
     assert not any(t.startswith("gpu") for t in context["tags_context"]["current_tags"])
     assert seen["flow"][0] == "around" and seen["flow"][1] == seen["run"].flow_run_id
@@ -146,7 +150,7 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
         assert flow_context is not None and flow_context.detached
         assert "kept" in TagsContext.get().current_tags
         # The runner of a child's copy ends while its flow goes on.
-        assert bridge.flow_run_goes_on(flow_context, flow_context.task_runner)
+        assert prefect_engine.flow_run_goes_on(flow_context, flow_context.task_runner)
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -155,12 +159,13 @@ def test_a_state_of_our_own_counts_no_run_and_no_time() -> None:
 
     @task
     def waits() -> None:
-        run = bridge.current_task_run()
-        bridge.show_running()
+        engine_run = prefect_engine.EngineRun(waits)
+        run = engine_run.task_run
+        engine_run.show_running()
         seen["before"] = (run.state_name, run.run_count)
-        bridge.show_awaiting("a device")
+        engine_run.show_awaiting("a device")
         seen["awaiting"] = (run.state_type, run.state_name, run.state.message)  # type: ignore[union-attr]
-        bridge.show_running()
+        engine_run.show_running()
         seen["after"] = (run.state_name, run.run_count)
 
     @flow
@@ -171,7 +176,7 @@ def test_a_state_of_our_own_counts_no_run_and_no_time() -> None:
 
     one()
     assert seen["before"] == seen["after"] == ("Running", 1)
-    assert seen["awaiting"] == (StateType.PENDING, bridge.AWAITING, "Waiting for a device")
+    assert seen["awaiting"] == (StateType.PENDING, prefect_engine.AWAITING, "Waiting for a device")
     assert api.names(seen["id"]) == ["Pending", "Running", "AwaitingGPU", "Running", "Completed"]
     assert api.task_run(seen["id"]).run_count == 1
 
@@ -183,7 +188,7 @@ def test_the_shared_client_is_the_flows_or_one_that_is_closed(outer: str) -> Non
 
     def body() -> None:
         before = SyncClientContext.get()
-        shared = bridge.SharedClient()
+        shared = prefect_engine.SharedClient()
         contexts = [shared.open(), shared.open()]
         seen["same"] = contexts[0] is contexts[1]
         seen["the flow's"] = contexts[0] is before
@@ -233,12 +238,12 @@ def test_a_retry_condition_is_asked_once_for_each_error() -> None:
         asked.append(state.data)
         return False
 
-    check = bridge._retry_condition(once, lambda error: isinstance(error, KeyError))
+    check = prefect_engine._retry_condition(once, lambda error: isinstance(error, KeyError))
     error = ValueError()
     states = [Completed(data=error), Completed(data=error), Completed(data=KeyError())]
     assert [check(None, None, state) for state in states] == [False, False, False]
     assert asked == [error]
-    assert bridge._retry_condition(None, lambda error: False)(None, None, states[0]) is True
+    assert prefect_engine._retry_condition(None, lambda error: False)(None, None, states[0]) is True
 
 
 @pytest.mark.usefixtures("prefect_server")

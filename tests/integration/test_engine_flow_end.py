@@ -1,4 +1,4 @@
-"""How flows end, and that nothing is left of them."""
+"""The ends of flows: their children end, reports are published, and nothing is left."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import os
 import pickle
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 from prefect import flow, task
+from prefect.client.schemas.objects import TaskRun
 
 from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.reports.publish import artifact_key
 from tests.integration import engine_api as api
 
@@ -70,14 +73,15 @@ def test_a_flow_that_raises_ends_its_children_at_once(kind: str, tmp_path: Path)
 
         with pytest.raises(ValueError, match="for good" if kind == "retried" else "own"):
             fails()
-    assert time.monotonic() - raised_at[0] < 15
+    # The task itself would take ten minutes.
+    assert time.monotonic() - raised_at[0] < DEADLOCK_S
     assert api.children() == []
     (pid,) = [int(path.name) for path in tmp_path.iterdir()]
     assert not os.path.exists(f"/proc/{pid}")
     for future in kept:
         state = api.task_run(future.task_run_id).state
         assert state is not None and state.type.value == "CRASHED"
-        # An ordinary error for whoever still asks.
+        # An ordinary error for later calls of `result`.
         assert isinstance(future.result(raise_on_failure=False), Exception)
 
 
@@ -106,7 +110,21 @@ def test_a_flow_that_returns_waits_for_its_tasks(tmp_path: Path) -> None:
     assert {api.task_run(future.task_run_id).state_name for future in kept} == {"Completed"}
 
 
-def test_nothing_is_left_and_reports_are_published() -> None:
+@dataclass(frozen=True)
+class Reported:
+    """Three runs of a flow whose task fails once and is retried."""
+
+    #: Names of threads and the number of open descriptors after the first flow run, and after the last.
+    before: tuple[list[str], int]
+    after: tuple[list[str], int]
+    #: Child processes after the last flow run.
+    children: list[int]
+    #: The task run of the last flow run.
+    task_run: TaskRun
+
+
+@pytest.fixture(scope="module")
+def reported(prefect_server: str) -> Reported:
     @task(tags=gpu(memory="64MiB"), retries=1)
     def twice() -> None:
         from prefect_gpu import current_allocation
@@ -122,8 +140,8 @@ def test_nothing_is_left_and_reports_are_published() -> None:
 
     kept: list[Any] = []
 
-    @flow(task_runner=GPUTaskRunner(devices=api.TWO))
-    def reported() -> None:
+    @flow(name="reported", task_runner=GPUTaskRunner(devices=api.TWO))
+    def runs() -> None:
         kept.append(twice.submit())
 
     def inventory() -> tuple[list[str], int]:
@@ -133,38 +151,56 @@ def test_nothing_is_left_and_reports_are_published() -> None:
         )
         return threads, len(os.listdir("/proc/self/fd"))
 
-    reported()
+    runs()
     before = inventory()
-    reported()
-    reported()
-    after = inventory()
-    assert api.children() == []
-    assert after[0] == before[0]
-    assert not [name for name in after[0] if "engine" in name or "publisher" in name]
-    assert after[1] <= before[1]
-    run = api.task_run(kept[-1].task_run_id)
-    found = api.artifacts(task_run_id=run.id, count=2)
+    runs()
+    runs()
+    return Reported(before, inventory(), api.children(), api.task_run(kept[-1].task_run_id))
+
+
+def test_a_flow_that_is_over_has_left_no_process(reported: Reported) -> None:
+    assert reported.children == []
+
+
+def test_a_flow_that_is_over_has_left_no_thread(reported: Reported) -> None:
+    assert reported.after[0] == reported.before[0]
+    assert not [name for name in reported.after[0] if "engine" in name or "publisher" in name]
+
+
+def test_a_flow_that_is_over_has_left_no_descriptor(reported: Reported) -> None:
+    assert reported.after[1] <= reported.before[1]
+
+
+def test_each_process_of_a_task_run_has_a_report(reported: Reported) -> None:
+    found = api.artifacts(task_run_id=reported.task_run.id, count=2)
     assert {artifact.key for artifact in found} == {artifact_key("gpu-memory", "twice")}
-    first, second = (artifact.metadata_ or {} for artifact in found)
-    assert set(first) == {
+    metadata = [artifact.metadata_ or {} for artifact in found]
+    assert [(m["attempt"], m["outcome"]) for m in metadata] == [("1", "failed"), ("2", "completed")]
+
+
+def test_a_report_has_these_numbers(reported: Reported) -> None:
+    _, second = api.artifacts(task_run_id=reported.task_run.id, count=2)
+    metadata = second.metadata_ or {}
+    assert set(metadata) == {
         "schema", "task_key", "device_uuid", "device_name", "framework", "outcome", "attempt",
         "budget_bytes", "budget_source", "peak_process_bytes", "peak_live_bytes",
         "peak_reserved_bytes", "context_bytes", "leaked_bytes", "queued_s", "start_s", "run_s",
         "samples", "source", "cap_bytes", "cause", "steady_live_bytes",
     }  # fmt: skip
-    assert [(m["attempt"], m["outcome"]) for m in (first, second)] == [
-        ("1", "failed"),
-        ("2", "completed"),
-    ]
-    assert second["peak_live_bytes"] == str(32 << 20)
-    assert second["budget_bytes"] == str(64 << 20)
-    assert (second["source"], second["budget_source"]) == ("simulated", "tag")
-    all_of_flow = api.artifacts(flow_run_id=run.flow_run_id, count=3)
-    assert artifact_key("gpu-flow", "reported") in {artifact.key for artifact in all_of_flow}
+    assert metadata["peak_live_bytes"] == str(32 << 20)
+    assert metadata["budget_bytes"] == str(64 << 20)
+    assert (metadata["source"], metadata["budget_source"]) == ("simulated", "tag")
 
 
-def test_a_runner_copies_compares_and_pickles() -> None:
-    runner = GPUTaskRunner(
+def test_a_flow_run_has_a_report(reported: Reported) -> None:
+    found = api.artifacts(flow_run_id=reported.task_run.flow_run_id, count=3)
+    assert artifact_key("gpu-flow", "reported") in {artifact.key for artifact in found}
+
+
+@pytest.fixture
+def packed() -> GPUTaskRunner:
+    """A runner with every argument given."""
+    return GPUTaskRunner(
         devices=api.TWO,
         placement="pack",
         max_processes=3,
@@ -172,31 +208,52 @@ def test_a_runner_copies_compares_and_pickles() -> None:
         reports=False,
         max_tasks_per_device=2,
     )
-    assert runner.max_tasks_per_device == 2
-    again = runner.duplicate()
-    assert again == runner and hash(again) == hash(runner) and again is not runner
-    assert runner != GPUTaskRunner(devices=api.TWO) and runner != "runner"
-    assert pickle.loads(pickle.dumps(runner)) == runner
-    with runner:
-        assert pickle.loads(pickle.dumps(runner)) == runner
 
-    @flow(task_runner=runner)
+
+def test_a_copy_of_a_runner_equals_it(packed: GPUTaskRunner) -> None:
+    again = packed.duplicate()
+    assert again == packed and hash(again) == hash(packed) and again is not packed
+    assert again.max_tasks_per_device == 2
+
+
+def test_a_runner_with_other_arguments_is_another_one(packed: GPUTaskRunner) -> None:
+    assert packed != GPUTaskRunner(devices=api.TWO)
+    assert packed != "runner"
+
+
+def test_a_runner_can_be_pickled_while_it_runs_and_while_it_does_not(packed: GPUTaskRunner) -> None:
+    assert pickle.loads(pickle.dumps(packed)) == packed
+    with packed:
+        assert pickle.loads(pickle.dumps(packed)) == packed
+
+
+def test_a_flow_can_be_pickled_with_its_runner(packed: GPUTaskRunner) -> None:
+    @flow(task_runner=packed)
     def one() -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    assert cloudpickle.loads(cloudpickle.dumps(one)).task_runner == runner
+    assert cloudpickle.loads(cloudpickle.dumps(one)).task_runner == packed
+
+
+def test_a_runner_must_be_started_before_it_takes_tasks(packed: GPUTaskRunner) -> None:
     with pytest.raises(RuntimeError, match="must be started"):
-        runner.submit(endless, {})
+        packed.submit(endless, {})
 
-    @task(tags=SMALL)
-    def pid() -> int:
-        return os.getpid()
 
-    # A class in place of an instance; and no flow at all.
+@task(tags=SMALL)
+def pid() -> int:
+    """Return the process id of the body."""
+    return os.getpid()
+
+
+def test_a_flow_takes_the_class_of_the_runner_in_place_of_an_instance() -> None:
     @flow(task_runner=GPUTaskRunner)
     def default() -> int:
         return pid.submit().result()
 
     assert default() != os.getpid()
+
+
+def test_a_runner_takes_tasks_outside_of_any_flow() -> None:
     with GPUTaskRunner(devices=api.TWO, reports=False) as alone:
         assert alone.submit(pid, {}).result() != os.getpid()

@@ -9,7 +9,9 @@ import itertools
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
 import prefect
 import pytest
@@ -172,14 +174,31 @@ def test_async_flows_and_how_results_go_from_task_to_task() -> None:
     assert not kept["waited"].not_done
 
 
-def test_logs_prints_ids_artifacts_events_and_tags_belong_to_the_task_run() -> None:
+@dataclass(frozen=True)
+class Observed:
+    """A flow run with one task that logs, prints, publishes and looks around itself."""
+
+    #: Id of the task run.
+    id: UUID
+    #: Id of the flow run, as text.
+    flow_run: str
+    #: What the body found, by name.
+    found: dict[str, Any]
+    #: The result that the final state holds.
+    persisted: Any
+    #: The name and state of the task run as each hook saw them.
+    hooks: list[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def observed(prefect_server: str) -> Observed:
     @task(
         tags=[*SMALL, "mine"],
         log_prints=True,
         task_run_name="eval-{name}-{size}",
         persist_result=True,
     )
-    def observed(name: str, size: int) -> dict[str, Any]:
+    def look(name: str, size: int) -> dict[str, Any]:
         get_run_logger().info("logged in %s", name)
         print(f"printed in {name}")
         artifact = create_markdown_artifact("# here", key=f"from-child-{os.getpid()}")
@@ -190,8 +209,6 @@ def test_logs_prints_ids_artifacts_events_and_tags_belong_to_the_task_run() -> N
             "task": prefect.runtime.task_run.task_name,
             "flow_run": prefect.runtime.flow_run.id,
             "flow": prefect.runtime.flow_run.flow_name,
-            "parameters": prefect.runtime.flow_run.parameters,
-            "tags": prefect.runtime.task_run.tags,
             "artifact": artifact,
             "event": event is not None and str(event.id),
         }
@@ -199,60 +216,82 @@ def test_logs_prints_ids_artifacts_events_and_tags_belong_to_the_task_run() -> N
     hooks: list[tuple[str, str]] = []
     lock = threading.Lock()
 
-    @observed.on_completion
+    @look.on_completion
     def _completed(task: Any, run: Any, state: Any) -> None:
         with lock:
             hooks.append((run.name, state.name))
 
-    @observed.on_running
+    @look.on_running
     async def _running(task: Any, run: Any, state: Any) -> None:
         hooks.append((run.name, state.name))
 
     kept: dict[str, Any] = {}
 
-    # The flow closes over a lock, and is given one: neither is the tasks' business.
+    # The flow closes over a lock and has one as its parameter: neither is sent to the child.
     @flow(task_runner=RUNNER, validate_parameters=False)
     def watches(held: Any) -> None:
         with lock, tags("from-context"):
-            future = observed.submit("a", size=3)
-        kept["id"], kept["result"] = future.task_run_id, future.result()
+            future = look.submit("a", size=3)
+        kept["id"], kept["found"] = future.task_run_id, future.result()
         kept["flow_run"] = prefect.runtime.flow_run.id
         kept["persisted"] = future.state.data
 
     with tags("around-the-flow"):
         watches(threading.Lock())
-    result = kept["result"]
-    assert result["task_run"] == str(kept["id"])
-    assert result["name"] == "eval-a-3"
-    assert result["task"] == "observed"
-    assert result["flow_run"] == kept["flow_run"]
-    assert result["flow"] == "watches"
-    assert ("eval-a-3", "Running") in hooks or len(hooks) == 2
-    assert ("eval-a-3", "Completed") in hooks
-    run = api.task_run(kept["id"])
-    assert run.name == "eval-a-3"
+    return Observed(hooks=hooks, **kept)
+
+
+def test_the_runtime_in_a_body_names_its_task_run_and_flow_run(observed: Observed) -> None:
+    assert observed.found["task_run"] == str(observed.id)
+    assert observed.found["task"] == "look"
+    assert observed.found["flow_run"] == observed.flow_run
+    assert observed.found["flow"] == "watches"
+
+
+def test_a_task_run_is_named_by_its_parameters(observed: Observed) -> None:
+    assert observed.found["name"] == api.task_run(observed.id).name == "eval-a-3"
+
+
+def test_hooks_of_a_task_are_called_in_the_parent(observed: Observed) -> None:
+    assert observed.hooks == [("eval-a-3", "Running"), ("eval-a-3", "Completed")]
+
+
+def test_a_task_run_has_the_tags_of_its_task_and_of_the_contexts_around_it(
+    observed: Observed,
+) -> None:
+    run = api.task_run(observed.id)
     assert {*SMALL, "mine", "from-context", "around-the-flow"} <= set(run.tags)
-    logs = api.logs(run.flow_run_id, ["logged in a", "printed in a"])  # type: ignore[arg-type]
-    assert {logs[m].task_run_id for m in ("logged in a", "printed in a")} == {kept["id"]}
-    found = api.artifacts(task_run_id=kept["id"], count=1)
-    assert [artifact.id for artifact in found] == [result["artifact"]]
-    assert kept["persisted"].result == result
+
+
+@pytest.mark.parametrize("message", ["logged in a", "printed in a"])
+def test_logs_and_prints_of_a_body_belong_to_its_task_run(observed: Observed, message: str) -> None:
+    logs = api.logs(UUID(observed.flow_run), [message])
+    assert logs[message].task_run_id == observed.id
+
+
+def test_an_artifact_of_a_body_belongs_to_its_task_run(observed: Observed) -> None:
+    found = api.artifacts(task_run_id=observed.id, count=1)
+    assert [artifact.id for artifact in found] == [observed.found["artifact"]]
+
+
+def test_the_result_of_a_body_is_persisted_by_its_final_state(observed: Observed) -> None:
+    assert observed.persisted.result == observed.found
+
+
+def test_an_event_of_a_body_is_related_to_its_task_run(observed: Observed) -> None:
+    body = {
+        "filter": {
+            "event": {"name": ["prefect-gpu.tested"]},
+            "occurred": {"since": "2020-01-01T00:00:00Z", "until": "2100-01-01T00:00:00Z"},
+        }
+    }
     with prefect.get_client(sync_client=True) as client:
 
         def emitted() -> bool:
-            body = {
-                "filter": {
-                    "event": {"name": ["prefect-gpu.tested"]},
-                    "occurred": {
-                        "since": "2020-01-01T00:00:00Z",
-                        "until": "2100-01-01T00:00:00Z",
-                    },
-                }
-            }
             events = client.request("POST", "/events/filter", json=body).json()["events"]
-            mine = [e for e in events if e["id"] == result["event"]]
-            related = [r["prefect.resource.id"] for e in mine for r in e["related"]]
-            return f"prefect.task-run.{kept['id']}" in related
+            mine = [event for event in events if event["id"] == observed.found["event"]]
+            related = [each["prefect.resource.id"] for event in mine for each in event["related"]]
+            return f"prefect.task-run.{observed.id}" in related
 
         api.until(emitted, "the child's event")
 
@@ -308,8 +347,6 @@ def test_nested_submits_from_a_gpu_task_and_from_a_thread() -> None:
     assert kept["outer"]["thread"] == kept["outer"]["pid"]
     assert kept["from_thread"][0] == 10 and kept["from_thread"][1] != os.getpid()
     assert kept["flow"] != os.getpid()
-    from uuid import UUID
-
     assert api.task_run(UUID(kept["outer"]["id"])).state_name == "Completed"
 
 

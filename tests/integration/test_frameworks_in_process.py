@@ -206,6 +206,90 @@ except FrameworkError as error:
 
 
 @needs_tensorflow
+def test_tensorflow_1_sessions_keep_to_the_policy_whatever_their_options_say():
+    found = run_child(
+        """
+import tensorflow as tf
+from dataclasses import replace
+from tensorflow.python.client import session as sessions
+from tensorflow.python.keras import backend as keras_backend
+
+v1 = tf.compat.v1
+# A GPU of 16 GiB that takes what is configured; sessions show their options and do not start.
+tf.config.list_physical_devices = lambda kind: ["GPU:0"]
+tf.config.set_logical_device_configuration = lambda gpu, limits: None
+tf.config.experimental.set_memory_growth = lambda gpu, on: None
+
+class Shown(Exception):
+    pass
+
+def show(target, config):
+    raise Shown(config.gpu_options)
+
+sessions.tf_session.TF_NewSessionOptions = show
+
+def options_of(make):
+    try:
+        with v1.Graph().as_default():
+            make()
+    except Shown as shown:
+        (options,) = shown.args
+        limits = [list(d.memory_limit_mb) for d in options.experimental.virtual_devices]
+        return [options.per_process_gpu_memory_fraction, options.allow_growth, limits]
+
+def config(**options):
+    return v1.ConfigProto(gpu_options=v1.GPUOptions(**options))
+
+def split(*limits):
+    experimental = v1.GPUOptions.Experimental
+    pieces = [experimental.VirtualDevices(memory_limit_mb=each) for each in limits]
+    return config(experimental=experimental(virtual_devices=pieces))
+
+theirs = config(per_process_gpu_memory_fraction=0.75)
+for allocation in ("limit", "growth"):
+    ADAPTERS["tensorflow"].apply(
+        replace(
+            policy, device_kind="nvml", allocation=allocation, frameworks=("tensorflow",),
+            total_bytes=(16 * GIB,), budget_bytes=(8 * GIB,),
+        )
+    )
+    out[allocation] = {
+        "more": options_of(lambda: v1.Session(config=theirs)),
+        "less": options_of(lambda: v1.Session(config=config(per_process_gpu_memory_fraction=0.25))),
+        "unsaid": options_of(lambda: v1.Session(config=v1.ConfigProto())),
+        "positional": options_of(lambda: v1.Session("", None, v1.ConfigProto())),
+        "interactive": options_of(v1.InteractiveSession),
+        "supervised": options_of(lambda: v1.train.MonitoredSession(
+            v1.train.ChiefSessionCreator(config=config(per_process_gpu_memory_fraction=1.5)))),
+        "keras": options_of(keras_backend.get_session),
+        "split": options_of(lambda: v1.Session(config=split([2048, 6144]))),
+        "split further": options_of(lambda: v1.Session(config=split([6144, 10240]))),
+        "split without limits": options_of(lambda: v1.Session(config=split([]))),
+    }
+out["theirs"] = theirs.gpu_options.per_process_gpu_memory_fraction
+""",
+        host_policy(),
+    )
+    whole = [0.5, False, []]
+    assert found["limit"] == {
+        "more": whole,
+        "less": [0.25, False, []],
+        "unsaid": whole,
+        "positional": whole,
+        "interactive": [0.5, True, []],
+        "supervised": whole,
+        "keras": whole,
+        "split": [0.0, False, [[2048, 6144]]],
+        "split further": [0.0, False, [[3072, 5120]]],
+        "split without limits": [0.0, False, [[8192]]],
+    }
+    growth = found["growth"]
+    assert growth["more"] == [0.75, True, []]
+    assert all(allow_growth for _, allow_growth, _ in growth.values())
+    assert found["theirs"] == 0.75, "the session changed the options that it was given"
+
+
+@needs_tensorflow
 def test_tensorflow_without_its_gpu_fails_the_import_saying_why():
     found = run_child(
         """
@@ -220,6 +304,6 @@ except FrameworkError as error:
 
 
 def test_a_pickled_host_copy_needs_no_framework():
-    from prefect_gpu.frameworks.values import host_value
+    from prefect_gpu.frameworks.adapter import host_value
 
     assert pickle.loads(pickle.dumps(host_value))(3) == 3

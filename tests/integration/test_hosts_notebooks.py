@@ -97,6 +97,7 @@ print("ANSWER", ask())
     assert ["ANSWER 1" in printed[0], "ANSWER 2" in printed[1]] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_python_script_run_by_ipython(place: Workplace) -> None:
     place.write("script.py", SCRIPT)
     done = place.run("-m", "IPython", "--no-banner", "script.py")
@@ -113,6 +114,7 @@ def test_an_ipython_script(place: Workplace) -> None:
     assert len(place.runs()) == 1
 
 
+@pytest.mark.slow
 def test_a_command_of_ipython(place: Workplace) -> None:
     done = place.run("-m", "IPython", "--no-banner", "-c", SCRIPT)
     assert ARRIVED in done.stdout

@@ -1,4 +1,7 @@
-"""GPU tasks work from wherever a flow may be written: scripts, standard input, modules, entrypoints."""
+"""GPU tasks work from wherever a flow may be written: scripts, standard input, modules, entrypoints.
+
+One program of each kind runs every day; those that differ from it in one detail are marked `slow`.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ def test_a_script_without_a_main_guard(place: Workplace) -> None:
     check(place, place.run("script.py").stdout)
 
 
+@pytest.mark.slow
 def test_a_script_run_from_another_folder(place: Workplace) -> None:
     path = place.write("deep/script.py", SCRIPT)
     place.write("deep/neighbour.py", "VALUE = 1\n")
@@ -44,6 +48,7 @@ def test_a_script_run_from_another_folder(place: Workplace) -> None:
     check(place, place.run(os.path.join("deep", "script.py")).stdout)
 
 
+@pytest.mark.slow
 def test_an_async_flow_in_a_script(place: Workplace) -> None:
     place.write(
         "script.py", TASKS + '\nimport asyncio\nprint("RESULT", asyncio.run(async_host_flow()))\n'
@@ -55,6 +60,7 @@ def test_a_program_on_standard_input(place: Workplace) -> None:
     check(place, place.run("-", stdin=SCRIPT).stdout)
 
 
+@pytest.mark.slow
 def test_a_program_given_as_a_string(place: Workplace) -> None:
     check(place, place.run("-c", SCRIPT).stdout)
 
@@ -68,6 +74,7 @@ def test_a_module_run_with_dash_m(place: Workplace) -> None:
     check(place, place.run("-m", "pkg.sub.mod").stdout)
 
 
+@pytest.mark.slow
 def test_a_package_run_with_dash_m(place: Workplace) -> None:
     place.write("pkg/__init__.py", "")
     place.write("pkg/__main__.py", SCRIPT)
@@ -115,12 +122,11 @@ def test_a_module_on_a_path_added_at_run_time(place: Workplace) -> None:
     )
     done = place.run("script.py")
     assert ARRIVED in done.stdout
-    # An importable module is imported by the child: once in each of three (and in those that were
-    # made ahead for nothing), under its own name.
-    names = [name for _, name in place.runs()]
-    assert len(names) >= 4 and set(names) == {"tasks_of_late"}
+    # An importable module is imported by each of the three children, under its own name.
+    assert [name for _, name in place.runs()] == ["tasks_of_late"] * 4
 
 
+@pytest.mark.slow
 def test_an_installed_module(place: Workplace) -> None:
     site = place.folder / "site"
     place.write("elsewhere/installed_tasks.py", TASKS)
@@ -142,6 +148,7 @@ def test_a_deployment_entrypoint(place: Workplace) -> None:
     assert ARRIVED in done.stdout
 
 
+@pytest.mark.slow
 def test_a_deployment_entrypoint_named_as_an_imported_module(place: Workplace) -> None:
     # Prefect then calls the module `__prefect_loader_<digest>__`, which nobody can import.
     place.write("flows/json.py", TASKS)
@@ -152,6 +159,7 @@ def test_a_deployment_entrypoint_named_as_an_imported_module(place: Workplace) -
     check(place, done.stdout, run[1])
 
 
+@pytest.mark.slow
 def test_a_module_loaded_by_path_that_no_path_leads_to(place: Workplace) -> None:
     place.write("hidden/by_path.py", TASKS)
     place.write(
@@ -169,7 +177,7 @@ print("RESULT", module.host_flow())
     check(place, place.run("script.py").stdout, "by_path")
 
 
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+@pytest.mark.parametrize("mode", ["importlib", pytest.param("prepend", marks=pytest.mark.slow)])
 def test_a_test_under_pytest(place: Workplace, mode: str) -> None:
     place.write(
         "suite/test_flow.py", TASKS + "\ndef test_it():\n    assert host_flow() == 'all arrived'\n"
@@ -182,6 +190,7 @@ def test_a_test_under_pytest(place: Workplace, mode: str) -> None:
     assert done.stdout.count("child prints") == 2
 
 
+@pytest.mark.slow
 def test_code_run_by_exec(place: Workplace) -> None:
     # As notebooks converted by tools, debuggers and `runpy` do it.
     place.write("target.py", SCRIPT)
@@ -189,6 +198,7 @@ def test_code_run_by_exec(place: Workplace) -> None:
     check(place, place.run("script.py").stdout)
 
 
+@pytest.mark.slow
 def test_tasks_of_one_module_called_from_a_script(place: Workplace) -> None:
     place.write("tasks.py", TASKS)
     place.write("script.py", "import tasks\n" + CALL.replace("host_flow", "tasks.host_flow"))

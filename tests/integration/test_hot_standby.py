@@ -11,7 +11,7 @@ from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.devices.simulated import SimulatedReader
-from prefect_gpu.processes.standby import standby_pool
+from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.testing import SimulatedDevices
 from prefect_gpu.units import GIB, MIB
 from tests.integration import engine_api as api

@@ -12,16 +12,16 @@ from prefect.cache_policies import NO_CACHE
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.errors import NO_ROOM, ResultError
-from prefect_gpu.gpu_task import is_hopeless
-from prefect_gpu.processes import memory_files
-from prefect_gpu.processes.arguments import argument_files
+from prefect_gpu.processes import transport
+from prefect_gpu.processes.values import argument_files
+from prefect_gpu.runner.submission import is_hopeless
 from tests.integration import engine_api as api
 
 np = pytest.importorskip("numpy")
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_server"),
-    pytest.mark.skipif(not memory_files.AVAILABLE, reason="no memory files on this system"),
+    pytest.mark.skipif(not transport.AVAILABLE, reason="no memory files on this system"),
 ]
 
 RUNNER = GPUTaskRunner(devices=api.TWO, reports=False)
@@ -55,7 +55,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def write(parts: Any) -> Any:
         sizes.append(sum(part.nbytes for part in parts))
-        return memory_files.write_file(parts)
+        return transport.write_file(parts)
 
     monkeypatch.setattr(argument_files(), "_write", write)
     return sizes

@@ -33,7 +33,7 @@ def machine() -> SimulatedReader:
     context = FlowRunContext.get()
     assert context is not None and isinstance(context.task_runner, GPUTaskRunner)
     assert context.task_runner._run is not None
-    reader = context.task_runner._run._broker().reader
+    reader = context.task_runner._run.broker().reader
     assert isinstance(reader, SimulatedReader)
     return reader
 

@@ -21,6 +21,7 @@ def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
         yield made
 
 
+@pytest.mark.slow
 def test_it_prints_the_phases_of_its_report(place: Workplace) -> None:
     script = str(REPOSITORY / "flows" / "profile_training.py")
     done = place.run(script, "--devices", "host", "--device-memory", "1GiB", *SMALL)

@@ -11,7 +11,7 @@ from prefect import flow, task
 from pydantic import ValidationError
 
 from prefect_gpu import GPUTaskRunner, gpu
-from prefect_gpu.broker import Broker, Ticket
+from prefect_gpu.broker.broker import Broker, Ticket
 from prefect_gpu.testing import SimulatedDevices
 
 pytestmark = pytest.mark.usefixtures("prefect_server")

@@ -15,7 +15,7 @@ import time
 import warnings
 from typing import Any
 
-from prefect_gpu.processes import channel
+from prefect_gpu.child import channel
 
 FOREVER_S = 600
 
@@ -343,14 +343,14 @@ def fail_with(count: int) -> None:
 
 def die_sending(count: int, after_header: bool) -> None:
     """Die between the message that announces a value, or its frame's first bytes, and its end."""
-    from prefect_gpu.processes import messages, passing, values
+    from prefect_gpu.processes import messages, transport, values
 
     own = channel.current_channel()
     assert own is not None
     parcel = values.dumps(numbers(count), "return value", "result")
     own._socket.sendall(messages.encode(messages.BodyEnded(raised=False)))
     if after_header:
-        passing.send(own._socket, parcel.frame[0], parcel.files)
+        transport.send(own._socket, parcel.frame[0], parcel.files)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -368,12 +368,12 @@ def send_wrong_table(count: int) -> None:
 
 def no_memory_for_files() -> Any:
     """Return an array where the system has no memory for its file."""
-    from prefect_gpu.processes import memory_files
+    from prefect_gpu.processes import transport
 
     def refuse(*given: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    memory_files.os.pwrite = refuse  # type: ignore[attr-defined]
+    transport.os.pwrite = refuse  # type: ignore[attr-defined]
     return numbers(300_000)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
     before = _left()
     rigs: list[Rig] = []
 
-    def make(**options: float) -> Rig:
+    def make(**options: Any) -> Rig:
         rigs.append(Rig(**options))
         return rigs[-1]
 
@@ -37,7 +38,7 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
 
 
 def any_started(heard: Heard) -> bool:
-    from prefect_gpu.processes.spec import ChildStarted
+    from prefect_gpu.processes.launch_spec import ChildStarted
 
     return heard.of(ChildStarted) is not None
 

@@ -13,18 +13,17 @@ import psutil
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
-from prefect_gpu.inside import Allocation
+from prefect_gpu.in_task import Allocation
 from prefect_gpu.processes import values
-from prefect_gpu.processes.call import Call
-from prefect_gpu.processes.launcher import ProcessLauncher
-from prefect_gpu.processes.messages import BodyEnded, Prepare
-from prefect_gpu.processes.spec import (
+from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,
     ChildStarted,
     LaunchSpec,
     ValueArrived,
 )
+from prefect_gpu.processes.launcher import ProcessLauncher
+from prefect_gpu.processes.messages import BodyEnded, Call, Prepare
 
 PREPARE = Prepare(
     FrameworkPolicy("host", ("host",), (1 << 30,), (1 << 30,)),
@@ -94,7 +93,7 @@ class Heard:
 
 
 class Rig:
-    def __init__(self, **options: float) -> None:
+    def __init__(self, **options: Any) -> None:
         self.launcher = ProcessLauncher(**options)
         self.started: list[Heard] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from prefect_gpu import mark, phase, step
-from prefect_gpu.processes import channel
+from prefect_gpu.child import channel
 from prefect_gpu.testing import allocate, note_allocation_retry
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,33 @@ import pytest
 
 from tests.process.rig import is_alive
 
+#: Only ever reached in a deadlock.
+LIMIT_S = 120.0
 
-def stream(folder: Path, program: str, limit_s: float) -> tuple[list[dict[str, Any]], str]:
+
+def stream(
+    folder: Path,
+    program: str,
+    limit_s: float = LIMIT_S,
+    then: Callable[[], None] = lambda: None,
+) -> tuple[list[dict[str, Any]], str]:
+    """Run a program as a row; return what it told and why it did not end well.
+
+    Args:
+        folder: For the program.
+        program: Its text.
+        limit_s: Seconds that it may take.
+        then: Called after each thing that it told.
+    """
     script = folder / "row.py"
     script.write_text(textwrap.dedent(program), encoding="utf-8")
     told: list[dict[str, Any]] = []
-    why = _common.stream(str(script), ["7"], "http://nowhere/api", limit_s, told.append)
+
+    def keep(record: dict[str, Any]) -> None:
+        told.append(record)
+        then()
+
+    why = _common.stream(str(script), ["7"], "http://nowhere/api", limit_s, keep)
     return told, why
 
 
@@ -30,19 +53,33 @@ def test_all_that_was_told_arrives_and_the_rest_is_passed_on(
         _common.tell({"given": sys.argv[1], "url": os.environ["PREFECT_API_URL"]})
         _common.tell({"last": True})
     """
-    told, why = stream(tmp_path, program, 60)
+    told, why = stream(tmp_path, program)
     assert told == [{"given": "7", "url": "http://nowhere/api"}, {"last": True}]
     assert why == ""
     assert capfd.readouterr().out == "on the way\n"
 
 
 def test_one_that_dies_says_with_what(tmp_path: Path) -> None:
-    told, why = stream(tmp_path, "import _common; _common.tell({'a': 1}); raise SystemExit(3)", 60)
+    told, why = stream(tmp_path, "import _common; _common.tell({'a': 1}); raise SystemExit(3)")
     assert told == [{"a": 1}]
     assert why == "its process ended with 3"
 
 
-def test_one_whose_time_is_up_is_ended_with_what_it_started(tmp_path: Path) -> None:
+class _Clock:
+    """The real clock, until it is moved."""
+
+    def __init__(self) -> None:
+        self.moved_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.moved_s
+
+
+def test_one_whose_time_is_up_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(_common, "time", clock)
     program = """
         import signal, subprocess, sys, time
         import _common
@@ -51,7 +88,12 @@ def test_one_whose_time_is_up_is_ended_with_what_it_started(tmp_path: Path) -> N
         _common.tell({"child": child.pid})
         time.sleep(300)
     """
-    told, why = stream(tmp_path, program, 4)
-    assert why == "ended after 4 s"
+
+    def hour_passes() -> None:
+        clock.moved_s += 3600
+
+    # However long it takes to start, its time is up once its child runs.
+    told, why = stream(tmp_path, program, 3600, hour_passes)
+    assert why == "ended after 3600 s"
     (record,) = told
     assert not is_alive(record["child"])

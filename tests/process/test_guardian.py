@@ -1,4 +1,4 @@
-"""The guardian alone: lines in, kills when the pipe closes."""
+"""The guardian alone: it reads lines, and kills when the pipe closes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.processes import guardian
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
+
+#: More than the largest process id that Linux allows.
+NOBODY = 1 << 23
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def guard() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_it_kills_what_is_registered_when_the_pipe_closes(
+def test_the_guardian_kills_registered_children_when_the_pipe_closes(
     guard: subprocess.Popen[bytes], sleeper: Start
 ) -> None:
     child, ended = sleeper("aa"), sleeper("bb")
@@ -67,7 +70,7 @@ def test_it_kills_what_is_registered_when_the_pipe_closes(
     assert ended.poll() is None
 
 
-def test_it_ends_with_nothing_to_do(guard: subprocess.Popen[bytes]) -> None:
+def test_a_guardian_without_children_ends_with_its_parent(guard: subprocess.Popen[bytes]) -> None:
     assert guard.stdin is not None
     guard.stdin.close()
     assert guard.wait(DEADLOCK_S) == 0
@@ -75,33 +78,59 @@ def test_it_ends_with_nothing_to_do(guard: subprocess.Popen[bytes]) -> None:
 
 def test_a_token_is_found_whole_and_anywhere_in_the_path(sleeper: Start) -> None:
     outer, inner, longer = sleeper("t1"), sleeper("t0/t1"), sleeper("t11")
-    assert set(guardian.pids_with_tokens(["t1"])) == {outer.pid, inner.pid}
-    assert set(guardian.pids_with_tokens(["t11", "nobody"])) == {longer.pid}
+    assert set(guardian.find_strays({NOBODY: "t1"})) == {outer.pid, inner.pid}
+    assert set(guardian.find_strays({NOBODY: "t11", NOBODY + 1: "unknown"})) == {longer.pid}
 
 
-def test_what_is_gone_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_in_a_childs_session_is_found_without_a_token(sleeper: Start) -> None:
+    leader, other = sleeper(), sleeper()
+    # In the session of its parent, this process, and in a group of its own.
+    inside = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)
+    try:
+        assert guardian.find_strays({leader.pid: "t"}) == [leader.pid]
+        assert inside.pid in guardian.find_strays({os.getsid(0): "t"})
+        assert other.pid not in guardian.find_strays({os.getsid(0): "t"})
+    finally:
+        inside.kill()
+        inside.wait()
+
+
+def test_a_process_that_has_ended_meanwhile_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     guardian.kill_group(gone.pid)
-    monkeypatch.setattr(guardian, "pids_with_tokens", lambda tokens: [gone.pid])
-    guardian.kill_strays(["t"])
+    monkeypatch.setattr(guardian, "find_strays", lambda children: [gone.pid])
+    guardian.kill_strays({NOBODY: "t"})
 
 
-def test_a_crowd_without_end_is_left_at_some_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
+def test_the_search_for_processes_ends_even_if_new_ones_always_appear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searches: list[int] = []
 
-    def more(tokens: object) -> list[int]:
-        looks.append(0)
-        return [(1 << 30) + len(looks)]
+    def more(children: object) -> list[int]:
+        searches.append(0)
+        return [(1 << 30) + len(searches)]
 
-    monkeypatch.setattr(guardian, "pids_with_tokens", more)
-    guardian.kill_strays(["t"])
-    assert len(looks) == guardian._MOST_LOOKS
+    monkeypatch.setattr(guardian, "find_strays", more)
+    guardian.kill_strays({NOBODY: "t"})
+    assert len(searches) == guardian._MOST_SEARCHES
 
 
-def test_without_proc_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_proc_file_system_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str) -> list[str]:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(guardian.os, "listdir", refuse)
-    assert guardian.pids_with_tokens(["t"]) == []
+    assert guardian.find_strays({NOBODY: "t"}) == []
+
+
+def test_the_guardians_script_loads_only_small_modules() -> None:
+    folder = os.path.dirname(guardian.__file__)
+    program = f"import sys; sys.path.insert(0, {folder!r}); import guardian; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "guardian" in loaded
+    assert not {"prefect_gpu", "selectors", "subprocess", "typing"} & loaded

@@ -1,73 +1,75 @@
-"""Standbys that start on a device ahead of their task: who gets one, and what becomes of the others."""
+"""Standbys that start their framework on a device ahead of their task: which task gets one, and when they end."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from prefect_gpu.processes import kinds
-from prefect_gpu.processes.kind import SIMULATED, Kind
+from prefect_gpu.child.warm_up import apply_to_started, heat
+from prefect_gpu.processes import standby_kind
+from prefect_gpu.processes.launch_spec import ChildStarted
 from prefect_gpu.processes.messages import Heat, Heated
-from prefect_gpu.processes.standby import Announcement, StandbyPool
-from prefect_gpu.processes.warming import heat, hold_to
-from prefect_gpu.units import GIB
+from prefect_gpu.processes.standby_kind import SIMULATED, Kind, LentDevice
+from prefect_gpu.processes.standby_pool import Announcement
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, spec_of
-from tests.process.warm import KIND, Warm, end_all
+from tests.process.warm import KIND, Broker, Warm, end_all
 
 HOT = replace(KIND, hot=SIMULATED)
 
 
 class Lent:
-    """A device that is lent; the words for what was said of it."""
+    """A device that was lent to a standby; the words for what was said of it."""
 
-    def __init__(self, uuid: str, give_up: Callable[[], None], standby_id: str) -> None:
-        self.device_uuid = uuid
+    def __init__(self, uuid: str, give_up: Callable[[], object], standby_id: str) -> None:
+        self.uuid = uuid
         self.give_up = give_up
         self.id = standby_id
         self.said: list[str] = []
 
-    @property
-    def environment(self) -> Mapping[str, str | None]:
-        return {"CUDA_VISIBLE_DEVICES": self.device_uuid}
 
-    def offer(self) -> None:
-        self.said.append("offered")
-
-    def end(self) -> None:
-        self.said.append("ended")
-
-
-class Lender:
+class Lender(Broker):
     """Lends the devices that it is told to, one after the other."""
 
     def __init__(self, *uuids: str) -> None:
+        super().__init__()
         self.uuids = list(uuids)
         self.lent: list[Lent] = []
-        self.device_count = 1
         self.during: Callable[[], object] = lambda: None
+        self.after_lending: Callable[[Lent], object] = lambda lent: None
 
-    def lend(
+    def lend_device(
         self,
         standby_id: str,
         kind: Kind,
+        framework: str,
         pid: int,
-        give_up: Callable[[], None],
+        give_up: Callable[[], object],
         avoid: Container[str],
-    ) -> Lent | None:
+    ) -> LentDevice | None:
         self.during()
         free = [uuid for uuid in self.uuids if uuid not in avoid]
         if not free:
             return None
         self.uuids.remove(free[0])
         self.lent.append(Lent(free[0], give_up, standby_id))
-        return self.lent[-1]
+        self.after_lending(self.lent[-1])
+        return LentDevice(free[0], {"CUDA_VISIBLE_DEVICES": free[0]})
+
+    def offer_standby(self, standby_id: str) -> None:
+        self._find(standby_id).said.append("offered")
+
+    def end_standby(self, standby_id: str) -> None:
+        self._find(standby_id).said.append("ended")
+
+    def _find(self, standby_id: str) -> Lent:
+        return next(lent for lent in self.lent if lent.id == standby_id)
 
 
 class Warmth(Warm):
@@ -75,13 +77,10 @@ class Warmth(Warm):
 
     def __init__(self, rig: Rig, lender: Lender, most: int = 1) -> None:
         self.lender = lender
-        super().__init__(rig, 0)
-        self.pool.close(self)
-        self.pool = StandbyPool(rig.launcher, read_available=lambda: 64 * GIB, cores=4)
-        self.pool.open(self, most, heater=lender)
+        super().__init__(rig, most, lender)
 
     def announce(self, kind: Kind = HOT) -> Announcement:
-        return self.pool.announce(kind, self.lender)
+        return self.pool.announce(kind, self.lender)  # type: ignore[arg-type]
 
     def wait_hot(self, count: int = 1) -> None:
         assert eventually(lambda: self.pool.hot == count)
@@ -100,11 +99,13 @@ def make_warm(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Warmth]]:
 
 
 def kept(lent: Lent, body: Callable[..., Any] = bodies.environment_of_self, **changes: Any) -> Any:
-    environment = {"CUDA_VISIBLE_DEVICES": lent.device_uuid, **changes}
+    environment = {"CUDA_VISIBLE_DEVICES": lent.uuid, **changes}
     return replace(spec_of(body, environment=environment), standby=lent.id)
 
 
-def test_a_task_is_done_by_the_one_that_was_kept_for_it(make_warm: Callable[..., Warmth]) -> None:
+def test_a_task_runs_in_the_hot_standby_that_was_kept_for_it(
+    make_warm: Callable[..., Warmth],
+) -> None:
     warm = make_warm("GPU-1")
     announced = warm.announce()
     warm.wait_hot()
@@ -116,7 +117,9 @@ def test_a_task_is_done_by_the_one_that_was_kept_for_it(make_warm: Callable[...,
     assert lent.said == ["offered"], "it is the task's"
 
 
-def test_it_may_be_given_before_it_has_started(make_warm: Callable[..., Warmth]) -> None:
+def test_a_task_may_be_given_to_a_hot_standby_whose_framework_still_starts(
+    make_warm: Callable[..., Warmth],
+) -> None:
     warm = make_warm("GPU-1")
     announced = warm.announce()
     assert eventually(lambda: bool(warm.lender.lent and warm.lender.lent[0].said))
@@ -126,7 +129,9 @@ def test_it_may_be_given_before_it_has_started(make_warm: Callable[..., Warmth])
     assert child.pid == pid
 
 
-def test_a_task_on_another_device_does_not_get_it(make_warm: Callable[..., Warmth]) -> None:
+def test_a_task_on_another_device_does_not_get_a_hot_standby(
+    make_warm: Callable[..., Warmth],
+) -> None:
     warm = make_warm("GPU-1")
     announced = warm.announce()
     warm.wait_hot()
@@ -136,11 +141,11 @@ def test_a_task_on_another_device_does_not_get_it(make_warm: Callable[..., Warmt
     assert is_alive(pid)
 
 
-def test_where_there_are_several_devices_a_plain_one_waits_too(
+def test_with_several_devices_an_ordinary_standby_waits_too(
     make_warm: Callable[..., Warmth],
 ) -> None:
     warm = make_warm("GPU-1", "GPU-2", most=2)
-    warm.lender.device_count = 2
+    warm.lender.devices = (object(), object())
     announced = warm.announce()
     warm.wait_ready(2)
     warm.wait_hot(1)
@@ -150,7 +155,7 @@ def test_where_there_are_several_devices_a_plain_one_waits_too(
     assert warm.pool.hot == 1
 
 
-def test_one_whose_environment_does_not_suit_ends_and_the_task_gets_its_own(
+def test_a_hot_standby_whose_environment_does_not_suit_ends_and_the_task_gets_a_fresh_process(
     make_warm: Callable[..., Warmth],
 ) -> None:
     warm = make_warm("GPU-1")
@@ -163,10 +168,12 @@ def test_one_whose_environment_does_not_suit_ends_and_the_task_gets_its_own(
     assert eventually(lambda: lent.said == ["offered", "ended"])
 
 
-def test_where_hot_ones_never_suit_they_only_import(make_warm: Callable[..., Warmth]) -> None:
+def test_where_hot_standbys_never_suit_only_ordinary_ones_are_made(
+    make_warm: Callable[..., Warmth],
+) -> None:
     warm = make_warm(*["GPU-1"] * 9)
     elsewhere = {"CUDA_VISIBLE_DEVICES": "GPU-2"}
-    for number in range(kinds.MOST_MISFITS):
+    for number in range(standby_kind.MOST_FAILURES):
         announced = warm.announce()
         warm.wait_hot()
         lent = warm.lender.lent[-1]
@@ -176,12 +183,12 @@ def test_where_hot_ones_never_suit_they_only_import(make_warm: Callable[..., War
         assert eventually(lambda lent=lent: lent.said[-1] == "ended")  # type: ignore[misc]
     announced = warm.announce()
     (pid,) = warm.wait_ready()
-    assert len(warm.lender.lent) == kinds.MOST_MISFITS and warm.pool.hot == 0
+    assert len(warm.lender.lent) == standby_kind.MOST_FAILURES and warm.pool.hot == 0
     child = warm.run(announced, spec_of(bodies.add, 1, environment=elsewhere))
     assert child.value() == 1 and child.pid == pid
 
 
-def test_one_that_was_given_up_ends_and_is_not_made_again_at_once(
+def test_a_hot_standby_that_was_given_up_ends_and_is_not_replaced_at_once(
     make_warm: Callable[..., Warmth],
 ) -> None:
     warm = make_warm("GPU-1", "GPU-2")
@@ -195,7 +202,7 @@ def test_one_that_was_given_up_ends_and_is_not_made_again_at_once(
     assert warm.pool.hot == 0 and warm.lender.uuids == ["GPU-2"]
 
 
-def test_one_that_gets_a_task_while_a_device_is_asked_for_is_not_started_there(
+def test_a_standby_that_gets_a_task_while_a_device_is_asked_for_is_not_started_there(
     make_warm: Callable[..., Warmth],
 ) -> None:
     warm = make_warm("GPU-1")
@@ -212,7 +219,29 @@ def test_one_that_gets_a_task_while_a_device_is_asked_for_is_not_started_there(
     assert eventually(lambda: warm.lender.lent[0].said == ["ended"])
 
 
-def test_where_there_is_no_device_it_waits_as_any_other(make_warm: Callable[..., Warmth]) -> None:
+def test_a_standby_that_has_a_task_is_not_ended_for_its_device(
+    make_warm: Callable[..., Warmth],
+) -> None:
+    warm = make_warm("GPU-1")
+    announced: list[Announcement] = []
+    children: list[Any] = []
+
+    def take_and_reclaim() -> None:
+        warm.lender.during = lambda: None
+        children.append(warm.run(announced[0], spec_of(bodies.add, 1)))
+
+    warm.lender.during = take_and_reclaim
+    warm.lender.after_lending = lambda lent: lent.give_up()
+    with warm.pool._changed:
+        announced.append(warm.announce())
+    assert eventually(lambda: bool(children))
+    assert children[0].value() == 1
+    assert [type(m) for m in children[0].messages].count(ChildStarted) == 1
+
+
+def test_a_standby_that_gets_no_device_waits_as_an_ordinary_one(
+    make_warm: Callable[..., Warmth],
+) -> None:
     warm = make_warm()
     announced = warm.announce()
     (pid,) = warm.wait_ready()
@@ -220,7 +249,7 @@ def test_where_there_is_no_device_it_waits_as_any_other(make_warm: Callable[...,
     assert child.value() == 1 and child.pid == pid
 
 
-def test_one_that_dies_as_it_starts_is_not_started_there_again(
+def test_where_a_hot_standby_dies_as_it_starts_no_other_is_started_on_that_device(
     make_warm: Callable[..., Warmth], caplog: pytest.LogCaptureFixture
 ) -> None:
     warm = make_warm("GPU-1", "GPU-1")
@@ -235,10 +264,10 @@ def test_one_that_dies_as_it_starts_is_not_started_there_again(
     assert waits != pid and warm.lender.uuids == ["GPU-1"]
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "on device GPU-1" in told.getMessage()
-    assert warm.pool._kinds.of(HOT).deaths == 0
+    assert warm.pool._kinds.of(HOT).starts.failures == 0
 
 
-def test_a_task_that_was_given_to_one_that_dies_as_it_starts_has_another(
+def test_a_task_that_was_given_to_a_hot_standby_that_dies_gets_a_fresh_process(
     make_warm: Callable[..., Warmth], caplog: pytest.LogCaptureFixture
 ) -> None:
     warm = make_warm("GPU-1")
@@ -253,7 +282,7 @@ def test_a_task_that_was_given_to_one_that_dies_as_it_starts_has_another(
     assert eventually(lambda: lent.said == ["offered", "ended"])
 
 
-def test_the_runner_whose_devices_they_hold_takes_them_along(
+def test_hot_standbys_end_with_the_runner_whose_devices_they_hold(
     make_warm: Callable[..., Warmth],
 ) -> None:
     warm = make_warm("GPU-1")
@@ -274,12 +303,13 @@ class Framework:
     """One that starts as it is told."""
 
     module = "a_framework"
+    can_start_early = True
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
         self.said: list[object] = []
 
-    def heat(self) -> None:
+    def start_device(self) -> None:
         self.said.append(os.environ.get("A_DEVICE"))
         if self.error is not None:
             raise self.error
@@ -299,17 +329,17 @@ def framework(monkeypatch: pytest.MonkeyPatch) -> Framework:
     return made
 
 
-def test_the_device_is_set_before_the_framework_starts(framework: Framework) -> None:
+def test_the_device_is_set_before_a_framework_starts_ahead(framework: Framework) -> None:
     assert heat(Heat("made-up", {"A_DEVICE": "GPU-1"})) == Heated()
-    hold_to("made-up", "a policy")  # type: ignore[arg-type]
+    apply_to_started("made-up", "a policy")  # type: ignore[arg-type]
     assert framework.said == ["GPU-1", "a policy"]
 
 
-def test_what_goes_wrong_is_told(framework: Framework) -> None:
+def test_a_framework_that_does_not_start_ahead_reports_the_problem(framework: Framework) -> None:
     framework.error = RuntimeError("CUDA error: out of memory\nmore")
     assert heat(Heat("made-up", {})).problem == "RuntimeError: CUDA error: out of memory"
 
 
-def test_simulated_devices_need_nothing_started(framework: Framework) -> None:
+def test_on_simulated_devices_no_framework_starts_ahead(framework: Framework) -> None:
     assert heat(Heat(SIMULATED, {})) == Heated()
     assert framework.said == []

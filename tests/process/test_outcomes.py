@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,17 +16,31 @@ import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import psutil
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.errors import FrameworkError, ProtocolError, ResultError
+from prefect_gpu.errors import CapacityError, FrameworkError, ProtocolError, ResultError
 from prefect_gpu.processes import launcher as launching
-from prefect_gpu.processes import messages, values
-from prefect_gpu.processes.messages import HEADER, Answered, Asked, BodyEnded, BodyStarted
-from prefect_gpu.processes.spec import ChildExited, ChildRefused, ChildStarted, ValueArrived
+from prefect_gpu.processes import messages, transport, values
+from prefect_gpu.processes.interpreter import (
+    Interpreter,
+    Process,
+    SpawnRequest,
+    start_interpreter,
+)
+from prefect_gpu.processes.launch_spec import (
+    NO_CALL,
+    ChildExited,
+    ChildRefused,
+    ChildStarted,
+    ValueArrived,
+)
+from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted
+from prefect_gpu.processes.transport import VALUE, PackedValue, frame_header
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, spec_of
 
@@ -32,7 +49,7 @@ MakeRig = Callable[..., Rig]
 # What comes back, and what is raised.
 
 
-def test_returns_a_value(rig: Rig) -> None:
+def test_what_the_body_returns_arrives_after_its_messages(rig: Rig) -> None:
     child = rig.start(bodies.add, 1, b=2)
     assert child.value() == 3
     assert child.exit() == ChildExited(0, "")
@@ -48,7 +65,7 @@ def test_large_values_arrive_whole_both_ways(rig: Rig) -> None:
     assert len(value) == size and not any(value[::4096])
 
 
-def test_async_bodies_and_generators(rig: Rig) -> None:
+def test_the_results_of_coroutines_and_generators_arrive(rig: Rig) -> None:
     assert rig.call(bodies.add_async, 1, 2) == 3
     assert rig.call(bodies.count, 3) == [0, 1, 2]
 
@@ -116,7 +133,9 @@ def test_a_value_whose_pickling_exits_is_an_answer_and_no_death(rig: Rig) -> Non
 
 
 def test_a_call_that_cannot_be_read_there_is_an_error(rig: Rig) -> None:
-    child = rig.launch(replace(spec_of(bodies.add), call=b"cno_such_module\nname\n."))
+    child = rig.launch(
+        replace(spec_of(bodies.add), call=PackedValue(VALUE, b"cno_such_module\nname\n."))
+    )
     with pytest.raises(ResultError, match="no_such_module"):
         child.value()
 
@@ -136,19 +155,28 @@ def test_a_framework_that_refuses_its_policy_is_an_error_and_no_death(
 
 def test_a_calibration_that_fails_says_why(rig: Rig) -> None:
     spec = spec_of(bodies.add)
-    spec = replace(spec, call=b"", prepare=replace(spec.prepare, work="calibrate", framework="no"))
+    spec = replace(
+        spec,
+        call=NO_CALL,
+        prepare=replace(spec.prepare, work="calibrate", framework="no"),
+    )
     child = rig.launch(spec)
     with pytest.raises(FrameworkError, match="cannot be calibrated"):
         child.value()
 
 
-def test_a_calibration_holds_its_device_until_the_parent_lets_go(rig: Rig, importable: str) -> None:
+def test_a_calibration_holds_its_device_until_the_parent_closes_the_channel(
+    rig: Rig, importable: str
+) -> None:
     Path(importable, "calibration_stub.py").write_text(
-        "from prefect_gpu.frameworks import calibration\n"
-        "calibration.run_calibration = lambda name: 5\n"
+        "from prefect_gpu.frameworks import context\ncontext.run_calibration = lambda name: 5\n"
     )
     spec = spec_of(bodies.add)
-    spec = replace(spec, call=b"", prepare=replace(spec.prepare, work="calibrate", framework="x"))
+    spec = replace(
+        spec,
+        call=NO_CALL,
+        prepare=replace(spec.prepare, work="calibrate", framework="x"),
+    )
     Path(importable, "sitecustomize.py").write_text("import calibration_stub\n")
     path = f"{importable}:{os.getcwd()}"
     child = rig.launch(replace(spec, environment={"PYTHONPATH": path}))
@@ -158,7 +186,7 @@ def test_a_calibration_holds_its_device_until_the_parent_lets_go(rig: Rig, impor
     assert child.exit().code == -signal.SIGKILL
 
 
-def test_ask_and_answer(rig: Rig) -> None:
+def test_a_question_of_the_body_is_answered_by_the_parent(rig: Rig) -> None:
     child = rig.start(bodies.ask_parent)
     asked: Asked = child.until(Asked)
     assert (asked.method, asked.arguments) == ("sum", {"a": 1, "b": 2})
@@ -173,14 +201,14 @@ def test_ask_and_answer(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_leaving_at_once_is_a_death(rig: Rig, code: int) -> None:
+def test_a_body_that_calls_os_exit_is_a_death(rig: Rig, code: int) -> None:
     child = rig.start(bodies.leave, code)
     assert child.exit().code == code
     assert child.of(ValueArrived) is None
 
 
 @pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGTERM])
-def test_a_signal_is_a_death(rig: Rig, signum: signal.Signals) -> None:
+def test_a_child_that_a_signal_ends_is_a_death(rig: Rig, signum: signal.Signals) -> None:
     ended = rig.start(bodies.die, signum).exit()
     assert ended.code == -signum
     assert not ended.killed_because
@@ -189,7 +217,7 @@ def test_a_signal_is_a_death(rig: Rig, signum: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("how", ["thread", "atexit"])
-def test_a_hang_at_exit_ends_after_the_grace_and_the_value_is_kept(
+def test_a_child_that_hangs_at_exit_is_killed_and_its_value_is_kept(
     make_rig: MakeRig, how: str
 ) -> None:
     child = make_rig(exit_grace_s=0.1).start(bodies.hang_at_exit, how)
@@ -211,7 +239,7 @@ def test_sigterm_ends_a_child_and_sigkill_one_that_ignores_it(rig: Rig, tmp_path
     assert stubborn.exit().code == -signal.SIGKILL
 
 
-def test_ctrl_c_is_the_parents_alone(rig: Rig, tmp_path: Path) -> None:
+def test_ctrl_c_does_not_end_a_child(rig: Rig, tmp_path: Path) -> None:
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     os.kill(child.pid, signal.SIGINT)
@@ -246,15 +274,15 @@ def test_a_file_that_took_the_channels_number_is_not_written_to(
     "garbage",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        HEADER.pack(messages.SMALL, 3) + b"abc",
-        HEADER.pack(messages.SMALL, 1 << 43),
-        HEADER.pack(messages.SMALL, 2) + b"N.",
+        frame_header(transport.MESSAGE, 3) + b"abc",
+        frame_header(transport.MESSAGE, 1 << 43),
+        frame_header(transport.MESSAGE, 2) + b"N.",
     ],
     ids=["no frame", "no pickle", "no memory", "no message"],
 )
-def test_garbage_is_refused_and_its_sender_killed(rig: Rig, garbage: bytes) -> None:
+def test_a_child_that_sends_garbage_is_refused_and_killed(rig: Rig, garbage: bytes) -> None:
     child = rig.start(bodies.write_raw, garbage, False)
-    if garbage == HEADER.pack(messages.SMALL, 1 << 43) and _overcommits():
+    if garbage == frame_header(transport.MESSAGE, 1 << 43) and _overcommits():
         child.handle.kill()
         pytest.skip("the kernel gives memory that it does not have")
     assert isinstance(child.until(ChildRefused).error, ProtocolError)
@@ -269,7 +297,7 @@ def _overcommits() -> bool:
 
 
 def test_dying_inside_a_message_is_a_death_and_no_error_of_the_protocol(rig: Rig) -> None:
-    child = rig.start(bodies.write_raw, messages.value_header(100) + b"only this", True)
+    child = rig.start(bodies.write_raw, frame_header(transport.VALUE, 100) + b"only this", True)
     ended = child.exit()
     assert ended.truncated and child.of(ChildRefused) is None
 
@@ -284,18 +312,82 @@ def test_a_child_that_cannot_start_is_refused_and_nothing_is_left(
     assert isinstance(gone.until(ChildRefused).error, FileNotFoundError)
     odd = rig.launch(replace(spec_of(bodies.add), argv=(object(),)))  # type: ignore[arg-type]
     assert isinstance(odd.until(ChildRefused).error, TypeError)
-    monkeypatch.setattr(rig.launcher._streams, "watch", _raise)
+    monkeypatch.setattr(launching, "ChildOutput", _raise)
     half = rig.start(bodies.add, 1)
     assert half.until(ChildRefused).error.args == ("no room",)
     monkeypatch.undo()
     assert rig.call(bodies.add, 1) == 1
 
 
-def _raise(child: object) -> None:
+def _raise(*given: object) -> None:
     raise RuntimeError("no room")
 
 
-def test_a_listener_that_raises_disturbs_nobody(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fork_without_a_descriptor_for_its_channel_is_refused_by_the_limit(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rig.call(bodies.add, 1) == 1
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    monkeypatch.setattr(socket, "socketpair", refuse)
+    rig.launcher.start(spec_of(bodies.add, 1), heard.put, start_interpreter)
+    error = heard.get(timeout=DEADLOCK_S).error
+    assert isinstance(error, CapacityError) and "ulimit -n" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "limit"),
+    [
+        pytest.param(errno.EAGAIN, "ulimit -u", id="processes"),
+        pytest.param(errno.EMFILE, "ulimit -n", id="open files"),
+    ],
+)
+def test_a_limit_that_lets_no_process_start_fails_one_task_and_is_named(
+    make_rig: MakeRig, number: int, limit: str
+) -> None:
+    fails = [OSError(number, os.strerror(number))]
+
+    def spawn(request: SpawnRequest) -> Process:
+        if fails:
+            raise fails.pop()
+        return start_interpreter(request)
+
+    rig = make_rig(spawn=spawn)
+    error = rig.start(bodies.add, 1).until(ChildRefused).error
+    assert isinstance(error, CapacityError) and limit in str(error)
+    assert rig.call(bodies.add, 1) == 1
+
+
+def refuse_to_start(name: str) -> Callable[[threading.Thread], None]:
+    """Return a `Thread.start` that fails for one thread, as under a limit of processes."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    return refuse
+
+
+def test_a_launcher_without_a_thread_refuses_one_task_and_the_next_one_runs(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = psutil.Process().num_fds()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse_to_start("prefect-gpu-launcher"))
+        with pytest.raises(CapacityError, match="ulimit -u"):
+            rig.start(bodies.add, 1)
+    assert psutil.Process().num_fds() == before
+    assert rig.call(bodies.add, 1) == 1
+
+
+def test_a_listener_that_raises_disturbs_no_other_child(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     ended = threading.Event()
 
     def listen(message: object) -> None:
@@ -324,7 +416,7 @@ def test_a_killed_child_that_was_not_launched_yet_still_ends(rig: Rig) -> None:
     assert child.exit().code == -signal.SIGKILL
 
 
-def test_launches_from_many_threads_at_once(rig: Rig) -> None:
+def test_many_threads_may_start_children_at_once(rig: Rig) -> None:
     results: list[int] = []
     threads = [
         threading.Thread(target=lambda n=n: results.append(rig.call(bodies.add, n)))
@@ -339,13 +431,13 @@ def test_launches_from_many_threads_at_once(rig: Rig) -> None:
 
 def test_it_works_without_pidfds(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS."""
-    monkeypatch.setattr(launching, "open_pidfd", lambda pid: None)
+    monkeypatch.setattr(Interpreter, "open_pidfd", lambda process: None)
     assert rig.call(bodies.add, 1) == 1
     monkeypatch.delattr(os, "waitid")
     assert rig.call(bodies.add, 2) == 2
 
 
-def test_descriptors_return_to_where_they_were(rig: Rig) -> None:
+def test_children_that_have_ended_leave_no_descriptor_open(rig: Rig) -> None:
     rig.call(bodies.add, 1)
     process = psutil.Process()
     before = process.num_fds()
@@ -356,15 +448,6 @@ def test_descriptors_return_to_where_they_were(rig: Rig) -> None:
             child.exit()
     assert process.num_fds() == before
     assert [p for p in process.children() if p.status() == psutil.STATUS_ZOMBIE] == []
-
-
-def test_the_call_is_let_go_of_once_the_child_has_it(rig: Rig, tmp_path: Path) -> None:
-    child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
-    assert eventually((tmp_path / "ready").exists)
-    (known,) = rig.launcher._children
-    assert known.spec is None and not known.outgoing
-    child.handle.kill()
-    child.exit()
 
 
 def test_a_closed_launcher_has_ended_its_children_and_can_be_used_again(
@@ -433,7 +516,7 @@ def test_interpreter_flags_are_the_parents(importable: str, flags: list[str]) ->
     assert done.stderr == ""
 
 
-def test_a_pool_in_a_body(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_body_may_use_a_pool_of_processes(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     """Forked and spawned workers: neither garbles the stream, nor runs the bootstrap again."""
     for method in ("fork", "spawn"):
         child = rig.start(bodies.use_pool, method)

@@ -53,7 +53,7 @@ def test_a_great_deal_of_output_arrives_whole(
     assert len(tail) == (0 if stream == "stdout" else 64 * 1024)
 
 
-def test_a_stream_that_nobody_reads_stops_no_child(
+def test_a_stream_that_is_not_read_stops_no_child(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "STALLED_S", 0.2)
@@ -67,9 +67,7 @@ def test_a_stream_that_nobody_reads_stops_no_child(
     assert 0 < sink.bytes < MUCH_BYTES
 
 
-def test_what_is_no_utf_8_is_shown_and_harms_nothing(
-    rig: Rig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_that_is_not_utf_8_is_shown(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     rig.call(bodies.print_bytes, b"caf\xe9 \xff\n")
     rig.call(bodies.print_text, "grün \udc80 ✓")
     assert rig.launcher.output.flush(DEADLOCK_S)
@@ -78,7 +76,7 @@ def test_what_is_no_utf_8_is_shown_and_harms_nothing(
     assert "grün \\udc80 ✓\n" in out
 
 
-def test_a_parent_whose_output_is_closed_goes_on() -> None:
+def test_a_parent_whose_output_is_closed_still_runs_tasks() -> None:
     program = (
         "from tests.process import bodies; from tests.process.rig import Rig; import os\n"
         "rig = Rig(); os.close(1)\n"

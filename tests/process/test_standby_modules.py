@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from prefect_gpu.processes import kinds
+from prefect_gpu.processes import standby_kind
+from prefect_gpu.processes.launch_spec import ChildStarted
 from prefect_gpu.processes.messages import BodyStarted
-from prefect_gpu.processes.spec import ChildStarted
 from tests.process import bodies
 from tests.process.rig import eventually, spec_of
 from tests.process.warm import Warm, kind_with, module
 
 
-def test_files_that_its_modules_hold_open_are_written(warm: Warm, importable: str) -> None:
+def test_files_that_modules_of_a_standby_hold_open_are_written(warm: Warm, importable: str) -> None:
     module(importable, "test_holds_files", bodies.HOLDS_FILES)
     announced = warm.announce(kind_with("test_holds_files"))
     (waited,) = warm.wait_ready()
@@ -96,7 +96,7 @@ def test_a_task_whose_modules_have_changed_gets_a_fresh_process(
     assert [m.pid for m in child.messages if isinstance(m, ChildStarted)][-1] != waited
 
 
-def test_it_follows_the_umask_and_the_limits_of_its_parent(warm: Warm) -> None:
+def test_a_standby_takes_over_the_umask_and_the_limits_of_its_parent(warm: Warm) -> None:
     announced = warm.announce()
     warm.wait_ready()
     umask, (soft, hard) = os.umask(0o27), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -120,21 +120,21 @@ def test_one_change_of_a_module_counts_once_however_many_had_imported_it(
     for one in announced[:3]:
         assert warm.run(one, spec_of(bodies.add, 1)).value() == 1
     assert eventually(lambda: warm.pool.ready > 0 and not set(before) & set(warm.pool.pids))
-    assert warm.pool._kinds.of(kind).deaths <= 1 and not warm.pool._kinds.of(kind).useless
+    assert warm.pool._kinds.of(kind).starts.failures <= 1
     child = warm.run(announced[3], spec_of(bodies.add, 1))
     assert child.value() == 1 and child.pid not in before
 
 
-def test_a_kind_that_never_suits_its_tasks_is_left_alone_and_it_is_said_why(
+def test_a_kind_whose_modules_never_suit_its_tasks_is_given_up_with_the_reason(
     warm: Warm, importable: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module(importable, "test_standby_unsuited", "")
     kind = kind_with("test_standby_unsuited")
     spec = replace(spec_of(bodies.add, 1), cwd=str(tmp_path))
-    for _ in range(kinds.MOST_DEATHS):
+    for _ in range(standby_kind.MOST_FAILURES):
         announced = warm.announce(kind)
         warm.wait_ready()
         assert warm.run(announced, spec).value() == 1
-    assert eventually(lambda: bool(warm.pool._kinds.of(kind).useless))
+    assert eventually(lambda: bool(warm.pool._kinds.of(kind).starts.given_up))
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "not what its task would import" in told.getMessage()

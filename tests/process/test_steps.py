@@ -12,10 +12,10 @@ from prefect_gpu.devices.simulated import (
 )
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
-from prefect_gpu.inside import Allocation
+from prefect_gpu.in_task import Allocation
+from prefect_gpu.measurements import Mark
+from prefect_gpu.processes.launch_spec import ChildExited
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, CountersRead, Prepare
-from prefect_gpu.processes.spec import ChildExited
-from prefect_gpu.reports.model import Mark
 from prefect_gpu.units import GIB
 from tests.process import step_bodies
 from tests.process.rig import Heard, Rig, spec_of
@@ -59,7 +59,7 @@ class Simulated:
             self.child.handle.answer(Answered(result=result))
 
 
-def test_a_body_with_steps_tells_what_it_takes_once_it_is_warm(rig: Rig) -> None:
+def test_a_body_with_steps_shows_what_it_takes_after_the_first(rig: Rig) -> None:
     run = Simulated(rig, step_bodies.train, 12)
     ended = run.ended()
     steps = ended.steps
@@ -80,7 +80,7 @@ def test_a_body_with_steps_tells_what_it_takes_once_it_is_warm(rig: Rig) -> None
     assert all(m.process_bytes is None for m in sent), "the driver knows no simulated device"
 
 
-def test_an_allocator_that_gave_up_its_cache_in_the_last_step_tells_nothing_steady(
+def test_a_last_step_that_released_the_cache_leaves_no_steady_memory(
     rig: Rig,
 ) -> None:
     steps = Simulated(rig, step_bodies.train, 3, 2).ended().steps
@@ -88,7 +88,7 @@ def test_an_allocator_that_gave_up_its_cache_in_the_last_step_tells_nothing_stea
     assert (steps.count, steps.steady_live_bytes, steps.alloc_retries) == (3, None, 1)
 
 
-def test_an_out_of_memory_comes_with_what_there_was(rig: Rig) -> None:
+def test_an_out_of_memory_arrives_with_the_memory_at_that_moment(rig: Rig) -> None:
     run = Simulated(rig, step_bodies.want_too_much)
     run.reader.occupy("SIM-1", 20 * GIB)
     ended = run.ended()
@@ -100,7 +100,7 @@ def test_an_out_of_memory_comes_with_what_there_was(rig: Rig) -> None:
     assert [m.name for m in marks] == ["forward"], "the phase in which it happened"
 
 
-def test_marks_are_heard_of_a_child_that_dies(rig: Rig) -> None:
+def test_marks_arrive_from_a_child_that_dies_later(rig: Rig) -> None:
     run = Simulated(rig, step_bodies.hold_until_heard)
     run.answer(run.child.until(Asked))
     child = run.child
@@ -115,14 +115,14 @@ def test_marks_are_heard_of_a_child_that_dies(rig: Rig) -> None:
     assert child.exit().code == 3
 
 
-def test_a_fork_of_the_child_is_not_heard_and_holds_nothing_up(rig: Rig) -> None:
+def test_a_fork_of_the_child_sends_no_marks_and_blocks_nothing(rig: Rig) -> None:
     child = rig.start(step_bodies.fork_in_a_phase)
     assert child.value() == 0
     ended = child.of(BodyEnded)
     assert ([m.name for m in ended.marks], ended.steps) == (["parent"], None)
 
 
-def test_where_no_framework_tells_there_is_time(rig: Rig) -> None:
+def test_steps_without_a_framework_have_times_only(rig: Rig) -> None:
     child = rig.start(step_bodies.only_time)
     child.exit()
     ended: BodyEnded = child.of(BodyEnded)

@@ -1,4 +1,4 @@
-"""That nothing a child started outlives it, and no child its parent, however that ends."""
+"""No process that a child started outlives it, and no child outlives its parent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.processes import guard as guarding
+from prefect_gpu.processes import guardian
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive
 
@@ -27,7 +27,7 @@ def pids_of(folder: Path) -> list[int]:
     return [int(word) for word in (folder / "pids").read_text().split()]
 
 
-def test_killing_a_child_ends_all_that_it_started(rig: Rig, tmp_path: Path) -> None:
+def test_killing_a_child_ends_everything_that_it_started(rig: Rig, tmp_path: Path) -> None:
     child = rig.start(bodies.start_others, str(tmp_path), "live")
     assert eventually((tmp_path / "ready").exists)
     others = pids_of(tmp_path)
@@ -37,12 +37,12 @@ def test_killing_a_child_ends_all_that_it_started(rig: Rig, tmp_path: Path) -> N
     assert eventually(lambda: not any(map(is_alive, others)))
 
 
-def test_a_death_ends_all_that_the_child_started(rig: Rig, tmp_path: Path) -> None:
+def test_the_death_of_a_child_ends_everything_that_it_started(rig: Rig, tmp_path: Path) -> None:
     assert rig.start(bodies.start_others, str(tmp_path), "die").exit().code == 4
     assert eventually(lambda: not any(map(is_alive, pids_of(tmp_path))))
 
 
-def test_after_a_value_its_group_is_ended_and_what_left_the_group_is_its_own(
+def test_after_a_value_the_childs_group_is_ended_and_processes_outside_it_live_on(
     rig: Rig, tmp_path: Path
 ) -> None:
     group, session, daemon = rig.call(bodies.start_others, str(tmp_path), "return")
@@ -66,7 +66,7 @@ for n in range(2):
     os.mkdir(f"{folder}/{n}")
     rig.start(bodies.start_others, f"{folder}/{n}", "live")
     rig.start(bodies.wait_long, f"{folder}/alone{n}")
-print(*[child.pid for child in rig.started], rig.launcher._keeper.guard.process.pid, flush=True)
+print(*[child.pid for child in rig.started], rig.launcher._keeper.guardian.process.pid, flush=True)
 FORK
 time.sleep(600)
 """
@@ -100,7 +100,7 @@ def parent(folder: Path, fork: str = "") -> Iterator[tuple[subprocess.Popen[str]
         process.stdout.close()
 
 
-def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:
+def test_nothing_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
     with parent(tmp_path) as (process, pids):
         assert len(pids) == 4 + 1 + 6
         # Stopped ones cannot act on anything, and must still go.
@@ -110,13 +110,13 @@ def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:
         assert eventually(lambda: not any(map(is_alive, pids)))
 
 
-def test_a_parent_that_is_asked_to_end_leaves_nothing(tmp_path: Path) -> None:
+def test_nothing_outlives_a_parent_that_was_terminated(tmp_path: Path) -> None:
     with parent(tmp_path) as (process, pids):
         process.terminate()
         assert eventually(lambda: not any(map(is_alive, pids)))
 
 
-def test_a_fork_of_the_parent_does_not_hide_its_end(tmp_path: Path) -> None:
+def test_nothing_outlives_a_parent_whose_fork_lives_on(tmp_path: Path) -> None:
     fork = "if os.fork() == 0:\n    bodies.touch(f'{folder}/forked'); time.sleep(600)"
     with parent(tmp_path, fork) as (process, pids):
         assert eventually((tmp_path / "forked").exists)
@@ -141,9 +141,10 @@ child = Heard(launcher, spec_of(bodies.wait_long, sys.argv[1]))
 child.pid
 pid = os.fork()
 if pid == 0:
-    assert process_launcher() is launcher
-    assert Heard(launcher, spec_of(bodies.add, 1, b=1)).value() == 2
-    launcher.close()
+    # Its own, and the copy of the parent's, which begins anew.
+    for own in (process_launcher(), launcher):
+        assert Heard(own, spec_of(bodies.add, 1, b=1)).value() == 2
+        own.close()
     os._exit(9)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 assert Heard(launcher, spec_of(bodies.add, 2, b=2)).value() == 4
@@ -163,8 +164,8 @@ def test_a_fork_of_the_parent_has_a_launcher_of_its_own(tmp_path: Path) -> None:
     assert not is_alive(int(done.stdout)), "a parent that ends as it should ends its children"
 
 
-def test_a_child_whose_parent_died_before_it_said_anything_ends_by_itself() -> None:
-    from prefect_gpu.processes import bootstrap
+def test_a_child_ends_if_its_parent_died_within_the_first_frame() -> None:
+    from prefect_gpu.child import bootstrap
 
     reading, writing = os.pipe()
     process = subprocess.Popen(
@@ -176,11 +177,12 @@ def test_a_child_whose_parent_died_before_it_said_anything_ends_by_itself() -> N
     assert process.wait(DEADLOCK_S) == 0
 
 
-def test_a_child_whose_parent_died_before_its_call_came_ends_by_itself() -> None:
+def test_a_child_ends_if_its_parent_died_before_it_sent_the_call() -> None:
     import json
     import socket
 
-    from prefect_gpu.processes import bootstrap, messages
+    from prefect_gpu.child import bootstrap
+    from prefect_gpu.processes import messages, transport
     from tests.process.rig import PREPARE
 
     ours, theirs = socket.socketpair()
@@ -190,7 +192,7 @@ def test_a_child_whose_parent_died_before_its_call_came_ends_by_itself() -> None
     )
     theirs.close()
     boot = json.dumps({"sys_path": [os.path.abspath(p) for p in sys.path], "argv": []}).encode()
-    ours.sendall(messages.HEADER.pack(messages.BOOT, len(boot)) + boot)
+    ours.sendall(transport.frame_header(transport.BOOT, len(boot)) + boot)
     ours.sendall(messages.encode(PREPARE))
     ours.close()
     assert process.wait(DEADLOCK_S) == 1
@@ -200,34 +202,34 @@ def test_a_child_whose_parent_died_before_its_call_came_ends_by_itself() -> None
 
 
 def guardian_of(rig: Rig) -> psutil.Process:
-    assert rig.launcher._keeper.guard is not None
-    return psutil.Process(rig.launcher._keeper.guard.process.pid)
+    assert rig.launcher._keeper.guardian is not None
+    return psutil.Process(rig.launcher._keeper.guardian.process.pid)
 
 
-def test_a_killed_guardian_is_replaced_at_once_by_one_that_knows_all(
+def test_a_guardian_that_was_killed_is_replaced_by_one_that_knows_all_children(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarding, "_LIVED_S", 0.0)
+    monkeypatch.setattr(guardian, "_LIVED_S", 0.0)
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     first = guardian_of(rig)
     first.kill()
     assert eventually(
-        lambda: rig.launcher._keeper.guard is not None and guardian_of(rig).pid != first.pid
+        lambda: rig.launcher._keeper.guardian is not None and guardian_of(rig).pid != first.pid
     )
     assert is_alive(child.pid)
     _let_go_of_guardian(rig)
     assert child.exit().code == -signal.SIGKILL, "the new one was told of it"
 
 
-def test_the_next_launch_replaces_a_guardian_that_did_not_live(
+def test_the_next_launch_replaces_a_guardian_that_ended_at_once(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarding, "_LIVED_S", 1e9)
+    monkeypatch.setattr(guardian, "_LIVED_S", 1e9)
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     guardian_of(rig).kill()
-    assert eventually(lambda: rig.launcher._keeper.guard is None)
+    assert eventually(lambda: rig.launcher._keeper.guardian is None)
     assert rig.call(bodies.add, 1) == 1
     _let_go_of_guardian(rig)
     assert child.exit().code == -signal.SIGKILL, "the new one was told of the old child"
@@ -235,9 +237,9 @@ def test_the_next_launch_replaces_a_guardian_that_did_not_live(
 
 def _let_go_of_guardian(rig: Rig) -> None:
     """As the parent's end would."""
-    guard = rig.launcher._keeper.guard
-    assert guard is not None
-    rig.launcher.call(guard._pipe.close)
+    running = rig.launcher._keeper.guardian
+    assert running is not None
+    rig.launcher.call(running._pipe.close)
 
 
 def test_a_guardian_that_was_stopped_does_not_stop_the_launcher(rig: Rig) -> None:

@@ -8,24 +8,44 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prefect_gpu.processes.kind import Kind
-from prefect_gpu.processes.spec import LaunchSpec
-from prefect_gpu.processes.standby import Announcement, StandbyPool
+from prefect_gpu.processes.launch_spec import LaunchSpec
+from prefect_gpu.processes.standby_kind import Kind
+from prefect_gpu.processes.standby_pool import Announcement, StandbyPool
 from prefect_gpu.units import GIB
 from tests.process.rig import Heard, Rig, eventually
 
-KIND = Kind(("prefect_gpu.processes.child",), (), (), False, 1, 1 << 20)
+KIND = Kind(("prefect_gpu.child.main",), (), (), False, 1, 1 << 20)
+
+
+class Broker:
+    """Hands out no devices. Its tasks wait for host memory when a test says so."""
+
+    def __init__(self) -> None:
+        self.devices: tuple[object, ...] = (object(),)
+        self.host_promised_bytes = 0
+        self.wants_host_memory = False
 
 
 class Warm:
     """A pool on a rig's launcher, whose machine has room."""
 
-    def __init__(self, rig: Rig, most: int = 1) -> None:
+    def __init__(self, rig: Rig, most: int = 1, broker: Any = None) -> None:
         self.rig = rig
         self.available_bytes = 64 * GIB
-        self.wants_room = False
-        self.pool = StandbyPool(rig.launcher, read_available=lambda: self.available_bytes, cores=4)
-        self.pool.open(self, most, wants_room=lambda: self.wants_room)
+        self.broker = broker or Broker()
+        #: How often the pool has checked what is due.
+        self.checks = 0
+        self.pool = StandbyPool(rig.launcher, read_available=self._read_available, cores=4)
+        self.pool.open(self, most, self.broker)
+
+    def _read_available(self) -> int:
+        self.checks += 1
+        return self.available_bytes
+
+    def wait_checks(self, count: int = 3) -> None:
+        """Wait until the pool has checked that often from now on."""
+        until = self.checks + count
+        assert eventually(lambda: self.checks >= until)
 
     def announce(self, kind: Kind = KIND) -> Announcement:
         return self.pool.announce(kind)

@@ -1,4 +1,4 @@
-"""Look at an artifact's page as a person would, and take its picture.
+"""Open an artifact's page in Chromium, read it and save a screenshot.
 
     python -m tests.ui.capture --api-url http://127.0.0.1:4200/api --key gpu-memory-evaluate --out a.png
 
@@ -30,7 +30,7 @@ CHROMIUM = next(
     ),
     "",
 )
-#: No sandbox: tests run as root in containers. The rest keeps it from calling anyone.
+#: No sandbox, because tests run as root in containers. The others keep it from using the network.
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -41,7 +41,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PATIENCE_MS = 60_000
+PATIENCE_MS = 120_000
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def artifact_id(api_url: str, key: str) -> UUID:
     """Find the newest artifact of a key."""
     import httpx
 
-    # Not `/artifacts/KEY/latest`: the id that it gives is the collection's, which has no page.
+    # Not `/artifacts/KEY/latest`: that id is the collection's, which has no page.
     wanted = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC", "limit": 1}
     answer = httpx.post(f"{api_url}/artifacts/filter", json=wanted, timeout=30)
     answer.raise_for_status()
@@ -81,17 +81,20 @@ def artifact_id(api_url: str, key: str) -> UUID:
 def open_artifact(page: Page, api_url: str, artifact: UUID, ui: UI = "v2") -> Seen:
     """Open an artifact's page and wait until its charts are there."""
     base = api_url.removesuffix("/api")
-    page.goto(f"{base}/{'v2/' if ui == 'v2' else ''}artifacts/artifact/{artifact}")
+    path = f"{'v2/' if ui == 'v2' else ''}artifacts/artifact/{artifact}"
+    page.goto(f"{base}/{path}", timeout=PATIENCE_MS)
     image = page.locator('img[src^="data:image/svg+xml"]').first
     image.wait_for(state="visible", timeout=PATIENCE_MS)
     page.locator("table").first.wait_for(state="visible", timeout=PATIENCE_MS)
-    page.wait_for_function(
-        "[...document.images].filter(i => i.src.startsWith('data:')).every(i => i.complete)",
+    # Read in the step that waits: the page may draw its images anew at any time.
+    charts = page.wait_for_function(
+        """() => {
+            const charts = [...document.images].filter(i => i.src.startsWith('data:'));
+            return charts.length && charts.every(i => i.complete) && charts.map(i => i.naturalWidth);
+        }""",
         timeout=PATIENCE_MS,
     )
-    widths = page.evaluate(
-        "[...document.images].filter(i => i.src.startsWith('data:')).map(i => i.naturalWidth)"
-    )
+    widths = charts.json_value()
     return Seen(page.locator("body").inner_text(), widths)
 
 

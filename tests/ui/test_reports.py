@@ -1,4 +1,4 @@
-"""Reports as a person sees them: real Chromium, real Prefect server."""
+"""Reports in a real browser, Chromium, on a real Prefect server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.ui.server import running_server
 
 pytestmark = [
     pytest.mark.ui,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium"),
 ]
 
@@ -52,7 +52,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ui", ["v2", "v1"])
-def test_a_task_report_shows_its_numbers_and_its_chart(
+def test_a_browser_shows_the_numbers_and_the_chart_of_a_task_report(
     api_url: str, pictures: Path, ui: UI
 ) -> None:
     with browser_page() as page:
@@ -66,7 +66,7 @@ def test_a_task_report_shows_its_numbers_and_its_chart(
 
 
 @pytest.mark.parametrize("ui", ["v2", "v1"])
-def test_a_flow_report_shows_every_process_and_the_devices(
+def test_a_browser_shows_every_process_and_the_devices_of_a_flow_report(
     api_url: str, pictures: Path, ui: UI
 ) -> None:
     with browser_page() as page:
@@ -78,7 +78,7 @@ def test_a_flow_report_shows_every_process_and_the_devices(
     assert "evaluate-vit-b16-int8" in seen.text
 
 
-def test_a_chart_reads_in_a_dark_page(api_url: str, pictures: Path) -> None:
+def test_a_chart_is_readable_on_a_dark_page(api_url: str, pictures: Path) -> None:
     with browser_page(dark=True) as page:
         seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"))
         save(page, pictures / "task-report-dark.png")

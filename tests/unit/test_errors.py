@@ -66,7 +66,7 @@ def test_an_error_crosses_a_pipe_unchanged(error: Exception, parts: list[str]) -
     assert vars(copy) == vars(error)
 
 
-def test_no_error_is_left_out_here() -> None:
+def test_every_error_is_tested_here() -> None:
     ours = {
         each
         for each in _subclasses(errors.PrefectGPUError)
@@ -75,6 +75,6 @@ def test_no_error_is_left_out_here() -> None:
     assert ours == {type(error) for error, _ in ERRORS}
 
 
-def test_errors_are_what_python_calls_them() -> None:
+def test_errors_are_also_the_builtin_errors_of_their_kind() -> None:
     assert issubclass(errors.PolicyError, ValueError)
     assert issubclass(errors.ChildTimeoutError, TimeoutError)

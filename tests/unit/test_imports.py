@@ -12,7 +12,7 @@ import prefect_gpu.errors
 
 PACKAGE = Path(prefect_gpu.errors.__file__).parent
 PURE = [
-    *(PACKAGE / f"{name}.py" for name in ("errors", "learn_by", "policy", "tag_values", "units")),
+    *(PACKAGE / f"{name}.py" for name in ("errors", "policy", "runner/learn_by", "units")),
     *sorted((PACKAGE / "scheduling").rglob("*.py")),
 ]
 

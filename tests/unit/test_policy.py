@@ -1,4 +1,4 @@
-"""`prefect_gpu.policy`: tags to and from a policy."""
+"""`prefect_gpu.policy`: which policy tags ask for, and which tags `gpu` returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefect_gpu.policy import (
     parse_tags,
     tag_table_markdown,
 )
-from prefect_gpu.units import GIB, MIB
+from prefect_gpu.units import GIB, KIB
 
 # -- what tags mean ----------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ from prefect_gpu.units import GIB, MIB
         pytest.param("", False, id="an empty tag is not"),
     ],
 )
-def test_which_tags_are_ours(tag: str, is_ours: bool) -> None:
+def test_which_tags_are_gpu_tags(tag: str, is_ours: bool) -> None:
     assert is_gpu_tag(tag) is is_ours
 
 
@@ -129,7 +129,7 @@ def test_without_a_gpu_tag_there_is_no_policy() -> None:
         pytest.param(["nightly", "gpu"], GPUPolicy(), id="other tags are passed over"),
     ],
 )
-def test_what_tags_mean(tags: list[str], policy: GPUPolicy) -> None:
+def test_tags_are_read_as_a_policy(tags: list[str], policy: GPUPolicy) -> None:
     assert parse_tags(tags) == policy
 
 
@@ -137,7 +137,7 @@ def test_a_policy_is_hashable() -> None:
     assert len({parse_tags(["gpu:memory=1GiB"]), parse_tags(["gpu:memory=1024MiB"])}) == 1
 
 
-def test_the_context_wins_key_by_key() -> None:
+def test_tags_of_the_context_take_precedence_key_by_key() -> None:
     policy = parse_tags(
         ["gpu:memory=6GiB", "gpu:count=2", "gpu:framework=torch", "gpu:alloc.backend=native"],
         {"gpu:memory=2GiB", "gpu:framework=jax", "gpu:alloc.max_split_size_mb=64"},
@@ -155,7 +155,7 @@ def test_a_tag_of_the_context_alone_makes_a_gpu_task() -> None:
     assert parse_tags([], ["gpu"]) == GPUPolicy()
 
 
-def test_a_default_that_a_task_states_outlives_what_the_context_adds() -> None:
+def test_a_default_that_a_task_states_is_kept_when_the_context_adds_a_budget() -> None:
     assert parse_tags(gpu(allocation="growth"), ["gpu:memory=1GiB"]) == GPUPolicy(memory=GIB)
 
 
@@ -217,7 +217,7 @@ def test_a_default_that_a_task_states_outlives_what_the_context_adds() -> None:
         pytest.param(["gpu:alloc.roundup_power2_divisions=[256:3]"], ["'3' divisions"], id="odd divisions"),
     ],
 )  # fmt: skip
-def test_bad_tags_are_refused_by_name(tags: list[str], parts: list[str]) -> None:
+def test_the_error_of_a_bad_tag_names_it(tags: list[str], parts: list[str]) -> None:
     with pytest.raises(PolicyError) as caught:
         parse_tags(tags)
     text = str(caught.value)
@@ -241,9 +241,8 @@ def test_any_text_is_read_or_refused_as_policy(text: str, start: str) -> None:
             assert tag.strip() in str(error)
 
 
-# -- round trips -------------------------------------------------------------------------------
+# -- gpu(...) ----------------------------------------------------------------------------------
 
-_percentages = st.floats(min_value=1e-9, max_value=100.0)
 _options = st.fixed_dictionaries(
     {},
     optional={
@@ -274,8 +273,8 @@ def _policies(draw: st.DrawFn) -> GPUPolicy:
     return GPUPolicy(
         memory=draw(
             st.none()
-            | st.integers(1, 2**53 - 1)
-            | _percentages.map(lambda percentage: percentage / 100)
+            | st.integers(1, 2**40).map(lambda size_kib: size_kib * KIB)
+            | st.integers(1, 100).map(lambda percentage: percentage / 100)
         ),
         count=draw(st.integers(1, len(devices) or 64)),
         devices=tuple(devices),
@@ -293,9 +292,31 @@ def _policies(draw: st.DrawFn) -> GPUPolicy:
     )
 
 
+def tags_of(policy: GPUPolicy) -> list[str]:
+    """Every field of a policy as an argument of `gpu`."""
+    memory = policy.memory
+    size = f"{memory * 100:g}%" if isinstance(memory, float) else f"{(memory or 0) // KIB}KiB"
+    return gpu(
+        memory=None if memory is None else size,
+        count=policy.count,
+        device=policy.devices or None,
+        framework=[str(share) for share in policy.frameworks],
+        allocation=policy.allocation,
+        alloc=dict(policy.allocator_options),
+        caching=policy.caching,
+        exclusive=policy.exclusive,
+        oom=policy.oom,
+        enforce=policy.enforce,
+        priority=policy.priority,
+        wait=policy.wait_s,
+        cpus=policy.cpus,
+        learn_by=policy.learn_by,
+    )
+
+
 @given(_policies())
-def test_a_policy_survives_being_written_as_tags(policy: GPUPolicy) -> None:
-    tags = policy.to_tags()
+def test_the_tags_of_gpu_are_read_as_its_arguments_ask(policy: GPUPolicy) -> None:
+    tags = tags_of(policy)
     random.Random(0).shuffle(tags)
     assert parse_tags(tags) == policy
 
@@ -308,36 +329,7 @@ def test_case_and_spaces_do_not_matter(policy: GPUPolicy, choices: random.Random
             text = "".join(choices.choice((each.upper(), each.lower())) for each in text)
         return f" {choices.choice((key.upper(), key.title()))} {equals} {text}  "
 
-    assert parse_tags(map(vary, policy.to_tags())) == policy
-
-
-@pytest.mark.parametrize(
-    ("policy", "tags"),
-    [
-        pytest.param(GPUPolicy(), ["gpu"], id="defaults are not said"),
-        pytest.param(
-            GPUPolicy(memory=1536 * MIB, allocation="limit"),
-            ["gpu", "gpu:memory=1.5GiB"],
-            id="bytes take the unit that is shortest, and limit needs no tag",
-        ),
-        pytest.param(
-            GPUPolicy(memory=0.07),
-            ["gpu", "gpu:memory=7%", "gpu:allocation=growth"],
-            id="percentages are not written with their rounding",
-        ),
-        pytest.param(GPUPolicy(wait_s=600), ["gpu", "gpu:wait=10m"], id="durations are short"),
-    ],
-)
-def test_tags_are_written_as_a_person_would(policy: GPUPolicy, tags: list[str]) -> None:
-    assert policy.to_tags() == tags
-
-
-def test_what_no_tag_can_say_is_not_written() -> None:
-    with pytest.raises(ValueError, match="cannot be written"):
-        GPUPolicy(memory=0).to_tags()
-
-
-# -- gpu(...) ----------------------------------------------------------------------------------
+    assert parse_tags(map(vary, tags_of(policy))) == policy
 
 
 @pytest.mark.parametrize(
@@ -346,8 +338,8 @@ def test_what_no_tag_can_say_is_not_written() -> None:
         pytest.param(gpu(), ["gpu"], id="nothing asked"),
         pytest.param(
             gpu(memory="6 gib", framework="torch"),
-            ["gpu", "gpu:memory=6GiB", "gpu:framework=torch"],
-            id="the first example of the documentation",
+            ["gpu", "gpu:memory=6 gib", "gpu:framework=torch"],
+            id="values as they are given",
         ),
         pytest.param(
             gpu(device=[0, "GPU-1a"], count=2, framework=["jax", "torch:70%"]),
@@ -357,7 +349,7 @@ def test_what_no_tag_can_say_is_not_written() -> None:
         pytest.param(gpu(device=1), ["gpu", "gpu:device=1"], id="a device by its number"),
         pytest.param(
             gpu(alloc={"expandable_segments": True, "max_split_size_mb": 128, "garbage_collection_threshold": 1e-05}),
-            ["gpu", "gpu:alloc.expandable_segments=True", "gpu:alloc.garbage_collection_threshold=0.00001", "gpu:alloc.max_split_size_mb=128"],
+            ["gpu", "gpu:alloc.expandable_segments=True", "gpu:alloc.max_split_size_mb=128", "gpu:alloc.garbage_collection_threshold=0.00001"],
             id="allocator options as Python values",
         ),
         pytest.param(gpu(caching=False), ["gpu", "gpu:caching=off"], id="caching as a bool"),
@@ -367,35 +359,13 @@ def test_what_no_tag_can_say_is_not_written() -> None:
         pytest.param(gpu(wait="10m"), ["gpu", "gpu:wait=10m"], id="seconds as text"),
         pytest.param(
             gpu(allocation="all", oom="fail", enforce="kill", priority=5, cpus=4, learn_by=["b", "a"]),
-            ["gpu", "gpu:allocation=all", "gpu:oom=fail", "gpu:enforce=kill", "gpu:priority=5", "gpu:cpus=4", "gpu:learn_by=a", "gpu:learn_by=b"],
+            ["gpu", "gpu:allocation=all", "gpu:oom=fail", "gpu:enforce=kill", "gpu:priority=5", "gpu:cpus=4", "gpu:learn_by=b", "gpu:learn_by=a"],
             id="everything else",
         ),
     ],
 )  # fmt: skip
-def test_gpu_writes_tags(tags: list[str], written: list[str]) -> None:
+def test_gpu_returns_the_tags_of_its_arguments(tags: list[str], written: list[str]) -> None:
     assert tags == written
-
-
-@given(_policies())
-def test_gpu_takes_every_key(policy: GPUPolicy) -> None:
-    said = {tag.partition("=")[0]: tag.partition("=")[2] for tag in policy.to_tags()}
-    tags = gpu(
-        memory=said.get("gpu:memory"),
-        count=policy.count,
-        device=policy.devices or None,
-        framework=[tag[14:] for tag in policy.to_tags() if tag.startswith("gpu:framework=")],
-        allocation=policy.allocation,
-        alloc=dict(policy.allocator_options),
-        caching=policy.caching,
-        exclusive=policy.exclusive,
-        oom=policy.oom,
-        enforce=policy.enforce,
-        priority=policy.priority,
-        wait=policy.wait_s,
-        cpus=policy.cpus,
-        learn_by=policy.learn_by,
-    )
-    assert parse_tags(tags) == policy
 
 
 @pytest.mark.parametrize(
@@ -409,7 +379,7 @@ def test_gpu_takes_every_key(policy: GPUPolicy) -> None:
         pytest.param({"caching": False, "allocation": "limit"}, id="a contradiction"),
     ],
 )
-def test_gpu_refuses_at_once(arguments: dict[str, object]) -> None:
+def test_gpu_refuses_bad_arguments(arguments: dict[str, object]) -> None:
     with pytest.raises(PolicyError):
         gpu(**arguments)  # type: ignore[arg-type]
 

@@ -22,11 +22,13 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "MAX_TASKS_PER_DEVICE",
         "HEADROOM",
         "REPORTS",
+        "STANDBY",
+        "START_METHOD",
     ):
         monkeypatch.delenv(PREFIX + name, raising=False)
 
 
-def test_defaults() -> None:
+def test_settings_have_defaults() -> None:
     settings = GPUSettings()
     assert settings.model_dump() == {
         "devices": "auto",
@@ -41,7 +43,7 @@ def test_defaults() -> None:
     assert settings.headroom_bytes is None
 
 
-def test_the_environment_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + "DEVICES", "simulated:2x24GiB")
     monkeypatch.setenv(PREFIX + "PLACEMENT", "pack")
     monkeypatch.setenv(PREFIX + "MAX_PROCESSES", "3")
@@ -68,17 +70,17 @@ def test_standby_is_a_word_or_a_number(
 
 
 @pytest.mark.parametrize("value", ["warm", "-1", -1, True, 1.5, "1.5", ""])
-def test_what_standby_is_not(value: object) -> None:
+def test_other_values_of_standby_are_refused(value: object) -> None:
     with pytest.raises(ValidationError, match="neither 'auto', 'hot' nor a number"):
         GPUSettings(standby=value)
 
 
-def test_forks_are_never_hot() -> None:
-    with pytest.raises(ValidationError, match="standby='hot' cannot be had with start_method"):
+def test_hot_standbys_cannot_be_forks() -> None:
+    with pytest.raises(ValidationError, match="standby='hot' cannot be combined with start_method"):
         GPUSettings(standby="hot", start_method="forkserver")
 
 
-def test_headroom_may_be_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headroom_may_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + "HEADROOM", "0")
     assert GPUSettings().headroom_bytes == 0
 
@@ -105,6 +107,6 @@ def test_bad_values_are_refused(
         GPUSettings()
 
 
-def test_they_travel_with_a_pickled_flow() -> None:
+def test_settings_can_be_pickled_with_a_flow() -> None:
     settings = GPUSettings(devices="0,1")
     assert pickle.loads(pickle.dumps(settings)) == settings

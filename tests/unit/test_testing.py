@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu import inside, testing
+from prefect_gpu import in_task as inside
+from prefect_gpu import testing
+from prefect_gpu.child import channel
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.frameworks.adapter import Counters
-from prefect_gpu.processes import channel
 from prefect_gpu.units import GIB
 
 UUIDS = ("SIM-1", "SIM-0")
@@ -41,11 +42,11 @@ def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeChannel]:
     channel.set_current_channel(None)
 
 
-def test_who_allocates_nothing_has_no_counters() -> None:
+def test_a_process_that_allocates_nothing_has_no_counters() -> None:
     assert testing.tally() is None
 
 
-def test_the_tally_follows_what_is_allocated_and_freed() -> None:
+def test_counters_follow_allocations_and_frees() -> None:
     kept = testing.allocate("2GiB")
     with testing.allocate(GIB, device=1):
         pass
@@ -57,7 +58,7 @@ def test_the_tally_follows_what_is_allocated_and_freed() -> None:
     assert testing.tally() == Counters(0, 0, 6 * GIB, 6 * GIB, 0)
 
 
-def test_the_parent_counts_the_same(task: FakeChannel) -> None:
+def test_the_parent_counts_the_same_allocations(task: FakeChannel) -> None:
     testing.allocate("2GiB")
     with testing.allocate("3GiB", device=1):
         pass
@@ -77,7 +78,7 @@ def test_a_refusal_counts_nothing_and_names_its_device() -> None:
     assert testing.tally() == Counters(2 * GIB, 2 * GIB, 2 * GIB, 2 * GIB, 0)
 
 
-def test_a_cap_that_pinches_can_be_acted() -> None:
+def test_an_allocation_retry_can_be_simulated() -> None:
     testing.note_allocation_retry()
     testing.note_allocation_retry()
     assert testing.tally() == Counters(0, 0, 0, 0, 2)

@@ -50,7 +50,7 @@ def test_percentages_are_read_as_fractions() -> None:
         pytest.param("100.1%", "not a percentage", id="more than all of it"),
     ],
 )
-def test_other_texts_are_no_size(text: str, problem: str) -> None:
+def test_a_text_that_is_not_a_size_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         parse_size(text)
 
@@ -72,7 +72,7 @@ def test_durations_are_read_as_seconds(text: str, seconds: float) -> None:
         pytest.param("0s", "not more than zero", id="zero"),
     ],
 )
-def test_other_texts_are_no_duration(text: str, problem: str) -> None:
+def test_a_text_that_is_not_a_duration_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         parse_duration(text)
 
@@ -80,7 +80,7 @@ def test_other_texts_are_no_duration(text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
     [
-        pytest.param(None, "unknown", id="nobody knows"),
+        pytest.param(None, "unknown", id="unknown"),
         pytest.param(0, "0B", id="nothing"),
         pytest.param(1023, "1023B", id="below the first unit"),
         pytest.param(512 * MIB, "512MiB", id="whole numbers have no decimal"),
@@ -89,19 +89,19 @@ def test_other_texts_are_no_duration(text: str, problem: str) -> None:
         pytest.param(-3 * TIB / 2, "-1.5TiB", id="what is missing"),
     ],
 )
-def test_bytes_are_written_for_a_person(size_bytes: float | None, text: str) -> None:
+def test_bytes_are_written_as_readable_text(size_bytes: float | None, text: str) -> None:
     assert format_bytes(size_bytes) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        pytest.param(None, "unknown", id="nobody knows"),
+        pytest.param(None, "unknown", id="unknown"),
         pytest.param(0.085, "85ms", id="below a second"),
         pytest.param(12.34, "12.3s", id="below a minute"),
         pytest.param(245.4, "4m 05s", id="below an hour"),
         pytest.param(7380, "2h 03m", id="hours"),
     ],
 )
-def test_seconds_are_written_for_a_person(seconds: float | None, text: str) -> None:
+def test_seconds_are_written_as_readable_text(seconds: float | None, text: str) -> None:
     assert format_seconds(seconds) == text

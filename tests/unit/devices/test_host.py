@@ -1,9 +1,10 @@
-"""The machine's memory, and what control groups leave of it."""
+"""The host's memory, what control groups leave of it, and kills for lack of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prefect_gpu.clock import FakeClock
@@ -13,17 +14,18 @@ from prefect_gpu.devices.host import (
     HostMemory,
     HostMemoryReader,
     HostReader,
+    OomKills,
     bound_by_groups,
     host_uuid,
     parse_group_folders,
     parse_group_v1,
     parse_group_v2,
-    parse_meminfo,
     read_host_available_bytes,
 )
-from prefect_gpu.devices.roots import ProcessTable
+from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.fake_proc import FakeProc
+from tests.fakes.fake_processes import FakeProcesses
 
 MACHINE = HostMemory(total_bytes=64 * GIB, available_bytes=40 * GIB)
 
@@ -158,37 +160,10 @@ def test_groups_are_read_from_files(
     assert HostMemoryReader(proc.folder, lambda: MACHINE).read() == memory
 
 
-@pytest.mark.parametrize(
-    ("text", "memory"),
-    [
-        pytest.param(
-            "MemTotal:  64 kB\nMemFree:  8 kB\nMemAvailable:   40 kB\nHugePages_Total:  0\n",
-            HostMemory(64 * 1024, 40 * 1024),
-            id="as the kernel writes it",
-        ),
-        pytest.param(
-            "MemTotal: 64 kB\nMemFree: 8 kB\nMemAvailable: 640 kB\n",
-            HostMemory(64 * 1024, 8 * 1024),
-            id="a container that shows the machine's own figure",
-        ),
-        pytest.param("MemTotal: 64 kB\nMemFree: 8 kB\n", None, id="an old kernel"),
-        pytest.param(
-            "MemTotal: 64 kB\nMemFree: 8 kB\nMemAvailable: 0 kB\n",
-            None,
-            id="a kernel that miscounts",
-        ),
-        pytest.param("", None, id="no such file"),
-    ],
-)
-def test_meminfo(text: str, memory: HostMemory | None) -> None:
-    assert parse_meminfo(text) == memory
-
-
-def test_where_proc_does_not_say_what_is_available_psutil_does(tmp_path: Path) -> None:
-    import psutil
-
+def test_the_hosts_figures_are_psutils(tmp_path: Path) -> None:
     memory = HostMemoryReader(tmp_path).read()
-    assert memory.total_bytes == psutil.virtual_memory().total and memory.available_bytes > 0
+    assert memory.total_bytes == psutil.virtual_memory().total
+    assert memory.available_bytes > 0
 
 
 def test_this_machine_has_memory_available() -> None:
@@ -208,13 +183,13 @@ def test_host_uuid(hostname: str, uuid: str) -> None:
 
 
 def test_the_host_is_one_device(tmp_path: Path) -> None:
-    proc, clock = FakeProc(tmp_path), FakeClock()
-    proc.add(100, pages=2)
+    processes, clock = FakeProcesses(), FakeClock()
+    processes.add(100, used_bytes=2)
     machine = MACHINE
     reader = HostReader(
         "node",
         HostMemoryReader(tmp_path / "absent", lambda: machine),
-        ProcessTable(proc.folder, clock),
+        ProcessTable(processes, clock),
         clock,
     )
     (device,) = reader.devices()
@@ -229,3 +204,60 @@ def test_the_host_is_one_device(tmp_path: Path) -> None:
     machine = HostMemory(128 * GIB, 100 * GIB)
     assert reader.devices() == (device,)
     assert reader.read(())[0].free_bytes == 64 * GIB
+
+
+# Kills for lack of memory, counted by the kernel and by control groups.
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> FakeProc:
+    return FakeProc(tmp_path / "proc")
+
+
+def groups(proc: FakeProc, version: int, folder: Path) -> None:
+    """Put this process into the group `slice/job` below a mount."""
+    (folder / "slice" / "job").mkdir(parents=True)
+    kind = "cgroup2 none rw" if version == 2 else "cgroup none rw,memory"
+    number = "0::" if version == 2 else "4:memory:"
+    proc.set_groups(f"{number}/slice/job\n", f"1 2 0:3 / {folder} rw - {kind}\n")
+
+
+def test_the_machines_counter(proc: FakeProc) -> None:
+    vmstat = proc.folder / "vmstat"
+    vmstat.write_text("nr_free_pages 900\noom_kill 3\ndrop_pagecache 1\n")
+    kills = OomKills(proc.folder)
+    assert kills.read() == 3
+    vmstat.write_text("nr_free_pages 900\noom_kill 4\ndrop_pagecache 1\n")
+    assert kills.read() == 4
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "text"),
+    [
+        (2, "memory.events", "low 0\nhigh 9\nmax 7\noom 5\noom_kill {}\noom_group_kill 8\n"),
+        (1, "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"),
+    ],
+)
+def test_a_kill_in_our_group_or_in_one_above_it_raises_the_sum(
+    proc: FakeProc, tmp_path: Path, version: int, name: str, text: str
+) -> None:
+    mount = tmp_path / "groups"
+    groups(proc, version, mount)
+    own, above, top = mount / "slice" / "job" / name, mount / "slice" / name, mount / name
+    for file in (own, above, top):
+        file.write_text(text.format(1))
+    kills = OomKills(proc.folder)
+    before = kills.read()
+    for number, file in enumerate((own, above, top), start=1):
+        file.write_text(text.format(2))
+        assert kills.read() == before + number
+    (mount / "slice" / "neighbour").mkdir()
+    (mount / "slice" / "neighbour" / name).write_text(text.format(50))
+    assert kills.read() == before + 3
+
+
+@pytest.mark.parametrize("text", ["", "oom_kill\n", "oom_kill many\n", "oom_kill_disable 1\n"])
+def test_what_is_not_there_counts_as_none(proc: FakeProc, text: str) -> None:
+    assert OomKills(proc.folder).read() == 0
+    (proc.folder / "vmstat").write_text(text)
+    assert OomKills(proc.folder).read() == 0

@@ -11,24 +11,25 @@ import pytest
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.host import HostMemory, HostMemoryReader
 from prefect_gpu.devices.nvml import REOPEN_INTERVAL_S, NvmlReader, NvmlSelection
-from prefect_gpu.devices.roots import ProcessTable
+from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.scheduling.model import DeviceSnapshot, ProcessUse
 from tests.fakes.fake_nvml import GIB, MIB, FakeGpu, FakeNvml, FakePart
-from tests.fakes.fake_proc import FakeProc
+from tests.fakes.fake_processes import FakeProcesses
 
 ROOTS = (100, 200)
 
 
 class Rig:
-    """A reader over a fake NVML and a fake `/proc`."""
+    """A reader over a fake NVML and a fake process table."""
 
     def __init__(self, folder: Path, *gpus: FakeGpu) -> None:
-        self.proc = FakeProc(folder)
-        self.proc.add(100)
-        self.proc.add(101, parent=100, session=100)
-        self.proc.add(200)
-        self.proc.add(300, session=300)
+        self.folder = folder
+        self.processes = FakeProcesses()
+        self.processes.add(100)
+        self.processes.add(101, parent=100, session=100)
+        self.processes.add(200)
+        self.processes.add(300, session=300)
         self.nvml = FakeNvml(*(gpus or (FakeGpu("GPU-a"),)))
         self.clock = FakeClock()
         self.selection = NvmlSelection()
@@ -38,8 +39,8 @@ class Rig:
             self.nvml,
             self.selection,
             self.clock,
-            ProcessTable(self.proc.folder, self.clock),
-            HostMemoryReader(self.proc.folder / "absent", lambda: HostMemory(128 * GIB, 100 * GIB)),
+            ProcessTable(self.processes, self.clock),
+            HostMemoryReader(self.folder, lambda: HostMemory(128 * GIB, 100 * GIB)),
         )
 
     def read(self) -> tuple[DeviceSnapshot, ...]:
@@ -131,8 +132,8 @@ def test_the_mark_for_not_available_is_no_number(rig: Rig) -> None:
 
 
 def test_in_a_container_a_pid_is_believed_only_with_the_gpu_open(rig: Rig) -> None:
-    rig.proc.set_namespace("pid:[4026532265]")
-    rig.proc.add(200, files=("/dev/nvidia0",))
+    rig.processes.initial_namespace = False
+    rig.processes.add(200, holds_gpu=True)
     rig.nvml.gpus[0].compute = {100: GIB, 200: GIB, 300: GIB}
 
     assert [use.root_pid for use in rig.read()[0].processes] == [None, 200, None]

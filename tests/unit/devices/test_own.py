@@ -12,28 +12,28 @@ from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices import nvml
 from prefect_gpu.devices.nvml import NvmlReader, NvmlSelection
 from prefect_gpu.devices.own import OwnMemory, OwnUse
-from prefect_gpu.devices.roots import ProcessTable
+from prefect_gpu.devices.process_tree import ProcessTable
 from tests.fakes.fake_nvml import GIB, FakeGpu, FakeNvml
-from tests.fakes.fake_proc import FakeProc
+from tests.fakes.fake_processes import FakeProcesses
 
 PID = os.getpid()
 UUIDS = ("GPU-b", "GPU-a")
 
 
 class Rig:
-    """This process on two devices of a fake NVML, in a fake `/proc`."""
+    """This process on two devices of a fake NVML, in a fake process table."""
 
     def __init__(self, folder: Path) -> None:
-        self.proc = FakeProc(folder)
-        self.proc.add(PID, files=("/dev/nvidia0",))
-        self.proc.add(PID + 1, parent=PID, session=PID)
+        self.processes = FakeProcesses()
+        self.processes.add(PID, holds_gpu=True)
+        self.processes.add(PID + 1, parent=PID, session=PID)
         self.nvml = FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b", free_bytes=5 * GIB))
         self.opened = 0
         self.own = OwnMemory(UUIDS, self._open)
 
     def _open(self, uuids: Sequence[str]) -> NvmlReader:
         self.opened += 1
-        table = ProcessTable(self.proc.folder, FakeClock())
+        table = ProcessTable(self.processes, FakeClock())
         return NvmlReader(self.nvml, NvmlSelection(visible=",".join(uuids)), table=table)
 
 
@@ -65,7 +65,7 @@ def test_a_driver_that_gives_no_bytes_or_other_numbers_leaves_them_unknown(rig: 
 
 
 def test_in_a_container_a_number_is_ours_only_with_the_gpu_open(rig: Rig) -> None:
-    rig.proc.set_namespace("pid:[4026531999]")
+    rig.processes.initial_namespace = False
     rig.nvml.gpus[0].compute = {PID: GIB}
     rig.nvml.gpus[1].compute = {PID + 1: GIB}
     assert [use.process_bytes for use in rig.own.read()] == [None, GIB]

@@ -11,12 +11,12 @@ import pytest
 
 from prefect_gpu.devices.host import HostReader
 from prefect_gpu.devices.nvml import NvmlReader
+from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
-from prefect_gpu.devices.roots import ProcessTable
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
-from prefect_gpu.errors import DeviceError
+from prefect_gpu.errors import DeviceError, ProtocolError
 from tests.fakes.fake_nvml import FakeGpu, FakeNvml, FakePart
-from tests.fakes.fake_proc import FakeProc
+from tests.fakes.fake_processes import FakeProcesses
 
 ME = os.getpid()
 
@@ -29,13 +29,12 @@ def _simulated(folder: Path) -> DeviceReader:
     return reader
 
 
-def _nvml(*gpus: FakeGpu, namespace: str | None = None) -> Callable[[Path], DeviceReader]:
+def _nvml(*gpus: FakeGpu, in_container: bool = False) -> Callable[[Path], DeviceReader]:
     def make(folder: Path) -> DeviceReader:
-        proc = FakeProc(folder / "proc")
-        proc.add(ME)
-        if namespace:
-            proc.set_namespace(namespace)
-        return NvmlReader(FakeNvml(*gpus), table=ProcessTable(proc.folder))
+        processes = FakeProcesses()
+        processes.add(ME)
+        processes.initial_namespace = not in_container
+        return NvmlReader(FakeNvml(*gpus), table=ProcessTable(processes))
 
     return make
 
@@ -68,7 +67,7 @@ READERS = [
     ),
     pytest.param(_nvml(FakeGpu("GPU-a", compute={ME: None})), id="NVML: WSL tells no bytes"),
     pytest.param(
-        _nvml(FakeGpu("GPU-a", compute={ME: 5, 99999: 7}), namespace="pid:[1]"),
+        _nvml(FakeGpu("GPU-a", compute={ME: 5, 99999: 7}), in_container=True),
         id="NVML: process ids from outside of the container",
     ),
     pytest.param(_nvml(FakeGpu("GPU-a", memory_error=3)), id="NVML: unified memory"),
@@ -133,3 +132,26 @@ def test_reading_goes_on_after_closing(reader: DeviceReader) -> None:
     reader.close()
     reader.close()
     assert tuple(snapshot.device for snapshot in reader.read(())) == devices
+
+
+def test_what_is_stored_about_a_process_begins_empty_and_ends_with_it(
+    reader: DeviceReader,
+) -> None:
+    memory = reader.process_memory([reader.devices()[0].uuid], None)
+    assert memory.live_bytes() is memory.detach() is None
+    memory.attach(ME)
+    assert memory.live_bytes() in (None, 0)
+    assert memory.detach() in (None, (0, 1))
+
+
+def test_a_process_with_a_budget_has_no_cap_above_it(reader: DeviceReader) -> None:
+    (device, *_) = reader.devices()
+    memory = reader.process_memory([device.uuid], [2**30])
+    assert memory.cap_bytes is None or memory.cap_bytes[0] + (memory.context_bytes or 0) == 2**30
+
+
+def test_an_unknown_request_of_a_process_is_refused(reader: DeviceReader) -> None:
+    memory = reader.process_memory([reader.devices()[0].uuid], None)
+    memory.attach(ME)
+    with pytest.raises(ProtocolError):
+        memory.answer("unknown", {})

@@ -228,7 +228,7 @@ def test_requests_during_a_reading_are_one_more_reading() -> None:
     assert reader.closed.is_set()
 
 
-def test_a_reader_that_hangs_blocks_nobody(
+def test_a_reader_that_hangs_blocks_no_caller(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("prefect_gpu.devices.sampler.STOP_S", 0.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from prefect_gpu.devices.utilisation import WINDOW_S, Utilisation
+from prefect_gpu.devices.sampler import WINDOW_S, Utilisation
 from tests.unit.scheduling.values import snapshot
 
 

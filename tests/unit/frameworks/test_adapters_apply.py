@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefect_gpu import inside
+import prefect_gpu.in_task
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks import onnxruntime_adapter, torch_trace
+from prefect_gpu.frameworks import onnxruntime_adapter, torch_adapter
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
 from prefect_gpu.frameworks.registry import ADAPTERS
@@ -107,7 +107,7 @@ def test_torch_caps_when_cuda_starts_and_not_before(torch):
 def test_torch_is_traced_once_cuda_has_started(torch, monkeypatch):
     fake = torch()
     ADAPTERS["torch"].apply(policy(allocation="limit"))
-    monkeypatch.setattr(torch_trace, "begin_trace", lambda torch: ("a trace of", torch))
+    monkeypatch.setattr(torch_adapter, "begin_trace", lambda torch: ("a trace of", torch))
     assert ADAPTERS["torch"].begin_trace() is None
     fake.start_cuda()
     assert ADAPTERS["torch"].begin_trace() == ("a trace of", fake)
@@ -403,8 +403,8 @@ def in_task(monkeypatch):
     """Make this process look like a GPU task on two devices."""
 
     def enter(cap_bytes=None):
-        allocation = inside.Allocation(8 * GIB, cap_bytes, 1, ("GPU-a", "GPU-b"), ())
-        monkeypatch.setattr(inside, "_current", allocation)
+        allocation = prefect_gpu.in_task.Allocation(8 * GIB, cap_bytes, 1, ("GPU-a", "GPU-b"), ())
+        monkeypatch.setattr(prefect_gpu.in_task, "_current", allocation)
 
     return enter
 

@@ -240,3 +240,20 @@ def test_a_module_that_is_imported_lazily_stays_so(
 
 def test_of_no_module_nothing_is_known() -> None:
     assert registry.look_at("test_not_there", "__file__") is None
+
+
+def test_reading_a_class_does_not_load_a_lazily_loaded_module_that_it_holds():
+    class Loads(types.ModuleType):
+        def __getattribute__(self, name):
+            raise AssertionError(f"{name} was read, which loads the module")
+
+    class Holder:
+        heavy = Loads("heavy")
+
+        def method(self):
+            return self.heavy
+
+    def task():
+        return Holder().method()
+
+    assert detect_frameworks(task) == ()

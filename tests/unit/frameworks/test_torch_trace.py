@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.frameworks import torch_trace
-from prefect_gpu.frameworks.torch_trace import MAX_EVENTS, begin_trace, peak_bytes
+from prefect_gpu.frameworks import torch_adapter
+from prefect_gpu.frameworks.torch_adapter import MAX_EVENTS, begin_trace, peak_bytes
 from prefect_gpu.units import MIB
 
 Event = dict[str, Any]
@@ -180,7 +180,7 @@ def test_a_pytorch_without_the_old_switch_is_traced(torch: FakeTorch) -> None:
 def test_a_trace_that_lost_its_oldest_events_says_nothing(
     torch: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_trace, "MAX_EVENTS", 3)
+    monkeypatch.setattr(torch_adapter, "MAX_EVENTS", 3)
     trace = begin_trace(torch)
     assert trace is not None
     torch.traces[0] = events(512, 512, 512)

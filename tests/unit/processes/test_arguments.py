@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from prefect_gpu.processes import arguments, memory_files, values
-from prefect_gpu.processes.arguments import ArgumentFiles, Share, argument_files, find_regions
-from prefect_gpu.processes.memory_files import MemoryFile, address_of, write_file
-from prefect_gpu.processes.transport import FrameTransport, Parcel
+from prefect_gpu.processes import transport, values
+from prefect_gpu.processes.transport import FrameTransport, MemoryFile, PackedValue, write_file
+from prefect_gpu.processes.values import ArgumentFiles, Share, find_regions
 
 np = pytest.importorskip("numpy")
 
-pytestmark = pytest.mark.skipif(not memory_files.AVAILABLE, reason="no memory files on this system")
+pytestmark = pytest.mark.skipif(not transport.AVAILABLE, reason="no memory files on this system")
 
 
 class Written:
@@ -37,11 +38,11 @@ def written() -> Written:
     return Written()
 
 
-def dump(share: Share, *args: Any) -> Parcel:
+def dump(share: Share, *args: Any) -> PackedValue:
     return values.dumps(args, "call", "call", transport=share.transport())
 
 
-def test_one_file_serves_all_who_take_an_array(written: Written) -> None:
+def test_one_file_serves_all_calls_with_an_array(written: Written) -> None:
     before = len(os.listdir("/proc/self/fd"))
     array = np.arange(300_000)
     with written.files.share([array]) as a, written.files.share([array]) as b:
@@ -55,7 +56,7 @@ def test_one_file_serves_all_who_take_an_array(written: Written) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_change_in_between_is_seen(written: Written) -> None:
+def test_an_array_that_was_changed_in_between_is_written_again(written: Written) -> None:
     array = np.arange(300_000)
     with written.files.share([array]) as a, written.files.share([array]) as b:
         first = dump(a, array)
@@ -68,7 +69,7 @@ def test_a_change_in_between_is_seen(written: Written) -> None:
         assert written.count == 2
 
 
-def test_who_waits_keeps_it(written: Written) -> None:
+def test_a_waiting_call_with_the_array_keeps_its_file(written: Written) -> None:
     array = np.arange(300_000)
     waiting = written.files.share(({"deep": [array]}, {}))
     with waiting:
@@ -80,7 +81,7 @@ def test_who_waits_keeps_it(written: Written) -> None:
     assert len(written.files) == 0
 
 
-def test_who_needs_something_else_keeps_nothing(written: Written) -> None:
+def test_a_waiting_call_with_another_array_keeps_no_file(written: Written) -> None:
     other, array = np.arange(300_000), np.ones(300_000)
     with written.files.share([other]):
         with written.files.share([array]) as first:
@@ -88,7 +89,7 @@ def test_who_needs_something_else_keeps_nothing(written: Written) -> None:
         assert len(written.files) == 0
 
 
-def test_what_is_hidden_in_objects_is_shared_while_calls_run(written: Written) -> None:
+def test_an_array_inside_an_object_is_shared_while_calls_run(written: Written) -> None:
     class Model:
         def __init__(self) -> None:
             self.weights = np.arange(300_000)
@@ -131,16 +132,37 @@ def test_a_file_that_cannot_be_written_is_tried_again() -> None:
         assert len(dump(share, array).files) == 1
 
 
-def test_regions_are_found_in_what_gives_its_memory() -> None:
+def test_a_call_needs_no_descriptor_to_pass_an_array_that_another_has_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fails = [False, True]
+
+    def refuse(*given: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def write(parts: Sequence[memoryview]) -> MemoryFile:
+        return refuse() if fails.pop(0) else write_file(parts)
+
+    array, files = np.arange(300_000), ArgumentFiles(write)
+    with files.share([array]) as first, files.share([array]) as second:
+        dump(first, array)
+        monkeypatch.setattr(transport, "_map_privately", refuse)
+        assert dump(second, array).files == ()
+
+
+def test_regions_are_found_in_values_that_expose_their_memory() -> None:
     array = np.arange(300_000.0).reshape(300, 1000)
     data = bytearray(2 << 20)
     small = np.arange(10)
     found = set(find_regions(([array, array.T, array[:, ::2], small], {"a": (data, "text", 5)})))
     address = array.__array_interface__["data"][0]
-    assert found == {(address, array.nbytes), (address_of(memoryview(data)), len(data))}
+    assert found == {
+        (address, array.nbytes),
+        (np.frombuffer(data, "u1").__array_interface__["data"][0], len(data)),
+    }
 
 
-def test_a_long_list_is_not_walked_to_its_end() -> None:
+def test_a_long_list_is_not_searched_to_its_end() -> None:
     looked: list[int] = []
 
     class Numbers(list):  # type: ignore[type-arg]
@@ -150,7 +172,7 @@ def test_a_long_list_is_not_walked_to_its_end() -> None:
                 yield number
 
     assert not list(find_regions(Numbers([1])))
-    assert len(looked) <= arguments._MOST_VALUES
+    assert len(looked) <= values._MOST_VALUES
 
 
 def test_regions_of_tensors_are_their_storages() -> None:
@@ -165,15 +187,17 @@ def test_regions_of_tensors_are_their_storages() -> None:
 def test_without_memory_files_nothing_is_shared(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_files, "AVAILABLE", False)
+    monkeypatch.setattr(transport, "AVAILABLE", False)
     with written.files.share([]) as share:
         assert isinstance(share.transport(), FrameTransport)
 
 
-def test_a_fork_begins_with_none() -> None:
-    before = argument_files()
-    try:
-        arguments._forget()
-        assert argument_files() is not before
-    finally:
-        arguments._files = before
+def test_without_numpy_each_call_writes_its_own(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = np.arange(300_000)
+    with written.files.share([]) as a, written.files.share([]) as b:
+        parts = [memoryview(array).cast("B")]
+        monkeypatch.delitem(sys.modules, "numpy")
+        assert written.files.file_for(a, parts) is not written.files.file_for(b, parts)
+        assert len(written.files) == 0

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.errors import CapacityError
 from prefect_gpu.processes import output
 from prefect_gpu.processes.output import OutputForwarder
 
@@ -41,7 +42,7 @@ class Rig:
         # The module's name, not `sys.stdout`: pytest sets that anew between fixture and test.
         self.streams = SimpleNamespace(stdout=self.gate, stderr=self.gate)
         monkeypatch.setattr(output, "sys", self.streams)
-        self.forwarder = OutputForwarder(on_room=self.room.release)
+        self.forwarder = OutputForwarder(on_progress=self.room.release)
 
     def fill(self) -> None:
         self.forwarder.offer("stdout", "a")
@@ -54,7 +55,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
-def test_neighbours_go_out_in_one_write(rig: Rig) -> None:
+def test_consecutive_output_of_one_stream_is_one_write(rig: Rig) -> None:
     other = Gate()
     other.turns.release()
     rig.streams.stderr = other
@@ -72,7 +73,7 @@ def test_neighbours_go_out_in_one_write(rig: Rig) -> None:
     assert (rig.gate.text, other.text) == ("abc", "d")
 
 
-def test_a_slow_stream_holds_back_and_drops_nothing(rig: Rig) -> None:
+def test_a_slow_stream_holds_children_back_and_drops_nothing(rig: Rig) -> None:
     rig.fill()
     assert rig.forwarder.full
     rig.now_s += output.STALLED_S - 1
@@ -87,7 +88,7 @@ def test_a_slow_stream_holds_back_and_drops_nothing(rig: Rig) -> None:
     assert rig.gate.text == "a" + "b" * 100
 
 
-def test_a_stalled_stream_drops_and_says_how_much(rig: Rig) -> None:
+def test_a_stalled_stream_drops_output_and_says_how_much(rig: Rig) -> None:
     rig.fill()
     rig.now_s += output.STALLED_S
     assert not rig.forwarder.full
@@ -105,24 +106,39 @@ def test_a_stalled_stream_drops_and_says_how_much(rig: Rig) -> None:
     assert rig.gate.text.endswith("later")
 
 
-def test_a_broken_stream_is_no_ones_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_stream_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    forwarder = OutputForwarder(on_room=lambda: None)
+    forwarder = OutputForwarder(on_progress=lambda: None)
     forwarder.offer("stdout", "lost")
     assert forwarder.flush(DEADLOCK_S)
 
 
-def test_flush_says_if_it_was_not_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_returns_whether_it_was_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     monkeypatch.setattr(sys, "stdout", gate)
-    forwarder = OutputForwarder(on_room=lambda: None)
+    forwarder = OutputForwarder(on_progress=lambda: None)
     forwarder.offer("stdout", "x")
     assert not forwarder.flush(0)
     gate.turns.release()
     assert forwarder.flush(DEADLOCK_S)
 
 
-def test_characters_may_be_cut() -> None:
+def test_a_character_that_is_cut_between_two_reads_is_decoded() -> None:
     decode = output.decoder().decode
     data = "grün".encode()
     assert decode(data[:3]) + decode(data[3:]) == "grün"
+
+
+def test_output_for_which_no_thread_starts_is_written_with_the_next(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> threading.Thread:
+        raise CapacityError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(output, "start_thread", refuse)
+        rig.forwarder.offer("stdout", "first ")
+    rig.gate.turns.release()
+    rig.forwarder.offer("stdout", "second")
+    assert rig.forwarder.flush(DEADLOCK_S)
+    assert rig.gate.text == "first second"

@@ -97,6 +97,46 @@ def test_a_module_by_path_that_hides_an_importable_one_is_not_it(
     assert values.is_importable("twin_module")
 
 
+@pytest.fixture
+def lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module that is loaded when one of its attributes is first read."""
+    (tmp_path / "lazy_module.py").write_text("import sys\nsys.lazy_module_was_loaded = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = importlib.util.find_spec("lazy_module")
+    assert spec is not None and spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lazy_module", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "lazy_module_was_loaded", False, raising=False)
+    return module
+
+
+def test_a_module_that_loads_itself_late_is_importable_and_stays_unloaded(
+    lazy: types.ModuleType,
+) -> None:
+    assert values.is_importable("lazy_module")
+    assert not sys.lazy_module_was_loaded  # type: ignore[attr-defined]
+
+
+def test_a_module_that_loads_itself_late_is_sent_without_being_loaded(
+    lazy: types.ModuleType,
+) -> None:
+    data = values.dumps([lazy], "call", "call")
+    assert not sys.lazy_module_was_loaded  # type: ignore[attr-defined]
+    assert values.loads(data, "call") == [lazy]
+
+
+def test_an_object_in_sys_modules_that_is_no_module_is_not_importable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slots:
+        __slots__ = ()
+
+    monkeypatch.setitem(sys.modules, "slots_module", Slots())  # type: ignore[arg-type]
+    assert not values.is_importable("slots_module")
+
+
 def test_a_finder_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def find_spec(self, *args: object) -> None:
@@ -135,9 +175,7 @@ def test_a_class_that_came_with_the_call_goes_back_as_the_parents_own(
     with pytest.raises(Exception, match="3") as caught:
         fail(3)
     by_path.MyError.seen = 1
-    data, whole = values.dump_exception(caught.value)
-    back = values.loads(data, "exception")
-    assert whole
+    back = values.loads(values.dump_exception(caught.value), "exception")
     assert type(back) is by_path.MyError
     assert by_path.MyError.seen == 1
     assert by_path.MyError.double is method
@@ -171,7 +209,7 @@ def test_what_cannot_be_pickled_is_named_by_its_path(value: object, path: str) -
     assert caught.value.type_name == "_thread.lock"
 
 
-def test_a_culprit_is_not_followed_for_ever() -> None:
+def test_the_path_to_what_cannot_be_pickled_is_bounded() -> None:
     value: Any = threading.Lock()
     for _ in range(20):
         value = [value]
@@ -181,9 +219,8 @@ def test_a_culprit_is_not_followed_for_ever() -> None:
 
 
 def test_an_exception_arrives_as_it_is() -> None:
-    data, whole = values.dump_exception(ValueError("limit", 3))
-    assert whole
-    assert values.loads(data, "exception").args == ("limit", 3)
+    back = values.loads(values.dump_exception(ValueError("limit", 3)), "exception")
+    assert type(back) is ValueError and back.args == ("limit", 3)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +232,10 @@ def test_an_exception_arrives_as_it_is() -> None:
         (ValueError("x" * 1000, threading.Lock()), "_thread.lock", "ValueError"),
     ],
 )
-def test_an_exception_that_would_not_arrive_is_told_of(
+def test_an_exception_that_cannot_travel_arrives_as_its_description(
     error: Exception, type_name: str, says: str
 ) -> None:
-    data, whole = values.dump_exception(error)
-    told = values.loads(data, "exception")
-    assert not whole
+    told = values.loads(values.dump_exception(error), "exception")
     assert isinstance(told, ResultError)
     assert told.type_name.endswith(type_name)
     assert says in str(told)
@@ -212,6 +247,6 @@ def test_bytes_that_are_no_value_are_an_error() -> None:
         values.loads(b"nonsense", "return value")
 
 
-def test_origins() -> None:
+def test_paths_of_one_file_are_recognised() -> None:
     assert not values._same_file(None, "x")
     assert values._same_file("/tmp/../tmp/x", "/tmp/x")

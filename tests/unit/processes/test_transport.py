@@ -14,25 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.errors import NO_ROOM, ProtocolError, ResultError
-from prefect_gpu.processes import memory_files, messages, transport, values
-from prefect_gpu.processes.messages import PARCEL, VALUE
+from prefect_gpu.processes import transport, values
 from prefect_gpu.processes.transport import (
     FILE_BYTES,
     MOST_FILES,
+    VALUE,
+    VALUE_PARTS,
     FileTransport,
+    Frame,
     FrameTransport,
-    Parcel,
+    PackedValue,
     Transport,
     default_transport,
+    frame_header,
     group_parts,
     unpack,
 )
 
 np = pytest.importorskip("numpy")
 
-needs_files = pytest.mark.skipif(
-    not memory_files.AVAILABLE, reason="no memory files on this system"
-)
+needs_files = pytest.mark.skipif(not transport.AVAILABLE, reason="no memory files on this system")
 
 MIB = 1 << 20
 
@@ -44,7 +45,7 @@ def views(*parts: bytes) -> list[memoryview]:
 @given(
     st.lists(st.sampled_from([0, 100, FILE_BYTES // 2, FILE_BYTES, 5 * FILE_BYTES]), max_size=40)
 )
-def test_groups_are_few_and_what_stays_in_the_frame_is_small(sizes: list[int]) -> None:
+def test_parts_are_in_few_files_and_little_stays_in_the_frame(sizes: list[int]) -> None:
     groups = group_parts(sizes)
     placed = [index for group in groups for index in group]
     assert len(placed) == len(set(placed))
@@ -53,7 +54,7 @@ def test_groups_are_few_and_what_stays_in_the_frame_is_small(sizes: list[int]) -
     assert sum(size for i, size in enumerate(sizes) if i not in placed) < FILE_BYTES
 
 
-def test_the_largest_have_files_of_their_own() -> None:
+def test_the_largest_parts_have_files_of_their_own() -> None:
     assert group_parts([MIB, 10, 3 * MIB]) == [[0], [2]]
     sizes = [MIB] * 20 + [2 * MIB] * 3
     groups = group_parts(sizes)
@@ -86,7 +87,7 @@ def test_small_values_are_a_frame_of_plain_pickle() -> None:
     assert (parcel.kind, parcel.files) == (VALUE, ())
     assert pickle.loads(parcel.body) == {"a": 1}
     small = values.dumps(np.zeros(20_000), "return value", "result")
-    assert (small.kind, small.files) == (PARCEL, ())
+    assert (small.kind, small.files) == (VALUE_PARTS, ())
 
 
 @needs_files
@@ -127,7 +128,7 @@ def test_arrays_arrive_as_they_were(carrier: Transport, array: Any) -> None:
 
 
 @needs_files
-def test_a_value_lives_as_long_as_somebody_holds_a_part_of_it() -> None:
+def test_a_part_of_a_value_keeps_its_memory_alive() -> None:
     first = np.arange(300_000.0)
     parcel = values.dumps([first, first + 1, first[:200_000]], "return value", "result")
     assert len(parcel.files) == 3
@@ -144,7 +145,7 @@ def failing(number: int) -> Any:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSYS, errno.EFBIG, errno.EPERM])
-def test_where_no_file_can_be_had_the_frame_carries_it_all(number: int) -> None:
+def test_without_a_memory_file_the_frame_carries_everything(number: int) -> None:
     array = np.arange(300_000)
     parcel = values.dumps(array, "argument", "x", transport=FileTransport(failing(number)))
     assert parcel.files == ()
@@ -172,14 +173,14 @@ def test_no_memory_while_pickling_is_the_same_error() -> None:
         values.dumps([Endless()], "return value", "result")
 
 
-def test_checking_makes_nothing_and_names_the_culprit() -> None:
+def test_checking_a_value_names_what_cannot_be_pickled() -> None:
     values.check([np.arange(300_000), bytes(MIB)], "argument", "x")
     with pytest.raises(ResultError, match=r"x\[1\] is a"):
         values.check([1, (i for i in "")], "argument", "x")
 
 
 def test_without_memory_files_the_frame_is_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_files, "AVAILABLE", False)
+    monkeypatch.setattr(transport, "AVAILABLE", False)
     assert isinstance(default_transport(), FrameTransport)
 
 
@@ -205,10 +206,10 @@ def table(*parts: tuple[int, int, int], count: int | None = None) -> bytearray:
 )
 def test_a_table_that_does_not_fit_is_refused(body: bytearray) -> None:
     with pytest.raises(ProtocolError):
-        unpack(PARCEL, body, ())
+        unpack(Frame(VALUE_PARTS, body))
 
 
-def test_a_parcel_is_a_frame() -> None:
-    header, body = Parcel(VALUE, b"abc").frame
-    assert bytes(header) + bytes(body) == messages.value_header(3) + b"abc"
-    assert transport.unpack(VALUE, bytearray(b"abc"), ()).buffers == ()
+def test_a_packed_value_is_a_frame() -> None:
+    header, body = PackedValue(VALUE, b"abc").frame
+    assert bytes(header) + bytes(body) == frame_header(VALUE, 3) + b"abc"
+    assert unpack(Frame(VALUE, bytearray(b"abc"))).buffers == ()

@@ -24,8 +24,8 @@ from prefect_gpu.reports.history import (
     MemoryHistory,
     PrefectHistory,
     history_artifact_key,
+    history_markdown,
 )
-from prefect_gpu.reports.history_page import history_markdown
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, HistoryStore, PastRun
 from prefect_gpu.units import GIB, MIB
@@ -111,7 +111,7 @@ def answered(status: int) -> PrefectHTTPStatusError:
     )
 
 
-# What any store does.
+# Every store.
 
 
 @pytest.fixture(params=["memory", "prefect"])
@@ -128,7 +128,7 @@ def test_an_unknown_key_has_no_runs(store: HistoryStore) -> None:
     assert list(store.runs(KEY)) == []
 
 
-def test_what_is_added_counts_at_once_newest_first(store: HistoryStore) -> None:
+def test_an_added_run_counts_at_once_and_the_newest_is_first(store: HistoryStore) -> None:
     store.add(KEY, run(1))
     assert list(store.runs(KEY)) == [run(1)]
     store.add(KEY, run(2))
@@ -154,7 +154,7 @@ def test_threads_lose_none_of_each_others_runs(store: HistoryStore) -> None:
     assert {r.ended_at for r in store.runs(KEY)} == {run(n).ended_at for n in range(KEPT_RUNS)}
 
 
-# What the one on Prefect does.
+# The store on Prefect's API.
 
 
 def test_a_later_store_finds_what_an_earlier_one_kept() -> None:
@@ -229,7 +229,7 @@ def test_a_run_that_was_published_twice_counts_once() -> None:
         pytest.param({"version": None}, id="a version that is nothing"),
     ],
 )
-def test_a_version_that_cannot_be_read_is_passed_over(metadata: dict[str, Any] | None) -> None:
+def test_a_version_that_cannot_be_read_is_left_out(metadata: dict[str, Any] | None) -> None:
     it = Setting()
     for number in (1, 2, 3):
         it.store.add(KEY, run(number))
@@ -247,7 +247,7 @@ def test_fields_of_a_later_version_do_not_hide_a_run() -> None:
     assert list(Setting(it.api).store.runs(KEY)) == [run()]
 
 
-def test_who_wants_the_same_history_waits_for_one_reading_others_do_not() -> None:
+def test_only_threads_that_want_the_same_history_wait_for_its_reading() -> None:
     earlier = Setting()
     earlier.store.add(KEY, run())
     earlier.close()
@@ -274,7 +274,7 @@ def test_a_reading_uses_no_retries_of_prefects_own() -> None:
     assert it.api.retries == [0] and PREFECT_CLIENT_MAX_RETRIES.value() == before != 0
 
 
-def test_a_hiccup_is_tried_again() -> None:
+def test_a_connection_error_is_tried_again() -> None:
     it = Setting()
     it.api.errors = [OSError("reset")] * (READ_TRIES - 1)
     assert list(it.store.runs(KEY)) == []
@@ -289,7 +289,7 @@ def test_a_refusal_is_not_tried_again() -> None:
     assert len(it.api.asked) == 1
 
 
-def test_an_api_that_is_away_is_left_alone_for_a_while() -> None:
+def test_an_api_that_does_not_answer_is_not_called_for_a_while() -> None:
     it = Setting()
     it.api.errors = [httpx.ConnectError("refused")] * READ_TRIES
     for key in (KEY, KEY, OTHER):
@@ -301,7 +301,7 @@ def test_an_api_that_is_away_is_left_alone_for_a_while() -> None:
     assert len(it.api.asked) == READ_TRIES + 1
 
 
-def test_own_runs_stand_in_for_an_api_that_is_away_until_it_is_back() -> None:
+def test_runs_of_this_process_replace_those_of_an_api_that_does_not_answer() -> None:
     earlier = Setting()
     earlier.store.add(KEY, run(1))
     earlier.close()
@@ -316,7 +316,7 @@ def test_own_runs_stand_in_for_an_api_that_is_away_until_it_is_back() -> None:
     it.close()
 
 
-def test_a_client_that_cannot_be_opened_is_an_api_that_is_away() -> None:
+def test_a_client_that_cannot_be_opened_is_an_api_that_does_not_answer() -> None:
     it = Setting()
 
     def closed() -> Any:
@@ -338,7 +338,7 @@ def test_a_run_that_cannot_be_kept_counts_here_and_is_counted_as_lost(
 
 
 @given(st.builds(HistoryKey, st.text(max_size=120), st.text(), st.text(), st.text()))
-def test_any_history_has_a_key_of_its_own_that_prefect_takes(key: HistoryKey) -> None:
+def test_any_history_has_a_key_of_its_own_that_prefect_accepts(key: HistoryKey) -> None:
     front, _, digest = history_artifact_key(key).rpartition("-")
     assert front.startswith("gpu-history") and len(front) <= 87
     assert set(front) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") and "--" not in front
@@ -368,10 +368,10 @@ def test_every_part_of_a_key_counts() -> None:
     assert len(keys) == 9 and max(map(len, keys)) <= 100
 
 
-# What a person reads.
+# The page of a history.
 
 
-def test_a_page_says_what_comes_next_and_shows_every_run() -> None:
+def test_the_page_of_a_history_has_the_next_budget_and_every_run() -> None:
     runs = [
         run(
             60,
@@ -400,14 +400,14 @@ def test_a_page_says_what_comes_next_and_shows_every_run() -> None:
     ]
 
 
-def test_a_page_without_a_completed_run_announces_a_probe() -> None:
+def test_the_page_of_a_history_without_a_completed_run_announces_a_probe() -> None:
     page = history_markdown(OTHER, [run(outcome="died", cause="unknown", ended_at=1e300)])
     assert "the next one has a device to itself" in page
     assert "| – | died |" in page and "| unknown |" in page
     assert "learn_by" not in page
 
 
-def test_a_page_takes_any_name() -> None:
+def test_the_page_of_a_history_escapes_names() -> None:
     page = history_markdown(HistoryKey("a|b\n<i>", "x", "c|d"), [run(outcome="a|b", cause="c|d")])
     (row,) = [line for line in page.splitlines() if line.startswith("| 2026")]
     assert "| a\\|b |" in row and "| c\\|d |" in row

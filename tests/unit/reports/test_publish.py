@@ -63,7 +63,7 @@ def publisher(api: FakeAPI) -> Publisher:
 
 
 @given(st.text(max_size=300), st.sampled_from(["gpu-memory", "gpu-flow", "", "!!"]))
-def test_any_name_gives_a_key_that_prefect_takes(name: str, prefix: str) -> None:
+def test_any_name_makes_a_key_that_prefect_accepts(name: str, prefix: str) -> None:
     key = artifact_key(prefix, name)
     assert re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", key)
     assert len(key) <= 100
@@ -87,7 +87,9 @@ def test_reports_arrive_in_order_over_one_connection(caplog: pytest.LogCaptureFi
     assert api.opened == 1 and it.lost == 0 and not caplog.records
 
 
-def test_a_hiccup_is_tried_again_over_a_new_connection(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_error_is_tried_again_over_a_new_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     api = FakeAPI(OSError("reset"), answered(503))
     it = publisher(api)
     it.publish(task_report())
@@ -104,7 +106,7 @@ def test_a_refusal_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     assert "1 memory report was lost: PrefectHTTPStatusError: 422" in caplog.text
 
 
-def test_an_api_that_is_away_costs_one_try_for_each_report_after_the_first() -> None:
+def test_an_api_that_does_not_answer_costs_one_try_for_each_report_after_the_first() -> None:
     api = FakeAPI(*(OSError("away") for _ in range(4)))
     it = publisher(api)
     for _ in range(3):
@@ -114,7 +116,7 @@ def test_an_api_that_is_away_costs_one_try_for_each_report_after_the_first() -> 
     assert api.opened == 5 and it.lost == 2 and len(api.keys) == 1
 
 
-def test_a_connection_that_fails_to_close_is_nobodys_problem(
+def test_a_connection_that_fails_to_close_loses_no_report(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     api = FakeAPI()
@@ -153,7 +155,7 @@ def test_a_report_after_the_end_is_counted_and_never_raises(
     assert "1 memory report was lost: it came after" in caplog.text
 
 
-def test_a_published_report_is_let_go_of() -> None:
+def test_a_published_report_is_not_kept_in_memory() -> None:
     class Watched(TaskReport):
         __slots__ = ("__weakref__",)
 
@@ -172,7 +174,7 @@ def test_a_published_report_is_let_go_of() -> None:
     it.close(PATIENCE_S)
 
 
-def test_of_a_series_that_waits_only_the_newest_are_published() -> None:
+def test_only_the_newest_waiting_jobs_of_a_series_are_published() -> None:
     api = FakeAPI()
     api.go.clear()
     done: list[str] = []
@@ -194,7 +196,7 @@ def test_of_a_series_that_waits_only_the_newest_are_published() -> None:
     assert done == ["first", *in_order]
 
 
-def test_parts_of_a_series_that_come_one_by_one_are_all_published() -> None:
+def test_jobs_of_a_series_that_come_one_by_one_are_all_published() -> None:
     api = FakeAPI()
     made = publisher(api)
     done: list[int] = []
@@ -211,7 +213,7 @@ def test_parts_of_a_series_that_come_one_by_one_are_all_published() -> None:
     assert done == list(range(5))
 
 
-def test_what_is_dropped_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_job_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "WAITING_LIMIT", 4)
     api = FakeAPI()
     api.go.clear()
@@ -224,3 +226,33 @@ def test_what_is_dropped_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) 
     made.close(PATIENCE_S)
     assert made.lost == 0
     assert done[-1] == 19
+
+
+def test_a_thread_that_cannot_be_started_loses_no_report_if_a_later_one_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    api = FakeAPI()
+    made = publisher(api)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        made.publish(task_report())
+    made.publish(task_report())
+    made.close(PATIENCE_S)
+    assert len(api.keys) == 2
+    assert not caplog.records
+
+
+def test_reports_that_no_thread_can_publish_are_lost_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    made = publisher(FakeAPI())
+    made.publish(task_report())
+    made.close(PATIENCE_S)
+    assert "1 memory report was lost: RuntimeError: can't start new thread" in caplog.text

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_gpu.measurements import Mark, Sample
 from prefect_gpu.reports.canvas import (
     byte_ticks,
     clean,
@@ -15,9 +16,8 @@ from prefect_gpu.reports.canvas import (
     time_label,
     time_ticks,
 )
-from prefect_gpu.reports.model import CAUSE_WORDS, Mark, Sample
+from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
 from prefect_gpu.reports.timeline import (
-    OUTCOME_WORDS,
     PHASE_TINTS,
     flow_gantt_svg,
     outline,
@@ -49,7 +49,7 @@ def numbers_are_on_paper(svg: str) -> None:
             assert float(e.attrib["y"]) + float(e.attrib["height"]) <= height
 
 
-def test_a_timeline_says_peaks_budget_marks_and_units() -> None:
+def test_a_timeline_shows_peaks_budget_marks_and_units() -> None:
     svg = task_timeline_svg(task_report())
     found = words(svg)
     for text in (
@@ -67,7 +67,7 @@ def test_a_timeline_says_peaks_budget_marks_and_units() -> None:
     numbers_are_on_paper(svg)
 
 
-def test_the_same_report_gives_the_same_picture() -> None:
+def test_the_same_report_makes_the_same_chart() -> None:
     assert task_timeline_svg(task_report()) == task_timeline_svg(task_report())
     assert flow_gantt_svg(flow_reports()) == flow_gantt_svg(flow_reports())
 
@@ -91,26 +91,27 @@ def test_the_same_report_gives_the_same_picture() -> None:
         "two devices",
     ],
 )
-def test_a_timeline_is_honest_about(changes: dict[str, Any], says: str) -> None:
+def test_a_timeline_says_what_its_numbers_are(changes: dict[str, Any], says: str) -> None:
     assert any(says in text for text in words(task_timeline_svg(task_report(**changes))))
 
 
-def test_user_text_cannot_break_out_of_a_picture() -> None:
+def test_user_text_cannot_break_out_of_a_chart() -> None:
     report = task_report(task_run_name=NASTY, marks=(Mark(9, NASTY),), devices=(device(),))
     assert "<script" not in task_timeline_svg(report)
     assert any("script" in text for text in words(task_timeline_svg(report)))
     words(flow_gantt_svg([report]))
 
 
-def test_marks_without_room_keep_their_line_and_lose_their_label() -> None:
+def test_marks_whose_name_would_overlap_keep_their_line() -> None:
     crowd = tuple(Mark(10 + i / 100, f"step {i:04d}") for i in range(30))
     report = task_report(
         marks=(*crowd, Mark(44.5, "a name of some length at the end"), Mark(5, ""))
     )
-    found = words(task_timeline_svg(report))
-    assert sum(text.startswith("step") for text in found) == 3
-    assert "a name of some length at the…" in found or any("some length" in t for t in found)
-    assert task_timeline_svg(report).count('stroke-dasharray="2 3"') == 32
+    svg = task_timeline_svg(report)
+    assert [text for text in words(svg) if text.startswith("step")] == ["step 0000"]
+    assert any("some length" in text for text in words(svg))
+    assert svg.count('stroke-dasharray="2 3"') == 32
+    numbers_are_on_paper(svg)
 
 
 def training(steps: int) -> tuple[Mark, ...]:
@@ -123,22 +124,31 @@ def training(steps: int) -> tuple[Mark, ...]:
     )
 
 
-def test_phases_are_bands_of_one_tint_a_name_and_say_what_they_are() -> None:
+def test_phases_are_bands_with_a_title_and_one_colour_for_each_name() -> None:
     svg = task_timeline_svg(task_report(marks=(*training(4), Mark(9, "done"))))
     rects = [e for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("rect")]
     bands = [e for e in rects if e.attrib["fill"] in PHASE_TINTS]
-    assert len(bands) == 2 * 12
+    legend = 3
+    assert len(bands) == 2 * 12 + legend
     assert len({e.attrib["fill"] for e in bands}) == 3
     titles = ["".join(e.itertext()).strip() for e in bands]
     assert "backward, step 2, 500ms" in titles
     numbers_are_on_paper(svg)
 
 
-def test_the_longest_phase_of_each_name_is_labelled_first() -> None:
+def test_each_name_of_a_phase_is_in_the_legend_once() -> None:
     found = words(task_timeline_svg(task_report(marks=training(30))))
     labels = [text for text in found if text in ("forward", "backward", "step")]
-    assert {"forward", "backward", "step"} == set(labels)
-    assert labels.count("backward") > labels.count("step")
+    assert labels == ["forward", "backward", "step"]
+
+
+def test_a_legend_without_room_counts_the_rest() -> None:
+    phases = tuple(Mark(4 + i, f"phase number {i}", 0.5) for i in range(20))
+    svg = task_timeline_svg(task_report(marks=phases))
+    named = [text for text in words(svg) if text.startswith("phase number")]
+    assert 2 <= len(named) < 20
+    assert f"+ {20 - len(named)}" in words(svg)
+    numbers_are_on_paper(svg)
 
 
 def test_every_cause_has_its_words() -> None:
@@ -153,19 +163,19 @@ def test_an_outline_keeps_both_extremes_of_each_stretch() -> None:
     assert line == sorted(line)
 
 
-def test_a_gantt_names_devices_and_outcomes_and_stays_on_paper() -> None:
+def test_a_gantt_chart_names_devices_and_outcomes() -> None:
     svg = flow_gantt_svg(flow_reports())
     found = words(svg)
     assert {"device 0", "device 1", "NVIDIA H200", "140GiB", "out of memory", "died"} <= {*found}
     numbers_are_on_paper(svg)
 
 
-def test_a_gantt_of_nothing_says_so() -> None:
+def test_a_gantt_chart_without_processes_says_so() -> None:
     assert "no process was placed on a device" in words(flow_gantt_svg([]))
     assert "no process was placed on a device" in words(flow_gantt_svg([task_report(devices=())]))
 
 
-def test_a_gantt_stacks_what_overlaps_and_reuses_tracks() -> None:
+def test_a_gantt_chart_stacks_bars_that_overlap_and_reuses_tracks() -> None:
     one_after_another = [task_report(placed_at=PLACED_AT + i * 100) for i in range(5)]
     at_once = [task_report(placed_at=PLACED_AT + i) for i in range(5)]
 
@@ -175,7 +185,7 @@ def test_a_gantt_stacks_what_overlaps_and_reuses_tracks() -> None:
     assert height(flow_gantt_svg(at_once)) > height(flow_gantt_svg(one_after_another))
 
 
-def test_a_crowded_gantt_stays_bounded() -> None:
+def test_a_gantt_chart_of_thousands_of_processes_stays_small() -> None:
     crowd = [
         task_report(placed_at=PLACED_AT + i / 10, task_run_name=f"t{i}").compact()
         for i in range(1600)
@@ -215,7 +225,7 @@ def test_time_ticks_are_few_and_within(end_s: float) -> None:
     [(0, "0"), (2.5, "2.5 s"), (90, "1:30 min"), (7500, "2:05 h")],
     ids=str,
 )
-def test_moments_are_written_short(seconds: float, label: str) -> None:
+def test_labels_of_a_time_axis_are_short(seconds: float, label: str) -> None:
     assert time_label(seconds) == label
 
 
@@ -231,4 +241,3 @@ def test_text_is_cleaned_measured_and_cut() -> None:
     assert shorten("evaluate", 1000, 11) == "evaluate"
     assert shorten("evaluate-resnet50", 70, 11).endswith("…")
     assert shorten("evaluate-resnet50", 12, 11) == ""
-    assert shorten("evaluate-resnet50", 70, 11, keep_end=True) == "…resnet50"

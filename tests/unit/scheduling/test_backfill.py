@@ -1,7 +1,8 @@
-"""Who may pass a blocked request."""
+"""Which requests may pass a blocked one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,122 +10,121 @@ import pytest
 
 from prefect_gpu.scheduling.backfill import (
     NO_BACKFILL,
+    BlockedStatus,
     Patience,
-    Standing,
     ready_s,
     spare_bytes,
 )
-from prefect_gpu.scheduling.board import Board
-from prefect_gpu.scheduling.memory import Room
+from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Request, Reservation
-from prefect_gpu.scheduling.queue import RequestQueue
-from prefect_gpu.scheduling.turns import decide, explain
+from prefect_gpu.scheduling.placement import Board
+from prefect_gpu.scheduling.scheduling_pass import RequestQueue, decide, explain
 from prefect_gpu.units import GIB
-from tests.unit.scheduling.values import host, promise, request, room
+from tests.unit.scheduling.values import host, request, reserved, state
 
 #: Few enough to be reached.
 SHORT = Patience(passes=2, wait_s=60.0, heads=1)
 
 
 def until(ends_s: float | None, gib: float, index: int = 0, **others: object) -> Reservation:
-    held = promise(index, gib, by=f"until {ends_s}", **others)  # type: ignore[arg-type]
+    held = reserved(index, gib, by=f"until {ends_s}", **others)  # type: ignore[arg-type]
     return replace(held, ends_s=ends_s)
 
 
 def started(
     queue: RequestQueue,
-    rooms: Sequence[Room],
+    states: Sequence[DeviceState],
     now_s: float = 0.0,
     patience: Patience = SHORT,
     max_tasks: int | None = None,
 ) -> list[tuple[str, list[int]]]:
-    """Look once and carry it out; the devices stay as they are."""
-    decisions = decide(queue, Board(rooms, max_tasks=max_tasks), host(), patience, now_s)
-    queue.note(decisions.standings)
+    """Make one pass and carry it out; the devices stay as they are."""
+    decisions = decide(queue, Board(states, max_tasks=max_tasks), host(), patience, now_s)
+    queue.note(decisions.statuses)
     for each, _ in decisions.placements:
         assert queue.remove(each)
     return [(r.id, [d.index for d in p.devices]) for r, p in decisions.placements]
 
 
 #: 20 of 24 GiB until 100 s.
-HELD = room(0, held=[until(100.0, 20)])
+HELD = state(0, held=[until(100.0, 20)])
 
 
 @pytest.mark.parametrize(
-    ("head", "later", "rooms", "starts"),
+    ("head", "later", "states", "starts"),
     [
         pytest.param(request(23), request(4, expected_s=100), [HELD], [0], id="it ends before"),
         pytest.param(request(23), request(4, expected_s=101), [HELD], None, id="it ends after"),
-        pytest.param(request(23), request(4), [HELD], None, id="nobody knows when it ends"),
-        pytest.param(request(20), request(4), [HELD], [0], id="it leaves room for then"),
-        pytest.param(request(20), request(4, exclusive=True), [HELD], None, id="nobody may join it"),
+        pytest.param(request(23), request(4), [HELD], None, id="its end is not known"),
+        pytest.param(request(20), request(4), [HELD], [0], id="it leaves memory for then"),
+        pytest.param(request(20), request(4, exclusive=True), [HELD], None, id="no task may join it"),
         pytest.param(request(), request(1), [HELD], None, id="the blocked one wants all"),
         pytest.param(request(), request(1, expected_s=9), [HELD], [0], id="and gets it in time"),
-        pytest.param(request(4.5, exclusive=True), request(1), [HELD], None, id="the blocked one joins nobody"),
-        pytest.param(request(23), request(4), [HELD, room(1, held=[until(200.0, 20, 1)])], [1], id="it may have what is not kept"),
-        pytest.param(request(23), request(4), [HELD, room(1, held=[until(None, 20, 1)])], [1], id="what ends nobody knows when is not kept"),
-        pytest.param(request(23, count=2), request(4, expected_s=150), [HELD, room(1, held=[until(200.0, 20, 1)])], [0], id="two are kept until both are free"),
-        pytest.param(request(23, count=2), request(4, expected_s=250), [HELD, room(1, held=[until(200.0, 20, 1)])], None, id="both of them"),
-        pytest.param(request(23, devices=("0",)), request(4), [HELD, room(1, held=[until(5.0, 20, 1)])], [1], id="what is named is kept"),
+        pytest.param(request(4.5, exclusive=True), request(1), [HELD], None, id="the blocked one joins no task"),
+        pytest.param(request(23), request(4), [HELD, state(1, held=[until(200.0, 20, 1)])], [1], id="it may have what is not kept"),
+        pytest.param(request(23), request(4), [HELD, state(1, held=[until(None, 20, 1)])], [1], id="a device whose ends are not known is not kept"),
+        pytest.param(request(23, count=2), request(4, expected_s=150), [HELD, state(1, held=[until(200.0, 20, 1)])], [0], id="two are kept until both are free"),
+        pytest.param(request(23, count=2), request(4, expected_s=250), [HELD, state(1, held=[until(200.0, 20, 1)])], None, id="both of them"),
+        pytest.param(request(23, devices=("0",)), request(4), [HELD, state(1, held=[until(5.0, 20, 1)])], [1], id="what is named is kept"),
     ],
 )  # fmt: skip
 def test_a_later_one_passes_where_it_does_not_delay(
-    head: Request, later: Request, rooms: list[Room], starts: list[int] | None
+    head: Request, later: Request, states: list[DeviceState], starts: list[int] | None
 ) -> None:
     queue = RequestQueue([replace(head, id="head"), replace(later, id="later")])
-    assert started(queue, rooms) == ([] if starts is None else [("later", starts)])
-    standing = queue.standings.get("head")
+    assert started(queue, states) == ([] if starts is None else [("later", starts)])
+    standing = queue.statuses.get("head")
     assert standing is not None and standing.passed == 0 and standing.kept
 
 
-def test_several_pass_only_as_long_as_together_they_leave_room() -> None:
+def test_several_pass_only_while_together_they_leave_enough_memory() -> None:
     queue = RequestQueue([request(20, name="head"), *(request(2, name=n) for n in "abc")])
     assert [name for name, _ in started(queue, [HELD])] == ["a", "b"]
 
 
 def test_places_count_as_memory_does() -> None:
-    rooms = [room(0, held=[until(None, 1)]), room(1, held=[until(100.0, 20, 1)])]
+    states = [state(0, held=[until(None, 1)]), state(1, held=[until(100.0, 20, 1)])]
     waiting = [request(20, count=2, name="head"), request(3, name="later")]
-    assert started(RequestQueue(waiting), rooms, max_tasks=3) == [("later", [0])]
-    assert started(RequestQueue(waiting), rooms, max_tasks=2) == [("later", [1])]
+    assert started(RequestQueue(waiting), states, max_tasks=3) == [("later", [0])]
+    assert started(RequestQueue(waiting), states, max_tasks=2) == [("later", [1])]
 
 
 def test_what_is_kept_stays_kept() -> None:
-    first, second = room(0, held=[until(100.0, 20)]), room(1, held=[until(200.0, 20, 1)])
+    first, second = state(0, held=[until(100.0, 20)]), state(1, held=[until(200.0, 20, 1)])
     queue = RequestQueue([request(23, name="head"), request(4, name="a", expected_s=300)])
     assert started(queue, [first, second]) == [("a", [1])]
     # The other would be free sooner by now; where it goes first is taken as it comes.
-    second = room(1, held=[until(50.0, 20, 1)])
+    second = state(1, held=[until(50.0, 20, 1)])
     queue.add(request(4, name="b", expected_s=300))
     assert started(queue, [first, second], 30.0) == [("b", [1])]
-    assert started(queue, [first, room(1)], 55.0) == [("head", [1])]
+    assert started(queue, [first, state(1)], 55.0) == [("head", [1])]
 
 
 def test_a_device_that_is_lost_is_kept_no_longer() -> None:
-    second = room(1, held=[until(200.0, 23, 1)])
+    second = state(1, held=[until(200.0, 23, 1)])
     queue = RequestQueue([request(23, name="head"), request(4, name="behind")])
     started(queue, [HELD, second])
     queue.add(request(1, name="small"))
-    started(queue, [room(0, error="lost"), second], 1.0)
-    standing = queue.standings.get("head")
+    started(queue, [state(0, error="lost"), second], 1.0)
+    standing = queue.statuses.get("head")
     assert standing is not None and [uuid for _, uuid in standing.kept] == ["SIM-1"]
 
 
-#: 20 of 24 GiB, nobody knows until when.
-UNTOLD = [room(i, held=[until(None, 20, i)]) for i in range(2)]
+#: 20 of 24 GiB, it is not known until when.
+UNTOLD = [state(i, held=[until(None, 20, i)]) for i in range(2)]
 
 
-def test_where_ends_are_not_known_it_is_passed_so_often_and_no_more() -> None:
+def test_where_ends_are_not_known_a_blocked_request_is_passed_so_often_and_no_more() -> None:
     queue = RequestQueue([request(23, name="head"), *(request(1, name=n) for n in "abcd")])
     assert [name for name, _ in started(queue, UNTOLD)] == ["a", "b"]
-    assert queue.standings.get("head") == Standing(passed=2, since_s=0.0, looked_s=0.0)
+    assert queue.statuses.get("head") == BlockedStatus(passed=2, since_s=0.0, looked_s=0.0)
     assert started(queue, UNTOLD, 1.0) == []
     # Others than those that it could use are none of its business.
-    small = room(2, 8)
+    small = state(2, 8)
     assert [name for name, _ in started(queue, [*UNTOLD, small], 2.0)] == ["c", "d"]
 
 
-def test_and_for_so_long() -> None:
+def test_where_ends_are_not_known_a_blocked_request_is_passed_for_so_long() -> None:
     queue = RequestQueue([request(23, name="head"), request(1, name="a")])
     assert [name for name, _ in started(queue, UNTOLD, 10.0)] == ["a"]
     queue.add(request(1, name="b"))
@@ -135,46 +135,46 @@ def test_and_for_so_long() -> None:
 def test_once_it_may_not_be_passed_a_device_is_kept_if_its_end_is_known_by_then() -> None:
     queue = RequestQueue([request(23, name="head"), *(request(1.5, name=n) for n in "abcd")])
     started(queue, UNTOLD)
-    known = [UNTOLD[0], room(1, held=[until(100.0, 20, 1)])]
+    known = [UNTOLD[0], state(1, held=[until(100.0, 20, 1)])]
     assert started(queue, known, 9.0) == [("c", [0]), ("d", [0])]
 
 
 def test_one_that_is_overdue_drains_all_that_it_could_use() -> None:
-    rooms = [HELD, room(1, held=[until(500.0, 20, 1)])]
+    states = [HELD, state(1, held=[until(500.0, 20, 1)])]
     queue = RequestQueue([request(23, name="head"), request(4, name="a")])
-    assert started(queue, rooms) == [("a", [1])]
+    assert started(queue, states) == [("a", [1])]
     queue.add(request(4, name="b"))
     # What ran until 100 s still runs. Until then nothing was lost by letting others pass.
-    assert started(queue, rooms, 99.0) == [("b", [1])]
+    assert started(queue, states, 99.0) == [("b", [1])]
     queue.add(request(4, name="c", expected_s=1))
-    assert started(queue, rooms, 100.0) == []
-    assert started(queue, [HELD, room(1)], 101.0) == [("head", [1]), ("c", [0])]
+    assert started(queue, states, 100.0) == []
+    assert started(queue, [HELD, state(1)], 101.0) == [("head", [1]), ("c", [0])]
 
 
-def test_with_higher_priority_nobody_is_passed() -> None:
+def test_a_request_of_higher_priority_does_not_count_as_passing() -> None:
     queue = RequestQueue([request(23, name="head"), request(4, name="urgent", priority=1)])
     assert started(queue, UNTOLD, patience=NO_BACKFILL) == [("urgent", [0])]
-    assert queue.standings.get("head") is None
+    assert queue.statuses.get("head") is None
 
 
-def test_without_patience_nobody_passes() -> None:
+def test_without_patience_no_request_passes_a_blocked_one() -> None:
     queue = RequestQueue([request(23, name="head"), request(4, name="a", expected_s=1)])
     assert started(queue, [HELD], patience=NO_BACKFILL) == []
 
 
-def test_who_waits_for_the_same_device_is_not_passed_by_what_ends_before() -> None:
+def test_a_request_that_waits_for_a_kept_device_is_not_passed_by_what_ends_before() -> None:
     queue = RequestQueue([request(23, name="head"), request(22, name="second"), request(4, name="a", expected_s=9)])  # fmt: skip
     assert [name for name, _ in started(queue, [HELD])] == ["a"]
-    assert queue.standings.get("second") is None or queue.standings.get("second").passed == 0  # type: ignore[union-attr]
+    assert queue.statuses.get("second") is None or queue.statuses.get("second").passed == 0  # type: ignore[union-attr]
 
 
 def test_what_is_noted_goes_with_the_request() -> None:
     head = request(23, name="head")
     queue = RequestQueue([head, request(4, name="behind")])
     assert started(queue, [HELD]) == []
-    assert queue.standings.get("head") is not None
+    assert queue.statuses.get("head") is not None
     queue.remove(head)
-    assert queue.standings.get("head") is None
+    assert queue.statuses.get("head") is None
 
 
 @pytest.mark.parametrize(
@@ -185,68 +185,74 @@ def test_what_is_noted_goes_with_the_request() -> None:
         pytest.param(request(5), [until(3.0, 20)], None, 5.0, id="overdue: any moment"),
         pytest.param(request(20), [until(9.0, 10), until(7.0, 10)], None, 9.0, id="when enough end"),
         pytest.param(request(12), [until(9.0, 10), until(None, 10)], None, 9.0, id="others may stay"),
-        pytest.param(request(20), [until(9.0, 10), until(None, 10)], None, None, id="not if nobody knows"),
-        pytest.param(request(1), [until(9.0, 2, exclusive=True)], None, 9.0, id="when who is alone ends"),
+        pytest.param(request(20), [until(9.0, 10), until(None, 10)], None, None, id="not if that is not known"),
+        pytest.param(request(1), [until(9.0, 2, exclusive=True)], None, 9.0, id="when the exclusive task ends"),
         pytest.param(request(1, exclusive=True), [until(9.0, 2), until(8.0, 2)], None, 9.0, id="when all end"),
         pytest.param(request(), [until(9.0, 2)], None, 9.0, id="a device to itself"),
         pytest.param(request(1), [until(9.0, 2), until(8.0, 2)], 2, 8.0, id="when there is a place"),
         pytest.param(request(25), [until(9.0, 2)], None, None, id="never"),
     ],
 )  # fmt: skip
-def test_when_a_device_has_room(
-    asked: Request, held: list[Reservation], most: int | None, seconds: float | None
+def test_when_a_device_is_expected_to_have_the_memory(
+    asked: Request, held: list[Reservation], most: float | None, seconds: float | None
 ) -> None:
-    assert ready_s(asked, room(0, held=held), 5.0, most) == seconds
+    assert ready_s(asked, state(0, held=held), 5.0, most or math.inf) == seconds
 
 
-def test_what_ends_by_then_is_room_for_then() -> None:
-    there = room(0, held=[until(10.0, 10), until(20.0, 10)])
-    assert spare_bytes(there, request(12), 10.0, None) == 2 * GIB
-    assert spare_bytes(there, request(12), 20.0, None) == 12 * GIB
+def test_memory_of_tasks_that_end_by_then_can_be_spared() -> None:
+    there = state(0, held=[until(10.0, 10), until(20.0, 10)])
+    assert spare_bytes(there, request(12), 10.0, math.inf) == 2 * GIB
+    assert spare_bytes(there, request(12), 20.0, math.inf) == 12 * GIB
     assert spare_bytes(there, request(12), 10.0, 3) == 2 * GIB
     assert spare_bytes(there, request(12), 10.0, 2) < 0, "there is no place for a third"
-    assert spare_bytes(there, request(15), 10.0, None) < 0, "not even without one more"
-    assert spare_bytes(there, request(12, exclusive=True), 20.0, None) < 0
-    assert spare_bytes(there, request(), 20.0, None) < 0
+    assert spare_bytes(there, request(15), 10.0, math.inf) < 0, "not even without one more"
+    assert spare_bytes(there, request(12, exclusive=True), 20.0, math.inf) < 0
+    assert spare_bytes(there, request(), 20.0, math.inf) < 0
 
 
-def test_of_what_is_kept_no_more_is_given_in_one_look_than_can_be_spared() -> None:
-    rooms = [room(0, held=[until(100.0, 18)])]
+def test_in_one_pass_no_more_of_a_kept_device_is_given_than_can_be_spared() -> None:
+    states = [state(0, held=[until(100.0, 18)])]
     queue = RequestQueue([request(20, name="head")])
     queue.add(request(3, name="first"))
     queue.add(request(2, name="second"))
     queue.add(request(1, name="third"))
-    assert started(queue, rooms) == [("first", [0]), ("third", [0])]
+    assert started(queue, states) == [("first", [0]), ("third", [0])]
 
 
-# What is said of it.
+# What is said of a blocked request.
 
 
 @pytest.mark.parametrize(
     ("standing", "now_s", "says"),
     [
-        pytest.param(Standing(passed=1, since_s=0.0), 9.0, "; 1 passed it", id="others pass it"),
         pytest.param(
-            Standing(passed=2, since_s=0.0),
+            BlockedStatus(passed=1, since_s=0.0), 9.0, "; 1 passed it", id="others pass it"
+        ),
+        pytest.param(
+            BlockedStatus(passed=2, since_s=0.0),
             9.0,
-            "; 2 passed it; nobody may pass it any more, the devices that it could use drain for it",
+            "; 2 passed it; no task may pass it any more, the devices that it could use drain for it",
             id="they did so often enough",
         ),
         pytest.param(
-            Standing(since_s=0.0, kept=(("node", "SIM-0"),), starts_s=99.0),
+            BlockedStatus(since_s=0.0, kept=(("node", "SIM-0"),), starts_s=99.0),
             9.0,
             "; SIM-0 kept for it, free in about 1m 30s",
             id="a device is kept",
         ),
         pytest.param(
-            Standing(since_s=0.0, kept=tuple(("node", f"SIM-{i}") for i in range(5)), starts_s=9.0),
+            BlockedStatus(
+                since_s=0.0, kept=tuple(("node", f"SIM-{i}") for i in range(5)), starts_s=9.0
+            ),
             9.0,
             "; SIM-0, SIM-1, SIM-2 and 2 more kept for it",
             id="many are, and due",
         ),
     ],
 )
-def test_saying_it(standing: Standing, now_s: float, says: str) -> None:
+def test_what_is_done_for_a_blocked_request_is_said(
+    standing: BlockedStatus, now_s: float, says: str
+) -> None:
     head = request(23, name="head")
     queue = RequestQueue([head])
     queue.note({"head": standing})

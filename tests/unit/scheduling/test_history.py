@@ -154,7 +154,7 @@ def test_a_resnet_50_gets_what_it_was_measured_to_need(
     assert lesson.context_bytes == CONTEXT and lesson.floor_bytes == 0
 
 
-def test_the_least_room_is_a_few_segments() -> None:
+def test_the_least_margin_is_a_few_segments() -> None:
     lesson = learn([run(live_bytes=MIB, context_bytes=0)])
     assert lesson and lesson.budget_bytes == LIVE_MARGIN_BYTES + 2 * MIB  # 65 MiB, rounded
 

@@ -88,7 +88,7 @@ evidences = st.builds(
         pytest.param(
             seen(held_bytes=5 * GIB, foreign_growth_bytes=GIB), "foreign", id="others go first"
         ),
-        pytest.param(seen(alone=True), "own_cap", id="nobody of ours beside it"),
+        pytest.param(seen(alone=True), "own_cap", id="no task of ours beside it"),
         pytest.param(
             seen(alone=True, foreign_growth_bytes=GIB), "foreign", id="alone but for other people"
         ),
@@ -152,7 +152,7 @@ def test_only_others_who_grew_are_blamed(evidence: Evidence) -> None:
         pytest.param(seen(process_bytes=None), 5, id="held, context and wanted"),
         pytest.param(seen(wanted_bytes=None), None, id="the message does not say"),
         pytest.param(
-            seen(held_bytes=None, process_bytes=None), None, id="nobody knows what it held"
+            seen(held_bytes=None, process_bytes=None), None, id="what it held is not known"
         ),
     ],
 )

@@ -8,15 +8,14 @@ import pytest
 
 from prefect_gpu.scheduling.memory import (
     Recovery,
+    device_state,
     judge_recovery,
     measure,
     ownerless_bytes,
-    survey,
-    survey_all,
 )
 from prefect_gpu.scheduling.model import DeviceSnapshot, ProcessUse
 from prefect_gpu.units import GIB, MIB
-from tests.unit.scheduling.values import promise, request, room, snapshot
+from tests.unit.scheduling.values import request, reserved, snapshot, state
 
 OURS, CHILD, OTHER = 100, 101, 1
 
@@ -49,7 +48,7 @@ def use(pid: int, gib: float | None, root: int | None = None) -> ProcessUse:
             {"t0": 8},
             0,
             16,
-            id="who took more than was reserved counts at what it took",
+            id="a process above its reservation counts at what it holds",
         ),
         pytest.param(
             snapshot(used_gib=9), [6], {"t0": 4}, 0, 13, id="the rest of what is used is foreign"
@@ -71,7 +70,7 @@ def use(pid: int, gib: float | None, root: int | None = None) -> ProcessUse:
             {},
             0,
             -6,
-            id="others who took what was promised leave less than nothing",
+            id="others that took what is reserved leave less than nothing",
         ),
         pytest.param(
             replace(snapshot(), free_bytes=2 * GIB),
@@ -90,10 +89,10 @@ def test_free_memory(
     headroom_gib: float,
     free_gib: float,
 ) -> None:
-    reservations = [promise(gib=gib, by=f"t{i}") for i, gib in enumerate(promised)]
-    found = survey(
+    reservations = [reserved(gib=gib, by=f"t{i}") for i, gib in enumerate(promised)]
+    found = device_state(
         taken,
-        [*reservations, promise(index=7, gib=9), promise(gib=9, by="far", host="elsewhere")],
+        reservations,
         {key: int(gib * GIB) for key, gib in measured.items()},
         int(headroom_gib * GIB),
     )
@@ -104,22 +103,12 @@ def test_free_memory(
 def test_the_driver_is_never_promised_more_than_it_has() -> None:
     # `used` understates: the driver has less free than our sums say.
     taken = DeviceSnapshot(snapshot().device, 0.0, 3 * GIB, 0)
-    assert survey(taken, (), {"t": 2 * GIB}, 0).free_bytes == 3 * GIB
+    assert device_state(taken, (), {"t": 2 * GIB}, 0).free_bytes == 3 * GIB
 
 
-def test_all_devices_get_their_own_promises() -> None:
-    rooms = survey_all(
-        [snapshot(0), snapshot(0, host="elsewhere"), snapshot(1)],
-        [promise(0, 2, by="a"), promise(0, 3, by="b", host="elsewhere")],
-        {("node", "SIM-1"): {"c": 4 * GIB}},
-        0,
-    )
-    assert [r.free_bytes // GIB for r in rooms] == [22, 21, 20]
-
-
-def test_a_room_after_a_promise_has_that_much_less() -> None:
-    after = room(gib=24).after(promise(gib=10))
-    assert (after.free_bytes, after.reservations) == (14 * GIB, (promise(gib=10),))
+def test_a_device_has_less_free_after_a_reservation() -> None:
+    after = state(gib=24).after(reserved(gib=10))
+    assert (after.free_bytes, after.reservations) == (14 * GIB, (reserved(gib=10),))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +118,7 @@ def test_a_room_after_a_promise_has_that_much_less() -> None:
         pytest.param(
             5, [use(OURS, 3, OURS), use(CHILD, 2, OURS)], {}, {"mine": 5}, id="and those it started"
         ),
-        pytest.param(3, [use(OTHER, 3)], {}, {}, id="somebody else is not ours"),
+        pytest.param(3, [use(OTHER, 3)], {}, {}, id="a foreign process is not ours"),
         pytest.param(3, [use(9, 3, 9)], {}, {}, id="a root that is not on this device is not ours"),
         pytest.param(3, [use(OURS, None, OURS)], {}, {}, id="WSL and no counters: unknown"),
         pytest.param(
@@ -144,7 +133,7 @@ def test_a_room_after_a_promise_has_that_much_less() -> None:
             [use(OTHER, 2)],
             {"mine": 2},
             {"mine": 1},
-            id="no more than what nobody is listed with",
+            id="no more than what no process is listed with",
         ),
         pytest.param(
             4,
@@ -169,7 +158,7 @@ def test_attributing_memory(
     assert found == {key: int(gib * GIB) for key, gib in measured.items()}
 
 
-def test_memory_that_nobody_holds() -> None:
+def test_memory_that_no_process_holds() -> None:
     assert ownerless_bytes(snapshot(used_gib=5, processes=(use(OTHER, 2),))) == 3 * GIB
     assert ownerless_bytes(snapshot(used_gib=5, processes=(use(OTHER, None),))) is None
     assert ownerless_bytes(snapshot(error="lost")) is None
@@ -188,7 +177,7 @@ def test_memory_that_nobody_holds() -> None:
             snapshot(used_gib=3, processes=(use(OTHER, 3),)),
             0,
             (True, 0),
-            id="somebody who came meanwhile is not a leak",
+            id="a process that came meanwhile is not a leak",
         ),
         pytest.param(
             snapshot(used_gib=1), 4, (True, 0), id="an old leak that went away is no matter"
@@ -219,7 +208,7 @@ def test_memory_that_nobody_holds() -> None:
             snapshot(used_gib=3, processes=(use(OTHER, None),)),
             0,
             (False, None),
-            id="a neighbour that is just ending is listed without bytes: look again",
+            id="a neighbour that is just ending is listed without bytes: the next reading decides",
         ),
     ],
 )

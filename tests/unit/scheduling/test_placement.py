@@ -7,36 +7,37 @@ from typing import Any
 import pytest
 
 from prefect_gpu.errors import PlacementError
-from prefect_gpu.scheduling.board import PlacementStyle, choose_devices
-from prefect_gpu.scheduling.memory import Room
+from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.scheduling.placement import (
+    PlacementStyle,
     check_possible,
+    choose_devices,
     could_hold,
     describe_wait,
-    select_rooms,
+    select_devices,
 )
 from prefect_gpu.units import GIB
-from tests.unit.scheduling.values import promise, request, room
+from tests.unit.scheduling.values import request, reserved, state
 
-TWO = [room(0), room(1)]
-BUSY = room(0, held=[promise(0, 10)])
-ALONE = room(0, held=[promise(0, 10, exclusive=True)])
-LOST = room(0, error="GPU is lost")
-MIXED = [room(0, 80), room(1, 24)]
+TWO = [state(0), state(1)]
+BUSY = state(0, held=[reserved(0, 10)])
+ALONE = state(0, held=[reserved(0, 10, exclusive=True)])
+LOST = state(0, error="GPU is lost")
+MIXED = [state(0, 80), state(1, 24)]
 
 
 @pytest.mark.parametrize(
-    ("asked", "rooms", "style", "indices", "budgets_gib"),
+    ("asked", "states", "style", "indices", "budgets_gib"),
     [
         pytest.param(request(6), TWO, "spread", [0], [6], id="of equals the first"),
         pytest.param(request(6), TWO, "pack", [0], [6], id="of equals the first, packed too"),
         pytest.param(
-            request(6), [BUSY, room(1)], "spread", [1], [6], id="spread takes the emptiest"
+            request(6), [BUSY, state(1)], "spread", [1], [6], id="spread takes the emptiest"
         ),
-        pytest.param(request(6), [BUSY, room(1)], "pack", [0], [6], id="pack takes the fullest"),
+        pytest.param(request(6), [BUSY, state(1)], "pack", [0], [6], id="pack takes the fullest"),
         pytest.param(
-            request(20), [BUSY, room(1)], "pack", [1], [20], id="pack takes the fullest that fits"
+            request(20), [BUSY, state(1)], "pack", [1], [20], id="pack takes the fullest that fits"
         ),
         pytest.param(request(15), [BUSY], "spread", None, [], id="what does not fit waits"),
         pytest.param(request(14), [BUSY], "spread", [0], [14], id="what just fits starts"),
@@ -48,7 +49,7 @@ MIXED = [room(0, 80), room(1, 24)]
         ),
         pytest.param(
             request(share=0.5),
-            [room(0, 80, used_gib=50), room(1, 24)],
+            [state(0, 80, used_gib=50), state(1, 24)],
             "spread",
             [1],
             [12],
@@ -56,15 +57,15 @@ MIXED = [room(0, 80), room(1, 24)]
         ),
         pytest.param(
             request(share=1.0),
-            [room(0, headroom_gib=1)],
+            [state(0, headroom_gib=1)],
             "spread",
             [0],
             [23],
-            id="100 % is all that can be promised",
+            id="100 % is all that can be reserved",
         ),
         pytest.param(
             request(share=1.0),
-            [room(0, used_gib=1)],
+            [state(0, used_gib=1)],
             "spread",
             None,
             [],
@@ -72,7 +73,7 @@ MIXED = [room(0, 80), room(1, 24)]
         ),
         pytest.param(
             request(),
-            [BUSY, room(1)],
+            [BUSY, state(1)],
             "spread",
             [1],
             [24],
@@ -81,7 +82,7 @@ MIXED = [room(0, 80), room(1, 24)]
         pytest.param(request(), [BUSY], "spread", None, [], id="without a budget none to share"),
         pytest.param(
             request(),
-            [room(0, used_gib=4)],
+            [state(0, used_gib=4)],
             "spread",
             [0],
             [20],
@@ -89,38 +90,43 @@ MIXED = [room(0, 80), room(1, 24)]
         ),
         pytest.param(
             request(),
-            [room(0, used_gib=23)],
+            [state(0, used_gib=23)],
             "spread",
             None,
             [],
             id="a whole device with next to nothing free is none",
         ),
         pytest.param(
-            request(), [room(0, 2)], "spread", [0], [2], id="a small device is enough for itself"
+            request(), [state(0, 2)], "spread", [0], [2], id="a small device is enough for itself"
         ),
-        pytest.param(request(6), [ALONE], "spread", None, [], id="nobody joins who is alone"),
+        pytest.param(request(6), [ALONE], "spread", None, [], id="no task joins an exclusive one"),
         pytest.param(
-            request(6, exclusive=True), [BUSY], "spread", None, [], id="exclusive joins nobody"
+            request(6, exclusive=True),
+            [BUSY],
+            "spread",
+            None,
+            [],
+            id="an exclusive task joins no other",
         ),
         pytest.param(
             request(6, exclusive=True),
-            [BUSY, room(1)],
+            [BUSY, state(1)],
             "pack",
             [1],
             [6],
-            id="exclusive goes where nobody is",
+            id="an exclusive task goes to an empty device",
         ),
         pytest.param(
-            request(6), [LOST, room(1)], "spread", [1], [6], id="a lost device is passed over"
+            request(6), [LOST, state(1)], "spread", [1], [6], id="a lost device is passed over"
         ),
         pytest.param(request(6), [LOST], "spread", None, [], id="a lost device alone: wait"),
         pytest.param(request(6, count=2), TWO, "spread", [0, 1], [6, 6], id="two devices"),
         pytest.param(
-            request(16, count=2), [BUSY, room(1)], "spread", None, [], id="two devices or none"
+            request(16, count=2), [BUSY, state(1)], "spread", None, [], id="two devices or none"
         ),
         pytest.param(
             request(1, count=2),
-            [BUSY, room(1), room(2, used_gib=1)],
+            [BUSY, state(1), state(2, used_gib=1)],
             "spread",
             [1, 2],
             [1, 1],
@@ -144,7 +150,7 @@ MIXED = [room(0, 80), room(1, 24)]
         ),
         pytest.param(
             request(6, devices=("0", "1")),
-            [BUSY, room(1)],
+            [BUSY, state(1)],
             "spread",
             [0],
             [6],
@@ -152,7 +158,7 @@ MIXED = [room(0, 80), room(1, 24)]
         ),
         pytest.param(
             request(20, devices=("0", "1")),
-            [BUSY, room(1)],
+            [BUSY, state(1)],
             "spread",
             [1],
             [20],
@@ -162,12 +168,12 @@ MIXED = [room(0, 80), room(1, 24)]
 )
 def test_choice(
     asked: Request,
-    rooms: list[Room],
+    states: list[DeviceState],
     style: PlacementStyle,
     indices: list[int] | None,
     budgets_gib: list[float],
 ) -> None:
-    placement = choose_devices(asked, rooms, style)
+    placement = choose_devices(asked, states, style)
     if indices is None:
         assert placement is None
         return
@@ -183,15 +189,15 @@ def test_choice(
 
 
 def test_naming_devices() -> None:
-    many = [room(i) for i in range(12)]
-    chosen = select_rooms(request(1, devices=("3", "sim-11", "SIM-1")), many)
+    many = [state(i) for i in range(12)]
+    chosen = select_devices(request(1, devices=("3", "sim-11", "SIM-1")), many)
     assert [r.device.index for r in chosen] == [3, 11, 1]
     # Devices of a runner keep their index where only some are looked at.
-    assert select_rooms(request(1, devices=("3",)), many[2:]) == [many[3]]
+    assert select_devices(request(1, devices=("3",)), many[2:]) == [many[3]]
 
 
 @pytest.mark.parametrize(
-    ("asked", "rooms", "says"),
+    ("asked", "states", "says"),
     [
         pytest.param(
             request(1, devices=("7",)), TWO, "gpu:device=7 names no device", id="no such index"
@@ -218,7 +224,7 @@ def test_naming_devices() -> None:
             request(25), TWO, "gpu:memory=25GiB is larger than any device", id="larger than each"
         ),
         pytest.param(
-            request(24), [room(0, headroom_gib=1)], "23GiB usable", id="headroom is not to be had"
+            request(24), [state(0, headroom_gib=1)], "23GiB usable", id="headroom is not given"
         ),
         pytest.param(
             request(30, count=2), MIXED, "only 1 could hold it", id="too large for the second"
@@ -230,34 +236,37 @@ def test_naming_devices() -> None:
             id="too large for the named",
         ),
         pytest.param(
-            request(), [room(0, 1, headroom_gib=2)], "lower the headroom", id="nothing but headroom"
+            request(),
+            [state(0, 1, headroom_gib=2)],
+            "lower the headroom",
+            id="nothing but headroom",
         ),
         pytest.param(
             request(share=0.5),
-            [room(0, 1, headroom_gib=2)],
+            [state(0, 1, headroom_gib=2)],
             "larger than any",
             id="a share of nothing",
         ),
         pytest.param(
             request(30),
-            [room(0, error="lost")],
+            [state(0, error="lost")],
             "SIM-0: lost",
             id="the reason of a lost device is told",
         ),
     ],
 )
-def test_never(asked: Request, rooms: list[Room], says: str) -> None:
+def test_never(asked: Request, states: list[DeviceState], says: str) -> None:
     with pytest.raises(PlacementError) as caught:
-        check_possible(asked, rooms)
+        check_possible(asked, states)
     assert says in str(caught.value)
 
 
-OUTER = promise(0, 20, by="outer")
-OUTER_ALONE = promise(0, 20, by="outer", exclusive=True)
+OUTER = reserved(0, 20, by="outer")
+OUTER_ALONE = reserved(0, 20, by="outer", exclusive=True)
 
 
 @pytest.mark.parametrize(
-    ("asked", "rooms", "held", "possible"),
+    ("asked", "states", "held", "possible"),
     [
         pytest.param(request(4), TWO[:1], OUTER, True, id="it fits beside its parent"),
         pytest.param(request(5), TWO[:1], OUTER, False, id="it does not fit beside its parent"),
@@ -268,19 +277,21 @@ OUTER_ALONE = promise(0, 20, by="outer", exclusive=True)
         pytest.param(request(1, exclusive=True), TWO[:1], OUTER, False, id="it is exclusive"),
     ],
 )
-def test_beside_a_parent(asked: Request, rooms: list[Room], held: Any, possible: bool) -> None:
-    assert sum(could_hold(asked, each, [held]) for each in rooms) >= (
+def test_beside_a_parent(
+    asked: Request, states: list[DeviceState], held: Any, possible: bool
+) -> None:
+    assert sum(could_hold(asked, each, [held]) for each in states) >= (
         asked.count if possible else 0
     )
     if possible:
-        check_possible(asked, rooms, [held])
+        check_possible(asked, states, [held])
     else:
         with pytest.raises(PlacementError, match=r"from inside a GPU task.*holds 20GiB of 24GiB"):
-            check_possible(asked, rooms, [held])
+            check_possible(asked, states, [held])
 
 
 @pytest.mark.parametrize(
-    ("asked", "rooms", "says"),
+    ("asked", "states", "says"),
     [
         pytest.param(request(15), [BUSY], "15GiB on SIM-0; most free 14GiB", id="one device"),
         pytest.param(
@@ -302,37 +313,37 @@ def test_beside_a_parent(asked: Request, rooms: list[Room], held: Any, possible:
             request(),
             [BUSY],
             "a device to itself on SIM-0; running there: task other",
-            id="who is in the way",
+            id="which tasks are in the way",
         ),
         pytest.param(
             request(2, exclusive=True),
-            [room(0, held=[promise(0, 1, by=n) for n in "abcd"])],
-            "2GiB and nobody else on SIM-0; running there: task a, task b, task c and others",
+            [state(0, held=[reserved(0, 1, by=n) for n in "abcd"])],
+            "2GiB and no other task on SIM-0; running there: task a, task b, task c and others",
             id="many are in the way",
         ),
         pytest.param(
             request(1),
             [ALONE],
             "1GiB on SIM-0; running there alone: task other",
-            id="who has it alone",
+            id="which task has it alone",
         ),
         pytest.param(
             request(),
-            [room(0, used_gib=23)],
+            [state(0, used_gib=23)],
             "a device to itself on SIM-0; most free 1GiB",
             id="others' memory is in the way",
         ),
         pytest.param(request(1), [LOST], "1GiB on SIM-0; SIM-0: GPU is lost", id="a lost device"),
         pytest.param(
             request(25),
-            [LOST, room(1)],
+            [LOST, state(1)],
             "25GiB on any of 2 devices; most free 24GiB",
             id="one of them lost",
         ),
         pytest.param(
-            request(1), [room(0, used_gib=23.97)], "1GiB on SIM-0; most free 0B", id="to 64 MiB"
+            request(1), [state(0, used_gib=23.97)], "1GiB on SIM-0; most free 0B", id="to 64 MiB"
         ),
     ],
 )
-def test_saying_what_is_waited_for(asked: Request, rooms: list[Room], says: str) -> None:
-    assert describe_wait(asked, rooms) == says
+def test_saying_what_is_waited_for(asked: Request, states: list[DeviceState], says: str) -> None:
+    assert describe_wait(asked, states) == says

@@ -9,15 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
-from prefect_gpu.scheduling.board import Board, PlacementStyle
-from prefect_gpu.scheduling.memory import Room
+from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Request, Reservation
-from prefect_gpu.scheduling.queue import RequestQueue, Shape, order_key
-from prefect_gpu.scheduling.turns import Decisions, HostRoom, decide, explain
+from prefect_gpu.scheduling.placement import Board, PlacementStyle
+from prefect_gpu.scheduling.scheduling_pass import (
+    Decisions,
+    HostState,
+    RequestQueue,
+    Shape,
+    decide,
+    explain,
+    order_key,
+)
 from prefect_gpu.units import GIB
-from tests.unit.scheduling.values import host, promise, request, room
+from tests.unit.scheduling.values import host, request, reserved, state
 
-TWO = [room(0), room(1)]
+TWO = [state(0), state(1)]
 
 
 def started(decisions: Decisions) -> list[tuple[str, list[int]]]:
@@ -33,9 +40,9 @@ def hungry(gib: float, name: str) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "rooms", "machine", "style", "starts"),
+    ("waiting", "states", "machine", "style", "starts"),
     [
-        pytest.param([], TWO, host(), "spread", [], id="nobody waits"),
+        pytest.param([], TWO, host(), "spread", [], id="none waits"),
         pytest.param(
             [request(6, name=n) for n in "abc"],
             TWO,
@@ -90,7 +97,7 @@ def hungry(gib: float, name: str) -> Request:
             host(),
             "spread",
             [("a", [0])],
-            id="who waits for a device alone blocks who would join the first",
+            id="a request for a device alone blocks one that would join the first",
         ),
         pytest.param(
             [request(20, name="a"), request(20, name="b"), request(1, name="c")],
@@ -114,7 +121,7 @@ def hungry(gib: float, name: str) -> Request:
         ),
         pytest.param(
             [request(60, name="a"), request(60, name="b"), request(1, name="c")],
-            [room(0, 80), room(1, 24)],
+            [state(0, 80), state(1, 24)],
             host(),
             "spread",
             [("a", [0]), ("c", [1])],
@@ -126,7 +133,7 @@ def hungry(gib: float, name: str) -> Request:
                 request(1, count=2, name="b"),
                 request(1, name="c"),
             ],
-            [room(0, held=[promise(0, 24)]), room(1)],
+            [state(0, held=[reserved(0, 24)]), state(1)],
             host(),
             "spread",
             [],
@@ -134,7 +141,7 @@ def hungry(gib: float, name: str) -> Request:
         ),
         pytest.param(
             [request(6, name="a", devices=("0",)), request(6, name="b")],
-            [room(0, error="lost"), room(1)],
+            [state(0, error="lost"), state(1)],
             host(),
             "spread",
             [("b", [1])],
@@ -142,7 +149,7 @@ def hungry(gib: float, name: str) -> Request:
         ),
         pytest.param(
             [request(6, name="a"), request(6, name="b")],
-            [room(0, error="lost"), room(1, error="lost")],
+            [state(0, error="lost"), state(1, error="lost")],
             host(),
             "spread",
             [],
@@ -170,11 +177,11 @@ def hungry(gib: float, name: str) -> Request:
             host(64),
             "spread",
             [("a", [0])],
-            id="an estimate alone stops nobody",
+            id="an estimate alone stops no task",
         ),
         pytest.param(
             [request(20, name="a", devices=("0",), host_bytes=99 * GIB), hungry(1, "b")],
-            [room(0, held=[promise(0, 10)]), room(1)],
+            [state(0, held=[reserved(0, 10)]), state(1)],
             host(64, processes=1),
             "spread",
             [("b", [1])],
@@ -192,13 +199,13 @@ def hungry(gib: float, name: str) -> Request:
 )
 def test_order(
     waiting: Sequence[Request],
-    rooms: Sequence[Room],
-    machine: HostRoom,
+    states: Sequence[DeviceState],
+    machine: HostState,
     style: PlacementStyle,
     starts: list[tuple[str, list[int]]],
 ) -> None:
     queue = RequestQueue(waiting)
-    decisions = decide(queue, Board(rooms, style), machine, NO_BACKFILL)
+    decisions = decide(queue, Board(states, style), machine, NO_BACKFILL)
     assert started(decisions) == starts
     assert refused(decisions) == []
     assert len(queue) == len(waiting), "deciding leaves the queue as it is"
@@ -217,46 +224,41 @@ def test_the_impossible_is_refused_wherever_it_stands() -> None:
     assert refused(decisions) == ["huge", "huge too", "nowhere"]
 
 
-def test_what_was_checked_is_not_checked_again() -> None:
-    huge = request(99)
-    assert refused(decide(RequestQueue([huge]), Board(TWO), host(), checked={Shape.of(huge)})) == []
-
-
-OUTER = promise(0, 20, by="outer")
+OUTER = reserved(0, 20, by="outer")
 
 
 def test_inside_a_gpu_task_only_what_fits_beside_it_starts() -> None:
-    rooms = [room(0, held=[OUTER]), room(1, 8)]
+    states = [state(0, held=[OUTER]), state(1, 8)]
     held: tuple[Reservation, ...] = (OUTER,)
     waiting = [request(9, name="never"), request(5, name="a"), request(4, name="b")]
-    decisions = decide(
-        RequestQueue(waiting), Board(rooms), host(), NO_BACKFILL, held_by_parent=held
-    )
+    board = Board(states, held_by_parent=held)
+    decisions = decide(RequestQueue(waiting), board, host(), NO_BACKFILL)
     assert refused(decisions) == ["never"]
     assert started(decisions) == [("a", [1]), ("b", [0])]
 
 
 def test_a_nested_head_blocks_only_where_it_could_run_beside_its_parent() -> None:
-    full = room(1, held=[promise(1, 24)])
-    rooms = [room(0, held=[OUTER]), full]
+    full = state(1, held=[reserved(1, 24)])
+    states = [state(0, held=[OUTER]), full]
     waiting = [request(5, name="blocked"), request(4, name="b")]
-    decisions = decide(
-        RequestQueue(waiting), Board(rooms), host(), NO_BACKFILL, held_by_parent=(OUTER,)
-    )
+    board = Board(states, held_by_parent=(OUTER,))
+    decisions = decide(RequestQueue(waiting), board, host(), NO_BACKFILL)
     assert started(decisions) == [("b", [0])]
 
 
 @pytest.mark.parametrize(
-    ("asked", "rooms", "machine", "says"),
+    ("asked", "states", "machine", "says"),
     [
-        pytest.param(request(25, sequence=3), TWO, host(), "25GiB on any of 2 devices; most free 24GiB; 2 ahead in the queue", id="devices, and who is ahead"),
-        pytest.param(request(1, devices=("1",), sequence=3), TWO, host(), "1GiB on SIM-1; most free 24GiB; 1 ahead in the queue", id="only those who could use its device"),
-        pytest.param(request(1, priority=9, sequence=3), TWO, host(), "1GiB on any of 2 devices; most free 24GiB", id="nobody is ahead"),
+        pytest.param(request(25, sequence=3), TWO, host(), "25GiB on any of 2 devices; most free 24GiB; 2 ahead in the queue", id="devices, and how many are ahead"),
+        pytest.param(request(1, devices=("1",), sequence=3), TWO, host(), "1GiB on SIM-1; most free 24GiB; 1 ahead in the queue", id="only those that could use its device"),
+        pytest.param(request(1, priority=9, sequence=3), TWO, host(), "1GiB on any of 2 devices; most free 24GiB", id="none is ahead"),
         pytest.param(request(1, priority=9), TWO, host(processes=4, max_processes=4), "4 processes run, and max_processes is 4", id="max_processes"),
         pytest.param(request(1, priority=9, host_bytes=9 * GIB), TWO, host(3, 1), "9GiB of the machine's own memory for its process; 3GiB available", id="host memory"),
     ],
 )  # fmt: skip
-def test_saying_why(asked: Request, rooms: list[Room], machine: HostRoom, says: str) -> None:
+def test_the_reason_of_a_wait_is_said(
+    asked: Request, states: list[DeviceState], machine: HostState, says: str
+) -> None:
     waiting = [
         request(1, sequence=0),
         request(1, sequence=1, devices=("0",)),
@@ -264,7 +266,7 @@ def test_saying_why(asked: Request, rooms: list[Room], machine: HostRoom, says: 
         request(1, sequence=9),
         asked,
     ]
-    assert explain(asked, RequestQueue(waiting), rooms, machine) == says
+    assert explain(asked, RequestQueue(waiting), states, machine) == says
 
 
 # The queue itself.
@@ -284,7 +286,7 @@ def test_a_queue_gives_its_requests_in_order() -> None:
     for each in waiting:
         assert queue.remove(each)
         assert not queue.remove(each)
-    assert (len(queue), list(queue.shapes), bool(queue)) == (0, [], False)
+    assert (len(queue), len(queue.lanes), bool(queue)) == (0, 0, False)
 
 
 def test_requests_of_one_sequence_are_told_apart() -> None:
@@ -292,7 +294,6 @@ def test_requests_of_one_sequence_are_told_apart() -> None:
     queue = RequestQueue([one, two])
     assert not queue.remove(three)
     assert queue.remove(two)
-    assert not queue.remove(two)
     queue.add(request(1, sequence=5, name="d"))
     assert not queue.remove(two)
     assert [r.id for r in queue] == ["a", "d"]
@@ -307,7 +308,7 @@ added = st.builds(
 
 
 @given(st.lists(st.tuples(added, st.integers(0, 20)), max_size=40))
-def test_a_queue_knows_whose_turn_is_first_and_who_asks_for_how_much(
+def test_a_queue_keeps_its_order_as_requests_come_and_go(
     steps: list[tuple[Request, int]],
 ) -> None:
     queue = RequestQueue()
@@ -317,17 +318,11 @@ def test_a_queue_knows_whose_turn_is_first_and_who_asks_for_how_much(
             assert queue.remove(waiting.pop(chosen))
         queue.add(each)
         waiting.append(each)
-        firsts = [(lane.key, lane.number, lane, 0) for lane in queue.lanes]
-        assert queue.firsts == sorted(firsts)
-        assert [lane.first for _, _, lane, _ in queue.firsts] == sorted(
-            (lane[0] for lane in queue.lanes), key=order_key
-        )
-        for most in range(-1, 5):
-            fitting = [lane for lane in queue.lanes if lane.least_bytes <= most * GIB]
-            assert queue.count_lanes(most * GIB) == len(fitting)
+        assert list(queue) == sorted(waiting, key=order_key)
+        assert {lane.shape for lane in queue.lanes} == {Shape.of(r) for r in waiting}
     for each in waiting:
         assert queue.remove(each)
-    assert (list(queue.firsts), queue.count_lanes(100 * GIB)) == ([], 0)
+    assert not queue
 
 
 def test_a_lane_gives_back_the_place_of_those_who_are_gone() -> None:
@@ -341,4 +336,3 @@ def test_a_lane_gives_back_the_place_of_those_who_are_gone() -> None:
     early = request(1, sequence=-1)
     queue.add(early)
     assert [lane[0], lane[1]] == [early, waiting[99]]
-    assert len(lane._requests) <= 3

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_gpu.scheduling.board import Board, PlacementStyle
-from prefect_gpu.scheduling.memory import Room, survey_all
+from prefect_gpu.scheduling.memory import DeviceState, device_state
 from prefect_gpu.scheduling.model import DeviceSnapshot, Placement, Request, Reservation
-from prefect_gpu.scheduling.queue import RequestQueue, Shape
-from prefect_gpu.scheduling.turns import HostRoom, decide
+from prefect_gpu.scheduling.placement import Board, PlacementStyle
+from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, Shape, decide
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import snapshot
 
@@ -20,7 +19,7 @@ SIZES_GIB = (8, 24, 80)
 
 @dataclass
 class Simulation:
-    """Devices, who waits and who runs, without time: the test says who ends."""
+    """Devices, waiting and running requests, without time: the test says which ends."""
 
     snapshots: list[DeviceSnapshot]
     style: PlacementStyle
@@ -30,21 +29,24 @@ class Simulation:
     running: dict[str, tuple[Request, Placement]] = field(default_factory=dict)
     started: list[Request] = field(default_factory=list)
     refused: list[Request] = field(default_factory=list)
-    checked: set[Shape] = field(default_factory=set)
 
     @property
     def reservations(self) -> list[Reservation]:
         return [r for _, placement in self.running.values() for r in placement.reservations]
 
-    def rooms(self) -> list[Room]:
-        return survey_all(self.snapshots, self.reservations, {}, 0)
+    def states(self) -> list[DeviceState]:
+        held = self.reservations
+        return [
+            device_state(s, [r for r in held if r.device_key == s.device.key], {}, 0)
+            for s in self.snapshots
+        ]
 
     def step(self) -> None:
         promised = sum(r.host_bytes for r, _ in self.running.values())
-        host = HostRoom(self.host_bytes, promised, len(self.running), self.max_processes)
-        board = Board(self.rooms(), self.style)
-        decisions = decide(self.queue, board, host, checked=self.checked)
-        self.queue.note(decisions.standings)
+        host = HostState(self.host_bytes, promised, len(self.running), self.max_processes)
+        board = Board(self.states(), self.style)
+        decisions = decide(self.queue, board, host)
+        self.queue.note(decisions.statuses)
         for asked, placement in decisions.placements:
             assert self.queue.remove(asked)
             self.running[asked.id] = (asked, placement)
@@ -52,16 +54,15 @@ class Simulation:
         for asked, _ in decisions.refusals:
             assert self.queue.remove(asked)
             self.refused.append(asked)
-        self.checked = set(self.queue.shapes)
         self.check()
 
     def check(self) -> None:
         assert len(self.running) <= self.max_processes
-        for room in self.rooms():
-            promised = sum(r.reserved_bytes for r in room.reservations)
-            assert promised <= room.capacity_bytes, "more is promised than there is"
-            if any(r.exclusive for r in room.reservations):
-                assert len(room.reservations) == 1, "somebody joined who is alone"
+        for state in self.states():
+            promised = sum(r.reserved_bytes for r in state.reservations)
+            assert promised <= state.capacity_bytes, "more is reserved than there is"
+            if any(r.exclusive for r in state.reservations):
+                assert len(state.reservations) == 1, "a task joined an exclusive one"
         for asked, placement in self.running.values():
             uuids = [device.uuid for device in placement.devices]
             assert len(set(uuids)) == len(uuids) == asked.count, "all devices or none"
@@ -100,7 +101,7 @@ simulations = st.builds(
 
 
 @given(simulations, st.lists(requests, max_size=15), st.data())
-def test_everything_possible_runs_and_nothing_is_promised_twice(
+def test_everything_possible_runs_and_nothing_is_reserved_twice(
     simulation: Simulation, asked: list[Request], data: st.DataObject
 ) -> None:
     coming = list(asked)
@@ -108,12 +109,12 @@ def test_everything_possible_runs_and_nothing_is_promised_twice(
         if coming and data.draw(st.booleans(), "another comes"):
             simulation.queue.add(coming.pop())
         elif simulation.running:
-            ends = data.draw(st.sampled_from(sorted(simulation.running)), "who ends")
+            ends = data.draw(st.sampled_from(sorted(simulation.running)), "which ends")
             del simulation.running[ends]
         elif coming:
             simulation.queue.add(coming.pop())
         simulation.step()
-        # With nothing running, somebody starts, or nobody is left: nobody starves.
+        # With nothing running, one starts or none is left: none waits for ever.
         assert simulation.running or not simulation.queue
     assert len(simulation.started) + len(simulation.refused) == len(asked)
 
@@ -128,7 +129,7 @@ def test_of_one_shape_the_first_in_order_starts_first(
     while simulation.queue or simulation.running:
         simulation.step()
         if simulation.running:
-            ends = data.draw(st.sampled_from(sorted(simulation.running)), "who ends")
+            ends = data.draw(st.sampled_from(sorted(simulation.running)), "which ends")
             del simulation.running[ends]
     for shape in {Shape.of(each) for each in asked}:
         mine = [r.id for r in simulation.started if Shape.of(r) == shape]

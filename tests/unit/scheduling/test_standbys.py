@@ -22,14 +22,16 @@ MACHINE = Machine(100 * GIB, 0, 2 * GIB, cores=8, most=4)
 
 
 def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
-    plain = KindDemand(kind, waiting, latest=False, used=False, size_bytes=GIB, ready=0, warming=0)
+    plain = KindDemand(
+        kind, waiting, latest=False, used=False, size_bytes=GIB, ready=0, importing=0
+    )
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("demands", "machine", "plan"),
     [
-        pytest.param([], MACHINE, StandbyPlan(), id="nobody wants any"),
+        pytest.param([], MACHINE, StandbyPlan(), id="none is wanted"),
         pytest.param([demand(waiting=1)], MACHINE, StandbyPlan(("a",)), id="one for one task"),
         pytest.param(
             [demand(latest=True)], MACHINE, StandbyPlan(("a",)), id="one for the next like the last"
@@ -47,7 +49,7 @@ def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
             [demand(used=True, ready=2, spare=1)],
             MACHINE,
             StandbyPlan(ends=("a",)),
-            id="and none where nobody comes",
+            id="and none without a task that waits",
         ),
         pytest.param(
             [demand(waiting=9)], MACHINE, StandbyPlan(("a",) * 4), id="no more than the most"
@@ -68,10 +70,10 @@ def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
             id="each kind has its turn",
         ),
         pytest.param(
-            [demand(ready=2, warming=1)],
+            [demand(ready=2, importing=1)],
             MACHINE,
             StandbyPlan(ends=("a",) * 3),
-            id="nobody any more",
+            id="none is wanted any more",
         ),
         pytest.param(
             [demand(latest=True, used=True, ready=1), demand("b", used=True, ready=2)],
@@ -98,7 +100,7 @@ def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
             id="as many as memory holds",
         ),
         pytest.param(
-            [demand(waiting=3, warming=1)],
+            [demand(waiting=3, importing=1)],
             replace(MACHINE, available_bytes=4 * GIB),
             StandbyPlan(("a",)),
             id="what imports still takes its memory yet",
@@ -112,14 +114,20 @@ def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
         pytest.param(
             [demand(waiting=1, ready=1), demand("b", waiting=1, ready=1)],
             replace(MACHINE, available_bytes=GIB),
-            StandbyPlan(ends=("b",)),
-            id="short of memory the last goes first",
+            StandbyPlan(ends=("b",), short_of_memory=True),
+            id="short of memory, the least urgent ends first",
+        ),
+        pytest.param(
+            [demand(waiting=2, ready=1, may_start=False), demand("b", waiting=1)],
+            MACHINE,
+            StandbyPlan(("b",)),
+            id="a kind that may start none now keeps those that it has",
         ),
         pytest.param(
             [demand(waiting=1, ready=1), demand("b", waiting=1)],
             replace(MACHINE, most=1),
             StandbyPlan(),
-            id="who is here is not exchanged for another that is wanted no more",
+            id="one that exists is not replaced by another that is as much wanted",
         ),
     ],
 )
@@ -142,8 +150,9 @@ demands_of = st.lists(
         used=st.booleans(),
         size_bytes=sizes,
         ready=st.integers(0, 4),
-        warming=st.integers(0, 4),
+        importing=st.integers(0, 4),
         useful=st.booleans(),
+        may_start=st.booleans(),
     ),
     unique_by=lambda d: d.kind,
     max_size=4,
@@ -166,15 +175,15 @@ def test_what_holds_for_every_plan(demands: list[KindDemand], machine: Machine) 
     assert starts.keys() | ends.keys() <= known.keys()
     assert not (starts and ends), "what is freed shows at the next look"
     for kind, d in known.items():
-        assert ends[kind] <= d.ready + d.warming
+        assert ends[kind] <= d.ready + d.importing
         if starts[kind]:
-            assert d.useful
-            assert d.ready + d.warming + starts[kind] <= max(d.waiting, int(d.latest))
+            assert d.useful and d.may_start
+            assert d.ready + d.importing + starts[kind] <= max(d.waiting, int(d.latest))
     if starts:
-        assert sum(d.warming for d in demands) + starts.total() <= max(1, machine.cores // 2)
-        assert sum(d.ready + d.warming for d in demands) + starts.total() <= machine.most
+        assert sum(d.importing for d in demands) + starts.total() <= max(1, machine.cores // 2)
+        assert sum(d.ready + d.importing for d in demands) + starts.total() <= machine.most
         taken = sum(known[kind].size_bytes * count for kind, count in starts.items())
-        taken += sum(d.size_bytes * d.warming for d in demands)
+        taken += sum(d.size_bytes * d.importing for d in demands)
         left = machine.available_bytes - machine.promised_bytes - machine.reserve_bytes
         assert taken <= left
 
@@ -195,12 +204,12 @@ def test_carried_out_again_and_again_it_comes_to_rest(
         freed = taken = 0
         after = []
         for d in demands:
-            of_warming = min(ends[d.kind], d.warming)
-            freed += d.size_bytes * (ends[d.kind] - of_warming)
+            of_importing = min(ends[d.kind], d.importing)
+            freed += d.size_bytes * (ends[d.kind] - of_importing)
             # All that imports is ready by the next look, and takes what it was thought to.
-            ready = d.ready - (ends[d.kind] - of_warming) + d.warming - of_warming
-            taken += d.size_bytes * (d.warming - of_warming)
-            after.append(replace(d, ready=ready, warming=starts[d.kind]))
+            ready = d.ready - (ends[d.kind] - of_importing) + d.importing - of_importing
+            taken += d.size_bytes * (d.importing - of_importing)
+            after.append(replace(d, ready=ready, importing=starts[d.kind]))
         demands = after
         machine = replace(machine, available_bytes=machine.available_bytes + freed - taken)
     else:

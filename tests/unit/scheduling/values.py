@@ -1,4 +1,4 @@
-"""Devices, rooms and requests for the tests of scheduling."""
+"""Devices, their states and requests for the tests of scheduling."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prefect_gpu.scheduling.memory import Room, survey
+from prefect_gpu.scheduling.memory import DeviceState, device_state
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, ProcessUse, Request, Reservation
-from prefect_gpu.scheduling.turns import HostRoom
+from prefect_gpu.scheduling.scheduling_pass import HostState
 from prefect_gpu.units import GIB
 
 HOST = "node"
@@ -28,29 +28,29 @@ def snapshot(
     error: str = "",
     **of_device: Any,
 ) -> DeviceSnapshot:
-    """A device of which `used_gib` are in use, by whomever."""
+    """A device of which `used_gib` are in use."""
     free_bytes = int((gib - reserved_gib - used_gib) * GIB)
     return DeviceSnapshot(
         device(index, gib, **of_device), 0.0, free_bytes, int(reserved_gib * GIB), processes, error
     )
 
 
-def promise(
+def reserved(
     index: int = 0, gib: float = 1, by: str = "other", exclusive: bool = False, host: str = HOST
 ) -> Reservation:
     return Reservation(by, host, f"SIM-{index}", int(gib * GIB), exclusive, f"task {by}")
 
 
-def room(
+def state(
     index: int = 0,
     gib: float = 24,
     held: Iterable[Reservation] = (),
     measured: Mapping[str, int] | None = None,
     headroom_gib: float = 0,
     **of_snapshot: Any,
-) -> Room:
+) -> DeviceState:
     taken = snapshot(index, gib, **of_snapshot)
-    return survey(taken, held, measured or {}, int(headroom_gib * GIB))
+    return device_state(taken, tuple(held), measured or {}, int(headroom_gib * GIB))
 
 
 def request(
@@ -65,5 +65,5 @@ def request(
     )
 
 
-def host(available_gib: float = 64, processes: int = 0, max_processes: int = 99) -> HostRoom:
-    return HostRoom(int(available_gib * GIB), 0, processes, max_processes)
+def host(available_gib: float = 64, processes: int = 0, max_processes: int = 99) -> HostState:
+    return HostState(int(available_gib * GIB), 0, processes, max_processes)

@@ -1,0 +1,681 @@
+"""The shell around scheduling: one thread that reads the devices' state and carries out the decisions.
+
+It hands out placements, follows every placed process in the readings of the devices, and releases a
+reservation when the device shows its memory back. What to decide is in `prefect_gpu.scheduling`, which
+requests wait in `waiting_list`, what a reading says in `device_view`; how a process is started and spoken to
+is in `prefect_gpu.processes`.
+
+One `Broker` serves all runners of a Python process that have the same device specification
+(`shared_broker`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Container, Hashable
+from functools import partial
+
+from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
+from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
+from prefect_gpu.broker.ledger import PROCESS_LEDGER, LedgerView, ProcessLedger
+from prefect_gpu.broker.waiting_list import Ticket as Ticket
+from prefect_gpu.broker.waiting_list import WaitingList
+from prefect_gpu.broker.waiting_list import Withdrawn as Withdrawn
+from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.devices.host import read_host_available_bytes
+from prefect_gpu.devices.reader import DeviceReader
+from prefect_gpu.devices.sampler import Sampler
+from prefect_gpu.errors import CapacityError, DeviceError, PlacementTimeoutError
+from prefect_gpu.frameworks.context import fallback_context_bytes
+from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
+from prefect_gpu.processes.standby_kind import LentDevice
+from prefect_gpu.scheduling.backfill import PATIENCE, Patience
+from prefect_gpu.scheduling.memory import DeviceState
+from prefect_gpu.scheduling.model import (
+    Device,
+    DeviceKind,
+    Memory,
+    Placement,
+    Reading,
+    Request,
+    Reservation,
+)
+from prefect_gpu.scheduling.placement import PlacementStyle
+from prefect_gpu.scheduling.scheduling_pass import HostState
+from prefect_gpu.units import GIB, MIB, format_seconds
+
+logger = logging.getLogger(__name__)
+
+#: Kept free on a device for memory that is not counted, by kind of device. On the host the system and
+#: other programs grow at any time.
+HEADROOM_BYTES: dict[DeviceKind, int] = {
+    "nvml": 256 * MIB,
+    "host": GIB // 2,
+    "simulated": 0,
+}
+
+_ids = itertools.count()
+_sequences = itertools.count()
+
+
+def next_sequence() -> int:
+    """Return the next number in the order of arrival, for all brokers of this process."""
+    return next(_sequences)
+
+
+class Broker:
+    """Hands out devices. Its thread starts with the first request and sleeps while idle.
+
+    Args:
+        reader: Reads the devices.
+        ledger: Holds the reservations.
+        style: How to choose among devices that fit.
+        max_processes: Most children at a time; `None`: four for each core, at least eight.
+        max_tasks_per_device: Most tasks on a device at a time; `None`: as many as fit.
+        headroom_bytes: Kept free on each device; `None`: by kind of device.
+        held_by_parent: What the GPU task around this process holds.
+        clock: Time.
+        read_host_available: Returns the bytes of the machine's memory that new processes could use.
+        patience: How far a blocked task may be passed by later ones.
+        context_bytes: Returns the size of a framework's context on a device.
+    """
+
+    def __init__(
+        self,
+        reader: DeviceReader,
+        ledger: ProcessLedger = PROCESS_LEDGER,
+        style: PlacementStyle = "spread",
+        max_processes: int | None = None,
+        max_tasks_per_device: int | None = None,
+        headroom_bytes: int | None = None,
+        held_by_parent: tuple[Reservation, ...] = (),
+        clock: Clock | None = None,
+        read_host_available: Callable[[], int] = read_host_available_bytes,
+        patience: Patience = PATIENCE,
+        context_bytes: Callable[[str, Device], int] = lambda framework, _: fallback_context_bytes(
+            framework
+        ),
+    ) -> None:
+        self.reader = reader
+        self.devices: tuple[Device, ...] = reader.devices()
+        if not self.devices:
+            raise DeviceError("there is no device to run GPU tasks on")
+        self.kind: DeviceKind = reader.kind
+        self._ledger = ledger
+        self._max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
+        self._held_by_parent = held_by_parent
+        self._clock = clock or RealClock()
+        #: Guards all below. Functions of others (a ticket's callbacks, and a release, which calls the
+        #: ledger's watchers) are not called under it but put into `_calls`.
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        #: Something has changed that may let a request start.
+        self._dirty = False
+        #: Readings that the thread has not taken in.
+        self._arrived: list[Reading] = []
+        #: Called by the thread, in this order, without the lock.
+        self._calls: list[Callable[[], object]] = []
+        self._waiting = WaitingList(
+            style, max_tasks_per_device, held_by_parent, patience, self._clock
+        )
+        #: By request id.
+        self._placed: dict[str, Ticket] = {}
+        self._recovery = RecoveryWatch()
+        self._view = DeviceView(
+            self.devices,
+            self.kind,
+            HEADROOM_BYTES[self.kind] if headroom_bytes is None else headroom_bytes,
+            held_by_parent,
+            self._clock,
+        )
+        #: Hot standbys on these devices.
+        self._hot = HotStandbys(reader, ledger, self._recovery, self._clock, style)
+        self._context_bytes = context_bytes
+        #: A reading was asked for to decide on, and has not come.
+        self._wants_reading = False
+        self._sampler = Sampler(
+            reader,
+            self._roots,
+            self._on_reading,
+            clock=self._clock,
+            read_host_available=read_host_available,
+        )
+        self._end_watch = ledger.watch(self._look_again)
+
+    # Any thread.
+
+    @property
+    def processes(self) -> int:
+        """Processes that hold a device now."""
+        return len(self._placed)
+
+    @property
+    def max_processes(self) -> int:
+        """Most processes at a time."""
+        return self._max_processes
+
+    @property
+    def host_promised_bytes(self) -> int:
+        """Bytes of the machine's memory reserved for processes that have not taken them yet."""
+        with self._changed:
+            return self._host_reserved_bytes()
+
+    @property
+    def wants_host_memory(self) -> bool:
+        """Whether a request waits for memory of the machine itself, which standbys may hold."""
+        with self._changed:
+            reading = self._view.reading
+            if reading is None or not self._waiting:
+                return False
+            if self.kind == "host":
+                # There every request does; while others run, their end may be all that it waits for.
+                return not self._placed
+            left = reading.host_available_bytes - self._host_reserved_bytes()
+            return self._waiting.wants_host_bytes(left)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def submit(
+        self,
+        task_name: str,
+        memory: Memory = None,
+        count: int = 1,
+        devices: tuple[str, ...] = (),
+        exclusive: bool = False,
+        priority: int = 0,
+        host_bytes: int = 0,
+        expected_s: float | None = None,
+        sequence: int | None = None,
+        standby: Hashable = None,
+    ) -> Ticket:
+        """Ask for devices; see `Request` for the arguments.
+
+        Args other than those: `sequence` is from `next_sequence`, `None` takes the next; `standby` is
+        the kind of hot standby that suits it, `None`: none does.
+
+        Returns:
+            A ticket that is `decided` once it has a `placement` or an `error`.
+
+        Raises:
+            CapacityError: A thread that is needed could not be started. A later request tries again.
+        """
+        ticket = Ticket(
+            Request(
+                id=f"{os.getpid()}-{next(_ids)}",
+                task_name=task_name,
+                sequence=next_sequence() if sequence is None else sequence,
+                submitted_s=self._clock.now(),
+                memory=memory,
+                count=count,
+                devices=devices,
+                exclusive=exclusive,
+                priority=priority,
+                host_bytes=host_bytes,
+                expected_s=expected_s,
+            )
+        )
+        with self._changed:
+            if self._closed:
+                ticket.decide()
+                return ticket
+            self._start()
+            self._sampler.set_active(True)
+            self._waiting.add(ticket, standby)
+            self._wake()
+        return ticket
+
+    def _start(self) -> None:
+        """Start the thread, with the lock held."""
+        if self._thread is None:
+            self._thread = start_thread(self._run, "prefect-gpu-broker")
+
+    def wait(
+        self,
+        ticket: Ticket,
+        limit_s: float | None,
+        on_waiting: Callable[[str], None],
+        first_s: float = 1.0,
+        again_s: float = 30.0,
+        waited_s: float = 0.0,
+    ) -> Placement:
+        """Block until a request is placed. Where it raises, nothing is held for the request.
+
+        Args:
+            ticket: From `submit`.
+            limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
+            on_waiting: Is given the reason of the wait. What it raises ends the wait.
+            first_s: Seconds after which `on_waiting` is called first.
+            again_s: Seconds after which it is called again, if the reason has changed.
+            waited_s: Seconds of `limit_s` that have passed already.
+
+        Raises:
+            PlacementError: It can never be placed, or was not in time.
+            Withdrawn: `withdraw` or `close` was called.
+        """
+        now = self._clock.now
+        until_s = None if limit_s is None else now() - waited_s + limit_s
+        tell_s = now() + first_s
+        told = ""
+        try:
+            while not ticket.wait(self._clock, tell_s if until_s is None else min(tell_s, until_s)):
+                reason = self.explain(ticket)
+                if until_s is not None and now() >= until_s:
+                    if self.withdraw(ticket):
+                        raise PlacementTimeoutError(
+                            f"gpu:wait={format_seconds(limit_s)} is over: "
+                            f"{ticket.request.task_name!r} still waited for {reason}"
+                        )
+                    # It was decided at the last moment.
+                    break
+                if reason != told:
+                    on_waiting(reason)
+                    told = reason
+                tell_s = now() + again_s
+            if ticket.error is not None:
+                raise ticket.error
+            if ticket.placement is None:
+                raise Withdrawn(ticket.request.task_name)
+            return ticket.placement
+        except BaseException:
+            # It may have been placed meanwhile, and no other thread would end that.
+            self.withdraw(ticket)
+            self.end(ticket)
+            raise
+
+    def explain(self, ticket: Ticket) -> str:
+        """Return why a request waits."""
+        with self._changed:
+            reading, silence = self._view.reading, self._view.silence
+            if reading is None or silence:
+                return silence
+            return self._waiting.explain(ticket, self._states(), self._host_state(reading))
+
+    def withdraw(self, ticket: Ticket) -> bool:
+        """Stop waiting; without effect once it was placed.
+
+        Returns:
+            Whether it still waited.
+        """
+        with self._changed:
+            if not self._waiting.remove(ticket):
+                return False
+            ticket.decide()
+            # It may have blocked others.
+            self._wake()
+            return True
+
+    def attach(self, ticket: Ticket, pid: int) -> None:
+        """Set which process holds what was reserved."""
+        with self._changed:
+            self._call_later(self._hot.attach(ticket, pid))
+            ticket.pid = pid
+        self._ledger.attach(ticket.request.id, pid)
+
+    def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
+        """Return the devices that a task may use; all, where it names some that are not there."""
+        return self._view.eligible(names)
+
+    def capacity_bytes(self, names: tuple[str, ...], count: int = 1) -> int:
+        """Return the bytes that could ever be reserved on each of `count` devices that a task may use."""
+        sizes = sorted(self._capacities(names).values(), reverse=True)
+        return sizes[min(count, len(sizes)) - 1]
+
+    def model_capacities(self, names: tuple[str, ...]) -> dict[str, int]:
+        """Return the bytes that could ever be reserved on the largest device of each model."""
+        found: dict[str, int] = {}
+        for device, size in self._capacities(names).items():
+            found[device.name] = max(found.get(device.name, 0), size)
+        return found
+
+    def _capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
+        with self._changed:
+            return self._view.capacities(names)
+
+    def foreign_growth_bytes(self, ticket: Ticket, patience_s: float = 2.0) -> int:
+        """Return by how much others' memory has grown on a task's devices since it was placed.
+
+        Args:
+            ticket: A placed one.
+            patience_s: Seconds to wait for a new reading; the last one counts where none comes.
+
+        Returns:
+            Bytes, on the device where they grew most; 0: they did not.
+        """
+        asked_s = self._clock.now()
+        self.refresh()
+        with self._changed:
+            self._wait_for_reading(asked_s, patience_s)
+            before = ticket.foreign_before
+            return max(
+                0,
+                0,
+                *(
+                    state.foreign_bytes - before[state.device.key]
+                    for state in self._states()
+                    if state.device.key in before
+                ),
+            )
+
+    def refresh(self) -> None:
+        """Ask for a reading of the devices now."""
+        self._sampler.refresh()
+
+    def end(self, ticket: Ticket) -> None:
+        """Note that the process of a placed request is gone, or never came.
+
+        Its reservation is released when the device shows the memory back, or after `RECOVERY_S`; then
+        `on_recovered` is called. The second call, and one for a request without a placement, has no effect.
+        """
+        with self._changed:
+            if self._placed.pop(ticket.request.id, None) is None:
+                return
+            # It may have ended before it had a process.
+            self._call_later(self._hot.leave(ticket))
+            ticket.ended_s = self._clock.now()
+            ticket.ended_pid, ticket.pid = ticket.pid, None
+            if not self._closed:
+                if ticket.ended_pid is None:
+                    # No process ever came: no memory is missing.
+                    self._calls.append(partial(self._release, ticket, 0))
+                else:
+                    self._recovery.begin(ticket, ticket.ended_s)
+                self._wake()
+                return
+        self._release(ticket, None if ticket.ended_pid else 0)
+
+    # Hot standbys. The pool of standbys may call these with its own lock.
+
+    def lend_device(
+        self,
+        standby_id: str,
+        kind: Hashable,
+        framework: str,
+        pid: int,
+        give_up: Callable[[], object],
+        avoid: Container[str] = (),
+        patience_s: float = 0.5,
+    ) -> LentDevice | None:
+        """Reserve a context for a hot standby; see `processes.standby_kind.DeviceBroker`.
+
+        Args other than those: `patience_s` is how many seconds to wait for a reading of the devices.
+        """
+        known = self.reader.process_memory((), None).context_bytes
+        sizes = {
+            d.key: self._context_bytes(framework, d) if known is None else known
+            for d in self.devices
+        }
+        standby = HotStandby(standby_id, kind, pid, give_up)
+        with self._changed:
+            reading = self._fresh_reading(patience_s)
+            if reading is None or self._closed:
+                return None
+            view = self._ledger.view()
+            states = self._states(view)
+            if not self._hot.lend(standby, states, reading, view.version, sizes, avoid):
+                return None
+            self._ledger.lend(standby_id, partial(self._reclaim_standby, standby_id))
+        return LentDevice.on(standby.device)
+
+    def offer_standby(self, standby_id: str) -> None:
+        """Allow tasks to take a hot standby: its process is about to start its framework."""
+        with self._changed:
+            self._hot.offer(standby_id)
+
+    def end_standby(self, standby_id: str) -> None:
+        """Note that the process of a hot standby is gone; without effect where a task has it."""
+        with self._changed:
+            release = self._hot.end(standby_id, self._closed)
+            if not self._closed:
+                self._call_later(release)
+                self._wake()
+                return
+        if release is not None:
+            release()
+
+    def leave_standby(self, ticket: Ticket) -> None:
+        """End the hot standby that was kept for a request, which will not use it."""
+        with self._changed:
+            self._call_later(self._hot.leave(ticket))
+
+    def _reclaim_standby(self, standby_id: str) -> None:
+        """Take a hot standby back for another request. Called by the ledger, without a lock."""
+        with self._changed:
+            give_up = self._hot.reclaim(standby_id)
+        if give_up is not None:
+            give_up()
+
+    def close(self) -> None:
+        """Stop the threads. Waiting requests are withdrawn, and memory is waited for no longer."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            standbys = self._hot.without_task
+            self._changed.notify_all()
+        for standby in standbys:
+            standby.give_up()
+        self._end_watch()
+        self._sampler.stop()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _look_again(self) -> None:
+        """Request another scheduling pass from the thread."""
+        with self._changed:
+            self._wake()
+
+    def _on_reading(self, reading: Reading) -> None:
+        """Take a reading, on the sampler's thread."""
+        with self._changed:
+            self._arrived.append(reading)
+            self._changed.notify_all()
+
+    def _roots(self) -> list[int]:
+        """Return the processes whose memory is not foreign, on the sampler's thread."""
+        with self._changed:
+            others = [pid for t in self._others() if (pid := t.pid or t.ended_pid) is not None]
+        own = [os.getpid()] if self._held_by_parent else []
+        return list(dict.fromkeys([*own, *self._ledger.view().processes.values(), *others]))
+
+    # With the lock held.
+
+    def _wake(self) -> None:
+        self._dirty = True
+        self._changed.notify_all()
+
+    def _call_later(self, call: Callable[[], object] | None) -> None:
+        if call is not None:
+            self._calls.append(call)
+            self._wake()
+
+    def _others(self) -> tuple[Ticket, ...]:
+        """Return tickets that may have a process which the ledger does not name."""
+        hot = (standby.ticket for standby in self._hot.without_task)
+        return (*self._recovery.ending, *hot)
+
+    def _states(self, view: LedgerView | None = None) -> list[DeviceState]:
+        """Return what each device has free at the last reading, less the reservations (`None`: those of now)."""
+        return self._view.states(view or self._ledger.view(), self._placed, self._others())
+
+    def _host_reserved_bytes(self) -> int:
+        return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
+
+    def _host_state(self, reading: Reading) -> HostState:
+        return HostState(
+            available_bytes=reading.host_available_bytes,
+            reserved_bytes=self._host_reserved_bytes(),
+            processes=len(self._placed),
+            max_processes=self._max_processes,
+        )
+
+    def _fresh_reading(self, patience_s: float) -> Reading | None:
+        """Wait for a reading to decide on; `None`: none came, or it failed."""
+        if self._closed:
+            return None
+        asked_s = self._clock.now()
+        try:
+            self._start()
+            if not self._view.fresh:
+                self._sampler.refresh()
+        except CapacityError as error:
+            logger.debug("the devices cannot be read now: %s", error)
+            return None
+        if not self._view.fresh and not self._wait_for_reading(asked_s, patience_s):
+            return None
+        reading = self._view.reading
+        return None if reading is None or reading.error else reading
+
+    def _wait_for_reading(self, asked_s: float, patience_s: float) -> bool:
+        """Wait for a reading that began after it was asked for; return whether one came in time."""
+        while (reading := self._view.reading) is None or reading.at_s < asked_s:
+            left_s = asked_s + patience_s - self._clock.now()
+            if left_s <= 0 or self._closed:
+                return False
+            self._clock.wait(self._changed, left_s)
+        return True
+
+    # The broker's thread. With the lock held, but for `_run`, `_make_calls` and `_release`.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._wait_for_work()
+                closed = self._closed
+                self._attempt(self._shut_down if closed else self._take_readings)
+            # Reservations whose memory is back are released first, all that came together: so they are
+            # one scheduling pass.
+            self._make_calls()
+            if closed:
+                return
+            with self._changed:
+                self._attempt(self._schedule)
+            self._make_calls()
+
+    def _wait_for_work(self) -> None:
+        while not (self._arrived or self._dirty or self._closed):
+            left_s: float | None = None
+            poll_s = self._recovery.poll_s
+            if poll_s is not None:
+                left_s = poll_s - self._clock.now()
+                if left_s <= 0:
+                    return
+            self._clock.wait(self._changed, left_s)
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception:
+            logger.exception("the broker of GPU devices met an error; it goes on")
+
+    def _make_calls(self) -> None:
+        with self._changed:
+            calls, self._calls = self._calls, []
+        for call in calls:
+            try:
+                call()
+            except Exception:
+                # A function of one task may fail; those of the others must be called all the same.
+                logger.exception("a GPU task could not take what it was told of its memory")
+
+    def _shut_down(self) -> None:
+        for ticket in self._waiting.clear():
+            ticket.decide()
+        self._release_all(self._recovery.end_all())
+
+    # Readings.
+
+    def _take_readings(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for reading in arrived:
+            self._take_reading(reading)
+        now_s = self._clock.now()
+        self._release_all(self._recovery.give_up(now_s, self._view.reading, self._placed.values()))
+        if self._recovery.poll(now_s):
+            self._sampler.refresh()
+
+    def _take_reading(self, reading: Reading) -> None:
+        self._view.take(reading)
+        # Those that wait for one.
+        self._changed.notify_all()
+        self._wants_reading = False
+        if reading.error:
+            return
+        self._states()
+        for request_id, ticket in self._placed.items():
+            if ticket.pid is not None and ticket.on_measured is not None:
+                sizes = tuple(self._view.measured_bytes(request_id, d) for d in ticket.devices)
+                self._calls.append(partial(ticket.on_measured, reading.at_s, sizes))
+        self._view.warn(reading)
+        self._release_all(self._recovery.check(reading, self._placed.values()))
+
+    def _release_all(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self._calls.append(partial(self._release, ticket, ticket.missing_bytes))
+
+    def _release(self, ticket: Ticket, leaked_bytes: int | None) -> None:
+        # First, whatever becomes of the callback.
+        self._ledger.release(ticket.request.id)
+        if ticket.on_recovered is not None:
+            ticket.on_recovered(leaked_bytes)
+
+    # Decisions.
+
+    def _schedule(self) -> None:
+        """Make one scheduling pass, and carry out what it decides."""
+        self._dirty = False
+        if not self._closed and self._waiting:
+            reading = self._view.reading
+            if reading is None or not self._view.fresh:
+                if not self._wants_reading:
+                    self._sampler.refresh()
+                    self._wants_reading = True
+            elif not reading.error:
+                self._make_pass(reading)
+        self._sampler.set_active(bool(self._waiting or self._placed or self._recovery.ending))
+
+    def _make_pass(self, reading: Reading) -> None:
+        while True:
+            view = self._ledger.view()
+            states = self._states(view)
+            proposal = self._waiting.propose(states, self._host_state(reading), self._hot.offers)
+            if not proposal.placed or self._ledger.try_reserve(
+                view.version, proposal.reservations, proposal.taken
+            ):
+                break
+            # Another broker has written meanwhile: what was free may no longer be.
+        self._waiting.note(proposal.statuses)
+        self._calls += [
+            partial(self._ledger.reclaim, standby_id) for standby_id in proposal.given_up
+        ]
+        for ticket, error in proposal.refused:
+            self._waiting.remove(ticket)
+            ticket.decide(error=error)
+        foreign = {state.device.key: state.foreign_bytes for state in states}
+        for ticket, placement, standby_id in proposal.placed:
+            self._waiting.remove(ticket)
+            ticket.placed_s = self._clock.now()
+            ticket.placement = placement
+            self._recovery.take_baseline(ticket, reading)
+            ticket.foreign_before = {
+                device.key: foreign[device.key] for device in placement.devices
+            }
+            self._placed[ticket.request.id] = ticket
+            if standby_id:
+                self._hot.hand_over(standby_id, ticket)
+            ticket.decide(placement)
+
+
+def shared_broker(key: object, make: Callable[[], Broker]) -> Broker:
+    """Return the broker of this process for a device specification; make it if there is none.
+
+    Args:
+        key: Equal for runners that share devices, reservations and sampler.
+        make: Makes it; what it raises is raised, and the next caller tries again.
+    """
+    return PROCESS_RESOURCES.get(("broker", key), make, lambda broker: not broker.closed)

@@ -1,0 +1,389 @@
+"""What a broker knows of its devices: their last reading, and what the reservations leave free of it.
+
+Covers how old the reading is, the state of each device, what each child process holds, warnings about what is
+odd in a reading, and which tickets wait for the memory of ended processes (`RecoveryWatch`). Asking for
+readings and deciding on them is `broker`; the arithmetic is `scheduling.memory`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from prefect_gpu.broker.ledger import LedgerView
+from prefect_gpu.broker.waiting_list import Ticket
+from prefect_gpu.clock import Clock
+from prefect_gpu.errors import PlacementError
+from prefect_gpu.scheduling.memory import (
+    DeviceState,
+    Recovery,
+    device_state,
+    judge_recovery,
+    measure,
+    ownerless_bytes,
+)
+from prefect_gpu.scheduling.model import (
+    Device,
+    DeviceKey,
+    DeviceKind,
+    DeviceSnapshot,
+    Reading,
+    Request,
+    Reservation,
+)
+from prefect_gpu.scheduling.placement import select_devices
+from prefect_gpu.units import MIB, format_bytes, format_seconds
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for which a reservation outlives its process at most, until the memory is back.
+#: Measured: 0 to 0.13 s on an H200; up to 1.5 s reported elsewhere; a zombie process may keep it for ever.
+RECOVERY_S = 5.0
+
+#: Seconds between two readings while memory is waited for.
+RECOVERY_POLL_S = 0.02
+
+#: Bytes by which an otherwise empty device may differ from before without anything having leaked.
+LEAK_TOLERANCE_BYTES = 2 * MIB
+
+#: Bytes in use that NVML attributes to no process, for each process that it lists. Measured on an H200,
+#: driver 580: 8.8 MiB with one process, 5.6 MiB for each further one
+#: (`docs/evidence/gpu-bookkeeping.txt`). Smaller leaks show only once the device is quieter.
+BOOKKEEPING_BYTES = 9 * MIB
+
+
+class RecoveryWatch:
+    """The tickets whose process has ended and whose memory is not back.
+
+    Not safe to use from several threads at once.
+    """
+
+    def __init__(self) -> None:
+        #: By request id.
+        self._ending: dict[str, Ticket] = {}
+        #: Monotonic seconds at which the next reading is due.
+        self._poll_s = 0.0
+        #: Devices that list no process of ours though one holds memory there (containers).
+        self._hiding: set[DeviceKey] = set()
+        #: Devices that have listed a process of ours.
+        self._listing: set[DeviceKey] = set()
+
+    @property
+    def ending(self) -> Collection[Ticket]:
+        """The tickets whose memory is waited for."""
+        return self._ending.values()
+
+    @property
+    def poll_s(self) -> float | None:
+        """Monotonic seconds at which the next reading is due; `None`: none is."""
+        return self._poll_s if self._ending else None
+
+    def begin(self, ticket: Ticket, now_s: float) -> None:
+        """Wait for the memory of a process that has just ended; a reading is due at once."""
+        self._ending[ticket.request.id] = ticket
+        self._poll_s = now_s
+
+    def take_baseline(self, ticket: Ticket, reading: Reading) -> None:
+        """Note what a ticket's devices show before its process starts."""
+        assert ticket.placement is not None
+        ticket.ownerless_before = {
+            device.key: _ownerless(reading, device.key) for device in ticket.placement.devices
+        }
+
+    def check(self, reading: Reading, placed: Collection[Ticket]) -> list[Ticket]:
+        """Return the tickets whose memory is back; they are waited for no longer.
+
+        Args:
+            reading: A new one, without an error.
+            placed: The tickets whose processes run.
+        """
+        self._find_hiding(reading, placed)
+        done = [ticket for ticket in self._ending.values() if self._is_back(ticket, reading)]
+        for ticket in done:
+            del self._ending[ticket.request.id]
+        return done
+
+    def give_up(
+        self, now_s: float, reading: Reading | None, placed: Collection[Ticket]
+    ) -> list[Ticket]:
+        """Return the tickets that have waited for `RECOVERY_S`, and log what has leaked.
+
+        Args:
+            now_s: Monotonic seconds of the clock: a driver that hangs gives no readings.
+            reading: The last one.
+            placed: The tickets whose processes run.
+        """
+        done = []
+        for ticket in tuple(self._ending.values()):
+            assert ticket.ended_s is not None
+            if now_s - ticket.ended_s < RECOVERY_S:
+                continue
+            done.append(ticket)
+            del self._ending[ticket.request.id]
+            if reading is None or reading.error:
+                continue
+            # Again: what the ticket before this one has leaked is not missing here.
+            self._is_back(ticket, reading)
+            if ticket.missing_bytes:
+                self._warn_of_leak(ticket, reading, (*placed, *self._ending.values()))
+        return done
+
+    def end_all(self) -> list[Ticket]:
+        """Stop waiting for all tickets, and return them."""
+        done = list(self._ending.values())
+        self._ending.clear()
+        return done
+
+    def poll(self, now_s: float) -> bool:
+        """Return whether a reading is due now, and set the time of the next."""
+        if not self._ending or now_s < self._poll_s:
+            return False
+        self._poll_s = now_s + RECOVERY_POLL_S
+        return True
+
+    def _is_back(self, ticket: Ticket, reading: Reading) -> bool:
+        assert ticket.placement is not None and ticket.ended_s is not None
+        if reading.at_s < ticket.ended_s:
+            return False
+        found = [self._judge(ticket, device, reading) for device in ticket.placement.devices]
+        known = [each.missing_bytes for each in found if each.missing_bytes is not None]
+        ticket.missing_bytes = sum(known) if len(known) == len(found) else None
+        return all(each.complete for each in found)
+
+    def _judge(self, ticket: Ticket, device: Device, reading: Reading) -> Recovery:
+        assert ticket.ended_pid is not None
+        snapshot = _snapshot_of(reading, device.key)
+        if snapshot is None:
+            return Recovery(complete=False, missing_bytes=None)
+        before = None if device.key in self._hiding else ticket.ownerless_before.get(device.key)
+        bookkeeping = BOOKKEEPING_BYTES if device.kind == "nvml" else 0
+        return judge_recovery(snapshot, ticket.ended_pid, before, LEAK_TOLERANCE_BYTES, bookkeeping)
+
+    def _warn_of_leak(self, ticket: Ticket, reading: Reading, others: Collection[Ticket]) -> None:
+        logger.warning(
+            "%s of device memory did not come back within %s of the end of task %r (pid %s); the "
+            "device's free memory is counted without it",
+            format_bytes(ticket.missing_bytes),
+            format_seconds(RECOVERY_S),
+            ticket.request.task_name,
+            ticket.ended_pid,
+        )
+        # Logged once: tasks that run beside it must not be blamed for the same bytes.
+        assert ticket.placement is not None
+        for device in ticket.placement.devices:
+            now = _ownerless(reading, device.key)
+            for other in others:
+                before = other.ownerless_before.get(device.key)
+                if before is not None and now is not None:
+                    other.ownerless_before[device.key] = max(before, now)
+
+    def _find_hiding(self, reading: Reading, placed: Collection[Ticket]) -> None:
+        """Note the devices that do not list a process of ours, although its counters say that it is there.
+
+        Memory that no process is listed with may be another task's there.
+        """
+        listed = {use.root_pid for s in reading.snapshots for use in s.processes}
+        for snapshot in reading.snapshots:
+            if any(use.root_pid is not None for use in snapshot.processes):
+                self._listing.add(snapshot.device.key)
+        # A device that has listed a process of ours does list them: a process that was just killed leaves
+        # the list before its end is known here (seen on an H200).
+        self._hiding -= self._listing
+        for ticket in placed:
+            if ticket.pid is not None and ticket.stand_in_bytes and ticket.pid not in listed:
+                assert ticket.placement is not None
+                keys = {device.key for device in ticket.placement.devices}
+                self._hiding |= keys - self._listing
+
+
+def _snapshot_of(reading: Reading, key: DeviceKey) -> DeviceSnapshot | None:
+    return next((s for s in reading.snapshots if s.device.key == key), None)
+
+
+def _ownerless(reading: Reading, key: DeviceKey) -> int | None:
+    snapshot = _snapshot_of(reading, key)
+    return None if snapshot is None else ownerless_bytes(snapshot)
+
+
+logger = logging.getLogger(__name__)
+
+#: A reading that came longer ago than this (seconds) is not decided on; a new one is asked for first.
+FRESH_S = 0.5
+
+#: Seconds without a reading after which a driver is said to be silent.
+SILENT_S = 5.0
+
+
+class DeviceView:
+    """The last reading of one broker's devices. Not safe to use from several threads at once.
+
+    Args:
+        devices: All devices of the broker.
+        kind: The kind of all of them.
+        headroom_bytes: Kept free on each device.
+        held_by_parent: What the GPU task around this process holds.
+        clock: Time.
+    """
+
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        kind: DeviceKind,
+        headroom_bytes: int,
+        held_by_parent: tuple[Reservation, ...],
+        clock: Clock,
+    ) -> None:
+        self._devices = devices
+        self._kind = kind
+        self._headroom_bytes = headroom_bytes
+        self._held_by_parent = held_by_parent
+        self._clock = clock
+        #: The last one; `None`: none has come.
+        self.reading: Reading | None = None
+        #: Its snapshots, and the device of each.
+        self._snapshots: Sequence[tuple[DeviceKey, DeviceSnapshot]] = ()
+        #: Monotonic seconds when it came. Its own time is when it began, and a driver may be slow.
+        self._came_s = 0.0
+        #: By device: the reservations that its state was computed for, the bytes that each request's process
+        #: holds, and the state. It is dropped with the reading.
+        self._known: dict[
+            DeviceKey, tuple[tuple[Reservation, ...], Mapping[str, int], DeviceState]
+        ] = {}
+        #: Devices that do not work, and why.
+        self._set_aside: dict[DeviceKey, str] = {}
+        self._context_told = False
+
+    def take(self, reading: Reading) -> None:
+        """Use a new reading from now on."""
+        self.reading = reading
+        self._came_s = self._clock.now()
+        self._snapshots = [(snapshot.device.key, snapshot) for snapshot in reading.snapshots]
+        self._known.clear()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there is a reading to decide on, with an error or without."""
+        return self.reading is not None and self._clock.now() - self._came_s <= FRESH_S
+
+    @property
+    def silence(self) -> str:
+        """What of the devices is waited for, as text; empty: they answer."""
+        if self.reading is None:
+            return "the first reading of the devices"
+        silent_s = self._clock.now() - self._came_s
+        if self.reading.error or silent_s > SILENT_S:
+            why = self.reading.error or f"nothing heard for {format_seconds(silent_s)}"
+            return f"the devices to answer ({why})"
+        return ""
+
+    def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
+        """Return the devices that a task may use; all, where it names some that are not there."""
+        states = [DeviceState(DeviceSnapshot(device, 0.0, 0), 0, 0, 0) for device in self._devices]
+        try:
+            chosen = select_devices(Request("", "", 0, 0.0, devices=names), states)
+        except PlacementError:
+            # The request for a placement is refused for it.
+            return self._devices
+        return tuple(state.device for state in chosen)
+
+    def capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
+        """Return the bytes that could ever be reserved on each device that a task may use."""
+        reading = self.reading
+        known = {} if reading is None else {s.device.key: s.usable_bytes for s in reading.snapshots}
+        return {
+            d: max(0, known.get(d.key, d.total_bytes) - self._headroom_bytes)
+            for d in self.eligible(names)
+        }
+
+    def states(
+        self, view: LedgerView, tickets: Mapping[str, Ticket], others: Iterable[Ticket] = ()
+    ) -> list[DeviceState]:
+        """Return what each device has free; none if there is no good reading.
+
+        A state is computed again only if the reading or the device's reservations have changed.
+
+        Args:
+            view: The reservations.
+            tickets: Requests of the broker that were placed, by id.
+            others: Further ones that may have a process which the ledger does not name.
+        """
+        reading = self.reading
+        if reading is None or reading.error:
+            return []
+        other = {ticket.request.id: ticket for ticket in others}
+        states: list[DeviceState] = []
+        for key, snapshot in self._snapshots:
+            reservations = view.by_device.get(key, ())
+            known = self._known.get(key)
+            if known is None or known[0] is not reservations:
+                parents = [r for r in self._held_by_parent if r.device_key == key]
+                measured = _measure(snapshot, view, tickets, other, parents)
+                state = device_state(
+                    snapshot, (*reservations, *parents), measured, self._headroom_bytes
+                )
+                known = self._known[key] = reservations, measured, state
+            states.append(known[2])
+        return states
+
+    def measured_bytes(self, request_id: str, device: Device) -> int:
+        """Return what a request's process holds of a device, as `states` has last found."""
+        known = self._known.get(device.key)
+        return 0 if known is None else known[1].get(request_id, 0)
+
+    def warn(self, reading: Reading) -> None:
+        """Log what is odd in a reading, each thing once."""
+        self._warn_of_context(reading)
+        for snapshot in reading.snapshots:
+            key, uuid = snapshot.device.key, snapshot.device.uuid
+            if snapshot.error and self._set_aside.get(key) != snapshot.error:
+                logger.warning("device %s is set aside: %s", uuid, snapshot.error)
+                self._set_aside[key] = snapshot.error
+            elif not snapshot.error and self._set_aside.pop(key, ""):
+                logger.info("device %s answers again", uuid)
+
+    def _warn_of_context(self, reading: Reading) -> None:
+        if self._context_told or self._kind != "nvml" or self._held_by_parent:
+            return
+        pid = os.getpid()
+        if any(p.pid == pid for s in reading.snapshots for p in s.processes):
+            self._context_told = True
+            logger.warning(
+                "this process itself holds GPU memory, which counts as foreign until it "
+                "ends: call GPU tasks with .submit or .map, not directly, and keep CUDA out of "
+                "the flow"
+            )
+
+
+def _measure(
+    snapshot: DeviceSnapshot,
+    view: LedgerView,
+    tickets: Mapping[str, Ticket],
+    others: Mapping[str, Ticket],
+    parents: Iterable[Reservation],
+) -> Mapping[str, int]:
+    """Return the bytes that requests' processes hold of a device, by request id."""
+    if snapshot.error:
+        return {}
+    key = snapshot.device.key
+    # What this process itself holds is not foreign if it runs inside a GPU task.
+    roots = {os.getpid(): held.request_id for held in parents}
+    here: dict[str, Ticket] = {}
+    for reservation in view.by_device.get(key, ()):
+        request_id = reservation.request_id
+        pid = view.processes.get(request_id)
+        if pid is not None:
+            roots[pid] = request_id
+            if request_id in tickets:
+                here[request_id] = tickets[request_id]
+    for request_id, ticket in others.items():
+        pid = ticket.pid or ticket.ended_pid
+        if pid is not None and any(device.key == key for device in ticket.devices):
+            roots[pid] = request_id
+            here[request_id] = ticket
+    stand_ins = {
+        request_id: ticket.stand_in_bytes // len(ticket.devices)
+        for request_id, ticket in here.items()
+        if ticket.pid is not None and ticket.devices
+    }
+    return measure(snapshot, roots, stand_ins) if roots else {}

@@ -1,0 +1,120 @@
+"""First lines of a child: make the interpreter like the parent's, then hand over to `child.main`.
+
+Run by path, with the number of the channel's descriptor and a title (for `ps`). A fork of the fork
+server begins here too, with `main_of_fork`. Standard library only, and nothing of this package until
+`sys.path` is the parent's: the parent may have found `prefect_gpu` on a path that this interpreter
+would not search.
+"""
+
+import os
+import sys
+
+# The folder of this file, which the interpreter put there since it runs this file by path; with `-P`
+# or `-I` it did not. `multiprocessing` imports this file as `__mp_main__` in the processes that a body
+# spawns, where the first path is the body's own.
+if __name__ == "__main__" and sys.path[:1] in (
+    [os.path.dirname(__file__)],
+    [os.path.dirname(os.path.realpath(__file__))],
+):
+    del sys.path[0]
+
+import faulthandler
+import gc
+import json
+import signal
+import socket
+import struct
+import traceback
+
+
+def main(descriptor: int, forked: bool = False) -> None:
+    """Read the first frame, become like the parent, and run the child.
+
+    Args:
+        descriptor: Of the channel to the parent.
+        forked: This process is a fork of a fork server.
+    """
+    # Until the body begins, nothing of what is imported becomes garbage: collecting took an eighth of
+    # the time to import Prefect (1.05 s of CPU, 0.92 without). `child.main` switches it on again.
+    gc.disable()
+    # The parent decides when this process ends; Ctrl-C is meant for the parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A segfault then writes the Python stack to standard error, whose end the parent keeps.
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            # UTF-8 whatever the locale: the parent decodes it so.
+            reconfigure(encoding="utf-8", line_buffering=True, errors="backslashreplace")
+    _, length = struct.unpack("!BQ", _read_exactly(descriptor, 9))
+    boot = json.loads(_read_exactly(descriptor, length))
+    sys.path[:] = boot["sys_path"]
+    sys.argv[:] = boot["argv"]
+    from prefect_gpu.child import main as child
+
+    child.main(descriptor, boot.get("warm"), forked)
+
+
+def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: int) -> None:
+    """Become, in a fork of a fork server, the child that a fresh interpreter would become.
+
+    Args:
+        channel: Descriptor of the channel to the parent.
+        stdout: Descriptor that becomes standard output.
+        stderr: Descriptor that becomes standard error.
+        reply: Descriptor of a socket for a pidfd of this process, which the parent waits for.
+        request: Descriptor of a file with this process's environment and folder (JSON).
+    """
+    os.setsid()
+    with socket.socket(fileno=reply) as answer:
+        # The server reaps this process as it ends, and its id may then be another's. The parent
+        # gets the pidfd once this process leads a session: a kill of the session would miss it before.
+        pidfd = os.pidfd_open(os.getpid())
+        socket.send_fds(answer, [b"!"], [pidfd])
+        os.close(pidfd)
+    for number, descriptor in ((1, stdout), (2, stderr)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    with open(request, "rb") as file:
+        # Shared with the parent, which has written to its end.
+        file.seek(0)
+        wanted = json.load(file)
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    from prefect_gpu.child import exit as process_exit
+
+    code = 0
+    try:
+        if wanted["cwd"]:
+            os.chdir(wanted["cwd"])
+        # A fresh interpreter takes fresh entropy. So does Python's own generator in a fork, but not
+        # NumPy's; PyTorch's begins with a fixed seed in each process.
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed()
+        main(channel, forked=True)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    process_exit.end_fork(code)
+
+
+def _read_exactly(descriptor: int, size_bytes: int) -> bytes:
+    parts = []
+    while size_bytes:
+        try:
+            part = os.read(descriptor, size_bytes)
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            # The parent died before it sent anything.
+            os._exit(0)
+        parts.append(part)
+        size_bytes -= len(part)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

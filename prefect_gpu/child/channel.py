@@ -1,0 +1,162 @@
+"""The child's end of its channel: blocking, and safe to use from several threads.
+
+The parent's end is in `launcher`. What is sent over it is in `messages`, and how in `transport`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import socket
+import threading
+from typing import Any
+
+from prefect_gpu.errors import ProtocolError
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes import messages, transport
+from prefect_gpu.processes.messages import Answered, Asked, Message
+from prefect_gpu.processes.transport import (
+    Frame,
+    FrameReader,
+    FrameTransport,
+    PackedValue,
+    ReceivedValue,
+)
+
+
+class Channel:
+    """One stream to the parent. It belongs to one process: a fork of it has none.
+
+    Args:
+        descriptor: Of the socket; this object owns it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        # Processes that the body starts must not hold the stream open.
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+        self._socket.setblocking(True)
+        self._identity = _identity(descriptor)
+        self._frames = FrameReader()
+        self._sending = threading.Lock()
+        self._asking = threading.Lock()
+        self._forked = False
+        PROCESS_RESOURCES.after_fork(self, Channel.forget)
+        # What is registered first is called last: until then any thread may send.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Close the stream, if the descriptor still is the channel's."""
+        try:
+            self._check()
+        except OSError:
+            # The body has closed it, and the descriptor may be another file's now.
+            self._socket.detach()
+        else:
+            self._socket.close()
+
+    def send(self, message: Message) -> None:
+        """Send a message. A fork of the child (a worker of a data loader) sends nothing.
+
+        Raises:
+            OSError: The parent is gone, or the body closed the stream.
+        """
+        if self._forked:
+            return
+        data = messages.encode(message)
+        with self._sending:
+            self._check()
+            self._socket.sendall(data)
+
+    def send_with_value(self, message: Message, value: PackedValue) -> None:
+        """Send a message and the value that it announces, with nothing between them."""
+        if self._forked:
+            return
+        with self._sending:
+            self._check()
+            self._socket.sendall(messages.encode(message))
+            header, body = value.frame
+            try:
+                sent = transport.send(self._socket, header, value.files)
+            except ProtocolError:
+                # Its files cannot be passed now, and none of it was sent; the parent waits for a value.
+                contents = value.open()
+                stream = memoryview(contents.stream)
+                header, body = FrameTransport().pack([stream], contents.buffers).frame
+                sent = 0
+            self._socket.sendall(header[sent:])
+            self._socket.sendall(body)
+
+    def receive(self) -> Message:
+        """Wait for the next message and return it.
+
+        Raises:
+            EOFError: The parent is gone.
+            ProtocolError: What was sent is no message.
+        """
+        return messages.decode(self._receive().body)
+
+    def receive_value(self) -> ReceivedValue:
+        """Wait for the next frame, which is a value, and return it.
+
+        Raises:
+            EOFError: The parent is gone.
+            ProtocolError: Its parts do not fit together.
+        """
+        return transport.unpack(self._receive())
+
+    def _receive(self) -> Frame:
+        while (frame := self._frames.receive(self._socket)) is None:
+            pass
+        return frame
+
+    def ask(self, method: str, **arguments: Any) -> Any:
+        """Ask the parent a question, wait for the answer and return it.
+
+        Raises:
+            RuntimeError: The caller is a fork of the child.
+            BaseException: What the parent answered with.
+        """
+        if self._forked:
+            raise RuntimeError(
+                f"{method} works in the process of a GPU task itself, not in one forked from it"
+            )
+        with self._asking:
+            self.send(Asked(method, arguments))
+            answer = self.receive()
+        if not isinstance(answer, Answered):
+            raise ProtocolError(f"the parent answered {method!r} with {answer!r}")
+        if answer.error is not None:
+            raise answer.error
+        return answer.result
+
+    def _check(self) -> None:
+        """Check that the descriptor still is the channel's."""
+        # A body that closes all of them, and then opens a file, may have given that the same number.
+        if _identity(self._socket.fileno()) != self._identity:
+            raise OSError(errno.EBADF, "the body closed the channel to the parent process")
+
+    def forget(self) -> None:
+        """In a fork: close the stream, which two processes would garble."""
+        self._forked = True
+        self.close()
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+_current: Channel | None = None
+
+
+def current_channel() -> Channel | None:
+    """Return the channel of the GPU task that this process runs; `None` elsewhere."""
+    return _current
+
+
+def set_current_channel(channel: Channel | None) -> None:
+    """Set the channel of this process. For the child's start only."""
+    global _current
+    _current = channel

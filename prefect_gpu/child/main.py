@@ -1,0 +1,265 @@
+"""The child: one process, one task, then the end.
+
+The bootstrap has made the interpreter like the parent's. Here the policy is put in place, the call is
+read and run, and its outcome is sent. None of the user's modules is imported before the policy is in
+place. The order of the messages is in `prefect_gpu.processes.messages`; what the outcome means is up
+to the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import AsyncIterator
+from typing import Any
+
+from prefect_gpu import in_task
+from prefect_gpu.child import exit as process_exit
+from prefect_gpu.child import warm_up
+from prefect_gpu.child.channel import Channel, set_current_channel
+from prefect_gpu.child.readings import LiveSampler, Readings
+from prefect_gpu.child.recorder import Recorder
+from prefect_gpu.child.shortage import find_shortage
+from prefect_gpu.errors import ProtocolError, ResultError
+from prefect_gpu.frameworks import context, hooks, registry
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes import values
+from prefect_gpu.processes.launch_spec import UNSUITED_CODE
+from prefect_gpu.processes.messages import (
+    Accepted,
+    BodyEnded,
+    BodyStarted,
+    Call,
+    Heat,
+    Heated,
+    Prepare,
+    Warmed,
+)
+from prefect_gpu.processes.transport import ReceivedValue
+
+
+def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -> None:
+    """Run the one task that this process is for.
+
+    Args:
+        descriptor: Of the channel to the parent.
+        warm: Modules to import before the task is known; `None`: it is known.
+        forked: The process was forked and shares its memory, which must not be walked through.
+    """
+    channel = Channel(descriptor)
+    try:
+        prepare = _wait_for_task(channel, warm)
+        if prepare.late is not None:
+            try:
+                warm_up.become_task_process(prepare.late)
+            except (OSError, ImportError):
+                # Its folder is gone, or its modules have changed: a fresh process runs the task.
+                os._exit(UNSUITED_CODE)
+        # Not before: a module that asks the parent a question at its import would wait for ever.
+        set_current_channel(channel)
+        in_task.set_current_allocation(prepare.allocation)
+        channel.send(Accepted())
+        if prepare.work == "calibrate":
+            _calibrate(channel, prepare)
+        else:
+            _run(channel, prepare, made_for_it=not forked and warm is None)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # The parent is gone. The guardian ends the rest.
+        os._exit(1)
+    if not forked:
+        process_exit.run_exit_functions()
+        process_exit.finalise_users_modules()
+
+
+def _wait_for_task(channel: Channel, warm: list[str] | None) -> Prepare:
+    """Do a standby's work until its task comes, if this process is one."""
+    if warm is not None:
+        _report(channel, warm_up.warm_up(warm))
+    message = channel.receive()
+    if isinstance(message, Heat):
+        _report(channel, warm_up.heat(message))
+        message = channel.receive()
+    if not isinstance(message, Prepare):
+        raise ProtocolError(f"the parent sent {message!r} where a task was expected")
+    return message
+
+
+def _report(channel: Channel, done: Warmed | Heated) -> None:
+    channel.send(done)
+    if done.problem:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _calibrate(channel: Channel, prepare: Prepare) -> None:
+    channel.receive_value()
+    channel.send(BodyStarted())
+    try:
+        hooks.install(registry.adapters_for(prepare.policy), prepare.policy)
+        reserved = context.run_calibration(prepare.framework)
+    except BaseException as error:
+        data = values.dump_exception(error)
+        channel.send_with_value(BodyEnded(raised=True, traceback=traceback.format_exc()), data)
+        return
+    data = values.dumps(reserved, "return value", "result")
+    channel.send_with_value(BodyEnded(raised=False), data)
+    # The parent reads the device while this process still holds it, then closes the channel.
+    try:
+        channel.receive()
+    except EOFError:
+        return
+
+
+def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
+    reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
+    adapters = registry.adapters_for(prepare.policy)
+    readings = Readings(prepare.policy, adapters)
+    recorder = _install_recorder(readings)
+    sampler = LiveSampler(channel, recorder, prepare.counters_interval_s)
+    shortage: OutOfMemory | None = None
+    raised: BaseException | None = None
+    result: Any = None
+    text = ""
+    try:
+        hooks.install(adapters, prepare.policy)
+        if prepare.late is not None and prepare.late.hot:
+            warm_up.apply_to_started(prepare.late.hot, prepare.policy)
+        if made_for_it:
+            process_exit.import_frozen(prepare.libraries)
+        # No name for the value: its memory is freed as soon as it is read.
+        call = _load_call(channel.receive_value())
+        with _surroundings(call, channel):
+            sampler.start()
+            _collect_garbage_again()
+            channel.send(BodyStarted())
+            recorder.begin()
+            try:
+                result = run_body(call)
+            except BaseException as error:
+                # At once: other processes take memory, and the body's frames are released.
+                shortage = find_shortage(error, adapters, readings)
+                raise
+            finally:
+                sampler.stop()
+            recorder.finish()
+    except BaseException as error:
+        raised = error
+        text = _format_traceback(error)
+        # An error while the call was read, or a framework was set up for it, counts as well.
+        shortage = shortage or find_shortage(error, adapters, readings)
+    in_task.set_current_recorder(None)
+    if raised is None:
+        try:
+            data = values.dumps(result, "return value", "result", reducers)
+        except BaseException as error:
+            raised = error
+            text = _format_traceback(error)
+    if raised is not None:
+        data = values.dump_exception(raised, reducers)
+    counters, frameworks, steps, marks = sampler.last()
+    channel.send_with_value(
+        BodyEnded(
+            raised is not None,
+            shortage,
+            text,
+            counters,
+            frameworks,
+            _host_peak_bytes(),
+            steps,
+            marks,
+        ),
+        data,
+    )
+
+
+def _install_recorder(readings: Readings) -> Recorder:
+    """Make `phase`, `mark` and `step` record; in a fork (a worker of a data loader) they do not."""
+    recorder = Recorder(readings)
+    in_task.set_current_recorder(recorder)
+    PROCESS_RESOURCES.after_fork(recorder, _forget_recorder)
+    return recorder
+
+
+def _forget_recorder(recorder: Recorder) -> None:
+    in_task.set_current_recorder(None)
+    recorder.renew_lock()
+
+
+def _host_peak_bytes() -> int:
+    """Return the largest resident set of this process so far; 0: unknown."""
+    # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def _collect_garbage_again() -> None:
+    """Undo what the bootstrap did for the imports."""
+    # The first pass visits every object that they made (0.1 s with PyTorch): not in the body's time.
+    gc.collect(0)
+    gc.enable()
+
+
+def _load_call(value: ReceivedValue) -> Call:
+    try:
+        return values.load_call(value)
+    except (ImportError, AttributeError, pickle.UnpicklingError) as error:
+        raise ResultError(
+            "call", "it", "function or argument that the child cannot import", str(error)
+        ) from error
+
+
+def run_body(call: Call) -> Any:
+    """Run the body to its end.
+
+    Returns:
+        What it returns; for a coroutine its result, for a generator (sync or async) the list of what
+        it yields, as Prefect returns it for a submitted task.
+    """
+    result = call.function(*call.args, **call.kwargs)
+    if inspect.isawaitable(result):
+        return asyncio.run(_await(result))
+    if inspect.isasyncgen(result):
+        return asyncio.run(_collect(result))
+    if inspect.isgenerator(result):
+        return list(result)
+    return result
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+async def _collect(items: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in items]
+
+
+def _surroundings(call: Call, channel: Channel) -> Any:
+    # Imported late: a calibration, or a call without Prefect, need not take a second to import it.
+    if call.context is None:
+        import contextlib
+
+        return contextlib.nullcontext()
+    from prefect_gpu.child import prefect_context
+
+    return prefect_context.child_context(call.context, call.log_prints, channel.send)
+
+
+def _format_traceback(error: BaseException) -> str:
+    """Return the traceback as text, without the frames of this package above the body's."""
+    frames = traceback.TracebackException.from_exception(error, capture_locals=False)
+    own = os.path.dirname(__file__)
+    while len(frames.stack) > 1 and frames.stack[0].filename.startswith(own):
+        frames.stack.pop(0)
+    return "".join(frames.format())

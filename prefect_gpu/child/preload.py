@@ -1,0 +1,122 @@
+"""The fork server's process: imports libraries, then forks a process for each request.
+
+Run by path, with the descriptor of the control socket and a title for `ps`. The loop that forks is the
+standard library's. This process computes nothing, starts no thread and touches no device, so that its
+forks are as good as fresh interpreters that have imported the same. What a fork does is in `bootstrap`;
+the parent's side is `prefect_gpu.processes.fork_server`.
+
+Standard library only until `sys.path` is the parent's, as in `bootstrap`.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__" and sys.path[:1] in (
+    [os.path.dirname(__file__)],
+    [os.path.dirname(os.path.realpath(__file__))],
+):
+    del sys.path[0]
+
+import fcntl
+import gc
+import importlib
+import json
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterable
+
+#: Bytes of the longest first message: paths and names of modules.
+_BOOT_BYTES = 1 << 20
+
+
+def main() -> None:
+    """Import what the parent asks for, report what failed, then serve until the parent is gone."""
+    gc.disable()
+    # Ctrl-C is meant for the parent, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    boot = json.loads(control.recv(_BOOT_BYTES))
+    end_with_parent(control, True)
+    sys.path[:] = boot["sys_path"]
+    failed = import_all(boot["modules"])
+    # What is still buffered here would be printed again by each fork.
+    sys.stdout.flush()
+    # The collector never looks at what was made so far: that would copy its pages in each fork.
+    gc.freeze()
+    problem = find_problem()
+    end_with_parent(control, False)
+    # Private to this user. The path of a socket has at most 107 bytes.
+    short = len(os.fsencode(tempfile.gettempdir())) < 80
+    folder = tempfile.mkdtemp(prefix="prefect-gpu-", dir=None if short else "/tmp")
+    try:
+        listener = socket.socket(socket.AF_UNIX)
+        address = os.path.join(folder, "forks")
+        listener.bind(address)
+        listener.listen()
+        told = {"failed": failed, "problem": problem, "address": address}
+        control.send(json.dumps(told).encode())
+        from prefect_gpu.processes import stdlib_forkserver
+
+        stdlib_forkserver.serve(listener, control.detach(), bytes.fromhex(boot["key"]))
+    except SystemExit:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Never in a fork, which ends inside `serve`.
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+
+def import_all(names: Iterable[str]) -> dict[str, str]:
+    """Import modules; return those that could not be imported, with the reason."""
+    failed = {}
+    for name in names:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+        else:
+            if name == "prefect_gpu.child.prefect_context":
+                module.rehearse()
+    return failed
+
+
+def end_with_parent(control: socket.socket, on: bool) -> None:
+    """Make the kernel end this process when the parent closes its end of `control`, or stop that.
+
+    Imports take seconds in which nothing reads the socket, and no thread may be started for it. An
+    asynchronous socket sends SIGIO when the other end closes, and SIGIO ends a process. The parent
+    sends nothing until this process has reported.
+    """
+    flags = fcntl.fcntl(control, fcntl.F_GETFL)
+    if not on:
+        fcntl.fcntl(control, fcntl.F_SETFL, flags & ~os.O_ASYNC)
+        return
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        # If it was closed before, there is no signal.
+        if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            os._exit(0)
+    except BlockingIOError:
+        return
+
+
+def find_problem() -> str:
+    """Return why this process must not be forked; empty: it may be."""
+    names = [thread.name for thread in threading.enumerate()]
+    if len(names) > 1:
+        return f"its libraries have started threads ({', '.join(names[1:])})"
+    from prefect_gpu.child import warm_up
+
+    return warm_up.find_started()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What a child knows when device memory has run out, read while the body's frames still hold theirs.
+
+Each adapter says which errors mean an out-of-memory. What follows from it is decided in
+`prefect_gpu.scheduling.ladder`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prefect_gpu.child.readings import Readings
+from prefect_gpu.devices.own import OwnUse
+from prefect_gpu.frameworks.adapter import FrameworkAdapter
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory, causes, parse_wanted_bytes
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZE = r"([0-9]+(?:\.[0-9]+)?) (bytes|[KMG]iB)"
+
+# Texts, not compiled patterns: most children never need them, and compiling takes 1.5 ms.
+
+#: PyTorch, from 2.0 on. It refuses by itself, before it asks the driver, if what it has reserved and
+#: what is wanted exceed what is allowed. "allowed" is there whenever a fraction is set, also if the
+#: device refused.
+_TORCH_DEVICE = r"GPU ([0-9]+) has a total capacity"
+_TORCH_FREE = rf"of which {_SIZE} is free"
+_TORCH_WANTED = rf"Tried to allocate {_SIZE}"
+_TORCH_ALLOCATED = rf"Of the allocated memory {_SIZE} is allocated by PyTorch"
+_TORCH_CACHED = rf"{_SIZE} is reserved by PyTorch but unallocated"
+_TORCH_ALLOWED = rf"{_SIZE} allowed;"
+
+#: CuPy, whose pool refuses in the same way. In whole bytes.
+_CUPY = (
+    r"Out of memory allocating ([0-9,]+) bytes \(allocated so far: ([0-9,]+) bytes"
+    r"(?:, limit set to: ([0-9,]+) bytes)?\)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What an error's text contains besides what was wanted. Bytes; `None`: it does not say."""
+
+    #: Number of the device among the process's own, from 0.
+    device: int | None = None
+    held_bytes: int | None = None
+    free_bytes: int | None = None
+    #: Whether the process's own cap refused.
+    own_cap: bool | None = None
+
+
+def parse_refusal(text: str) -> Refusal:
+    """Read what PyTorch and CuPy write of the device and of their own limit. Pure."""
+    cupy = re.search(_CUPY, text)
+    if cupy is not None:
+        wanted, held = _whole_number(cupy[1]), _whole_number(cupy[2])
+        over_limit = None if cupy[3] is None else wanted + held > _whole_number(cupy[3])
+        return Refusal(held_bytes=held, own_cap=over_limit)
+    device = re.search(_TORCH_DEVICE, text)
+    free, allocated, cached = (
+        _find_size(pattern, text) for pattern in (_TORCH_FREE, _TORCH_ALLOCATED, _TORCH_CACHED)
+    )
+    return Refusal(
+        device=None if device is None else int(device[1]),
+        held_bytes=None if allocated is None or cached is None else allocated[0] + cached[0],
+        free_bytes=None if free is None else free[0],
+        own_cap=_is_over_cap(text),
+    )
+
+
+def _is_over_cap(text: str) -> bool | None:
+    """Return whether PyTorch's cap was exceeded; `None`: unknown, or too close for rounded sizes."""
+    patterns = _TORCH_WANTED, _TORCH_ALLOCATED, _TORCH_CACHED, _TORCH_ALLOWED
+    sizes = [found for pattern in patterns if (found := _find_size(pattern, text)) is not None]
+    if len(sizes) < len(patterns):
+        return None
+    (*asked, allowed), roundings = zip(*sizes, strict=True)
+    over, rounding = sum(asked) - allowed, sum(roundings)
+    return None if rounding and abs(over) <= rounding else over > 0
+
+
+def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
+    """Return a size in bytes, and by how much it may be off: the text rounds to two decimals."""
+    match = re.search(pattern, text)
+    if match is None:
+        return None
+    unit = _UNITS[match[2]]
+    return int(float(match[1]) * unit), 0 if unit == 1 else unit // 200 + 1
+
+
+def _whole_number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def find_shortage(
+    error: BaseException, adapters: Sequence[FrameworkAdapter], readings: Readings
+) -> OutOfMemory | None:
+    """Find an out-of-memory in an error and its causes, and read what the process holds.
+
+    Args:
+        error: What the body raised.
+        adapters: Recognise their frameworks' errors.
+        readings: Of the process's memory now.
+
+    Returns:
+        What is known of it; `None`: the error is no out-of-memory.
+    """
+    for current in causes(error):
+        try:
+            if getattr(current, "__prefect_gpu_out_of_memory__", False):
+                return _read_simulated(current, readings)
+            for adapter in adapters:
+                if adapter.is_out_of_memory(current):
+                    return _read_state(adapter.name, str(current), readings)
+        except Exception:
+            # An error of the user whose own text or attributes raise: no framework's.
+            pass
+    return None
+
+
+def _read_state(framework: str, text: str, readings: Readings) -> OutOfMemory:
+    refusal = parse_refusal(text)
+    held = refusal.held_bytes
+    counters = readings.counters()
+    if len(readings.device_uuids) == 1 and counters is not None:
+        # Exact, where the text is rounded; but summed over devices.
+        reserved = counters.reserved_bytes
+        held = counters.live_bytes if reserved is None else reserved
+    found = OutOfMemory(
+        framework,
+        parse_wanted_bytes(text),
+        held_bytes=held,
+        free_bytes=refusal.free_bytes,
+        says_own_cap=refusal.own_cap,
+    )
+    use = _choose(readings.own(), refusal.device)
+    if use is None:
+        return found
+    return replace(
+        found,
+        process_bytes=use.process_bytes,
+        free_bytes=found.free_bytes if use.free_bytes is None else use.free_bytes,
+        device_uuid=use.device_uuid,
+    )
+
+
+def _choose(uses: Sequence[OwnUse], device: int | None) -> OwnUse | None:
+    """Return the device that the error names, else the fullest."""
+    if device is not None and device < len(uses):
+        return uses[device]
+    known = [use for use in uses if use.free_bytes is not None]
+    fullest = min(known, key=lambda use: use.free_bytes or 0, default=None)
+    return uses[0] if fullest is None and len(uses) == 1 else fullest
+
+
+def _read_simulated(error: BaseException, readings: Readings) -> OutOfMemory:
+    """Read the attributes of an error of a simulated device."""
+    wanted = _whole_attribute(error, "requested_bytes")
+    own_cap = getattr(error, "hit_cap", None)
+    return OutOfMemory(
+        framework="",
+        wanted_bytes=parse_wanted_bytes(str(error)) if wanted is None else wanted,
+        held_bytes=_whole_attribute(error, "live_bytes"),
+        free_bytes=_whole_attribute(error, "free_bytes"),
+        device_uuid=readings.refused_uuid(),
+        says_own_cap=own_cap if isinstance(own_cap, bool) else None,
+    )
+
+
+def _whole_attribute(error: BaseException, name: str) -> int | None:
+    value: Any = getattr(error, name, None)
+    return value if isinstance(value, int) else None

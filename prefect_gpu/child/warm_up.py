@@ -1,0 +1,255 @@
+"""A child that was started ahead of its task: import what the task will need, then become the task's.
+
+An import may start what a policy can then no longer configure. `find_started` reports that, and such a
+process must not run a task. Which modules are imported is decided in `processes.standby_kind`, and which
+variables may still change afterwards in `frameworks.adapter`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_gpu import in_task as inside
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.processes.interpreter import working_folder
+from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
+
+#: The driver's library, by the name under which every program loads it.
+DRIVER_LIBRARY = "libcuda.so.1"
+
+#: What the driver returns before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
+_NOT_INITIALIZED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """From where modules were imported ahead of the task."""
+
+    #: Wall-clock nanoseconds when the imports began.
+    began_ns: int
+    #: `sys.path` before the imports, which may add to it.
+    sys_path: tuple[str, ...]
+    #: The working folder; empty: it did not exist.
+    cwd: str
+    #: Modules of the user's are among those that were imported.
+    has_users: bool
+    #: All modules that were loaded afterwards.
+    names: frozenset[str]
+    #: Names and files of those that are the user's.
+    files: tuple[tuple[str, str], ...]
+
+
+#: `None`: this process was started for its task.
+_origin: _Origin | None = None
+
+
+def warm_up(entries: Iterable[str]) -> Warmed:
+    """Import modules and report what that did.
+
+    What libraries made is frozen, so that the garbage collector never looks at it: finalising it at the
+    end of the process takes most of a second with PyTorch. What came with the user's modules is not
+    frozen, since they may hold files open.
+
+    Args:
+        entries: As in `WarmSpec.modules`: libraries before what needs them.
+    """
+    global _origin
+    entries = tuple(entries)
+    began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
+    failed = []
+    libraries_end = False
+    with inside.before_the_task() as asked:
+        for entry in entries:
+            if not libraries_end and not _is_library(entry):
+                gc.freeze()
+                libraries_end = True
+            try:
+                _import(entry)
+            except BaseException:
+                # Of any kind: the body gets it, in a process that has not imported half of the module.
+                failed.append(entry)
+    if not libraries_end:
+        gc.freeze()
+    # Now, or the body's first objects would cause a collection of all that the user's imports made.
+    gc.collect()
+    started = find_started()
+    if asked:
+        started = started or "a module asked current_allocation() as it was imported"
+    # Not before the imports: the place of a module shows whether it is the user's.
+    has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
+    names = frozenset(sys.modules)
+    # Some modules name a file that never existed.
+    found = _users_files(names) if has_users else ()
+    files = tuple((name, path) for name, path in found if os.path.exists(path))
+    _origin = _Origin(began_ns, sys_path, cwd, has_users, names, files)
+    return Warmed(tuple(failed), started, private_bytes())
+
+
+def _import(entry: str) -> None:
+    module, _, names = entry.partition(":")
+    if names:
+        # As `from module import names` does, submodules included.
+        __import__(module, fromlist=names.split(","))
+    else:
+        importlib.import_module(module)
+    if module == "prefect_gpu.child.prefect_context":
+        sys.modules[module].rehearse()
+
+
+def find_started(open_library: Callable[..., Any] = ctypes.CDLL) -> str:
+    """Return what was started that reads its configuration only once; empty: nothing.
+
+    This starts nothing itself: a driver that is not loaded stays so, and so does one that is not
+    initialised.
+
+    Args:
+        open_library: As `ctypes.CDLL`.
+    """
+    for name, adapter in registry.ADAPTERS.items():
+        if adapter.module not in sys.modules:
+            continue
+        try:
+            started = adapter.has_started()
+        except Exception as error:
+            return f"{name} could not say whether it has started: {error}"
+        if started:
+            return f"{name} was started by a module as it was imported"
+    try:
+        driver = open_library(DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except (OSError, AttributeError):
+        # Not loaded; or this system has no such flag (macOS).
+        return ""
+    count = ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) == _NOT_INITIALIZED:
+        return ""
+    return "the CUDA driver was initialised by a module as it was imported"
+
+
+def private_bytes() -> int:
+    """Return the private memory of this process; 0: unknown."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+
+
+def heat(order: Heat) -> Heated:
+    """Start a framework on its device; return what went wrong, and raise nothing."""
+    _set_variables(order.environment)
+    adapter = registry.ADAPTERS.get(order.framework)
+    try:
+        if adapter is not None and adapter.can_start_early:
+            adapter.start_device()
+    except BaseException as error:
+        return Heated(f"{type(error).__name__}: {error}".partition("\n")[0])
+    return Heated()
+
+
+def apply_to_started(framework: str, policy: FrameworkPolicy) -> None:
+    """Apply a policy to a framework that was started ahead, as far as its import has not done so."""
+    adapter = registry.ADAPTERS.get(framework)
+    if adapter is not None and adapter.can_start_early:
+        adapter.apply_hot(policy)
+
+
+def become_task_process(late: Late) -> None:
+    """Become the process of a task: its environment, folder, arguments and paths.
+
+    Raises:
+        OSError: The folder does not exist.
+        ImportError: The modules that were imported ahead are not those that the task would import now.
+    """
+    _check_modules(late)
+    _follow_parent()
+    _set_variables(late.environment)
+    if late.cwd:
+        os.chdir(late.cwd)
+    sys.argv[:] = late.argv
+    _set_path(late.sys_path)
+
+
+def _set_path(wanted: tuple[str, ...]) -> None:
+    """Set `sys.path` to what a process started now would have, once it had imported the same."""
+    before = wanted if _origin is None else _origin.sys_path
+    if wanted in (before, tuple(sys.path)):
+        return
+    added = [path for path in sys.path if path not in before and path not in wanted]
+    sys.path[:] = [*wanted, *added]
+
+
+def _check_modules(late: Late) -> None:
+    """Make sure that the user's modules are those that a process started now would have.
+
+    Raises:
+        ImportError: They are not, or may not be.
+    """
+    origin = _origin
+    if origin is None or not origin.has_users:
+        return
+    # The parent may since have imported modules that add to its path.
+    if late.sys_path not in (origin.sys_path, tuple(sys.path)):
+        raise ImportError("modules are found elsewhere by now")
+    if late.cwd and late.cwd != origin.cwd:
+        raise ImportError("modules may be found elsewhere in another folder")
+    # Only those that are new: to search thousands of modules takes 3 ms, for which the task would wait.
+    later = sys.modules.keys() - origin.names
+    for name, path in (*origin.files, *_users_files(later)):
+        # A missing file raises here too: a process started now would not have it.
+        if os.stat(path).st_mtime_ns >= origin.began_ns:
+            raise ImportError(f"{name} was written to since it was imported")
+
+
+def _users_files(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the file of those modules that are the user's and came from a file."""
+    for name in names:
+        path = registry.look_at(name, "__file__")
+        if isinstance(path, str) and registry.is_users(name):
+            yield name, path
+
+
+def _is_library(entry: str) -> bool:
+    """Return whether an entry is a module of this package, or a framework."""
+    module = entry.partition(":")[0]
+    frameworks = (adapter.module for adapter in registry.ADAPTERS.values())
+    return module.partition(".")[0] == "prefect_gpu" or module in frameworks
+
+
+def _follow_parent() -> None:
+    """Take over what a process started now would inherit: the parent's umask and resource limits."""
+    parent = os.getppid()
+    try:
+        with open(f"/proc/{parent}/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("Umask:"):
+                    os.umask(int(line.split()[1], 8))
+                    break
+    except OSError:
+        # No `/proc` (macOS): they stay as they were when this process was started.
+        return
+    import resource
+
+    for name in dir(resource):
+        if name.startswith("RLIMIT_"):
+            limit = getattr(resource, name)
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(limit, resource.prlimit(parent, limit))
+
+
+def _set_variables(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,7 @@
+"""Run the console script as `python -m prefect_gpu.cli`."""
+
+import sys
+
+from prefect_gpu.cli.commands import main
+
+sys.exit(main())

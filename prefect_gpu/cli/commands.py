@@ -1,0 +1,322 @@
+"""The console script `prefect-gpu`: list devices, check tags, simulate a schedule.
+
+It changes nothing and calls no server. Exit codes: 0, or 2 when an argument is wrong or the machine does
+not answer. How a list of tasks is read is in `task_list`, how it is replayed in `simulation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError
+from cyclopts.validators import Number
+
+from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.policy import GPUPolicy, is_gpu_tag, parse_tags, whole
+from prefect_gpu.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from prefect_gpu.cli.simulation import Outcome, Schedule
+    from prefect_gpu.scheduling.model import DeviceSnapshot
+
+app = App(
+    name="prefect-gpu",
+    help="List devices, check tags and simulate schedules of prefect_gpu.",
+    version_flags=(),
+    # Options have the names given here and no negative form.
+    default_parameter=Parameter(negative=(), show_default=False),
+    exit_on_error=False,
+    print_error=False,
+    result_action="return_value",
+)
+
+
+def _read_whole(_: object, tokens: Sequence[Token]) -> int:
+    """Read a whole number. Cyclopts itself would round 1.5 to 2."""
+    return whole()(tokens[0].value)
+
+
+Count = Annotated[int | None, Parameter(converter=_read_whole, n_tokens=1, validator=Number(gte=1))]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments after the program's name. `None`: those of this process.
+
+    Returns:
+        The exit code.
+    """
+    tokens = sys.argv[1:] if argv is None else list(argv)
+    try:
+        if not tokens:
+            raise CycloptsError(msg=f"a COMMAND is required; accepted: {', '.join(_commands())}")
+        text = app(tokens)
+    except CycloptsError as error:
+        print(f"prefect-gpu: {_explain(error)}", file=sys.stderr)
+        return 2
+    except PrefectGPUError as error:
+        print(f"prefect-gpu: {error}", file=sys.stderr)
+        return 2
+    if text is not None:
+        print(text)
+    return 0
+
+
+def _commands() -> list[str]:
+    return [name for name in app if not name.startswith("-")]
+
+
+def _explain(error: CycloptsError) -> str:
+    """Return an error of the command line on one line, with what is accepted."""
+    text = " ".join(str(error).split()).removesuffix(".")
+    if isinstance(error, UnknownOptionError):
+        names = {name for argument in error.argument_collection for name in argument.names}
+        options = sorted(name for name in names if name.startswith("-"))
+        text += f"; accepted: {', '.join((*options, '--help'))}"
+    return f"{text} (see prefect-gpu {' '.join((*(error.command_chain or ()), '--help'))})"
+
+
+@app.command(name="devices")
+def _devices(*, devices: str = "", as_json: Annotated[bool, Parameter("--json")] = False) -> str:
+    """List the devices as the runner sees them.
+
+    Args:
+        devices: auto, nvml, host, simulated:2x24GiB, or indices and UUID prefixes with commas (default:
+            PREFECT_INTEGRATIONS_GPU_DEVICES, else auto).
+        as_json: Print JSON, sizes in bytes.
+    """
+    # Imported here because `check` needs no driver.
+    from prefect_gpu.devices.spec import open_reader, parse_spec
+
+    reader = open_reader(parse_spec(devices or _default_devices()), os.environ)
+    try:
+        snapshots = reader.read(())
+    finally:
+        reader.close()
+    if as_json:
+        return json.dumps([_device_json(snapshot) for snapshot in snapshots], indent=2)
+    if not snapshots:
+        return "no devices"
+    heads = ("index", "uuid", "name", "total", "free", "processes")
+    return "\n".join(_table([heads, *(_device_row(snapshot) for snapshot in snapshots)]))
+
+
+@app.command(name="check")
+def _check(tags: list[str], /) -> str:
+    """Read tags and print the policy, or what is wrong.
+
+    Args:
+        tags: For example "gpu:memory=6GiB".
+    """
+    policy = parse_tags(tags)
+    if policy is None:
+        return "no gpu tag: the task runs in a thread, without a device of its own"
+    ours = dict.fromkeys(("gpu", *(tag.strip() for tag in tags if is_gpu_tag(tag))))
+    written = " ".join(f'"{tag}"' for tag in ours)
+    return "\n".join([*_table(_policy_rows(policy)), f"tags: {written}"])
+
+
+@app.command(name="simulate")
+def _simulate(
+    file: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    /,
+    *,
+    devices: str,
+    placement: Literal["spread", "pack"] = "spread",
+    no_backfill: bool = False,
+    unknown_durations: bool = False,
+    max_tasks_per_device: Count = None,
+    max_processes: Count = None,
+    tasks: bool = False,
+    as_json: Annotated[bool, Parameter("--json")] = False,
+) -> str:
+    """Print when and where a list of tasks would run.
+
+    The tasks are replayed on devices that do not exist, in virtual time, with the scheduling that the
+    runner uses. FILE is CSV or JSON lines; columns: duration (required), arrival, memory (as in 6GiB or
+    40%; empty: a device to itself), devices, name, priority, exclusive, expected, after (names of tasks,
+    separated by spaces).
+
+    Args:
+        file: List of tasks; - reads standard input.
+        devices: Simulated devices, as in 4x80GiB.
+        placement: Among devices that fit: the emptiest (spread) or the fullest (pack).
+        no_backfill: First come, first served: no task passes one that is blocked.
+        unknown_durations: The scheduler expects no duration of any task.
+        max_tasks_per_device: Most tasks on a device at a time.
+        max_processes: Most tasks at a time.
+        tasks: Print a line for each task.
+        as_json: Print JSON, sizes in bytes and times in seconds.
+    """
+    # Imported here because the other commands need none of it.
+    from prefect_gpu.cli.simulation import simulate
+    from prefect_gpu.cli.task_list import TaskListError, parse_tasks
+    from prefect_gpu.devices.simulated import SimulatedDevices
+    from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE
+
+    simulated = SimulatedDevices(devices.removeprefix("simulated:"))
+    try:
+        if file == "-":
+            listed = parse_tasks(sys.stdin, "standard input")
+        else:
+            with open(file, encoding="utf-8-sig", newline="") as lines:
+                listed = parse_tasks(lines, file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskListError(f"{file} cannot be read: {error}") from error
+    if unknown_durations:
+        listed = [dataclasses.replace(task, expected_s=None) for task in listed]
+    schedule = simulate(
+        listed,
+        simulated,
+        placement,
+        NO_BACKFILL if no_backfill else PATIENCE,
+        max_tasks_per_device,
+        max_processes,
+    )
+    if as_json:
+        return json.dumps(_schedule_json(schedule), indent=2)
+    rows = _table(_schedule_rows(schedule))
+    if tasks:
+        heads = ("task", "submitted", "waited", "started", "ended", "devices", "passed")
+        rows += ["", *_table([heads, *(_outcome_row(o) for o in schedule.outcomes)])]
+    never = [o for o in schedule.outcomes if o.refusal]
+    rows += [f"{o.task.name} can never run: {o.refusal}" for o in never]
+    return "\n".join(rows)
+
+
+@app.command(name="version")
+def _version() -> str:
+    """Print the version."""
+    return f"prefect-gpu {version('prefect-gpu')}"
+
+
+def _schedule_rows(schedule: Schedule) -> list[tuple[str, str]]:
+    bounds, span_s = schedule.bounds, schedule.makespan_s
+    named = {
+        "longest chain": bounds.chain_s,
+        "memory": bounds.memory_s,
+        "large tasks": bounds.large_s,
+        "tasks a device": bounds.places_s,
+    }
+    largest = max(named, key=named.__getitem__)
+    above = f", {span_s / bounds.largest_s:.2f} × the lower bound" if bounds.largest_s else ""
+    return [
+        ("tasks", f"{len(schedule.outcomes)}, of which {len(schedule.finished)} ran"),
+        ("devices", f"{len(schedule.devices)}"),
+        ("makespan", f"{format_seconds(span_s)}{above}"),
+        ("lower bound", f"{format_seconds(bounds.largest_s)} ({largest})"),
+        ("mean wait", format_seconds(schedule.mean_wait_s)),
+        ("max wait", format_seconds(schedule.max_wait_s)),
+        ("utilisation", f"{schedule.utilisation * 100:.1f}% of memory over the makespan"),
+    ]
+
+
+def _outcome_row(outcome: Outcome) -> tuple[str, ...]:
+    placement = outcome.placement
+    if placement is None:
+        return (outcome.task.name, "", "", "never", "", "", "")
+    times_s = (outcome.ready_s, outcome.waited_s, outcome.started_s, outcome.ended_s)
+    return (
+        outcome.task.name,
+        *(format_seconds(time_s) for time_s in times_s),
+        ",".join(str(device.index) for device in placement.devices),
+        str(outcome.passed),
+    )
+
+
+def _schedule_json(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "makespan_s": schedule.makespan_s,
+        "lower_bound_s": schedule.bounds.largest_s,
+        "bounds": dataclasses.asdict(schedule.bounds),
+        "mean_wait_s": schedule.mean_wait_s,
+        "max_wait_s": schedule.max_wait_s,
+        "utilisation": schedule.utilisation,
+        "tasks": [
+            {
+                "name": outcome.task.name,
+                "submitted_s": outcome.ready_s,
+                "waited_s": outcome.waited_s,
+                "started_s": outcome.started_s,
+                "ended_s": outcome.ended_s,
+                "devices": [d.index for d in outcome.placement.devices]
+                if outcome.placement
+                else [],
+                "passed": outcome.passed,
+                "refusal": outcome.refusal,
+            }
+            for outcome in schedule.outcomes
+        ],
+    }
+
+
+def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
+    memory = policy.memory
+    if memory is None:
+        budget = "a device to itself"
+    elif isinstance(memory, float):
+        budget = f"{memory * 100:.6g}% of each device"
+    else:
+        budget = f"{format_bytes(memory)} ({memory} bytes) on each device"
+    shares = (str(share).replace(":", " ") for share in policy.frameworks)
+    options = (f"{name}={text}" for name, text in policy.allocator_options)
+    return [
+        ("memory", budget),
+        ("count", str(policy.count)),
+        ("devices", ", ".join(policy.devices) or "any"),
+        ("frameworks", ", ".join(shares) or "those the task imports"),
+        ("allocation", policy.allocation),
+        ("allocator options", ", ".join(options) or "PyTorch's own"),
+        ("caching", "on" if policy.caching else "off"),
+        ("exclusive", "yes" if policy.exclusive else "no"),
+        ("oom", policy.oom),
+        ("enforce", policy.enforce),
+        ("priority", str(policy.priority)),
+        ("wait", "no limit" if policy.wait_s is None else format_seconds(policy.wait_s)),
+        ("cpus", "a share of the cores" if policy.cpus is None else str(policy.cpus)),
+        ("learn_by", ", ".join(policy.learn_by) or "none"),
+    ]
+
+
+def _default_devices() -> str:
+    from prefect_gpu.settings import read_settings  # imports Prefect, which takes a second
+
+    return read_settings().devices
+
+
+def _device_row(snapshot: DeviceSnapshot) -> tuple[str, ...]:
+    device = snapshot.device
+    state = (
+        (f"unusable: {snapshot.error}", "")
+        if snapshot.error
+        else (format_bytes(snapshot.free_bytes), str(len(snapshot.processes)))
+    )
+    return (str(device.index), device.uuid, device.name, format_bytes(device.total_bytes), *state)
+
+
+def _device_json(snapshot: DeviceSnapshot) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(snapshot.device),
+        "free_bytes": None if snapshot.error else snapshot.free_bytes,
+        "processes": [
+            {"pid": process.pid, "used_bytes": process.used_bytes} for process in snapshot.processes
+        ],
+        "error": snapshot.error,
+    }
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose columns are two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,160 @@
+"""Which processes belong to which of our children, and what they hold of the host's memory.
+
+A *root* is the process of one GPU task; its dataloaders and helpers belong to it. Covers one host's
+process table; it does not know devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Collection
+
+import psutil
+
+from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.scheduling.model import ProcessUse
+
+#: Least seconds between two scans of the whole process table. In between, the processes found last
+#: are read again, so a helper's memory shows up to this much late.
+SCAN_INTERVAL_S = 1.0
+
+#: A scan may take one part in this many of the time: a shared node has thousands of processes.
+SCAN_SHARE = 20
+
+#: Sessions to follow at most: a process table that changes while it is read could have a cycle.
+MAX_DEPTH = 64
+
+#: Name of the first pid namespace (`PROC_PID_INIT_INO` in the kernel): outside of containers.
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+
+
+class HostProcesses:
+    """Reads the processes of this host. Any of them may end at any time."""
+
+    def pids(self) -> Collection[int]:
+        """Return the ids of all processes."""
+        return psutil.pids()
+
+    def session_of(self, pid: int) -> int | None:
+        """Return the id of a process's session, which is the id of its leader; `None`: not found.
+
+        A system call of about 1 µs, where other facts of a process take a file to be read.
+        """
+        try:
+            # 0 would mean this process; as a result it means a session of another namespace.
+            return (os.getsid(pid) if pid > 0 else None) or None
+        except (OSError, OverflowError):
+            return None
+
+    def parent_of(self, pid: int) -> int | None:
+        """Return the id of a process's parent; `None`: not found."""
+        try:
+            return psutil.Process(pid).ppid()
+        except psutil.Error:
+            return None
+
+    def resident_bytes(self, pid: int) -> int:
+        """Return the memory that a process holds; 0 if it has ended, even if it is not yet reaped."""
+        try:
+            return int(psutil.Process(pid).memory_info().rss)
+        except psutil.Error:
+            return 0
+
+    def holds_gpu(self, pid: int) -> bool:
+        """Return whether a process of this user has a GPU's device file open."""
+        folder = f"/proc/{pid}/fd"
+        try:
+            links = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
+        except OSError:
+            return False
+        return any(link.startswith(("/dev/nvidia", "/dev/dxg")) for link in links)
+
+    def in_initial_namespace(self) -> bool:
+        """Return whether process ids here are the host's own, as a driver knows them."""
+        try:
+            return os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
+        except OSError:
+            return False
+
+
+def find_root(
+    pid: int,
+    roots: Collection[int],
+    session_of: Callable[[int], int | None],
+    parent_of: Callable[[int], int | None],
+) -> int | None:
+    """Return the root that a process is, is in the session of, or descends from.
+
+    A process leaves its parent's session only to lead its own, so all processes of a session descend
+    from its leader, and a root's descendants are found from session to session. On a host with
+    thousands of processes that reads a few hundred parents.
+
+    Args:
+        pid: Any process id, perhaps of another namespace.
+        roots: Our children; each leads a session.
+        session_of: As `HostProcesses.session_of`.
+        parent_of: As `HostProcesses.parent_of`.
+
+    Returns:
+        The nearest root; `None`: the process belongs to no root, or cannot be seen from here.
+    """
+    current: int | None = pid
+    for _ in range(MAX_DEPTH):
+        if current in roots:
+            return current
+        session = None if current is None else session_of(current)
+        if current is None or session is None:
+            return None
+        if session in roots:
+            return session
+        parent = parent_of(session)
+        # A leader may have ended before the processes of its session.
+        current = parent_of(current) if parent is None else parent
+    return None
+
+
+class ProcessTable:
+    """Finds the processes of our children. Used by one thread at a time.
+
+    Args:
+        processes: Reads them; `None`: those of this host.
+        clock: Determines when to scan again.
+    """
+
+    def __init__(self, processes: HostProcesses | None = None, clock: Clock | None = None) -> None:
+        self.processes = processes or HostProcesses()
+        self._clock: Clock = clock or RealClock()
+        self._members: frozenset[int] = frozenset()
+        self._scan_due_s = float("-inf")
+
+    def root_of(self, pid: int, roots: Collection[int]) -> int | None:
+        """Return the root that a process belongs to; see `find_root`."""
+        return find_root(pid, roots, self.processes.session_of, self.processes.parent_of)
+
+    def resident(self, roots: Collection[int]) -> tuple[ProcessUse, ...]:
+        """Return the resident memory of every process of every root, roots first."""
+        if not roots:
+            return ()
+        started_s = self._clock.now()
+        if started_s >= self._scan_due_s:
+            self._members = self._scan(roots)
+            took_s = self._clock.now() - started_s
+            self._scan_due_s = started_s + max(SCAN_INTERVAL_S, SCAN_SHARE * took_s)
+        uses = []
+        for pid in (*roots, *sorted(self._members.difference(roots))):
+            # Each time: the id of a member may be that of another process by now.
+            root = self.root_of(pid, roots)
+            used_bytes = 0 if root is None else self.processes.resident_bytes(pid)
+            if used_bytes:
+                uses.append(ProcessUse(pid, root, used_bytes))
+        return tuple(uses)
+
+    def _scan(self, roots: Collection[int]) -> frozenset[int]:
+        """Return all processes of some roots."""
+        parent_of = functools.cache(self.processes.parent_of)
+        return frozenset(
+            pid
+            for pid in self.processes.pids()
+            if find_root(pid, roots, self.processes.session_of, parent_of) is not None
+        )

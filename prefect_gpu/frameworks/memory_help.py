@@ -1,0 +1,119 @@
+"""What a body can do when device memory is short: free cached memory, or use smaller batches.
+
+    size = find_batch_size(train_one_step, start=256)
+    freed_bytes = release_cached()
+
+Both act on the calling process, and work outside a GPU task too. What happens when a body fails with
+an out-of-memory is decided in `scheduling.ladder`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterable, Mapping
+
+from prefect_gpu import in_task
+from prefect_gpu.devices.own import OwnMemory
+from prefect_gpu.frameworks.adapter import FrameworkAdapter
+from prefect_gpu.frameworks.out_of_memory import causes
+from prefect_gpu.frameworks.registry import ADAPTERS
+
+#: Returns the bytes that the driver shows for this process by device UUID, for the devices that it
+#: reports.
+ReadOwn = Callable[[], Mapping[str, int]]
+
+
+def release_cached() -> int:
+    """Return the memory that frameworks keep for later to the driver.
+
+    Garbage is collected first, then caches are emptied, then what the caches held is collected.
+    Tensors that the program can still reach stay. PyTorch and CuPy free their caches. JAX frees
+    little, and compiles its programs again. TensorFlow and ONNX Runtime free nothing.
+
+    Returns:
+        Bytes by which the driver's figure for this process fell, over the task's devices; 0 outside
+        a GPU task, where the driver does not report it, and where nothing was freed.
+    """
+    return release(ADAPTERS.values(), _read_own)
+
+
+def release(adapters: Iterable[FrameworkAdapter], read_own: ReadOwn) -> int:
+    """Do what `release_cached` does, for these frameworks and with this way to read the driver."""
+    before = read_own()
+    gc.collect()
+    for adapter in adapters:
+        if adapter.module in sys.modules:
+            adapter.release_cached()
+    gc.collect()
+    after = read_own()
+    return sum(max(0, size - after.get(uuid, size)) for uuid, size in before.items())
+
+
+def find_batch_size(fn: Callable[[int], object], start: int, *, least: int = 1) -> int:
+    """Find a batch size that fits, by trying `start`, its half, and so on.
+
+    The second process of a task run starts with half of `start`, the third with a quarter: sizes that
+    did not fit are not tried again. Caches are emptied between two tries.
+
+    Args:
+        fn: Does with a batch of that size what the task will do with each: a whole training step, not
+            the forward pass alone. Its return value is ignored.
+        start: The largest size to try.
+        least: The smallest size, which is tried last.
+
+    Returns:
+        The first size for which `fn` did not run out of device memory.
+
+    Raises:
+        ValueError: `start` or `least` is no whole number, or not 1 <= least <= start.
+        BaseException: Any other error of `fn`, or its out-of-memory with `least`.
+    """
+    for name, size in (("start", start), ("least", least)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}={size!r} is no batch size; a whole number from 1 on is")
+    if least > start:
+        raise ValueError(f"least={least} is more than start={start}")
+    allocation = in_task.current_allocation()
+    attempt = 1 if allocation is None else allocation.attempt
+    # An error that the caller is handling becomes the context of what `fn` raises.
+    handled = sys.exc_info()[1]
+    size = max(least, start >> (attempt - 1))
+    while True:
+        try:
+            fn(size)
+            return size
+        except Exception as error:
+            if size == least or not _says_out_of_memory(error, handled):
+                raise
+        # Outside the handler the error is gone, and with it the frames that hold `fn`'s tensors.
+        release_cached()
+        size = max(least, size // 2)
+
+
+def _says_out_of_memory(error: BaseException, handled: BaseException | None) -> bool:
+    for cause in causes(error, until=handled):
+        try:
+            # Errors of simulated devices have this mark.
+            if getattr(cause, "__prefect_gpu_out_of_memory__", False):
+                return True
+            if any(adapter.is_out_of_memory(cause) for adapter in ADAPTERS.values()):
+                return True
+        except Exception:  # noqa: BLE001 - the text or attributes of a user's error may raise
+            continue
+    return False
+
+
+def _read_own() -> dict[str, int]:
+    allocation = in_task.current_allocation()
+    if allocation is None:
+        return {}
+    uses = _own_memory(allocation.device_uuids).read()
+    return {u.device_uuid: u.process_bytes for u in uses if u.process_bytes is not None}
+
+
+@functools.cache
+def _own_memory(device_uuids: tuple[str, ...]) -> OwnMemory:
+    # Opening the driver takes tens of milliseconds.
+    return OwnMemory(device_uuids)

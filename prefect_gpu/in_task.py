@@ -1,0 +1,161 @@
+"""What a task body calls: what it was given, and names for its phases, marks and steps.
+
+This module measures and changes nothing. The child fills it in before the body runs; phases and steps
+are measured in `prefect_gpu.child.recorder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+#: Characters that a name may have: it is printed in a table and on a chart.
+LONGEST_NAME = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What the GPU task that the caller runs in was given."""
+
+    #: Bytes on each of its devices, the context included (the smallest, where they differ).
+    budget_bytes: int
+    #: Bytes that a framework's allocator may take; `None`: no cap is set.
+    cap_bytes: int | None
+    #: From 1: every process started for this task run, for whatever reason.
+    attempt: int
+    #: In the task's order: the framework's device 0 is the first.
+    device_uuids: tuple[str, ...]
+    #: Frameworks whose adapters were applied, as named by tags or found in the task.
+    frameworks: tuple[str, ...]
+    #: No other task of `prefect_gpu` is on its devices.
+    exclusive: bool = False
+
+
+_current: Allocation | None = None
+
+
+def current_allocation() -> Allocation | None:
+    """Return what the GPU task that the caller runs in was given; `None` outside of one."""
+    if _asked_early is not None:
+        _asked_early.append("current_allocation")
+    return _current
+
+
+def set_current_allocation(allocation: Allocation | None) -> None:
+    """Set what this process was given. For the child's start only."""
+    global _current
+    _current = allocation
+
+
+#: In a standby that imports before its task is known: functions called that need the task.
+_asked_early: list[str] | None = None
+
+
+@contextmanager
+def before_the_task() -> Iterator[list[str]]:
+    """Yield a list of the functions of this module that are called while there is no task yet."""
+    global _asked_early
+    asked: list[str] = []
+    _asked_early = asked
+    try:
+        yield asked
+    finally:
+        _asked_early = None
+
+
+class Recorder(Protocol):
+    """Records phases, marks and steps. Safe to use from several threads; it never raises."""
+
+    def begin_phase(self, name: str) -> Any:
+        """Begin a phase; the value that is returned is passed to `end_phase`."""
+        ...
+
+    def end_phase(self, phase: Any) -> None:
+        """End a phase."""
+        ...
+
+    def mark(self, name: str) -> None:
+        """Record a moment."""
+        ...
+
+    def step(self) -> None:
+        """End a step."""
+        ...
+
+
+_recorder: Recorder | None = None
+
+
+def set_current_recorder(recorder: Recorder | None) -> None:
+    """Set what records phases, marks and steps. For the child's start and end only."""
+    global _recorder
+    _recorder = recorder
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Name a part of the body: the report shows what was allocated and reserved in it.
+
+        with phase("forward"):
+            loss = model(batch)
+
+    Phases may nest and repeat. The first name that comes a second time begins a new step each time
+    that it comes, unless the body calls `step`. The report keeps the first three steps and the newest
+    one that was measured (measuring takes 1 % of the time at most). The device is not synchronised:
+    seconds are those of the CPU, which a GPU lags behind. Outside of a GPU task it does nothing.
+
+    Raises:
+        ValueError: The name is empty, longer than 80 characters or no text.
+    """
+    return _phase(_check_name("phase", name))
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    recorder = _recorder
+    if recorder is None:
+        yield
+        return
+    begun = recorder.begin_phase(name)
+    try:
+        yield
+    finally:
+        recorder.end_phase(begun)
+
+
+def mark(name: str) -> None:
+    """Name a moment of the body: the report shows what was allocated and reserved then.
+
+    Its peaks are those since the last mark. Steps and seconds are as for `phase`. Outside of a GPU
+    task it does nothing.
+
+    Raises:
+        ValueError: The name is empty, longer than 80 characters or no text.
+    """
+    plain = _check_name("mark", name)
+    if _recorder is not None:
+        _recorder.mark(plain)
+
+
+def step() -> None:
+    """End a step: call it at the end of each iteration of a training or inference loop.
+
+    Steps show how much memory a body takes after its first step: the next budget can be smaller than
+    what the first step took on an empty device. Outside of a GPU task it does nothing.
+    """
+    if _recorder is not None:
+        _recorder.step()
+
+
+def _check_name(function: str, name: object) -> str:
+    # Not an enum or a `numpy.str_`: the parent may not have the class to unpickle it.
+    plain = str.__add__("", name) if isinstance(name, str) else ""
+    if not plain.strip():
+        raise ValueError(f"{function}({name!r}): the name must be text and not empty")
+    if len(plain) > LONGEST_NAME:
+        raise ValueError(
+            f"{function}({name!r}): the name has {len(plain)} characters, {LONGEST_NAME} are "
+            f"allowed; give a shorter one"
+        )
+    return plain

@@ -1,0 +1,207 @@
+"""Measurements of one task process: its memory over time, its marks and phases, and its steps.
+
+The values take a bounded amount of memory, whatever the length of the task. They are built from the
+readings of the child and of the parent, and `reports` turns them into a `TaskReport`. This module
+reads nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+#: Points that a `SeriesBuilder` keeps at most. Four a second fill it in four minutes; from then on
+#: neighbours merge. A chart is 860 pixels wide and cannot show more; a point costs about 200 bytes.
+SERIES_LIMIT = 1000
+
+#: Points of one process in a flow's report (5 kB): an outline in a bar a few hundred pixels wide.
+COMPACT_SAMPLES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One point of a process's memory over time."""
+
+    #: Seconds since the task was placed.
+    at_s: float
+    #: Bytes of the whole process on all its devices; `None`: not read at this point.
+    process_bytes: int | None = None
+    #: Bytes that its frameworks had allocated; `None`: not read at this point, or unknown.
+    live_bytes: int | None = None
+    #: Bytes that its frameworks held from the driver; `None` as above.
+    reserved_bytes: int | None = None
+
+
+def largest(first: int | None, second: int | None) -> int | None:
+    """Return the larger of two readings; `None` is a reading that was not taken."""
+    if first is None:
+        return second
+    return first if second is None else max(first, second)
+
+
+def merge(samples: Sequence[Sample], limit: int) -> tuple[Sample, ...]:
+    """Reduce a series to at most `limit` points; keep every maximum and the last reading.
+
+    Args:
+        samples: In order of time.
+        limit: At least 2.
+
+    Returns:
+        Points in order of time. A point that replaces several has the largest value of each kind
+        and the time at which the process was largest.
+    """
+    if len(samples) <= limit:
+        return tuple(samples)
+    *body, last = samples
+    # The last reading is kept as it is: it shows what the process holds when it ends.
+    size = -(-len(body) // (limit - 1))
+    return (*(_largest_of(body[i : i + size]) for i in range(0, len(body), size)), last)
+
+
+def _largest_of(group: Sequence[Sample]) -> Sample:
+    top = max(group, key=lambda s: (s.process_bytes or 0, s.live_bytes or 0, -s.at_s))
+    process, live, reserved = top.process_bytes, top.live_bytes, top.reserved_bytes
+    for sample in group:
+        process = largest(process, sample.process_bytes)
+        live = largest(live, sample.live_bytes)
+        reserved = largest(reserved, sample.reserved_bytes)
+    return Sample(top.at_s, process, live, reserved)
+
+
+class SeriesBuilder:
+    """Collects the readings of one process in bounded memory. For one thread.
+
+    Peaks, count and waste are exact, also after points were merged.
+
+    Args:
+        reserved_bytes: Reservation on all its devices together, from which the waste is computed.
+        limit: Maximum number of points kept, at least 4.
+    """
+
+    def __init__(self, reserved_bytes: int = 0, limit: int = SERIES_LIMIT) -> None:
+        if limit < 4:
+            raise ValueError(f"limit={limit}: a series needs at least 4 points")
+        self._reserved_bytes = reserved_bytes
+        self._limit = limit
+        self._samples: list[Sample] = []
+        self._wasted = 0.0
+        self._until_s = 0.0
+        self._used_bytes = 0
+        #: Readings taken.
+        self.count = 0
+        #: Largest reading of each kind; `None`: none was taken.
+        self.peak_process_bytes: int | None = None
+        self.peak_live_bytes: int | None = None
+        self.peak_reserved_bytes: int | None = None
+
+    def add(self, sample: Sample) -> None:
+        """Add the next reading. A reading older than the last one is counted at the time of the last."""
+        self.count += 1
+        self.peak_process_bytes = largest(self.peak_process_bytes, sample.process_bytes)
+        self.peak_live_bytes = largest(self.peak_live_bytes, sample.live_bytes)
+        self.peak_reserved_bytes = largest(self.peak_reserved_bytes, sample.reserved_bytes)
+        if sample.process_bytes is not None:
+            self._wasted = self.wasted_byte_seconds(sample.at_s)
+            self._until_s = max(self._until_s, sample.at_s)
+            self._used_bytes = sample.process_bytes
+        self._samples.append(sample)
+        if len(self._samples) > self._limit:
+            # Down to half, so that merging costs a constant time per reading, however long the task runs.
+            self._samples = list(merge(self._samples, self._limit // 2))
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Points that are kept, in order of time."""
+        return tuple(self._samples)
+
+    def wasted_byte_seconds(self, until_s: float) -> float:
+        """Return reserved minus used bytes, summed over the seconds from placement to `until_s`.
+
+        Each reading is valid until the next one; before the first one, nothing was used. Using more
+        than was reserved counts as no waste.
+        """
+        idle_bytes = max(0, self._reserved_bytes - self._used_bytes)
+        return self._wasted + idle_bytes * max(0.0, until_s - self._until_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A named moment inside the body."""
+
+    #: Seconds since the task was placed.
+    at_s: float
+    name: str
+    #: Seconds that a phase took; `None`: a mark, which is a moment.
+    duration_s: float | None = None
+    #: Bytes that its frameworks had allocated and reserved at its end, and the peak of each during
+    #: it; `None`: unknown.
+    allocated_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    #: Bytes that the driver reported for the process at its end; `None`: not reported, or not read.
+    process_bytes: int | None = None
+    #: Number of the step that it belongs to, from 0.
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Memory and time of a body's steps (`step()`, or phases and marks that repeat)."""
+
+    #: Steps that have ended.
+    count: int
+    #: Peak bytes that the frameworks had allocated up to the end of the first step; `None`: unknown.
+    first_live_bytes: int | None = None
+    #: Peak bytes in the steps after the first, counted from the last step in which the allocator had
+    #: to release its cache; `None`: there was no such step.
+    steady_live_bytes: int | None = None
+    #: Median seconds of the steps after the first; `None`: there were none.
+    step_s: float | None = None
+    #: How often the allocator had to release its cache after the first step.
+    alloc_retries: int = 0
+    #: Growth of the bytes allocated at the end of a step, per step; `None`: too few steps.
+    growth_bytes: float | None = None
+
+
+#: Number of steps, from the first, whose marks are kept.
+FIRST_STEPS = 3
+
+#: Number of newest steps whose marks are kept: the last one that has ended, and what came after it
+#: (an evaluation, for example).
+LAST_STEPS = 2
+
+#: Marks kept of one step: a body whose names never repeat has one step only.
+MARKS_PER_STEP = 32
+
+
+class MarkKeeper:
+    """Keeps marks in bounded memory. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, list[Mark]] = {}
+
+    def add(self, mark: Mark) -> None:
+        """Add a mark."""
+        row = self._by_step.setdefault(mark.step, [])
+        if len(row) < MARKS_PER_STEP:
+            row.append(mark)
+        later = sorted(step for step in self._by_step if step >= FIRST_STEPS)
+        for step in later[:-LAST_STEPS]:
+            del self._by_step[step]
+
+    def extend(self, marks: Iterable[Mark]) -> None:
+        """Add several marks."""
+        for mark in marks:
+            self.add(mark)
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Return the marks that are kept, in order of time."""
+        kept = (mark for row in self._by_step.values() for mark in row)
+        return tuple(sorted(kept, key=lambda mark: mark.at_s))
+
+    def take(self) -> tuple[Mark, ...]:
+        """Return the marks that are kept, in order of time, and forget them."""
+        taken = self.marks()
+        self._by_step.clear()
+        return taken

@@ -1,0 +1,112 @@
+"""What a process has one of: shared objects, the one fork hook, and the start of its threads.
+
+The broker, the launcher, the pools of standbys and fork servers and the like exist once in a process. They are
+made here once, and a fork of the process begins without them. What each of them does is in its own
+module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
+
+from prefect_gpu.errors import CapacityError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ProcessResources:
+    """The shared objects of one process. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: By key: held while its object is made. A broker is not made before its driver answers, and callers
+        #: of other keys must not wait for that.
+        self._making: dict[Hashable, threading.RLock] = {}
+        self._shared: dict[Hashable, Any] = {}
+        #: What each object does in a fork of the process; it does not keep the object alive.
+        self._in_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = (
+            weakref.WeakKeyDictionary()
+        )
+        os.register_at_fork(after_in_child=self._begin_anew)
+
+    def get(
+        self, key: Hashable, make: Callable[[], T], usable: Callable[[T], bool] = lambda _: True
+    ) -> T:
+        """Return the object of a key; make it if there is none.
+
+        Args:
+            key: Equal for callers that share the object.
+            make: Makes it, under a lock of the key. It may ask for the object of another key. What it raises
+                is raised, and the next caller tries again.
+            usable: Returns whether an object that exists can still be used; if not, another is made.
+        """
+        with self._lock:
+            making = self._making.setdefault(key, threading.RLock())
+        with making:
+            found = self._shared.get(key)
+            if found is None or not usable(found):
+                found = self._shared[key] = make()
+            return cast("T", found)
+
+    def after_fork(self, owner: T, reset: Callable[[T], object]) -> None:
+        """Call `reset(owner)` in every fork of this process, for as long as `owner` lives.
+
+        Args:
+            owner: Has threads, locks, descriptors or processes that are the parent's. It is not kept alive.
+            reset: Must not refer to `owner`: a function of its class, not a bound method. Locks of `owner`
+                may be held in a fork by threads that do not exist there.
+        """
+        self._in_fork[owner] = reset
+
+    def _begin_anew(self) -> None:
+        self._lock = threading.Lock()
+        self._making.clear()
+        for owner, reset in list(self._in_fork.items()):
+            try:
+                reset(owner)
+            except Exception:
+                # The edge of a process: the others must be reset all the same.
+                logger.exception("%r cannot begin anew in a fork", type(owner).__name__)
+        self._shared.clear()
+
+
+#: Those of this process.
+PROCESS_RESOURCES = ProcessResources()
+
+
+def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread:
+    """Start a thread and return it.
+
+    Args:
+        target: What it runs.
+        name: Of the thread.
+        daemon: The interpreter does not wait for it at its exit.
+
+    Raises:
+        CapacityError: The system starts no more threads. It names the limit; a later call may succeed.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=daemon)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise CapacityError(
+            f"the thread {name!r} could not be started ({error}); {threading.active_count()} threads run in "
+            f"this process, and {describe_process_limit()}; raise the limit or run fewer tasks at a time"
+        ) from error
+    return thread
+
+
+def describe_process_limit() -> str:
+    """Return a clause that names the user's limit of processes and threads."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft == resource.RLIM_INFINITY:
+        return "the user's limit of processes and threads (ulimit -u) is not set: a container may have one"
+    return f"the user's limit of processes and threads (ulimit -u) is {soft}"

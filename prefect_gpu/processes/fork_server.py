@@ -1,0 +1,474 @@
+"""Fork servers, as the parent sees them: `start_method="forkserver"`.
+
+A fork server is a process that has imported libraries and is forked for each task. `ForkServer` is one
+of them, `ForkServerPool` decides which task's process is forked from which. What the server's process
+does is in `prefect_gpu.child.preload`; the machinery is the standard library's (`stdlib_forkserver`).
+
+One pool serves all runners of a Python process; its servers end with the last of them. A task gets a
+fresh interpreter instead if its environment differs in what is read at import (`frameworks.adapter`), or
+if its server fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import importlib.util
+import json
+import logging
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO
+
+from prefect_gpu.errors import CapacityError, PolicyError
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import late_changes
+from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
+from prefect_gpu.processes.interpreter import (
+    SpawnRequest,
+    environment_with,
+    import_paths,
+    interpreter_flags,
+)
+from prefect_gpu.processes.launch_spec import LaunchSpec, Listener
+from prefect_gpu.processes.launcher import Handle, ProcessLauncher, process_launcher
+from prefect_gpu.processes.standby_kind import Kind
+from prefect_gpu.processes.stdlib_forkserver import KEY_BYTES, Entry, ForkClient, read_number
+
+logger = logging.getLogger(__name__)
+
+#: What a fork server's interpreter runs.
+PRELOAD = Path(__file__).parents[1] / "child" / "preload.py"
+
+#: What each of its forks runs, with the descriptors that `ForkServer.fork` sends.
+_ENTRY = Entry("prefect_gpu.child.bootstrap", "main_of_fork")
+
+#: Seconds that a server may take to fork, and to report an end; more is a hang.
+ANSWER_S = 10.0
+
+#: Seconds that a server may take to import: half a minute is a cold disk, ten times that a hang.
+READY_S = 300.0
+
+#: Servers of one kind that may fail before their first fork, until its tasks get fresh interpreters.
+MOST_FAILURES = 3
+
+#: Exit code of a fork whose server was gone or hung when it ended: only a parent learns the code.
+UNKNOWN_CODE = 255
+
+#: What every server imports first: the part of a child that Prefect needs, and what a fork runs.
+_ALWAYS = (
+    "prefect_gpu.child.prefect_context",
+    "prefect_gpu.task_runner",
+    "prefect_gpu.child.main",
+    "prefect_gpu.child.bootstrap",
+    "prefect_gpu.processes.stdlib_forkserver",
+)
+
+#: Libraries that a server may import. A fork of a process that has imported one of these, and done
+#: nothing with it, was seen to work (tests/process/test_fork_server.py).
+TESTED = ("prefect", "numpy", "torch")
+
+#: Why other libraries are refused.
+REFUSED = {
+    "tensorflow": "it starts threads as it is imported, which a fork does not have",
+    "jax": "it starts threads as it is first used, and says itself that a fork of it may hang",
+}
+
+
+def check_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """Make sure that a fork server may import some libraries.
+
+    Returns:
+        The names, sorted.
+
+    Raises:
+        PolicyError: One of them is not known to survive a fork.
+    """
+    chosen = tuple(sorted(set(names)))
+    for name in chosen:
+        root = name.partition(".")[0]
+        if root not in TESTED and root != "prefect_gpu":
+            why = REFUSED.get(root, "nobody has tested a fork of a process that has imported it")
+            raise PolicyError(
+                f'{root} with start_method="forkserver"',
+                why,
+                f'{", ".join(TESTED)}; or start_method="spawn"',
+            )
+    return chosen
+
+
+class ForkServer:
+    """One fork server. Safe to use from several threads, which wait for each other.
+
+    Args:
+        modules: What it imports, in this order.
+        sys_path: Where it looks for them.
+        environment: Its own variables.
+
+    Raises:
+        OSError: The system refuses to start a process.
+        CapacityError: The system refuses to start a thread.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[str, ...],
+        sys_path: tuple[str, ...],
+        environment: Mapping[str, str],
+    ) -> None:
+        self.environment = dict(environment)
+        #: Why it cannot be asked for forks; empty while it can be, or still imports.
+        self.problem = ""
+        #: Modules that it could not import, and why; its forks import them, or fail to.
+        self.failed: Mapping[str, str] = {}
+        #: It has forked at least once.
+        self.served = False
+        self._lock = threading.Lock()
+        self._key = os.urandom(KEY_BYTES)
+        #: `None` until the server has reported.
+        self._client: ForkClient | None = None
+        self._folder = ""
+        # Of messages. When the last copy of this end closes, the server ends.
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self.process = _start_server(theirs.fileno(), self.environment)
+            except BaseException:
+                self._control.close()
+                raise
+        boot = {"sys_path": sys_path, "modules": modules, "key": self._key.hex()}
+        try:
+            self._control.send(json.dumps(boot).encode())
+        except OSError as error:
+            self._give_up(f"its process ended at once ({error})")
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Wait until it has imported its modules.
+
+        Returns:
+            Why it cannot be asked for forks; empty: it can be.
+        """
+        with self._lock:
+            if self._client is None and not self.problem:
+                self._control.settimeout(timeout_s)
+                try:
+                    told = json.loads(self._control.recv(1 << 16))
+                except TimeoutError:
+                    self._give_up(f"it has imported for more than {timeout_s:g} s")
+                except (OSError, ValueError):
+                    self._give_up("its process ended as it imported")
+                else:
+                    self.failed, self.problem = told["failed"], told["problem"]
+                    for name, reason in self.failed.items():
+                        logger.debug("the fork server could not import %s: %s", name, reason)
+                    self._folder = os.path.dirname(told["address"])
+                    self._client = ForkClient(told["address"], self._control.fileno(), self._key)
+            return self.problem
+
+    def fork(self, request: SpawnRequest) -> ForkedProcess:
+        """Fork a process: a `Spawner`.
+
+        Raises:
+            OSError: The folder does not exist, or the server is gone, does not answer, or cannot fork.
+        """
+        if request.cwd and not os.path.isdir(request.cwd):
+            raise FileNotFoundError(errno.ENOENT, "no such folder", request.cwd)
+        with self._lock:
+            if self.problem or self._client is None:
+                raise OSError(errno.EPIPE, f"no fork: {self.problem or 'it still imports'}")
+            try:
+                process = self._fork(self._client, request)
+            except Exception as error:
+                self._give_up(f"it did not fork ({type(error).__name__}: {error})")
+                raise OSError(errno.EPIPE, f"no fork: {error}") from error
+            self.served = True
+            return process
+
+    def _fork(self, client: ForkClient, request: SpawnRequest) -> ForkedProcess:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            streams = []
+            sent = [request.channel]
+            for _ in ("stdout", "stderr"):
+                reading, writing = os.pipe()
+                streams.append(ours.enter_context(open(reading, "rb", buffering=0)))
+                theirs.callback(os.close, writing)
+                sent.append(writing)
+            # Without a name: nothing else can answer.
+            reply, answering = socket.socketpair()
+            with reply:
+                theirs.enter_context(answering)
+                # In memory: a pipe holds less than an environment may have.
+                content = theirs.enter_context(open(os.memfd_create("fork"), "w+b", buffering=0))
+                wanted = {"environment": dict(request.environment), "cwd": request.cwd}
+                content.write(json.dumps(wanted).encode())
+                sent += [answering.fileno(), content.fileno()]
+                # The client waits without a limit: for a hung server, until it is killed.
+                limit = threading.Timer(ANSWER_S, self.process.kill)
+                limit.daemon = True
+                limit.start()
+                try:
+                    pid, status = client.fork(_ENTRY, sent)
+                finally:
+                    limit.cancel()
+                ours.callback(os.close, status)
+                theirs.close()
+                reply.settimeout(ANSWER_S)
+                _, received, _, _ = socket.recv_fds(reply, 1, 1)
+                if not received:
+                    raise EOFError("the fork ended before it led a session")
+            ours.pop_all()
+        return ForkedProcess(self, pid, received[0], status, *streams)
+
+    def read_exit_code(self, status: int) -> int:
+        """Read how a fork that has ended did so; `UNKNOWN_CODE` if the server cannot say."""
+        poll = select.poll()
+        poll.register(status, select.POLLIN)
+        if not poll.poll(ANSWER_S * 1000):
+            with self._lock:
+                self._give_up(f"it did not report an end within {ANSWER_S:g} s")
+            return UNKNOWN_CODE
+        try:
+            return read_number(status)
+        except (EOFError, OSError):
+            return UNKNOWN_CODE
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        self.process.kill()
+
+    def forget(self) -> None:
+        """Hold nothing of it in a fork of the parent."""
+        self._control.close()
+        # Not a child of the fork's: there is nothing to wait for, or to warn of.
+        self.process.returncode = 0
+
+    def close(self) -> None:
+        """End the server. Its forks live on."""
+        self.problem = self.problem or "it was closed"
+        self.process.kill()
+        self.process.wait()
+        with self._lock:
+            self._control.close()
+            if self._folder:
+                # A server that ends by itself removes its folder; this one was killed.
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _start_server(control: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, *interpreter_flags(), str(PRELOAD), str(control), "fork server"],
+        stdin=subprocess.DEVNULL,
+        # Pipes, as its forks have: the stream objects that they inherit remember whether they are
+        # seekable.
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        pass_fds=(control,),
+        start_new_session=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    try:
+        start_thread(functools.partial(_pass_on, process.stdout), "prefect-gpu-fork-server")
+    except CapacityError:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        raise
+    return process
+
+
+def _pass_on(stream: IO[bytes]) -> None:
+    """Print what a server prints, such as warnings of its imports."""
+    with stream:
+        while data := stream.read(1 << 16):
+            # A standard error that is closed, or missing (`pythonw`), must not stop a server that prints.
+            with contextlib.suppress(Exception):
+                sys.stderr.write(data.decode("utf-8", errors="backslashreplace"))
+
+
+class ForkedProcess:
+    """A fork, as the launcher knows its processes (`interpreter.Process`).
+
+    The server reaps it as soon as it has ended, so its end is seen by the descriptor that it opened
+    on itself, and not by its process id.
+    """
+
+    def __init__(
+        self, server: ForkServer, pid: int, pidfd: int, status: int, *streams: IO[bytes]
+    ) -> None:
+        self._server = server
+        self.pid = pid
+        #: Closed, and set to -1, once the exit code is known.
+        self._pidfd, self._status = pidfd, status
+        self.stdout: IO[bytes] | None
+        self.stderr: IO[bytes] | None
+        self.stdout, self.stderr = streams
+        self.returncode: int | None = None
+
+    def open_pidfd(self) -> int | None:
+        """See `Process.open_pidfd`."""
+        try:
+            return os.dup(self._pidfd)
+        except OSError:
+            return None
+
+    def has_ended(self) -> bool:
+        """See `Process.has_ended`."""
+        return self.returncode is not None or self._await_end(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit code.
+
+        Raises:
+            TimeoutError: It has not ended in time.
+        """
+        if self.returncode is None:
+            if not self._await_end(timeout):
+                raise TimeoutError(f"process {self.pid} has not ended")
+            self.returncode = self._server.read_exit_code(self._status)
+            self.close()
+        return self.returncode
+
+    def _await_end(self, timeout_s: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptors by which its end is seen."""
+        for descriptor in (self._pidfd, self._status):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._pidfd = self._status = -1
+
+
+class ForkServerPool:
+    """Keeps one fork server for each set of libraries. Safe to use from several threads."""
+
+    def __init__(self, launcher: ProcessLauncher) -> None:
+        self._launcher = launcher
+        self._reset()
+        PROCESS_RESOURCES.after_fork(self, ForkServerPool._forget)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        #: Runners that may want forks.
+        self._owners: set[object] = set()
+        self._servers: dict[Kind, ForkServer] = {}
+        #: Servers that failed before their first fork.
+        self._failures: dict[Kind, int] = {}
+
+    def open(self, owner: object) -> None:
+        """Note that a runner may want forks, until `close`."""
+        with self._lock:
+            self._owners.add(owner)
+
+    def close(self, owner: object) -> None:
+        """Note that a runner has ended. With the last one all servers end."""
+        with self._lock:
+            self._owners.discard(owner)
+            if self._owners:
+                return
+            servers, self._servers, self._failures = self._servers, {}, {}
+        for server in servers.values():
+            server.close()
+
+    def announce(self, kind: Kind) -> ForkLauncher:
+        """Start the server for tasks of a kind, if there is none, since one will come."""
+        kind = kind.without_users()
+        self.server(kind)
+        return ForkLauncher(self, kind)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the servers."""
+        with self._lock:
+            return tuple(server.process.pid for server in self._servers.values())
+
+    def server(self, kind: Kind) -> ForkServer | None:
+        """Return the server of a kind, which may still import; `None`: there will be none."""
+        with self._lock:
+            if not self._owners:
+                return None
+            server = self._servers.get(kind)
+            if server is not None and server.problem:
+                del self._servers[kind]
+                server.close()
+                self._note_failure(kind, server.problem, counts=not server.served)
+                server = None
+            if server is None and self._failures.get(kind, 0) < MOST_FAILURES:
+                try:
+                    server = self._servers[kind] = ForkServer(
+                        _modules(kind), import_paths(), kind.environment_of(os.environ)
+                    )
+                except (OSError, CapacityError) as error:
+                    self._note_failure(kind, str(error), counts=True)
+            return server
+
+    def _note_failure(self, kind: Kind, problem: str, *, counts: bool) -> None:
+        self._failures[kind] = self._failures.get(kind, 0) + counts
+        logger.warning("the fork server of GPU tasks is given up: %s", problem)
+
+    def start(self, kind: Kind, spec: LaunchSpec, listener: Listener) -> Handle:
+        """Start a task's process: a fork if it can be one, else a fresh interpreter."""
+        server = self.server(kind)
+        while server is not None and server.wait_ready(READY_S):
+            server = self.server(kind)
+        if server is None:
+            return self._launcher.start(spec, listener)
+        late = late_changes(
+            server.environment,
+            environment_with(spec.environment),
+            registry.ADAPTERS.values(),
+            cpus_stated=kind.cpus_stated,
+        )
+        if late is None:
+            return self._launcher.start(spec, listener)
+        return self._launcher.start(spec, listener, server.fork)
+
+    def _forget(self) -> None:
+        """Hold nothing of the servers in a fork of the parent."""
+        for server in self._servers.values():
+            server.forget()
+        self._reset()
+
+
+class ForkLauncher:
+    """The `Launcher` of one task."""
+
+    def __init__(self, pool: ForkServerPool, kind: Kind) -> None:
+        self._pool = pool
+        self._kind = kind
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> Handle:
+        """Start the task's process; waits while its server imports."""
+        return self._pool.start(self._kind, spec, listener)
+
+    def retract(self) -> None:
+        """Do nothing: a server is not kept for one task."""
+
+
+def _modules(kind: Kind) -> tuple[str, ...]:
+    """Return what a server imports: of libraries only those that are known to survive a fork."""
+    extra = [m for m in kind.always if m not in _ALWAYS]
+    # Nearly every body uses it, and it is not a framework.
+    if importlib.util.find_spec("numpy") is not None:
+        extra.append("numpy")
+    return (*_ALWAYS, *(m for m in extra if m.partition(".")[0] in TESTED))
+
+
+def fork_server_pool() -> ForkServerPool:
+    """Return the one pool of this Python process; a fork of it has one of its own."""
+    return PROCESS_RESOURCES.get(ForkServerPool, lambda: ForkServerPool(process_launcher()))

@@ -1,0 +1,128 @@
+"""What a child is started from, what is heard of it, and the protocol of launchers.
+
+A `LaunchSpec` is a value that could travel to another machine; a `Launcher` makes a process of it. The
+protocol contains no process id to steer by, and no descriptors except those of memory files, whose
+bytes a launcher on another machine would send (`transport.FrameTransport` packs without any). The
+launcher of this machine is in `launcher`; what a child itself sends is in `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prefect_gpu.processes.messages import Prepare
+from prefect_gpu.processes.transport import VALUE, PackedValue, ReceivedValue
+
+#: The call of a calibration, which has none.
+NO_CALL = PackedValue(VALUE, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """What the process of a task is started from."""
+
+    task_name: str
+    #: Variables to set in the child's environment, or to remove (`None`).
+    environment: Mapping[str, str | None]
+    prepare: Prepare
+    #: The pickled `messages.Call`.
+    call: PackedValue = NO_CALL
+    #: Like the parent's.
+    cwd: str = ""
+    argv: tuple[str, ...] = ()
+    sys_path: tuple[str, ...] = ()
+    #: The hot standby that is reserved for it, by its name in the ledger; empty: none.
+    standby: str = ""
+
+
+#: Shown by `ps` for a process that was started ahead of its task, also once it has one.
+STANDBY_TITLE = "standby"
+
+#: Exit code of a standby that cannot run its task: a folder is gone, or what it imported is not what
+#: the task would import.
+UNSUITED_CODE = 75
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSpec:
+    """What a standby is started from: a process that imports modules before its task is known."""
+
+    #: Modules to import: `package.module`, or `package:name,name` for `from package import name, name`.
+    modules: tuple[str, ...]
+    #: All of its environment.
+    environment: Mapping[str, str]
+    cwd: str = ""
+    argv: tuple[str, ...] = ()
+    sys_path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChildStarted:
+    """A process exists. Its id serves to measure it on its own host, not to steer it.
+
+    It comes a second time if the first process was a standby that ended before it accepted the task.
+    """
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildRefused:
+    """No process could be started."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ValueArrived:
+    """The value that a `BodyEnded` announced."""
+
+    data: ReceivedValue = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExited:
+    """The process has ended; nothing follows."""
+
+    #: Exit code; negative: the number of the signal that ended it.
+    code: int
+    #: End of its standard error.
+    stderr_tail: str
+    #: The stream ended inside a message.
+    truncated: bool = False
+    #: Why the launcher killed it of its own accord; empty: it did not.
+    killed_because: str = ""
+
+
+#: Called with each message of one child, in order, on the launcher's thread: it must not block.
+Listener = Callable[[Any], None]
+
+
+class ChildHandle(Protocol):
+    """One child, as it is steered from outside."""
+
+    def answer(self, message: Any) -> None:
+        """Send a message to the child; it is dropped if the child has ended."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask the child to end."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the child and every process that it started."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts children. Safe to use from several threads."""
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
+        """Start a child; `listener` is called with `ChildStarted` or `ChildRefused` first.
+
+        Raises:
+            CapacityError: The launcher cannot run; the listener is not called.
+        """
+        ...

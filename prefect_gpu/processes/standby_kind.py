@@ -1,0 +1,632 @@
+"""What a standby is made for, how far it is, and which standby suits a task.
+
+A standby is a process that imports ahead of its task. Tasks of one kind can use each other's standbys. Only what
+can be imported already is imported ahead, and nothing of the user's that a process of the task would not
+import anyway. This module holds the values and the decisions on them. Processes, locks and threads belong to
+`standby_pool`. How many standbys there are is decided in `scheduling.standbys`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib.util
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import (
+    CPU_VARIABLES,
+    FrameworkPolicy,
+    child_environment,
+    hot_changes,
+    late_changes,
+)
+from prefect_gpu.processes import values
+from prefect_gpu.processes.launch_spec import WarmSpec
+from prefect_gpu.processes.launcher import Handle
+from prefect_gpu.processes.messages import Warmed
+from prefect_gpu.scheduling.model import Device
+from prefect_gpu.scheduling.standbys import KindDemand
+
+logger = logging.getLogger(__name__)
+
+#: What every task's process imports before its body: Prefect, and what puts the process into its run.
+OWN_MODULES = ("prefect_gpu.child.prefect_context", "prefect_gpu.task_runner")
+
+#: Stands for a framework where devices are simulated: there is a context, and nothing to start.
+SIMULATED = "simulated"
+
+#: Failures in a row after which something is not tried again.
+MOST_FAILURES = 3
+
+#: Seconds between the second failure in a row and the third try. The second try follows at once.
+RETRY_S = 1.0
+
+#: Variables to set in a process that waits, or to remove (`None`).
+Changes = dict[str, str | None]
+
+
+# What a standby is made for.
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a standby imports, and the environment that it does so in."""
+
+    #: Modules of this package, of Prefect and of the frameworks. None of them is the user's.
+    always: tuple[str, ...]
+    #: What the task's own code imports, its module first.
+    users: tuple[str, ...]
+    #: Variables in which the process differs from its parent; `None` removes one.
+    environment: tuple[tuple[str, str | None], ...]
+    #: A tag states the number of threads, so a standby with another number does not suit.
+    cpus_stated: bool
+    #: Threads that libraries may start which read the number as they load.
+    cpus: int = field(compare=False)
+    #: Host memory that one standby takes, before any was measured (bytes).
+    size_bytes: int = field(compare=False)
+    #: Framework that is started ahead on a device, as in `gpu:framework=`, or `SIMULATED`; empty: none.
+    hot: str = ""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All modules to import, in this order: a framework before what needs it."""
+        return (*self.always, *self.users)
+
+    def without_users(self) -> Kind:
+        """Return the kind that imports nothing of the user's."""
+        return replace(self, users=())
+
+    def environment_of(self, parent: Mapping[str, str]) -> dict[str, str]:
+        """Return the whole environment of a standby whose parent has `parent`."""
+        environment = dict(parent)
+        for name in self.always:
+            adapter = registry.ADAPTERS.get(_framework_of(name))
+            if adapter is not None:
+                environment = {**adapter.standby_environment(), **environment}
+        changes = {**dict.fromkeys(CPU_VARIABLES, str(self.cpus)), **dict(self.environment)}
+        for name, value in changes.items():
+            if value is None:
+                environment.pop(name, None)
+            else:
+                environment[name] = value
+        return environment
+
+
+def kind_of(
+    fn: Any,
+    policy: FrameworkPolicy,
+    *,
+    cpus_stated: bool,
+    size_bytes: int,
+    environ: Mapping[str, str] | None = None,
+    hot: bool = False,
+) -> Kind:
+    """Return what can be done ahead for a task.
+
+    Args:
+        fn: The task's function.
+        policy: What is known of the task's policy before it is placed: frameworks, allocator options,
+            caching and threads, but no devices and no budget.
+        cpus_stated: A tag states the number of threads.
+        size_bytes: Host memory that such a process takes, roughly.
+        environ: The parent's environment; `None`: this process's.
+        hot: The framework is to be started ahead, where that can be done.
+    """
+    environ = os.environ if environ is None else environ
+    names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
+    always = [*OWN_MODULES, *(registry.ADAPTERS[name].module for name in names)]
+    changes = child_environment(policy, registry.adapters_for(policy), environ)
+    if policy.device_kind == "nvml":
+        # The device is not known yet, and with no device to see, modules would decide for the CPU.
+        del changes["CUDA_VISIBLE_DEVICES"]
+    return Kind(
+        always=tuple(name for name in always if _can_import(name)),
+        users=tuple(_users_modules(fn, always, names)),
+        environment=tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES)),
+        cpus_stated=cpus_stated,
+        cpus=policy.cpus,
+        size_bytes=size_bytes,
+        hot=_find_hot(policy, names) if hot else "",
+    )
+
+
+def _find_hot(policy: FrameworkPolicy, names: Iterable[str]) -> str:
+    """Return the framework to start ahead. The whole process shares the context that it makes."""
+    if policy.device_kind == "simulated":
+        return SIMULATED
+    if policy.device_kind != "nvml":
+        return ""
+    hot = (name for name in names if registry.ADAPTERS[name].can_start_early)
+    return next((name for name in hot if _can_import(registry.ADAPTERS[name].module)), "")
+
+
+@functools.cache
+def _framework_of(module: str) -> str:
+    return next((n for n, a in registry.ADAPTERS.items() if a.module == module), "")
+
+
+def _users_modules(fn: Any, always: Iterable[str], frameworks: Iterable[str]) -> list[str]:
+    taken = {*always, *OWN_MODULES}
+    # A branch of the task may import another framework and never run.
+    others = {r for r, name in registry.FRAMEWORK_BY_ROOT.items() if name not in frameworks}
+    found = []
+    for entry in registry.needed_modules(fn):
+        module = entry.partition(":")[0]
+        root = module.partition(".")[0]
+        if module in taken or root in others or root == "__main__":
+            continue
+        if root in sys.builtin_module_names:
+            continue
+        if _can_import(module):
+            found.append(entry)
+    return found
+
+
+def _can_import(module: str) -> bool:
+    """Return whether a child could import a module. Imports nothing."""
+    if module in sys.modules:
+        return values.is_importable(module)
+    root = module.partition(".")[0]
+    if root in sys.modules:
+        return values.is_importable(root)
+    try:
+        return importlib.util.find_spec(root) is not None
+    except Exception:  # raised by a third-party finder, or for a module without a spec
+        return False
+
+
+# Devices for hot standbys.
+
+
+@dataclass(frozen=True, slots=True)
+class LentDevice:
+    """The device that a hot standby may start its framework on."""
+
+    uuid: str
+    #: Variables under which the framework starts there.
+    environment: Mapping[str, str | None]
+
+    @classmethod
+    def on(cls, device: Device) -> LentDevice:
+        """Return a device with the variables that a task's process would have for it."""
+        if device.kind != "nvml":
+            return cls(device.uuid, {})
+        return cls(
+            device.uuid, {"CUDA_VISIBLE_DEVICES": device.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        )
+
+
+class DeviceBroker(Protocol):
+    """What the pool of standbys asks of a broker. Safe to use from several threads."""
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """Devices that tasks may be placed on."""
+
+    @property
+    def host_promised_bytes(self) -> int:
+        """Host memory that was promised to processes of tasks and that they have not taken yet."""
+
+    @property
+    def wants_host_memory(self) -> bool:
+        """Whether a task waits for host memory."""
+
+    def lend_device(
+        self,
+        standby_id: str,
+        kind: Hashable,
+        framework: str,
+        pid: int,
+        give_up: Callable[[], object],
+        avoid: Container[str],
+    ) -> LentDevice | None:
+        """Reserve a framework's context for a standby. May wait for a reading of the devices.
+
+        Args:
+            standby_id: What `LaunchSpec.standby` of the task that gets it will be.
+            kind: Tasks of this kind may take it.
+            framework: As in `gpu:framework=`.
+            pid: Its process.
+            give_up: Ends it, when its memory is needed. Called without locks.
+            avoid: UUIDs of devices where the framework does not start.
+
+        Returns:
+            `None`: there is no room now.
+        """
+
+    def offer_standby(self, standby_id: str) -> None:
+        """Allow tasks to take a standby that is about to start its framework. The pool's lock may be held."""
+
+    def end_standby(self, standby_id: str) -> None:
+        """Note that its process is gone; without effect once a task has it. The pool's lock may be held."""
+
+
+# How far a standby is.
+
+
+class Stage(enum.IntEnum):
+    """How far a standby is. Of several of a kind, the one that is least far ends first."""
+
+    IMPORTING = 0
+    #: It has imported and waits for its task.
+    WAITING = 1
+    #: It waits for its task, and a device is being asked for.
+    ASKING = 2
+    #: Its framework starts on its device.
+    STARTING = 3
+    #: Its framework has started.
+    HOT = 4
+    #: It was asked to end, or ends by itself.
+    ENDING = 5
+
+
+_serials = itertools.count()
+
+
+@dataclass(eq=False)
+class Standby:
+    """One process that was started ahead of its task."""
+
+    kind: Kind
+    #: As it was started: users' modules may have been left out, the environment completed.
+    spec: WarmSpec
+    #: Flags of its interpreter.
+    flags: tuple[str, ...]
+    #: Monotonic seconds when it was started.
+    started_s: float
+    #: The order in which standbys are started.
+    serial: int = field(default_factory=lambda: next(_serials))
+    #: Set by the pool once it was started.
+    handle: Handle | None = None
+    #: `None`: the process has not been reported yet.
+    pid: int | None = None
+    stage: Stage = Stage.IMPORTING
+    #: Monotonic seconds when its stage began.
+    stage_s: float = 0.0
+    #: A task has it. Its stage goes on until it accepts the task.
+    given: bool = False
+    #: Its device, for tasks there alone, and the broker that lent it; `None`: it has none.
+    lent: LentDevice | None = None
+    broker: DeviceBroker | None = None
+
+    @property
+    def id(self) -> str:
+        """Its name in the ledger."""
+        return f"standby-{os.getpid()}-{self.serial}"
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has imported and can take a task at once."""
+        return Stage.WAITING <= self.stage <= Stage.HOT
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment that its imports and its framework have read."""
+        changed: dict[str, str | None] = dict(self.spec.environment)
+        if self.lent is not None:
+            changed.update(self.lent.environment)
+        return {name: value for name, value in changed.items() if value is not None}
+
+    def enter(self, stage: Stage, now_s: float) -> None:
+        """Go on to a stage, unless it ends."""
+        if self.stage is not Stage.ENDING:
+            self.stage, self.stage_s = stage, now_s
+
+
+# Which standby suits a task.
+
+
+def fit_hot(
+    standby: Standby, kind: Kind, environment: Mapping[str, str], flags: tuple[str, ...]
+) -> Changes | None:
+    """Return what must change in the hot standby that is kept for a task; `None`: it does not suit it.
+
+    Args:
+        standby: It has a device, and has started its framework there or is about to.
+        kind: The task's.
+        environment: The whole environment of the task.
+        flags: Of the interpreter.
+    """
+    changes = hot_changes(
+        standby.environment,
+        environment,
+        standby.kind.hot,
+        tuple(registry.ADAPTERS.values()),
+        cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
+    )
+    return changes if standby.flags == flags else None
+
+
+def choose_standby(
+    standbys: Iterable[Standby],
+    kind: Kind,
+    environment: Mapping[str, str],
+    flags: tuple[str, ...],
+) -> tuple[tuple[Standby, Changes] | None, list[Standby]]:
+    """Choose the standby that is furthest along among those without a device that suit a task.
+
+    Args:
+        standbys: All that no task has.
+        kind: The task's.
+        environment: The whole environment of the task.
+        flags: Of the interpreter.
+
+    Returns:
+        The standby and what must change in it (`None`: none suits), and those of the task's own kind that do
+        not suit it: the parent's environment has changed since they were started.
+    """
+    best: tuple[Standby, Changes] | None = None
+    best_rank: tuple[Any, ...] = ()
+    misfits = []
+    for standby in standbys:
+        # Not one that has imported what this task would not.
+        same = standby.kind.always == kind.always and standby.lent is None
+        ends = standby.stage is Stage.ENDING
+        if ends or not same or not set(standby.spec.modules) <= set(kind.modules):
+            continue
+        changes = late_changes(
+            standby.spec.environment,
+            environment,
+            registry.ADAPTERS.values(),
+            cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
+        )
+        if changes is None or standby.flags != flags:
+            if standby.kind == kind:
+                misfits.append(standby)
+            continue
+        # One that still imports is further along than a process that has not been started.
+        rank = (
+            standby.ready,
+            standby.stage is Stage.WAITING,
+            len(standby.spec.modules),
+            -standby.serial,
+        )
+        if best is None or rank > best_rank:
+            best, best_rank = (standby, changes), rank
+    return best, misfits
+
+
+# What is known of each kind.
+
+
+class Backoff:
+    """When something that failed is tried again: at once, then after `RETRY_S`, then not at all.
+
+    Several that were started before a failure fail for the same reason, so they count once.
+    """
+
+    def __init__(self) -> None:
+        #: Failures in a row.
+        self.failures = 0
+        #: Why it is not tried any more; empty: it is.
+        self.given_up = ""
+        self._failed_s = self._until_s = float("-inf")
+
+    def allows(self, now_s: float) -> bool:
+        """Return whether it may be tried at a monotonic time."""
+        return not self.given_up and now_s >= self._until_s
+
+    def fail(self, started_s: float, now_s: float, why: str) -> bool:
+        """Count a failure.
+
+        Args:
+            started_s: Monotonic seconds when what failed was started.
+            now_s: Monotonic seconds.
+            why: In words that follow "since".
+
+        Returns:
+            Whether it counts.
+        """
+        if started_s <= self._failed_s or self.given_up:
+            return False
+        self._failed_s = now_s
+        self.failures += 1
+        self.pause(now_s + RETRY_S * (self.failures - 1))
+        if self.failures >= MOST_FAILURES:
+            self.given_up = why
+        return True
+
+    def succeed(self) -> None:
+        """Count failures anew, and try again at once."""
+        self.failures = 0
+        self.resume()
+
+    def pause(self, until_s: float) -> None:
+        """Do not try before a monotonic time. Counts as no failure."""
+        self._until_s = until_s
+
+    def resume(self) -> None:
+        """Try again at once."""
+        self._until_s = float("-inf")
+
+
+@dataclass(eq=False)
+class KindRecord:
+    """What is known of a kind."""
+
+    kind: Kind
+    #: Host memory that one takes (bytes): as the kind says until one was measured.
+    size_bytes: int
+    #: Of standbys that died before they had taken a task, or did not suit it.
+    starts: Backoff = field(default_factory=Backoff)
+    #: Of hot standbys that did not suit the task that they were kept for, and of devices that were not had.
+    hot_starts: Backoff = field(default_factory=Backoff)
+    #: Modules of the user's do something at their import that must not be done before the task.
+    without_users: bool = False
+    #: Lends devices to the standbys; `None`: they import, and no more.
+    broker: DeviceBroker | None = None
+    #: UUIDs of devices where the framework does not start.
+    failed_uuids: set[str] = field(default_factory=set)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What the next one imports."""
+        made = self.kind.without_users() if self.without_users else self.kind
+        return made.modules
+
+    @property
+    def spare(self) -> int:
+        """How many stay without a device, for tasks that are placed on another device than the hot ones."""
+        return int(self.broker is not None and len(self.broker.devices) > 1)
+
+    def take_imports(self, warmed: Warmed, modules: tuple[str, ...]) -> None:
+        """Note how the imports of one went.
+
+        Args:
+            warmed: What it reports.
+            modules: What it imported.
+        """
+        if not warmed.problem:
+            if warmed.resident_bytes:
+                self.size_bytes = warmed.resident_bytes
+        elif modules != self.kind.without_users().modules:
+            # Judged by what this one imported: several may have been started before the first reported.
+            self.without_users = True
+            logger.debug("standbys import nothing of the user's from now on: %s", warmed.problem)
+        elif not self.starts.given_up:
+            self.starts.given_up = warmed.problem
+            logger.debug("no standbys are kept for %s: %s", self.kind.modules, warmed.problem)
+
+    def take_misfit(self, standby: Standby, now_s: float) -> None:
+        """Note that one does not suit the task that it was made for, or kept for on its device."""
+        backoff, what = (self.starts, "made") if standby.lent is None else (self.hot_starts, "hot")
+        why = "the environment changes from task to task"
+        if backoff.fail(standby.started_s, now_s, why) and backoff.given_up:
+            logger.debug("no standbys for %s are %s any more: %s", self.kind.modules, what, why)
+
+    def take_failed_start(self, uuid: str, problem: str) -> None:
+        """Note that the framework does not start on a device; it is not tried there again."""
+        if uuid not in self.failed_uuids:
+            self.failed_uuids.add(uuid)
+            logger.warning(
+                "no standby starts %s on device %s ahead of its task any more: %s",
+                self.kind.hot,
+                uuid,
+                problem,
+            )
+
+    def take_death(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> bool:
+        """Note that one died before it had taken a task; return whether it counts.
+
+        Args:
+            standby: Which.
+            now_s: Monotonic seconds.
+            why: In words that follow "since".
+            stderr_tail: The end of what it printed there.
+        """
+        counts = self.starts.fail(standby.started_s, now_s, why)
+        if counts and self.starts.given_up:
+            logger.warning(
+                "no process is started ahead of its task any more for %s: %d in a row died before "
+                "they had taken one, the last since %s%s",
+                ", ".join(standby.spec.modules),
+                self.starts.failures,
+                why,
+                f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
+            )
+        return counts
+
+
+class Kinds:
+    """All kinds that the pool has met, and the order in which tasks used them.
+
+    Not safe to use from several threads at once: the pool calls it with its lock.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[Kind, KindRecord] = {}
+        #: Kinds of which a task was started, the last one last.
+        self._used: dict[Kind, None] = {}
+
+    def of(self, kind: Kind) -> KindRecord:
+        """Return what is known of a kind, to be changed in place."""
+        return self._records.setdefault(kind, KindRecord(kind, kind.size_bytes))
+
+    def use(self, kind: Kind) -> None:
+        """Note that a task of a kind was started."""
+        self._used.pop(kind, None)
+        self._used[kind] = None
+
+    def keep_brokers(self, brokers: Collection[DeviceBroker]) -> None:
+        """Ask no broker for devices that is not among these."""
+        for record in self._records.values():
+            if record.broker not in brokers:
+                record.broker = None
+
+    def forget(self) -> None:
+        """Forget all: a kind that was given up may do better with the next runner."""
+        self._records.clear()
+        self._used.clear()
+
+    def demands(
+        self,
+        announced: Sequence[Kind],
+        standbys: Collection[Standby],
+        beginning: Container[Kind] = (),
+        now_s: float = float("inf"),
+    ) -> list[KindDemand]:
+        """Return for every kind that is wanted or exists what wants it, the most urgent first.
+
+        Args:
+            announced: The kind of each task that was submitted and has no process, in their order.
+            standbys: All that no task has.
+            beginning: Kinds of which a task begins now, which needs the cores for itself.
+            now_s: Monotonic seconds.
+        """
+        # First come, first served.
+        kinds = dict.fromkeys(announced)
+        latest = next(reversed(self._used), None)
+        alive = {s.kind for s in standbys}
+        for kind in reversed(self._used):
+            if kind == latest or kind in alive:
+                kinds.setdefault(kind)
+        kinds.update((s.kind, None) for s in standbys)
+        demands = []
+        for kind in kinds:
+            stages = [s.stage for s in standbys if s.kind == kind]
+            record, importing = self.of(kind), stages.count(Stage.IMPORTING)
+            demands.append(
+                KindDemand(
+                    kind,
+                    waiting=announced.count(kind),
+                    latest=kind == latest,
+                    used=kind in self._used,
+                    size_bytes=record.size_bytes,
+                    ready=len(stages) - importing - stages.count(Stage.ENDING),
+                    importing=importing,
+                    useful=not record.starts.given_up,
+                    may_start=kind not in beginning and record.starts.allows(now_s),
+                    spare=record.spare,
+                )
+            )
+        return demands
+
+    def choose_to_start(
+        self, standbys: Iterable[Standby], now_s: float
+    ) -> list[tuple[Standby, DeviceBroker, frozenset[str]]]:
+        """Choose the standbys that are to start their framework on a device.
+
+        Args:
+            standbys: All that no task has.
+            now_s: Monotonic seconds.
+
+        Returns:
+            Each with the broker to ask for a device, and the UUIDs of devices where its kind does not start.
+        """
+        chosen = []
+        waiting: dict[Kind, int] = {}
+        for standby in standbys:
+            record = self.of(standby.kind)
+            asks = record.broker is not None and record.hot_starts.allows(now_s)
+            if asks and standby.stage is Stage.WAITING:
+                waiting[standby.kind] = waiting.get(standby.kind, 0) + 1
+                if waiting[standby.kind] > record.spare and record.broker is not None:
+                    chosen.append((standby, record.broker, frozenset(record.failed_uuids)))
+        return chosen

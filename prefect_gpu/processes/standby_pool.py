@@ -1,0 +1,576 @@
+"""Processes that wait ahead of their tasks: which there are, which one a task gets, when they start and end.
+
+One pool serves all runners of a Python process. A runner announces each task as it is submitted; the
+announcement is the task's `Launcher` from then on. A standby is used once. What a standby is made for and which
+one suits a task is decided in `standby_kind`, and how many there are in `scheduling.standbys`. The devices of hot
+standbys belong to a broker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_gpu.devices.host import read_host_available_bytes
+from prefect_gpu.errors import CapacityError
+from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
+from prefect_gpu.processes.interpreter import (
+    count_cores,
+    environment_with,
+    import_paths,
+    interpreter_flags,
+    working_folder,
+)
+from prefect_gpu.processes.launch_spec import (
+    UNSUITED_CODE,
+    ChildExited,
+    ChildHandle,
+    ChildRefused,
+    ChildStarted,
+    LaunchSpec,
+    Listener,
+    ValueArrived,
+    WarmSpec,
+)
+from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
+from prefect_gpu.processes.messages import (
+    Accepted,
+    BodyStarted,
+    Heat,
+    Heated,
+    Late,
+    Warmed,
+)
+from prefect_gpu.processes.standby_kind import (
+    Changes,
+    DeviceBroker,
+    Kind,
+    KindRecord,
+    Kinds,
+    Stage,
+    Standby,
+    choose_standby,
+    fit_hot,
+)
+from prefect_gpu.scheduling.standbys import Machine, StandbyPlan, plan_standbys
+from prefect_gpu.units import GIB
+
+logger = logging.getLogger(__name__)
+
+#: Bytes of the machine's memory that standbys leave free.
+RESERVE_BYTES = 2 * GIB
+
+#: Seconds between two checks of the machine's memory while there are standbys.
+CHECK_S = 1.0
+
+#: Seconds that a stage may last. TensorFlow is imported in 11 s from a cold disk (measured); thirty times that is a
+#: hang. A framework starts on a device in 0.2 to 0.4 s on an H200 (measured), and in seconds on a machine with
+#: many devices and no persistence daemon. A task that was given a process that hangs hangs as it would in
+#: a fresh one.
+STAGE_S = {Stage.IMPORTING: 300.0, Stage.STARTING: 60.0}
+
+#: Seconds that a task must have waited for host memory before standbys end for it: every request waits
+#: for a moment.
+PATIENCE_S = 0.5
+
+#: Seconds without new standbys after the machine was short of memory or processes.
+SHORTAGE_S = 10.0
+
+#: Seconds until a device is asked for again where none was had for a hot standby, or one had to end.
+DEVICE_RETRY_S = 5.0
+
+#: Seconds that `close` waits for processes that were killed.
+_ENDING_S = 5.0
+
+
+class Announcement:
+    """A task that was submitted: the `Launcher` of all its processes.
+
+    From then on, until its first process starts or it is retracted, a standby is kept for it.
+    """
+
+    def __init__(self, pool: StandbyPool, kind: Kind) -> None:
+        self._pool = pool
+        self.kind = kind
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
+        """Give the task to a standby that suits it, or start a process for it."""
+        return self._pool.start(self.kind, spec, listener, self)
+
+    def retract(self) -> None:
+        """Keep no standby for the task any more; without effect once it had a process."""
+        self._pool.retract(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """A runner that is open."""
+
+    #: Standbys at most.
+    most: int
+    #: Hands out the devices of its tasks; `None`: it has no tasks on devices.
+    broker: DeviceBroker | None
+
+
+class StandbyPool:
+    """Keeps standbys and hands them out. Safe to use from several threads.
+
+    The pool's lock may be held while a broker's is taken, and never the other way round.
+
+    Args:
+        launcher: Starts the processes.
+        read_available: Returns the bytes of the machine's memory that new processes could use.
+        reserve_bytes: Of those, to leave free.
+        cores: Of this process.
+    """
+
+    def __init__(
+        self,
+        launcher: ProcessLauncher,
+        read_available: Callable[[], int] = read_host_available_bytes,
+        reserve_bytes: int = RESERVE_BYTES,
+        cores: int | None = None,
+    ) -> None:
+        self._launcher = launcher
+        self._read_available = read_available
+        self._reserve_bytes = reserve_bytes
+        self._cores = cores or count_cores()
+        self._reset()
+        # The processes, announcements and thread of a fork's parent are not the fork's.
+        PROCESS_RESOURCES.after_fork(self, StandbyPool._reset)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._dirty = False
+        self._shut = False
+        self._thread: threading.Thread | None = None
+        self._owners: dict[object, _Owner] = {}
+        self._announced: dict[Announcement, None] = {}
+        #: All that no task has.
+        self._standbys: list[Standby] = []
+        #: Those that were given a task whose body has not begun, and the task's kind.
+        self._beginning: dict[Standby, Kind] = {}
+        self._kinds = Kinds()
+        #: Monotonic seconds since when a task has waited for host memory; `None`: none does.
+        self._starved_since_s: float | None = None
+        #: Monotonic seconds until which none is started.
+        self._hold_until_s = 0.0
+
+    # Any thread.
+
+    def open(self, owner: object, most: int, broker: DeviceBroker | None = None) -> None:
+        """Let a runner have standbys until `close`; without effect the second time.
+
+        Args:
+            owner: The runner.
+            most: Standbys at most. With several runners the largest number counts.
+            broker: Hands out the devices of its tasks.
+        """
+        with self._changed:
+            if not self._shut:
+                self._owners.setdefault(owner, _Owner(most, broker))
+
+    def close(self, owner: object) -> None:
+        """End what was kept for a runner. With the last runner all standbys end."""
+        with self._changed:
+            self._owners.pop(owner, None)
+            if self._owners:
+                self._end_without_broker()
+                return
+            self._announced.clear()
+            self._end_all()
+            self._kinds.forget()
+            deadline = time.monotonic() + _ENDING_S
+            while self._standbys and (left_s := deadline - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+
+    def shut_down(self) -> None:
+        """End all for good: the interpreter is about to end."""
+        with self._changed:
+            self._shut = True
+            self._owners.clear()
+            self._announced.clear()
+            self._end_all()
+            self._wake()
+
+    def announce(self, kind: Kind, broker: DeviceBroker | None = None) -> Announcement:
+        """Keep a standby for a task that was submitted.
+
+        Args:
+            kind: What can be done ahead for it.
+            broker: Hands out the devices that it may have; `None`: no framework is started ahead.
+        """
+        announcement = Announcement(self, kind)
+        with self._changed:
+            self._announced[announcement] = None
+            if broker is not None and kind.hot:
+                self._kinds.of(kind).broker = broker
+            self._check_soon()
+        return announcement
+
+    def retract(self, announcement: Announcement) -> None:
+        """See `Announcement.retract`."""
+        with self._changed:
+            if announcement in self._announced:
+                del self._announced[announcement]
+                self._wake()
+
+    def start(
+        self,
+        kind: Kind,
+        spec: LaunchSpec,
+        listener: Listener,
+        announcement: Announcement | None = None,
+    ) -> ChildHandle:
+        """Start a task's process: a standby that suits it, or a fresh one.
+
+        Args:
+            kind: What could be done ahead for it.
+            spec: Of its process.
+            listener: Is called with the messages of the process.
+            announcement: Of the task. No standby is kept for it from now on.
+        """
+        environment = environment_with(spec.environment)
+        with self._changed:
+            if announcement is not None:
+                self._announced.pop(announcement, None)
+            if self._owners:
+                self._kinds.use(kind)
+            found = self._find(spec.standby, kind, environment)
+            if found is not None:
+                return self._give(*found, kind, spec, listener)
+            self._check_soon()
+        return self._launcher.start(spec, listener)
+
+    @property
+    def ready(self) -> int:
+        """Standbys that wait for a task now."""
+        with self._changed:
+            return sum(s.ready for s in self._standbys)
+
+    @property
+    def hot(self) -> int:
+        """Standbys whose framework has started, and that wait for a task."""
+        with self._changed:
+            return sum(s.stage is Stage.HOT for s in self._standbys)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of all standbys."""
+        with self._changed:
+            return tuple(s.pid for s in self._standbys if s.pid is not None)
+
+    # With the lock.
+
+    def _find(
+        self, standby_id: str, kind: Kind, environment: dict[str, str]
+    ) -> tuple[Standby, Changes] | None:
+        """Find the hot standby that is kept for a task, or else the best; those that do not suit it end."""
+        flags = tuple(interpreter_flags())
+        kept = next((s for s in self._standbys if s.id == standby_id), None)
+        misfits = []
+        if kept is not None and kept.stage is not Stage.ENDING:
+            changes = fit_hot(kept, kind, environment, flags)
+            if changes is not None:
+                return kept, changes
+            misfits.append(kept)
+        best, others = choose_standby(self._standbys, kind, environment, flags)
+        for standby in (*misfits, *others):
+            self._record(standby).take_misfit(standby, time.monotonic())
+            self._end(standby)
+        return best
+
+    def _give(
+        self, standby: Standby, changes: Changes, kind: Kind, spec: LaunchSpec, listener: Listener
+    ) -> ChildHandle:
+        assert standby.handle is not None
+        self._standbys.remove(standby)
+        standby.given = True
+        hot = ""
+        if standby.lent is not None:
+            hot = standby.kind.hot
+            # Its place on the device is free for another.
+            self._record(standby).hot_starts.resume()
+        if standby.ready:
+            # The next one would take the cores that this task begins with.
+            self._beginning[standby] = kind
+        else:
+            self._check_soon()
+        late = Late(changes, spec.cwd, spec.argv, spec.sys_path, hot)
+        return standby.handle.give(
+            spec, late, lambda message: self._pass_on(standby, listener, message)
+        )
+
+    def _check_soon(self) -> None:
+        """Have the pool's thread start and end standbys, and start the thread if there is none."""
+        if self._shut or not self._owners:
+            return
+        if self._thread is None:
+            try:
+                self._thread = start_thread(self._run, "prefect-gpu-standby")
+            except CapacityError as error:
+                # Tasks get fresh processes; the next one tries again.
+                logger.debug("no process is started ahead of its task: %s", error)
+                return
+        self._wake()
+
+    def _wake(self) -> None:
+        self._dirty = True
+        self._changed.notify_all()
+
+    def _end_all(self) -> None:
+        for standby in self._standbys:
+            self._end(standby)
+
+    def _end_without_broker(self) -> None:
+        """End those on devices of a broker that no runner uses any more."""
+        brokers = [o.broker for o in self._owners.values() if o.broker is not None]
+        self._kinds.keep_brokers(brokers)
+        for standby in self._standbys:
+            if standby.stage >= Stage.ASKING and self._record(standby).broker is None:
+                self._end(standby)
+        self._wake()
+
+    def _end(self, standby: Standby) -> None:
+        # One that was given to a task is the task's.
+        if standby.stage is not Stage.ENDING and not standby.given and standby.handle is not None:
+            standby.stage = Stage.ENDING
+            standby.handle.kill()
+
+    def _record(self, standby: Standby) -> KindRecord:
+        return self._kinds.of(standby.kind)
+
+    # The pool's thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._dirty:
+                    # While none is wanted there is nothing to check.
+                    busy = bool(self._standbys or self._announced or self._beginning)
+                    self._changed.wait(CHECK_S if busy else None)
+                self._dirty = False
+                if self._shut:
+                    return
+                brokers = {o.broker for o in self._owners.values() if o.broker is not None}
+            try:
+                self._check(brokers)
+            except Exception:
+                logger.exception("the pool of standby processes met an error; it goes on")
+
+    def _check(self, brokers: set[DeviceBroker]) -> None:
+        """Start and end what is due."""
+        available_bytes = self._read_available()
+        promised_bytes = sum(broker.host_promised_bytes for broker in brokers)
+        starved = any(broker.wants_host_memory for broker in brokers)
+        now = time.monotonic()
+        with self._changed:
+            if self._shut or not self._owners:
+                return
+            self._end_overdue(now)
+            self._starved_since_s = (self._starved_since_s or now) if starved else None
+            if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
+                self._hold_until_s = now + SHORTAGE_S
+                self._end_all()
+            machine = Machine(
+                available_bytes,
+                promised_bytes,
+                self._reserve_bytes,
+                self._cores,
+                max(owner.most for owner in self._owners.values()),
+            )
+            demands = self._kinds.demands(
+                [a.kind for a in self._announced],
+                self._standbys,
+                tuple(self._beginning.values()),
+                now,
+            )
+            self._carry_out(plan_standbys(demands, machine), now)
+            if now < self._hold_until_s:
+                return
+            asking = self._kinds.choose_to_start(self._standbys, now)
+            for standby, _, _ in asking:
+                standby.enter(Stage.ASKING, now)
+        for standby, broker, avoid in asking:
+            self._start_on_device(standby, broker, avoid)
+
+    def _end_overdue(self, now: float) -> None:
+        for standby in self._standbys:
+            limit_s = STAGE_S.get(standby.stage)
+            if limit_s is None or now - standby.stage_s <= limit_s:
+                continue
+            if standby.stage is Stage.IMPORTING:
+                why = f"it imported for more than {limit_s:g} s"
+                self._record(standby).take_death(standby, now, why)
+            else:
+                self._take_failed_start(standby, f"it had not started after {limit_s:g} s")
+            self._end(standby)
+
+    def _carry_out(self, plan: StandbyPlan, now: float) -> None:
+        for kind in plan.ends:
+            own = [s for s in self._standbys if s.kind == kind and s.stage is not Stage.ENDING]
+            if own:
+                self._end(min(own, key=lambda s: (s.stage, -s.serial)))
+        if plan.short_of_memory:
+            self._hold_until_s = now + SHORTAGE_S
+        for kind in plan.starts:
+            if now >= self._hold_until_s:
+                assert isinstance(kind, Kind)
+                self._start(kind, now)
+
+    def _start(self, kind: Kind, now: float) -> None:
+        spec = WarmSpec(
+            modules=self._kinds.of(kind).modules,
+            environment=kind.environment_of(os.environ),
+            cwd=working_folder(),
+            argv=tuple(sys.argv),
+            sys_path=import_paths(),
+        )
+        standby = Standby(kind, spec, tuple(interpreter_flags()), now, stage_s=now)
+        try:
+            standby.handle = self._launcher.start(
+                spec, lambda message: self._hear(standby, message)
+            )
+        except CapacityError as error:
+            self._take_refusal(error)
+            return
+        # Its messages come on another thread, which waits for the lock.
+        self._standbys.append(standby)
+
+    def _take_refusal(self, error: Exception) -> None:
+        """No process can be started: leave to tasks what the system still allows."""
+        logger.debug("no process can be started ahead of its task: %s", error)
+        self._hold_until_s = time.monotonic() + SHORTAGE_S
+
+    def _start_on_device(
+        self, standby: Standby, broker: DeviceBroker, avoid: frozenset[str]
+    ) -> None:
+        """Have a standby start its framework. Without the lock, because asking for a device may take a moment."""
+        assert standby.pid is not None and standby.handle is not None
+        lent = None
+        try:
+            lent = broker.lend_device(
+                standby.id,
+                standby.kind,
+                standby.kind.hot,
+                standby.pid,
+                lambda: self._give_up(standby),
+                avoid,
+            )
+        except Exception:
+            logger.debug("no device for a hot standby", exc_info=True)
+        with self._changed:
+            now = time.monotonic()
+            if lent is None:
+                standby.enter(Stage.WAITING, now)
+                self._record(standby).hot_starts.pause(now + DEVICE_RETRY_S)
+            elif standby not in self._standbys:
+                # It has a task meanwhile, or died. It has not touched the device.
+                broker.end_standby(standby.id)
+            else:
+                standby.lent, standby.broker = lent, broker
+                if standby.stage is not Stage.ENDING:
+                    standby.enter(Stage.STARTING, now)
+                    standby.handle.answer(Heat(standby.kind.hot, lent.environment))
+                    # A task that is given to it from now on is accepted after the start.
+                    broker.offer_standby(standby.id)
+
+    def _give_up(self, standby: Standby) -> None:
+        """End one whose device's memory is needed. Called by a broker, without its lock."""
+        with self._changed:
+            self._record(standby).hot_starts.pause(time.monotonic() + DEVICE_RETRY_S)
+            self._end(standby)
+
+    def _take_failed_start(self, standby: Standby, problem: str) -> None:
+        """Note that a framework did not start on its device."""
+        assert standby.lent is not None
+        self._record(standby).take_failed_start(standby.lent.uuid, problem)
+
+    # The launcher's thread.
+
+    def _pass_on(self, standby: Standby, listener: Listener, message: Any) -> None:
+        """Pass a message of a task's process on; the next standby is started once the body has begun."""
+        try:
+            listener(message)
+        finally:
+            if isinstance(message, (BodyStarted, ValueArrived, ChildRefused, ChildExited)):
+                with self._changed:
+                    if self._beginning.pop(standby, None) is not None:
+                        self._check_soon()
+
+    def _hear(self, standby: Standby, message: Any) -> None:
+        """Take a message of a standby, up to its `Accepted`."""
+        with self._changed:
+            record, now = self._record(standby), time.monotonic()
+            if isinstance(message, Accepted):
+                # Not before: some die of the imports, and some when they are given a task.
+                record.starts.succeed()
+                if standby.lent is not None:
+                    record.hot_starts.succeed()
+                return
+            if isinstance(message, ChildStarted):
+                standby.pid = message.pid
+            elif isinstance(message, Warmed):
+                # With a problem it ends by itself; a task that was given to it gets a fresh process.
+                standby.enter(Stage.ENDING if message.problem else Stage.WAITING, now)
+                record.take_imports(message, standby.spec.modules)
+            elif isinstance(message, Heated):
+                standby.enter(Stage.ENDING if message.problem else Stage.HOT, now)
+                if message.problem:
+                    self._take_failed_start(standby, message.problem)
+            elif isinstance(message, ChildRefused):
+                if standby.pid is None:
+                    # No process came of it, so no end will be reported.
+                    self._take_refusal(message.error)
+                    self._drop(standby)
+                else:
+                    record.take_death(standby, now, str(message.error))
+                    self._end(standby)
+            elif isinstance(message, ChildExited):
+                if standby.stage is Stage.STARTING:
+                    self._take_failed_start(standby, f"it ended with {message.code} as it started")
+                elif standby.stage is not Stage.ENDING:
+                    self._take_end(standby, message, now)
+                self._drop(standby)
+                if standby.broker is not None:
+                    standby.broker.end_standby(standby.id)
+            self._wake()
+
+    def _drop(self, standby: Standby) -> None:
+        # One that was given a task is in the list no more.
+        if standby in self._standbys:
+            self._standbys.remove(standby)
+
+    def _take_end(self, standby: Standby, message: ChildExited, now: float) -> None:
+        """Note the end of one that was not asked to end."""
+        unsuited, why = message.code == UNSUITED_CODE, f"it ended with {message.code}"
+        if unsuited:
+            why = (
+                "what it had imported was not what its task would import: files of modules, sys.path or "
+                "the working folder had changed"
+            )
+        counts = self._record(standby).take_death(standby, now, why, message.stderr_tail)
+        if unsuited and counts:
+            # The others have imported the same.
+            for other in self._standbys:
+                if other.kind == standby.kind:
+                    self._end(other)
+
+
+def standby_pool() -> StandbyPool:
+    """Return the one pool of this Python process; in a fork of it, an empty one."""
+    return PROCESS_RESOURCES.get("standby pool", _make_pool)
+
+
+def _make_pool() -> StandbyPool:
+    pool = StandbyPool(process_launcher())
+    # Before the launcher's, which was registered first: it must not be asked for new ones.
+    atexit.register(pool.shut_down)
+    return pool

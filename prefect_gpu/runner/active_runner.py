@@ -1,0 +1,404 @@
+"""A task runner between its enter and its exit: its threads, its tasks' processes, its reports.
+
+Prefect's contract of a task runner is in `task_runner`, one submitted task in `submission`. Devices and
+standbys are shared by all runners of this Python process that have the same configuration.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prefect import Task
+from prefect.context import FlowRunContext
+from prefect.futures import PrefectConcurrentFuture, PrefectFuture
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from prefect_gpu.broker.broker import Broker, next_sequence, shared_broker
+from prefect_gpu.broker.ledger import PROCESS_LEDGER, ProcessLedger
+from prefect_gpu.devices.spec import DeviceSpec, open_reader
+from prefect_gpu.errors import CapacityError
+from prefect_gpu.frameworks.registry import NO_FRAMEWORK
+from prefect_gpu.in_task import current_allocation
+from prefect_gpu.policy import parse_tags
+from prefect_gpu.processes.fork_server import ForkLauncher, check_modules, fork_server_pool
+from prefect_gpu.processes.interpreter import count_cores
+from prefect_gpu.processes.launcher import process_launcher
+from prefect_gpu.processes.standby_kind import Kind, kind_of
+from prefect_gpu.processes.standby_pool import Announcement, standby_pool
+from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
+from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.publish import Publisher
+from prefect_gpu.runner import prefect_engine
+from prefect_gpu.runner.attempt import CancelledByRunner
+from prefect_gpu.runner.budgets import BudgetBook
+from prefect_gpu.runner.context_size import context_meter
+from prefect_gpu.runner.engine_threads import EngineThreads, StartGate, TagLimits
+from prefect_gpu.runner.submission import BodyRun, GPUTask
+from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
+from prefect_gpu.scheduling.model import Reservation
+from prefect_gpu.scheduling.placement import PlacementStyle
+from prefect_gpu.scheduling.standbys import most_by_default
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that the end of a flow waits for children that were killed, and for the last reports.
+CLOSING_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The arguments of a runner; see `GPUTaskRunner`."""
+
+    devices: DeviceSpec
+    placement: PlacementStyle
+    max_processes: int | None
+    max_tasks_per_device: int | None
+    #: `None`: by kind of device.
+    headroom_bytes: int | None
+    reports: bool
+    standby: int | str
+    start_method: str
+
+
+class ActiveRunner:
+    """A runner that was entered.
+
+    Args:
+        configuration: Of the runner.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+        self._threads: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=sys.maxsize)
+        self._threads_started = False
+        self._engines = EngineThreads()
+        self._client = prefect_engine.SharedClient()
+        self.limits = TagLimits(self._client.lend)
+        self.gate = StartGate()
+        self._lock = threading.Lock()
+        #: Bodies that run, and those that are over but for their memory or their report.
+        self._bodies: set[BodyRun] = set()
+        self._ending: set[BodyRun] = set()
+        #: Whether there was a process at all: its last output may be on its way.
+        self._called = False
+        self._futures: set[concurrent.futures.Future[Any]] = set()
+        self._closing = False
+        self._publisher: Publisher | None = None
+        self._reports: list[TaskReport] = []
+        self._book: BudgetBook | None = None
+        self._plans = PlanMaker()
+        #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
+        self.flow: FlowRunContext | None = None
+        self._told: set[str] = set()
+        #: By the identity of a function, which is kept so that the identity stays its own.
+        self._kinds: dict[int, tuple[TaskPlan, Kind]] = {}
+
+    def submit(
+        self,
+        task: Task[..., Any],
+        parameters: dict[str, Any],
+        wait_for: Iterable[PrefectFuture[Any]] | None,
+        dependencies: dict[str, set[Any]] | None,
+    ) -> PrefectConcurrentFuture[Any]:
+        """See `GPUTaskRunner.submit`."""
+        self.flow = self.flow or prefect_engine.flow_run_of_thread()
+        plan = self._plan(task)
+        if plan is None:
+            return self._submit_to_thread(task, parameters, wait_for, dependencies)
+        self._client.open()
+        self._open_publisher()
+        gpu_task = GPUTask(self, task, plan)
+        task_run_id = prefect_engine.new_task_run_id()
+        context = copy_context()
+        engine = functools.partial(
+            context.run,
+            gpu_task.run,
+            self._client,
+            task_run_id,
+            parameters,
+            wait_for,
+            dependencies,
+        )
+        try:
+            future = self._engines.submit(engine)
+        except CapacityError as error:
+            # Without a thread there is no engine. The next task may have one.
+            future = concurrent.futures.Future()
+            future.set_result(prefect_engine.failed_state(task.name, error))
+        self._remember(future)
+        return PrefectConcurrentFuture(task_run_id=task_run_id, wrapped_future=future)
+
+    def _plan(self, task: Task[..., Any]) -> TaskPlan | Exception | None:
+        """Return the plan of a GPU task, or what is wrong with it; `None`: it is no GPU task."""
+        try:
+            policy = parse_tags(task.tags, prefect_engine.context_tags())
+            if policy is None:
+                return None
+            # The place in the order of arrival is taken here, on the flow's thread: engine threads run
+            # in any order.
+            plan = self._plans.make(task, policy, next_sequence())
+            if self._configuration.start_method == "forkserver":
+                check_modules(name for name in plan.named or plan.sharing if name != NO_FRAMEWORK)
+        except Exception as error:  # noqa: BLE001 - it fails the task run, not the submit
+            return error
+        return plan
+
+    def _remember(self, future: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._futures.add(future)
+        future.add_done_callback(self._forget)
+
+    def _unfinished(self) -> tuple[concurrent.futures.Future[Any], ...]:
+        with self._lock:
+            return tuple(self._futures)
+
+    def _forget(self, future: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._futures.discard(future)
+
+    def _submit_to_thread(
+        self,
+        task: Task[..., Any],
+        parameters: dict[str, Any],
+        wait_for: Iterable[PrefectFuture[Any]] | None,
+        dependencies: dict[str, set[Any]] | None,
+    ) -> PrefectConcurrentFuture[Any]:
+        with self._lock:
+            if not self._threads_started:
+                self._threads.__enter__()
+                self._threads_started = True
+        future = self._threads.submit(task, parameters, wait_for, dependencies)
+        self._remember(future.wrapped_future)
+        return future
+
+    def begin(self, body: BodyRun) -> None:
+        """Note a body that is about to run, so that it ends with this runner.
+
+        Raises:
+            CancelledByRunner: The runner is ending already.
+        """
+        with self._lock:
+            if self._closing:
+                raise CancelledByRunner
+            self._bodies.add(body)
+            self._called = True
+
+    def end(self, body: BodyRun) -> None:
+        """Let go of a body once nothing of it is left: it holds all that its task run had."""
+        with self._lock:
+            self._bodies.discard(body)
+            self._ending.add(body)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            # Few: their processes are gone, or about to be.
+            self._ending = {body for body in self._ending if not body.finished}
+
+    def announce(self, plan: TaskPlan) -> Announcement | ForkLauncher | None:
+        """Request a process that starts ahead of a task; `None`: there will be none. Never raises."""
+        standby = self._configuration.standby
+        forks = self._configuration.start_method == "forkserver"
+        if standby == 0 and not forks:
+            return None
+        try:
+            broker = self.broker()
+            kind = self._kind(plan, broker)
+            if forks:
+                with self._lock:
+                    if self._closing:
+                        return None
+                    fork_server_pool().open(self)
+                return fork_server_pool().announce(kind)
+            pool = standby_pool()
+            most = broker.max_processes
+            with self._lock:
+                if self._closing:
+                    return None
+                pool.open(
+                    self,
+                    min(standby, most)
+                    if isinstance(standby, int)
+                    else most_by_default(count_cores(), most),
+                    broker,
+                )
+            return pool.announce(kind, broker)
+        except Exception:
+            # The same error is raised where the task asks for a device.
+            logger.debug("no process is kept ahead for %r", plan.task_name, exc_info=True)
+            return None
+
+    def _kind(self, plan: TaskPlan, broker: Broker) -> Kind:
+        policy = plan.framework_policy(broker.kind, broker.processes)
+        known = self._kinds.get(id(plan.function))
+        if known is not None and known[0].policy == plan.policy:
+            return replace(known[1], cpus=policy.cpus)
+        wants_hot = self._configuration.standby == "hot" and plan.policy.count == 1
+        kind = kind_of(
+            plan.function,
+            # The modules of its code are imported whole, used or not.
+            replace(policy, detected=plan.frameworks),
+            cpus_stated=policy.cpus_stated,
+            size_bytes=plan.host_bytes,
+            hot=wants_hot,
+        )
+        if wants_hot and not kind.hot:
+            what = "NVIDIA devices" if broker.kind == "host" else "PyTorch or CuPy in a task"
+            self._log_once(f"standby='hot' needs {what}: without, standbys only import ahead")
+        self._kinds[id(plan.function)] = plan, kind
+        return kind
+
+    def book(self) -> BudgetBook:
+        """Return the runner's book of budgets; its histories are those of the flow's API."""
+        with self._lock:
+            if self._book is None:
+                publisher = self._publisher
+                self._book = BudgetBook(
+                    MemoryHistory()
+                    if publisher is None
+                    else PrefectHistory(self._client.lend, publisher)
+                )
+            return self._book
+
+    def broker(self) -> Broker:
+        """Return the broker of the runner's devices.
+
+        Raises:
+            DeviceError: The devices cannot be opened.
+        """
+        given = self._configuration
+        key = (
+            given.devices,
+            given.placement,
+            given.max_processes,
+            given.max_tasks_per_device,
+            given.headroom_bytes,
+        )
+        return shared_broker(key, lambda: _make_broker(given))
+
+    def report(self, report: TaskReport) -> None:
+        """Publish the report of a process, without holding up the caller."""
+        self._let_go()
+        if not self._configuration.reports:
+            return
+        with self._lock:
+            self._reports.append(report.compact())
+            publisher = self._publisher
+        if publisher is not None:
+            publisher.publish(report)
+
+    def _open_publisher(self) -> None:
+        """Make the publisher: in the flow's own context, whose settings it keeps."""
+        with self._lock:
+            if self._configuration.reports and self._publisher is None:
+                self._publisher = Publisher(self._client.lend)
+
+    def _log_once(self, text: str) -> None:
+        with self._lock:
+            is_new = text not in self._told
+            self._told.add(text)
+        if is_new:
+            logger.info(text)
+
+    def cancel(self) -> None:
+        """End all processes of this runner, and let no new one start."""
+        with self._lock:
+            self._closing = True
+            bodies = (*self._bodies, *self._ending)
+        for body in bodies:
+            body.cancel()
+
+    def _end_what_waits(self) -> None:
+        """End the standbys, unless another runner of this process uses them."""
+        if self._configuration.standby != 0:
+            standby_pool().close(self)
+
+    def close(self, failed: bool) -> None:
+        """See `GPUTaskRunner.__exit__`."""
+        try:
+            self._close(failed)
+        finally:
+            # Last: the fork server reports how its forks ended.
+            if self._configuration.start_method == "forkserver":
+                fork_server_pool().close(self)
+
+    def _close(self, failed: bool) -> None:
+        if failed:
+            self.cancel()
+            self._end_what_waits()
+            if self._threads_started:
+                self._threads.cancel_all()
+            # All must reach their state. An engine that sleeps until its next retry is left behind: its
+            # process is gone.
+            concurrent.futures.wait(self._unfinished(), CLOSING_S)
+        else:
+            # Tasks may submit others while these are waited for. Tasks in threads count too:
+            # Prefect's thread runner cancels those that still wait for what they depend on.
+            try:
+                while unfinished := self._unfinished():
+                    concurrent.futures.wait(unfinished)
+            except BaseException:
+                # Ctrl-C, or a signal that Prefect turned into an exception.
+                self._close(failed=True)
+                raise
+        self._end_what_waits()
+        if self._threads_started:
+            self._threads.__exit__(None, None, None)
+        self._engines.close(wait=not failed)
+        with self._lock:
+            bodies = (*self._bodies, *self._ending)
+        for body in bodies:
+            if not body.wait_finished(CLOSING_S):
+                body.reports.wait_no_longer()
+        if self._called:
+            process_launcher().output.flush(CLOSING_S)
+        if self._publisher is not None:
+            name, flow_run_id = prefect_engine.flow_of(self.flow)
+            if self._reports:
+                self._publisher.publish_flow(self._reports, flow_name=name, flow_run_id=flow_run_id)
+            self._publisher.close(CLOSING_S)
+        self._client.close()
+
+
+def _make_broker(given: Configuration) -> Broker:
+    simulated = given.devices.kind == "simulated"
+    return Broker(
+        open_reader(given.devices, os.environ),
+        # Simulated devices of two specifications may have the same names.
+        ledger=ProcessLedger() if simulated else PROCESS_LEDGER,
+        style=given.placement,
+        max_processes=given.max_processes,
+        max_tasks_per_device=given.max_tasks_per_device,
+        headroom_bytes=given.headroom_bytes,
+        held_by_parent=() if simulated else _held_by_parent(),
+        context_bytes=lambda framework, device: context_meter().known(device)[framework],
+    )
+
+
+def _held_by_parent() -> tuple[Reservation, ...]:
+    """Return what the GPU task around this process holds, if there is one."""
+    allocation = current_allocation()
+    if allocation is None:
+        return ()
+    import socket
+
+    return tuple(
+        Reservation(
+            request_id="the task around it",
+            host=socket.gethostname(),
+            device_uuid=uuid,
+            reserved_bytes=allocation.budget_bytes,
+            exclusive=allocation.exclusive,
+            task_name="the task around it",
+        )
+        for uuid in allocation.device_uuids
+    )

@@ -1,0 +1,643 @@
+"""One process of one task run, from the request for a device to its report.
+
+`Attempt.place` asks for a device and waits; `Attempt.run` starts the child, follows its messages, and
+returns its value or raises its error. Both block the engine's thread, which alone decides how the process
+ended (`Verdict`). Facts go into a `ProcessRecord`. The report is made when that thread is done and the
+device shows the memory back, whichever comes last.
+
+It decides nothing about devices (`scheduling`), and nothing about what follows an out-of-memory
+(`submission`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue as queues
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
+from prefect_gpu.devices.host import OomKills
+from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.errors import (
+    BudgetExceededError,
+    ChildDiedError,
+    ChildTimeoutError,
+    PrefectGPUError,
+    ProtocolError,
+)
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy, child_environment
+from prefect_gpu.in_task import Allocation
+from prefect_gpu.processes import values
+from prefect_gpu.processes.interpreter import import_paths, working_folder
+from prefect_gpu.processes.launch_spec import (
+    ChildExited,
+    ChildHandle,
+    ChildRefused,
+    ChildStarted,
+    Launcher,
+    LaunchSpec,
+    ValueArrived,
+)
+from prefect_gpu.processes.messages import (
+    Answered,
+    Asked,
+    BodyEnded,
+    BodyStarted,
+    CountersRead,
+    EventEmitted,
+    LogEmitted,
+    Prepare,
+)
+from prefect_gpu.processes.standby_kind import OWN_MODULES
+from prefect_gpu.processes.transport import ReceivedValue
+from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.context_size import context_meter
+from prefect_gpu.runner.process_record import Overshoot, ProcessRecord, Verdict
+from prefect_gpu.runner.task_plan import TaskCall
+from prefect_gpu.scheduling.ladder import Cause, Evidence
+from prefect_gpu.scheduling.model import Placement
+from prefect_gpu.units import format_bytes
+
+#: Seconds between two readings of a framework's counters in the child. The reading takes
+#: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
+COUNTERS_INTERVAL_S = 0.1
+
+
+class CancelledByRunner(BaseException):
+    """The runner ends this task: its flow failed or was cancelled."""
+
+    def __str__(self) -> str:
+        return "the flow ended first; the process of this GPU task was killed"
+
+
+class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
+    """The traceback that an exception had in the child, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n\nin the process of the GPU task:\n{self.text}"
+
+
+class Attempt:
+    """One process of one task run. Each method is for the engine's thread, unless it says otherwise.
+
+    Args:
+        call: Whose body it runs.
+        grant: What it gets of its devices.
+        number: From 1: which process of the task run this is.
+        broker: Hands out devices.
+        launcher: Starts processes.
+    """
+
+    def __init__(
+        self, call: TaskCall, grant: Grant, number: int, broker: Broker, launcher: Launcher
+    ) -> None:
+        self._call = call
+        self._plan = call.plan
+        self._policy = call.plan.policy
+        self._run = call.run
+        self._grant = grant
+        self._number = number
+        self._broker = broker
+        self._launcher = launcher
+        self._messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
+        self._ticket: Ticket | None = None
+        #: What its frameworks may do with the budget; known once it was placed.
+        self._allocation: AllocationMode = "growth"
+        #: What the reader of its devices keeps of it; known once it was placed.
+        self._memory = ProcessMemory(broker.kind)
+        self._kills_before = 0
+        self._cancelled = threading.Event()
+        self._handle: ChildHandle | None = None
+        self._launched = threading.Event()
+        #: Once it was placed.
+        self._record: ProcessRecord | None = None
+        #: Written by the engine's thread alone, and not after `close`.
+        self._verdict = Verdict("died")
+        #: Guards what follows.
+        self._lock = threading.Lock()
+        #: Gets the report; `None`: the engine's thread is not done, or it was handed on.
+        self._take_report: Callable[[TaskReport | None], None] | None = None
+        #: Nothing of the process is left.
+        self._gone = False
+        self._leaked_bytes: int | None = None
+        #: Set when nothing of the process is left and its report was handed on.
+        self.finished = threading.Event()
+
+    def cancel(self) -> None:
+        """End it, wherever it is. From any thread; `run` then raises `CancelledByRunner`."""
+        self._cancelled.set()
+        ticket = self._ticket
+        if ticket is not None:
+            self._broker.withdraw(ticket)
+        self._messages.put(None)
+        record, handle = self._record, self._handle
+        if record is not None and record.value_arrived and handle is not None:
+            # The engine's thread has returned the value; the process may linger at its exit.
+            handle.kill()
+
+    @property
+    def whole_device(self) -> bool:
+        """Whether it was given all that its devices had free."""
+        ticket = self._ticket
+        if ticket is None or ticket.placement is None:
+            return False
+        return any(ticket.request.need_bytes(d) is None for d in ticket.placement.devices)
+
+    def evidence(self) -> Evidence | None:
+        """Return what is known of its out-of-memory; `None`: there was none, or nothing is known."""
+        ticket, record = self._ticket, self._record
+        if record is None or record.out_of_memory is None:
+            return None
+        if ticket is None or ticket.placement is None:
+            return None
+        seen, placement = record.out_of_memory, ticket.placement
+        return Evidence(
+            budget_bytes=min(placement.budget_bytes),
+            cap_bytes=record.cap_bytes,
+            context_bytes=record.context_bytes,
+            wanted_bytes=seen.wanted_bytes,
+            held_bytes=seen.held_bytes,
+            process_bytes=seen.process_bytes,
+            free_bytes=seen.free_bytes,
+            foreign_growth_bytes=self._broker.foreign_growth_bytes(ticket),
+            says_own_cap=seen.says_own_cap,
+            alone=any(r.exclusive for r in placement.reservations),
+        )
+
+    # Before there is a process.
+
+    def place(self) -> Placement:
+        """Wait for its devices.
+
+        Raises:
+            PlacementError: No device can hold it, or none was free in time.
+            CancelledByRunner: `cancel` was called.
+        """
+        try:
+            return self._place()
+        except BaseException:
+            # Nothing is reserved.
+            self._gone = True
+            raise
+
+    def _place(self) -> Placement:
+        policy = self._policy
+        self._ticket = ticket = self._broker.submit(
+            self._plan.task_name,
+            memory=self._grant.memory,
+            count=policy.count,
+            devices=policy.devices,
+            exclusive=policy.exclusive,
+            priority=policy.priority,
+            # On host devices the budget is the machine's memory: it would be counted twice.
+            host_bytes=0 if self._broker.kind == "host" else self._plan.host_bytes,
+            expected_s=self._grant.expected_s,
+            sequence=self._plan.sequence,
+            standby=self._call.hot,
+        )
+        ticket.on_recovered = self._take_recovery
+        if self._cancelled.is_set():
+            self._broker.withdraw(ticket)
+        try:
+            placement = self._broker.wait(
+                ticket, policy.wait_s, self._run.show_awaiting, waited_s=self._grant.waited_s
+            )
+        except Withdrawn:
+            raise CancelledByRunner from None
+        # With a device to itself and no stated memory there is no budget to keep to.
+        alone = any(reservation.exclusive for reservation in placement.reservations)
+        self._record = ProcessRecord(
+            placement,
+            ticket.placed_s,
+            ticket.placed_s - ticket.request.submitted_s,
+            watched=self._broker.kind != "host" and (policy.memory is not None or not alone),
+        )
+        self._allocation = self._choose_allocation()
+        self._memory = self._broker.reader.process_memory(
+            tuple(device.uuid for device in placement.devices),
+            None if self._allocation == "growth" else placement.budget_bytes,
+        )
+        self._kills_before = _kernel_kills().read()
+        ticket.on_measured = self._take_measurement
+        return placement
+
+    def _choose_allocation(self) -> AllocationMode:
+        """Return what frameworks do with the budget: they are capped to one that is known."""
+        policy = self._policy
+        if "allocation" in policy.stated or not policy.caching:
+            return policy.allocation
+        return "growth" if self.whole_device else "limit"
+
+    def _prepare(self, ticket: Ticket, placement: Placement) -> LaunchSpec:
+        policy = replace(
+            self._plan.framework_policy(self._broker.kind, self._broker.processes),
+            device_uuids=tuple(device.uuid for device in placement.devices),
+            total_bytes=tuple(device.total_bytes for device in placement.devices),
+            budget_bytes=placement.budget_bytes,
+            allocation=self._allocation,
+        )
+        frameworks = self._plan.frameworks
+        learned = self._grant.contexts.get(placement.devices[0].name)
+        contexts: Mapping[str, int] = {}
+        if self._broker.kind == "nvml":
+            # Other devices have none.
+            contexts = context_meter().contexts(frameworks, learned, policy, self._broker, ticket)
+        policy = replace(policy, context_bytes=contexts)
+        if self._cancelled.is_set():
+            raise CancelledByRunner
+        context = self._memory.context_bytes
+        if context is None:
+            context = learned if learned and contexts else 0
+            context = context or max((contexts.get(name, 0) for name in frameworks), default=0)
+        caps = self._memory.cap_bytes or _caps(frameworks, policy)
+        cap = min(caps) if caps else None
+        self._learned.set_caps(cap, context, contexts)
+        allocation = Allocation(
+            budget_bytes=min(placement.budget_bytes),
+            cap_bytes=cap,
+            attempt=self._number,
+            device_uuids=policy.device_uuids,
+            frameworks=frameworks,
+            exclusive=any(r.exclusive for r in placement.reservations),
+        )
+        environment = {
+            **child_environment(policy, registry.adapters_for(policy), os.environ),
+            **self._run.environment_for_child(),
+        }
+        return LaunchSpec(
+            task_name=self._plan.task_name,
+            environment=environment,
+            prepare=Prepare(policy, allocation, COUNTERS_INTERVAL_S, libraries=OWN_MODULES),
+            # Not before there is a device: the arguments of waiting tasks are not held twice.
+            call=self._call.pack(),
+            cwd=working_folder(),
+            argv=tuple(sys.argv),
+            sys_path=import_paths(),
+            standby=ticket.standby_id,
+        )
+
+    # While there is one: the engine's thread.
+
+    def run(self) -> Any:
+        """Run the body in a process on the devices from `place`.
+
+        Returns:
+            What the body returned.
+
+        Raises:
+            ChildDiedError: The process ended without an answer.
+            ChildTimeoutError: The body ran too long.
+            BudgetExceededError: It took more than its budget, and `gpu:enforce=kill` says to end it.
+            ResultError: The call or the value cannot be pickled.
+            CancelledByRunner: `cancel` was called.
+            BaseException: What the body raised.
+        """
+        ticket = self._ticket
+        assert ticket is not None and ticket.placement is not None, "it was placed"
+        try:
+            # No name for the spec: the launcher lets go of the call once the child has it.
+            self._handle = self._launcher.start(self._prepare(ticket, ticket.placement), self._hear)
+            self._launched.set()
+            return self._follow()
+        except BaseException as error:
+            if not self._verdict.error:
+                self._verdict = replace(self._verdict, error=_first_line(error))
+            if self._handle is None:
+                # No process came of it.
+                self._end()
+            elif self._learned.ended_s is None:
+                self._handle.kill()
+            raise
+
+    @property
+    def _learned(self) -> ProcessRecord:
+        assert self._record is not None, "it was placed"
+        return self._record
+
+    def _follow(self) -> Any:
+        """Take the child's messages until its value, or its end."""
+        ended: BodyEnded | None = None
+        reason: BaseException | None = None
+        deadline: float | None = None
+        while True:
+            message = self._next(deadline)
+            if isinstance(message, _TimeUp):
+                assert self._plan.timeout_s is not None
+                reason = ChildTimeoutError(self._plan.task_name, self._plan.timeout_s)
+                deadline = None
+                self._kill("timeout")
+            elif message is None:
+                reason = CancelledByRunner()
+                deadline = None
+                self._kill("cancelled")
+            elif isinstance(message, Overshoot):
+                reason = self._take_overshoot(message) or reason
+            elif isinstance(message, BodyStarted):
+                self._run.show_running()
+                started_s = self._learned.started_s
+                if self._plan.timeout_s is not None and started_s is not None:
+                    deadline = started_s + self._plan.timeout_s
+            elif isinstance(message, BodyEnded):
+                ended = message
+                deadline = None
+            elif isinstance(message, ValueArrived) and ended is not None and reason is None:
+                # The value is kept whatever becomes of the process; it ends by itself.
+                return self._open_value(ended, message.data)
+            elif isinstance(message, ChildRefused):
+                self._verdict = Verdict("failed")
+                reason = message.error
+                if not isinstance(message.error, ProtocolError):
+                    self._end()
+                    raise message.error
+            elif isinstance(message, ChildExited):
+                raise reason or self._take_death(message)
+            elif isinstance(message, LogEmitted):
+                self._run.forward_log(message.log)
+            elif isinstance(message, EventEmitted):
+                self._run.forward_event(message.event)
+
+    def _next(self, deadline: float | None) -> Any:
+        if deadline is None:
+            return self._messages.get()
+        try:
+            return self._messages.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queues.Empty:
+            return _TimeUp()
+
+    def _kill(self, outcome: Literal["timeout", "cancelled", "oom"]) -> None:
+        """End the process for a reason of ours, which is noted before the process can end."""
+        self._verdict = Verdict(outcome)
+        assert self._handle is not None
+        self._handle.kill()
+
+    def _take_overshoot(self, over: Overshoot) -> BudgetExceededError | None:
+        error = BudgetExceededError(self._plan.task_name, over.budget_bytes, over.seen_bytes)
+        if self._policy.enforce != "kill":
+            self._run.warn(f"{error}; gpu:enforce=kill would end it")
+            return None
+        self._learned.add_overshoot(over)
+        self._kill("oom")
+        return error
+
+    def _take_death(self, exited: ChildExited) -> ChildDiedError:
+        """Return the error of a process that ended without an answer."""
+        cause = _kill_cause(exited, self._kills_before)
+        self._verdict = Verdict("died", _describe_exit(exited.code), cause)
+        return _death_by_exit(self._plan.task_name, exited, self._learned, cause)
+
+    def _open_value(self, ended: BodyEnded, data: ReceivedValue) -> Any:
+        """Return the value of the body, or raise its error."""
+        try:
+            value = values.loads(data, "exception" if ended.raised else "return value")
+        except Exception:
+            self._verdict = Verdict("failed")
+            raise
+        if not ended.raised:
+            self._verdict = Verdict("completed")
+            return value
+        error, said = value, ended.traceback.strip().rpartition("\n")[2]
+        self._verdict = Verdict("oom" if ended.out_of_memory else "failed", said)
+        if not isinstance(error, BaseException):
+            raise ProtocolError(f"a child announced an exception and sent {error!r}")
+        if not isinstance(error, Exception):
+            # SystemExit and its like are meant for the process, which ends by them. Raised here they
+            # would end the flow.
+            self._verdict = Verdict("died", said)
+            raise _death_by_exception(self._plan.task_name, error, ended.traceback, self._learned)
+        if ended.traceback:
+            error.__cause__ = ChildTraceback(ended.traceback)
+        raise error
+
+    # While there is one: other threads.
+
+    def _hear(self, message: Any) -> None:
+        """Take a message of the child, on the launcher's thread."""
+        # Facts are noted here, in order: the engine's thread may have returned the value before the
+        # process is gone.
+        if isinstance(message, ChildStarted):
+            self._attach(message.pid)
+        elif isinstance(message, BodyStarted):
+            self._learned.add_first_line()
+            if self._ticket is not None:
+                self._ticket.running = True
+        elif isinstance(message, CountersRead):
+            self._take_counters(message)
+        elif isinstance(message, Asked):
+            self._answer(message)
+        elif isinstance(message, BodyEnded):
+            self._learned.add_end(message)
+        elif isinstance(message, ValueArrived):
+            self._learned.add_value()
+            # Once more while it still holds what it used.
+            self._broker.refresh()
+            if self._cancelled.is_set() and self._handle is not None:
+                # Neither the value is wanted, nor a process that lingers at its exit.
+                self._handle.kill()
+        elif isinstance(message, ChildExited):
+            self._end()
+        self._messages.put(message)
+
+    def _attach(self, pid: int) -> None:
+        self._learned.add_start(pid)
+        assert self._ticket is not None
+        self._broker.attach(self._ticket, pid)
+        self._memory.attach(pid)
+
+    def _answer(self, question: Asked) -> None:
+        try:
+            answer = Answered(result=self._memory.answer(question.method, question.arguments))
+        except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
+            answer = Answered(error=error)
+        # `start` returns before the child can have asked anything, but for one turn of a thread.
+        self._launched.wait()
+        assert self._handle is not None
+        self._handle.answer(answer)
+
+    def _take_counters(self, read: CountersRead) -> None:
+        self._learned.add_counters(read.counters, read.frameworks)
+        self._learned.add_steps(read.steps, read.marks)
+        if self._ticket is not None and read.counters.reserved_bytes is not None:
+            self._ticket.stand_in_bytes = read.counters.reserved_bytes + self._learned.context_bytes
+
+    def _take_measurement(self, at_s: float, sizes_bytes: tuple[int, ...]) -> None:
+        """Take a reading of the process's devices, on the broker's thread."""
+        over = self._learned.add_reading(at_s, sizes_bytes, self._memory.live_bytes())
+        if over is not None:
+            # The engine's thread notes it, and kills the process if it is to be killed.
+            self._messages.put(over)
+
+    # After it.
+
+    def _end(self) -> None:
+        """Have the memory of a process waited for that is gone, or never came."""
+        assert self._ticket is not None
+        if self._learned.pid is not None:
+            peaks = self._memory.detach()
+            if peaks is not None:
+                live, devices = peaks
+                self._learned.add_peaks(live, live + self._learned.context_bytes * devices)
+        self._broker.end(self._ticket)
+
+    def _take_recovery(self, leaked_bytes: int | None) -> None:
+        """Note that nothing of the process is left, on the broker's thread."""
+        with self._lock:
+            self._gone, self._leaked_bytes = True, leaked_bytes
+        self._hand_on()
+
+    def close(
+        self,
+        take_report: Callable[[TaskReport | None], None],
+        cause: Cause | Literal[""] = "",
+        wanted_bytes: int | None = None,
+    ) -> None:
+        """Note that the engine's thread is done with it.
+
+        Args:
+            take_report: Gets its report, or `None` if there was no process: now, or on the broker's
+                thread once nothing of the process is left.
+            cause: Of its out-of-memory; empty: there was none.
+            wanted_bytes: Bytes on one device that it would have needed; `None`: unknown.
+        """
+        if cause:
+            self._verdict = replace(self._verdict, cause=cause, wanted_bytes=wanted_bytes)
+        with self._lock:
+            self._take_report = take_report
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Hand on the report, once: at the later of `close` and `_take_recovery`."""
+        with self._lock:
+            if self._take_report is None or not self._gone:
+                return
+            take_report, self._take_report = self._take_report, None
+        report = None
+        try:
+            if self._record is not None and self._record.pid is not None:
+                assert self._ticket is not None
+                report = self._record.report(
+                    self._call.facts,
+                    self._broker.kind,
+                    self._number,
+                    self._grant.source,
+                    tuple(name for name in self._plan.named if name != registry.NO_FRAMEWORK),
+                    self._verdict,
+                    self._leaked_bytes,
+                    self._ticket.ended_s,
+                )
+        finally:
+            try:
+                take_report(report)
+            finally:
+                self.finished.set()
+
+
+class _TimeUp:
+    """Stands for a message that did not come in time."""
+
+
+def _caps(frameworks: tuple[str, ...], policy: FrameworkPolicy) -> tuple[int, ...] | None:
+    """Return bytes that frameworks may take on each device, the smallest cap; `None`: no cap."""
+    # Where none was found, whichever is imported is held to one of these.
+    names = frameworks or tuple(registry.ADAPTERS)
+    caps = [cap for name in names if (cap := policy.cap_bytes(name)) is not None]
+    return min(caps) if caps else None
+
+
+# The death of a process.
+
+
+@functools.cache
+def _kernel_kills() -> OomKills:
+    """Return the counters of kills for want of the machine's memory, made at first use."""
+    return OomKills()
+
+
+def _describe_exit(code: int) -> str:
+    """Return how a process ended: `was killed by SIGSEGV`, `ended with exit code 3`."""
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code} before it returned"
+
+
+def _kill_cause(exited: ChildExited, kills_before: int) -> Cause | Literal[""]:
+    """Return the cause of a SIGKILL that is not ours; empty: it was none.
+
+    Args:
+        exited: How the process ended.
+        kills_before: What `_kernel_kills` showed before it began.
+    """
+    if exited.code != -signal.SIGKILL or exited.killed_because:
+        return ""
+    return "host" if _kernel_kills().read() > kills_before else "unknown"
+
+
+def _death_by_exit(
+    task_name: str, exited: ChildExited, record: ProcessRecord, cause: Cause | Literal[""]
+) -> ChildDiedError:
+    """Return the error of a process that ended without an answer."""
+    detail = []
+    seen = record.last_process_bytes
+    if seen:
+        detail.append(
+            f"last seen holding {format_bytes(seen)} of its "
+            f"{format_bytes(record.total_budget_bytes)} budget"
+        )
+    if exited.killed_because:
+        detail.append(f"prefect_gpu killed it since {exited.killed_because}")
+    elif cause == "host":
+        detail.append(
+            "the machine's own memory ran out: the kernel's counter of out-of-memory kills rose "
+            "while it ran"
+        )
+    elif cause:
+        detail.append(
+            "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9"
+        )
+    if exited.truncated:
+        detail.append("it died while sending")
+    assert record.pid is not None
+    return ChildDiedError(
+        task_name, record.pid, _describe_exit(exited.code), "; ".join(detail), exited.stderr_tail
+    )
+
+
+def _death_by_exception(
+    task_name: str, raised: BaseException, traceback: str, record: ProcessRecord
+) -> ChildDiedError:
+    """Return the error of a process that was ended by `SystemExit` or its like.
+
+    Args:
+        task_name: Of the task.
+        raised: The exception.
+        traceback: That it had in the child, as text.
+        record: What was learned of the process.
+    """
+    said = f": {raised}" if str(raised) else ""
+    assert record.pid is not None
+    death = ChildDiedError(task_name, record.pid, f"was ended by {type(raised).__name__}{said}")
+    death.__cause__ = ChildTraceback(traceback)
+    return death
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    name = type(error).__name__
+    if isinstance(error, PrefectGPUError):
+        return text
+    return f"{name}: {text}" if text else name

@@ -1,0 +1,296 @@
+"""How much memory a task is given: by its tag, by its history, or as a probe.
+
+A task without a history runs once with a device to itself, and other tasks of that history wait for what
+this probe shows. The formula is `scheduling.history`; runs are kept by `reports.history`; what a process
+gets after an out-of-memory is in `submission`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from prefect_gpu.errors import PlacementTimeoutError
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.reports.history import MemoryHistory
+from prefect_gpu.reports.model import BudgetSource, TaskReport, past_run
+from prefect_gpu.runner.task_plan import TaskIdentity
+from prefect_gpu.scheduling.history import (
+    HistoryKey,
+    HistoryStore,
+    Lesson,
+    PastRun,
+    expected_s,
+    known_floor_bytes,
+    learn,
+    learned_context_bytes,
+)
+from prefect_gpu.scheduling.model import Memory, ModelBudgets
+from prefect_gpu.units import format_seconds
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which the task run shows that it waits for a probe.
+TELL_S = 1.0
+
+#: More bytes than any device has: a request for them is never placed there.
+NEVER_BYTES = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a process of a task is given."""
+
+    #: To ask of each device.
+    memory: Memory
+    #: Source of `memory`.
+    source: BudgetSource
+    #: Context that the task's own runs were seen to have, in bytes by device name.
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    #: Histories that this process probes for: other tasks of them wait for it.
+    claims: frozenset[HistoryKey] = frozenset()
+    #: Seconds that it waited for others' probes.
+    waited_s: float = 0.0
+    #: Seconds for which it is expected to hold its devices; `None`: no run of it has completed.
+    expected_s: float | None = None
+
+
+class ProbeGate:
+    """Which histories are probed for: one probe each at a time, for all runners of this process."""
+
+    def __init__(self) -> None:
+        self._reset()
+        # A fork of this process has the claims, but not the threads that would end them.
+        PROCESS_RESOURCES.after_fork(self, ProbeGate._reset)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._claimed: set[HistoryKey] = set()
+
+    @property
+    def changed(self) -> threading.Condition:
+        """Condition that is notified when a claim ends; to be held while waiting."""
+        return self._changed
+
+    def is_claimed(self, key: HistoryKey) -> bool:
+        """Return whether there is a probe for a history."""
+        return key in self._claimed
+
+    def claim(self, keys: Iterable[HistoryKey]) -> frozenset[HistoryKey]:
+        """Claim the histories that have no probe, and return them."""
+        with self._changed:
+            free = frozenset(key for key in keys if key not in self._claimed)
+            self._claimed |= free
+            return free
+
+    def release(self, keys: Iterable[HistoryKey]) -> None:
+        """End claims, and wake the tasks that wait for a probe."""
+        with self._changed:
+            self._claimed.difference_update(keys)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Wake the tasks that wait for a probe."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+#: Of this Python process: the next flow learns from the runs of one at once, whichever store keeps them.
+PROCESS_GATE = ProbeGate()
+PROCESS_RUNS = MemoryHistory()
+
+
+class BudgetBook:
+    """Chooses the budgets of one runner's tasks, and keeps what their processes needed.
+
+    Safe to use from several threads.
+
+    Args:
+        store: Keeps runs beyond this process.
+        gate: Which histories are probed for.
+        recent: Runs of this process.
+    """
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        gate: ProbeGate = PROCESS_GATE,
+        recent: HistoryStore = PROCESS_RUNS,
+    ) -> None:
+        self._store = store
+        self._gate = gate
+        self._recent = recent
+        self._lock = threading.Lock()
+        self._told = False
+
+    def grant(
+        self,
+        identity: TaskIdentity,
+        memory: int | float | None,
+        device_names: Sequence[str],
+        *,
+        count: int,
+        capacity_bytes: Mapping[str, int],
+        limit_s: float | None,
+        on_waiting: Callable[[str], None],
+        cancelled: Callable[[], bool],
+    ) -> Grant | None:
+        """Return what a process of a task gets; wait for a probe where that is not known.
+
+        Args:
+            identity: Which task.
+            memory: What its tag asks for; `None`: no tag.
+            device_names: Model of each device that it may use.
+            count: Devices that it asks for.
+            capacity_bytes: Most bytes that a device of each model can be reserved for.
+            limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
+            on_waiting: Called with the reason for the wait; an exception of it ends the wait.
+            cancelled: Called after every change; see `wake`.
+
+        Returns:
+            `None`: it was cancelled.
+
+        Raises:
+            PlacementTimeoutError: The probe that it waits for took too long.
+        """
+        names = list(dict.fromkeys(device_names))
+        if memory is not None:
+            runs = {name: self._runs(identity.on(name)) for name in names}
+            return Grant(memory, "tag", _contexts(runs), expected_s=_longest_s(runs))
+        began_s = time.monotonic()
+        told = False
+        while not cancelled():
+            runs = {name: self._runs(identity.on(name)) for name in names}
+            lessons = {name: _placeable(past) for name, past in runs.items()}
+            unknown = [identity.on(name) for name, lesson in lessons.items() if lesson is None]
+            claims = self._gate.claim(unknown)
+            if claims or len(unknown) < len(names):
+                # Another probe may have ended between the lookup and the claim.
+                fresh = {k for k in claims if learn(self._runs(k)) is not None}
+                if fresh:
+                    self._gate.release(claims)
+                    continue
+                waited_s = time.monotonic() - began_s if told else 0.0
+                roomy = sum(
+                    lessons[name] is not None or identity.on(name) in claims
+                    for name in device_names
+                )
+                grant = self._from_lessons(
+                    identity, lessons, claims, capacity_bytes, waited_s, roomy >= count
+                )
+                return replace(grant, expected_s=_longest_s(runs))
+            waited_s = time.monotonic() - began_s
+            if limit_s is not None and waited_s >= limit_s:
+                raise PlacementTimeoutError(
+                    f"gpu:wait={format_seconds(limit_s)} is over: {identity.task_name!r} still "
+                    f"waited for the first run of that task to show what it needs"
+                )
+            if waited_s >= TELL_S and not told:
+                told = True
+                on_waiting(f"the first run of {identity.task_name!r} to show what it needs")
+            left_s = None if limit_s is None else limit_s - waited_s
+            self._wait(unknown, left_s, told, cancelled)
+        return None
+
+    def take(self, identity: TaskIdentity, report: TaskReport) -> None:
+        """Keep the run of a process. Returns at once."""
+        if not report.devices:
+            return
+        key, run = identity.on(report.devices[0].name), past_run(report)
+        run = replace(run, floor_bytes=known_floor_bytes((*self._runs(key), run)) or None)
+        self._recent.add(key, run)
+        self._store.add(key, run)
+
+    def release(self, grant: Grant) -> None:
+        """End the claims of a process whose run was kept: others may use it, or probe."""
+        if grant.claims:
+            self._gate.release(grant.claims)
+
+    def keep(self, grant: Grant, device_name: str) -> Grant:
+        """Return the grant of a process that was placed: it probes for that model only."""
+        others = frozenset(key for key in grant.claims if key.device_name != device_name)
+        if not others:
+            return grant
+        self._gate.release(others)
+        return replace(grant, claims=grant.claims - others)
+
+    def wake(self) -> None:
+        """Have all tasks that wait for probes check whether they were cancelled."""
+        self._gate.wake()
+
+    def _wait(
+        self,
+        keys: Sequence[HistoryKey],
+        left_s: float | None,
+        told: bool,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        patience = [s for s in (left_s, None if told else TELL_S) if s is not None]
+        with self._gate.changed:
+            # A claim that ended, or a cancellation, before this lock was taken has woken nothing.
+            if not cancelled() and all(self._gate.is_claimed(key) for key in keys):
+                self._gate.changed.wait(min(patience) if patience else None)
+
+    @staticmethod
+    def _from_lessons(
+        identity: TaskIdentity,
+        lessons: Mapping[str, Lesson | None],
+        claims: frozenset[HistoryKey],
+        capacity_bytes: Mapping[str, int],
+        waited_s: float,
+        avoid: bool,
+    ) -> Grant:
+        known = {name: lesson for name, lesson in lessons.items() if lesson is not None}
+        contexts = {name: lesson.context_bytes for name, lesson in known.items()}
+        # A budget above the capacity means a device to itself.
+        budgets = {
+            name: lesson.budget_bytes
+            for name, lesson in known.items()
+            if lesson.budget_bytes < capacity_bytes.get(name, 0)
+        }
+        unclaimed = [n for n in lessons if n not in known and identity.on(n) not in claims]
+        if avoid:
+            # Other tasks probe on those.
+            budgets |= dict.fromkeys(unclaimed, NEVER_BYTES)
+        memory: Memory = ModelBudgets(tuple(sorted(budgets.items()))) if budgets else None
+        if len(lessons) == 1 and budgets:
+            (memory,) = budgets.values()
+        return Grant(memory, "learned" if known else "probe", contexts, claims, waited_s)
+
+    def _runs(self, key: HistoryKey) -> list[PastRun]:
+        """Return the runs of a key: kept ones and those of this process, each once, newest first."""
+        try:
+            kept = self._store.runs(key)
+        except OSError as error:
+            kept = ()
+            with self._lock:
+                told, self._told = self._told, True
+            if not told:
+                logger.warning(
+                    "histories of tasks cannot be read (%s): those without gpu:memory probe", error
+                )
+        return sorted({*kept, *self._recent.runs(key)}, key=lambda run: run.ended_at, reverse=True)
+
+
+def _contexts(runs: Mapping[str, Sequence[PastRun]]) -> dict[str, int]:
+    found = ((name, learned_context_bytes(past)) for name, past in runs.items())
+    return {name: size for name, size in found if size is not None}
+
+
+def _longest_s(runs: Mapping[str, Sequence[PastRun]]) -> float | None:
+    """Return the seconds that a task is expected to take on the slowest model that it has run on."""
+    known = [seconds for past in runs.values() if (seconds := expected_s(past)) is not None]
+    return max(known, default=None)
+
+
+def _placeable(runs: Sequence[PastRun]) -> Lesson | None:
+    """Return the lesson of a history, of no more than a completed probe has had of its device."""
+    lesson = learn(runs)
+    probes = [r.budget_bytes for r in runs if r.outcome == "completed" and r.cap_bytes is None]
+    if lesson is not None and probes and lesson.budget_bytes > max(probes) > 0:
+        # Other programs may use the device permanently: a device to itself was enough.
+        return replace(lesson, budget_bytes=NEVER_BYTES)
+    return lesson

@@ -1,0 +1,243 @@
+"""How large a framework's context is on a device: known, or measured in a calibration child.
+
+A framework's cap is its budget less its context, so the context must be known before the first capped
+task. It is measured on the device and within the reservation of the task that needs it, once for each
+framework, version, GPU model and driver. `frameworks.context` keeps the figures.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue as queues
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from prefect_gpu.broker.broker import Broker, Ticket
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import FrameworkPolicy, child_environment
+from prefect_gpu.frameworks.context import ContextKey, ContextStore, fallback_context_bytes
+from prefect_gpu.in_task import Allocation
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes import values
+from prefect_gpu.processes.interpreter import import_paths
+from prefect_gpu.processes.launch_spec import (
+    ChildExited,
+    ChildRefused,
+    ChildStarted,
+    Launcher,
+    LaunchSpec,
+    ValueArrived,
+)
+from prefect_gpu.processes.launcher import process_launcher
+from prefect_gpu.processes.messages import BodyEnded, Prepare
+from prefect_gpu.scheduling.model import Device
+from prefect_gpu.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a calibration may take. To import TensorFlow takes up to 11 s, its first convolution
+#: some more (measured); twenty times that is a hang.
+CALIBRATION_S = 240.0
+
+#: Seconds to wait for a reading that shows the calibrated process.
+READING_S = 5.0
+
+
+class ContextMeter:
+    """Looks up contexts, or measures them. Safe to use from several threads.
+
+    Args:
+        store: Keeps what was measured.
+        launcher: Starts calibration children.
+    """
+
+    def __init__(self, store: ContextStore, launcher: Launcher) -> None:
+        self._store = store
+        self._launcher = launcher
+        self._lock = threading.Lock()
+        self._locks: dict[ContextKey, threading.Lock] = {}
+
+    def contexts(
+        self,
+        frameworks: Sequence[str],
+        learned_bytes: int | None,
+        policy: FrameworkPolicy,
+        broker: Broker,
+        ticket: Ticket,
+    ) -> dict[str, int]:
+        """Return the contexts that a task's caps leave space for on NVIDIA devices, from the best source.
+
+        Args:
+            frameworks: That the task uses; empty: not known. For others the figure is the known one,
+                or else a documented one.
+            learned_bytes: Context of its own processes on such a device; `None`: none was measured.
+            policy: Of the task, but for its contexts.
+            broker: Reads the device.
+            ticket: Of the task, placed. The first of its devices counts.
+
+        Returns:
+            Bytes by framework.
+        """
+        assert ticket.placement is not None
+        device = ticket.placement.devices[0]
+        known = self.known(device)
+        if policy.allocation == "growth":
+            # No cap depends on it, so there is no calibration.
+            return known
+        if learned_bytes:
+            # Closer than a calibration.
+            names = frameworks or tuple(known)
+            return {**known, **{n: int(learned_bytes * policy.share(n)) for n in names}}
+        missing = [name for name in frameworks if self._store.get(_key(name, device)) is None]
+        if missing:
+            # The calibration uses this reservation, which has space for one context.
+            broker.leave_standby(ticket)
+        measured = {name: self._measure(name, device, policy, broker, ticket) for name in missing}
+        return {**known, **measured}
+
+    def known(self, device: Device) -> dict[str, int]:
+        """Return the context of every framework as it is known, or else a documented figure."""
+        contexts: dict[str, int] = {}
+        for name in registry.ADAPTERS:
+            measured = self._store.get(_key(name, device))
+            contexts[name] = fallback_context_bytes(name) if measured is None else measured
+        return contexts
+
+    def _measure(
+        self,
+        framework: str,
+        device: Device,
+        policy: FrameworkPolicy,
+        broker: Broker,
+        ticket: Ticket,
+    ) -> int:
+        """Return a context that is not known: from a calibration, or else a documented figure."""
+        key = _key(framework, device)
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            # Another task may have measured it meanwhile.
+            size = self._store.get(key)
+            if size is not None:
+                return size
+            try:
+                size = self._calibrate(framework, policy, broker, ticket)
+            except Exception as error:  # noqa: BLE001 - a figure is assumed instead
+                size = fallback_context_bytes(framework)
+                logger.warning(
+                    "the context of %s on %s could not be measured (%s); %s is assumed",
+                    framework,
+                    device.name,
+                    error,
+                    format_bytes(size),
+                )
+                return size
+            self._store.put(key, size)
+            logger.info("context of %s on %s: %s", framework, device.name, format_bytes(size))
+            return size
+
+    def _calibrate(
+        self, framework: str, policy: FrameworkPolicy, broker: Broker, ticket: Ticket
+    ) -> int:
+        """Return the context of a framework: run a calibration child, and read the device meanwhile."""
+        alone = replace(
+            policy,
+            device_uuids=policy.device_uuids[:1],
+            total_bytes=policy.total_bytes[:1],
+            budget_bytes=policy.budget_bytes[:1],
+            allocation="growth",
+            allocator_options={},
+            caching=True,
+            frameworks=(framework,),
+        )
+        allocation = Allocation(alone.budget_bytes[0], None, 1, alone.device_uuids, (framework,))
+        messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
+        handle = self._launcher.start(
+            LaunchSpec(
+                task_name=f"calibrate-{framework}",
+                environment=child_environment(alone, registry.adapters_for(alone), os.environ),
+                prepare=Prepare(alone, allocation, 1.0, work="calibrate", framework=framework),
+                argv=tuple(sys.argv),
+                sys_path=import_paths(),
+            ),
+            messages.put,
+        )
+        shown: queues.SimpleQueue[tuple[float, int]] = queues.SimpleQueue()
+        before, ticket.on_measured = ticket.on_measured, lambda at, sizes: shown.put((at, sizes[0]))
+        try:
+            reserved = self._hear(messages, broker, ticket)
+            return max(0, self._read(shown, broker) - reserved)
+        finally:
+            ticket.on_measured = before
+            handle.kill()
+            try:
+                self._wait_for_exit(messages)
+            finally:
+                ticket.pid = None
+
+    @staticmethod
+    def _read(shown: queues.SimpleQueue[tuple[float, int]], broker: Broker) -> int:
+        """Return the bytes of the first reading that shows the process.
+
+        There is none where the device does not attribute memory to processes (WSL, containers).
+
+        Raises:
+            TimeoutError: There was none in time.
+        """
+        asked = time.monotonic()
+        broker.refresh()
+        try:
+            while True:
+                left_s = asked + READING_S - time.monotonic()
+                at_s, process_bytes = shown.get(timeout=max(0.0, left_s))
+                if at_s >= asked and process_bytes:
+                    return process_bytes
+        except queues.Empty:
+            raise TimeoutError("the device shows no memory for the calibrated process") from None
+
+    @staticmethod
+    def _hear(messages: queues.SimpleQueue[Any], broker: Broker, ticket: Ticket) -> int:
+        """Return the bytes that the framework's allocator holds, as the child says at its end."""
+        deadline = time.monotonic() + CALIBRATION_S
+        ended: BodyEnded | None = None
+        while True:
+            try:
+                message = messages.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queues.Empty:
+                raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
+            if isinstance(message, ChildStarted):
+                broker.attach(ticket, message.pid)
+            elif isinstance(message, BodyEnded):
+                ended = message
+            elif isinstance(message, ValueArrived):
+                value = values.loads(message.data, "return value")
+                if ended is None or ended.raised:
+                    raise value
+                return int(value)
+            elif isinstance(message, ChildRefused):
+                messages.put(message)
+                raise message.error
+            elif isinstance(message, ChildExited):
+                messages.put(message)
+                raise RuntimeError(f"it ended with {message.code}: {message.stderr_tail[-500:]}")
+
+    @staticmethod
+    def _wait_for_exit(messages: queues.SimpleQueue[Any]) -> None:
+        while not isinstance(messages.get(timeout=CALIBRATION_S), (ChildExited, ChildRefused)):
+            pass
+
+
+def _key(framework: str, device: Device) -> ContextKey:
+    return ContextKey(framework, registry.framework_version(framework), device.name, device.driver)
+
+
+def context_meter() -> ContextMeter:
+    """Return the one meter of this process."""
+    return PROCESS_RESOURCES.get(
+        ContextMeter, lambda: ContextMeter(ContextStore(), process_launcher())
+    )

@@ -1,0 +1,416 @@
+"""What is learned of one process while it runs, and the report that is made of it.
+
+It collects facts and adds them up. It starts and decides nothing (`attempt`), and it does not draw or
+publish (`reports`).
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.frameworks.registry import SEEN_BY_LOOKING
+from prefect_gpu.measurements import (
+    Mark,
+    MarkKeeper,
+    Sample,
+    SeriesBuilder,
+    StepFacts,
+    largest,
+)
+from prefect_gpu.processes.messages import BodyEnded
+from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
+from prefect_gpu.runner.task_plan import TaskFacts
+from prefect_gpu.scheduling.ladder import Cause
+from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
+from prefect_gpu.scheduling.model import DeviceKind, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Overshoot:
+    """A reading above the budget, on one device."""
+
+    seen_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a process ended. Decided by the engine's thread alone."""
+
+    outcome: Outcome
+    #: One line of what went wrong; empty: nothing did.
+    error: str = ""
+    #: Cause of an out-of-memory or of a kill; empty: there was none.
+    cause: Cause | Literal[""] = ""
+    #: Bytes on one device that it would have needed; `None`: unknown.
+    wanted_bytes: int | None = None
+
+
+class ProcessRecord:
+    """Facts of one process, from its placement on. Safe to use from several threads.
+
+    The broker's thread adds readings, the launcher's thread what the process says, and the engine's
+    thread what its frameworks may take.
+
+    Args:
+        placement: Where it runs.
+        placed_s: Monotonic seconds when it was placed.
+        queued_s: Seconds that it waited for that.
+        watched: It has a budget to keep to: `add_reading` returns an overshoot.
+    """
+
+    def __init__(
+        self, placement: Placement, placed_s: float, queued_s: float, watched: bool = True
+    ) -> None:
+        self._placement = placement
+        self._placed_s = placed_s
+        self._queued_s = queued_s
+        self._watched = watched
+        #: Wall-clock seconds since the epoch.
+        self._placed_at = time.time()
+        #: Guards all below.
+        self._lock = threading.Lock()
+        self._series = SeriesBuilder(sum(placement.budget_bytes))
+        self._context = ContextWatch()
+        self._counted = False
+        #: The last counters are those of the body's end: its peaks are whole.
+        self._counted_out = False
+        self._peak_live_bytes: int | None = None
+        self._peak_reserved_bytes: int | None = None
+        self._used: tuple[str, ...] = ()
+        self._steps: StepFacts | None = None
+        #: Their times are seconds since the body's first line.
+        self._marks = MarkKeeper()
+        #: Most that it held, as itself or the simulated devices know it, in bytes.
+        self._own_peak_bytes = 0
+        # Set by the methods below; any thread may read them.
+        #: Process id; `None`: there is no process yet.
+        self.pid: int | None = None
+        #: Bytes that a framework could allocate at most on a device; `None`: no cap.
+        self.cap_bytes: int | None = None
+        #: Bytes of context left out of the cap.
+        self.context_bytes = 0
+        #: Contexts as they are known on its device, in bytes by framework.
+        self.known_contexts: Mapping[str, int] = {}
+        #: Monotonic seconds of the body's first line and of its end; `None`: not yet.
+        self.started_s: float | None = None
+        self.ended_s: float | None = None
+        #: The value has arrived whole.
+        self.value_arrived = False
+        #: What the child saw when device memory ran out; `None`: it did not, or it is not known.
+        self.out_of_memory: OutOfMemory | None = None
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes on each device, the smallest where they differ."""
+        return min(self._placement.budget_bytes)
+
+    @property
+    def total_budget_bytes(self) -> int:
+        """Bytes on all its devices together."""
+        return sum(self._placement.budget_bytes)
+
+    @property
+    def last_process_bytes(self) -> int | None:
+        """Bytes on all its devices when they last showed any; `None`: they never did.
+
+        A process that was killed leaves the driver's list before its end is heard.
+        """
+        with self._lock:
+            samples = self._series.samples
+        return next((s.process_bytes for s in samples[::-1] if s.process_bytes), None)
+
+    def set_caps(
+        self, cap_bytes: int | None, context_bytes: int, known_contexts: Mapping[str, int]
+    ) -> None:
+        """Note what its frameworks may take.
+
+        Args:
+            cap_bytes: That a framework may allocate at most on a device; `None`: no cap.
+            context_bytes: Bytes of context left out of the cap.
+            known_contexts: Contexts as they are known on its device, in bytes by framework.
+        """
+        with self._lock:
+            self.cap_bytes, self.context_bytes = cap_bytes, context_bytes
+            self.known_contexts = known_contexts
+
+    def add_start(self, pid: int) -> None:
+        """Note its process; a second one replaces the first, which ended before it took the call."""
+        with self._lock:
+            self.pid = pid
+
+    def add_first_line(self) -> None:
+        """Note that the body begins."""
+        with self._lock:
+            self.started_s = time.monotonic()
+
+    def add_reading(
+        self, at_s: float, sizes_bytes: Sequence[int], live_bytes: int | None = None
+    ) -> Overshoot | None:
+        """Note what its devices show for it.
+
+        Args:
+            at_s: Monotonic seconds.
+            sizes_bytes: Of the whole process on each device, in the placement's order.
+            live_bytes: What it has allocated, where the devices know (simulated ones do).
+
+        Returns:
+            The first reading above its budget; `None`: it is none, or not the first.
+        """
+        total = sum(sizes_bytes)
+        with self._lock:
+            self._context.add_reading(total)
+            self._add(at_s, total, live_bytes, live_bytes)
+            for size, budget in zip(sizes_bytes, self._placement.budget_bytes, strict=True):
+                if self._watched and size > budget + OVERSHOOT_BYTES:
+                    self._watched = False
+                    return Overshoot(size, budget)
+        return None
+
+    def add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
+        """Note what its frameworks say themselves.
+
+        The body may reset their peaks, which are its own to read: the largest seen counts.
+        """
+        with self._lock:
+            self._add_counters(counters, frameworks)
+
+    def _add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
+        self._counted = True
+        self._used = frameworks
+        self._context.add_reserved(
+            counters.reserved_bytes, counters.peak_reserved_bytes, counters.freed_bytes
+        )
+        for live in (counters.live_bytes, counters.peak_live_bytes):
+            self._peak_live_bytes = largest(self._peak_live_bytes, live)
+        for reserved in (counters.reserved_bytes, counters.peak_reserved_bytes):
+            self._peak_reserved_bytes = largest(self._peak_reserved_bytes, reserved)
+        self._add(time.monotonic(), None, counters.live_bytes, counters.reserved_bytes)
+
+    def add_steps(self, steps: StepFacts | None, marks: Iterable[Mark]) -> None:
+        """Note what its steps show so far, and the marks that are new.
+
+        Args:
+            steps: `None`: there was none.
+            marks: Their times are seconds since the body's first line.
+        """
+        with self._lock:
+            self._steps = steps or self._steps
+            self._marks.extend(marks)
+
+    def add_peaks(self, live_bytes: int, process_bytes: int) -> None:
+        """Note peaks that are known only at its end (simulated devices)."""
+        with self._lock:
+            self._own_peak_bytes = process_bytes
+            self._add(time.monotonic(), None, live_bytes, live_bytes)
+
+    def add_end(self, ended: BodyEnded) -> None:
+        """Note how its body ended, as the child says. It may still die sending its value."""
+        with self._lock:
+            self.ended_s = time.monotonic()
+            if ended.counters is not None:
+                self._add_counters(ended.counters, ended.frameworks)
+                self._counted_out = True
+            self._steps = ended.steps or self._steps
+            self._marks.extend(ended.marks)
+            self._used = ended.frameworks
+            self._own_peak_bytes = ended.host_peak_bytes
+            self.out_of_memory = ended.out_of_memory or self.out_of_memory
+
+    def add_value(self) -> None:
+        """Note that the value has arrived whole."""
+        with self._lock:
+            self.value_arrived = True
+
+    def add_overshoot(self, over: Overshoot) -> None:
+        """Note that it is killed for holding more than its budget: an out-of-memory of its own."""
+        with self._lock:
+            self.out_of_memory = OutOfMemory(
+                "", wanted_bytes=0, process_bytes=over.seen_bytes, says_own_cap=True
+            )
+
+    def _add(
+        self, at_s: float, process: int | None, live: int | None, reserved: int | None
+    ) -> None:
+        since = max(0.0, at_s - self._placed_s)
+        self._series.add(Sample(since, process, live, reserved))
+
+    def report(
+        self,
+        facts: TaskFacts,
+        kind: DeviceKind,
+        number: int,
+        budget_source: BudgetSource,
+        frameworks: tuple[str, ...],
+        verdict: Verdict,
+        leaked_bytes: int | None,
+        gone_s: float | None,
+    ) -> TaskReport:
+        """Make the report, once nothing is left of the process.
+
+        Args:
+            facts: Which task run it belonged to.
+            kind: Of its devices.
+            number: From 1: which process of the task run.
+            budget_source: Where its budget came from.
+            frameworks: As tagged; empty: those that it used.
+            verdict: How it ended.
+            leaked_bytes: What did not come back; `None`: not known.
+            gone_s: Monotonic seconds when the process ended; `None`: now.
+        """
+        with self._lock:
+            ended_s = self.ended_s if self.ended_s is not None else gone_s
+            ended_s = time.monotonic() if ended_s is None else ended_s
+            started_s = ended_s if self.started_s is None else self.started_s
+            series = self._series
+            # Simulated devices know more than a child that died between two messages.
+            peak_live = largest(self._peak_live_bytes, series.peak_live_bytes)
+            peak_reserved = largest(self._peak_reserved_bytes, series.peak_reserved_bytes)
+            peak_process, context, source = self._add_up(kind, peak_reserved)
+            return TaskReport(
+                task_name=facts.task_name,
+                task_key=facts.task_key,
+                task_run_id=facts.task_run_id,
+                task_run_name=facts.task_run_name,
+                flow_run_id=facts.flow_run_id,
+                pid=self.pid,
+                devices=self._placement.devices,
+                framework=",".join(frameworks or self._used) or "none",
+                outcome=verdict.outcome,
+                attempt=number,
+                budget_bytes=self.budget_bytes,
+                budget_source=budget_source,
+                peak_process_bytes=peak_process,
+                peak_live_bytes=peak_live,
+                peak_reserved_bytes=peak_reserved,
+                context_bytes=context,
+                leaked_bytes=leaked_bytes,
+                queued_s=self._queued_s,
+                start_s=started_s - self._placed_s,
+                run_s=max(0.0, ended_s - started_s),
+                placed_at=self._placed_at,
+                samples=series.samples,
+                sample_count=series.count,
+                source=source,
+                marks=self._placed_marks(started_s),
+                error=verdict.error,
+                wasted_byte_seconds=series.wasted_byte_seconds(ended_s - self._placed_s),
+                cap_bytes=self.cap_bytes,
+                cause=verdict.cause,
+                wanted_bytes=verdict.wanted_bytes,
+                steps=self._seen_steps(),
+            )
+
+    def _seen_steps(self) -> StepFacts | None:
+        """Return what its steps show; steady memory only for frameworks where sampling sees it."""
+        steps = self._steps
+        if steps is None or SEEN_BY_LOOKING.issuperset(self._used):
+            return steps
+        return replace(steps, steady_live_bytes=None)
+
+    def _placed_marks(self, started_s: float) -> tuple[Mark, ...]:
+        """Return the marks with their times since the placement."""
+        before_s = started_s - self._placed_s
+        return tuple(replace(m, at_s=m.at_s + before_s) for m in self._marks.marks())
+
+    def _add_up(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
+        """Return the process's peak, its context, and where the peak comes from."""
+        peak = self._series.peak_process_bytes or 0
+        if kind != "nvml":
+            # The child knows the peak of a resident set that no reading has seen.
+            return max(peak, self._own_peak_bytes), self._assumed_context_bytes(), kind
+        context = self._context.seen_bytes()
+        if context is None:
+            context = self._unseen_context_bytes(peak, peak_reserved)
+        if peak_reserved is None or not self._counted or peak >= peak_reserved:
+            return peak, context, kind
+        # No reading has seen the peak, or the device does not attribute memory to processes.
+        return peak_reserved + context, context, "framework"
+
+    def _unseen_context_bytes(self, peak: int, peak_reserved: int | None) -> int:
+        """Estimate the context where no reading can be compared with what the allocators held.
+
+        That is so for a body that empties its cache all the time. If no reading met its peak, the
+        difference of the peaks is too small, and a cap computed from it would let the process pass
+        its budget. So the assumed context, where there is one, is the least.
+        """
+        assumed = self._assumed_context_bytes()
+        if not peak_reserved or (assumed and not self._counted_out):
+            # It died, and may have taken more than its counters said: the difference means nothing.
+            return assumed
+        return max(assumed, peak - peak_reserved)
+
+    def _assumed_context_bytes(self) -> int:
+        """Return the contexts on all its devices, as left out of its cap or as known."""
+        known = (self.known_contexts.get(name, 0) for name in self._used)
+        each = self.context_bytes or max(known, default=0)
+        return each * len(self._placement.devices)
+
+
+class ContextWatch:
+    """Derives the context of one process: what the device shows above what its allocators hold.
+
+    Different processes read the two at different times. Each reading of the device is therefore
+    compared with the most that the allocators held between the counters before and after it:
+
+    - If they freed nothing in between, what they held only rose, and the later counters bound it.
+      The context can then only be too small, and the largest of many is right.
+    - If they freed something, they may have held any amount for a moment (`cudnn.benchmark` tries
+      its workspaces that way), and the reading is ignored.
+    - If they do not count what they free, the largest amount that they ever held bounds a period in
+      which that amount rose, and no other.
+
+    Readings after the last counters are ignored too: a process may take gigabytes just before it
+    dies. For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._reserved_bytes: int | None = None
+        self._freed_bytes: int | None = None
+        self._peak_bytes = 0
+        #: Readings since the last counters, in bytes: the newest.
+        self._pending: collections.deque[int] = collections.deque(maxlen=8)
+        self._seen_bytes: int | None = None
+
+    def add_reading(self, process_bytes: int) -> None:
+        """Add what the device shows for the process."""
+        if process_bytes and self._reserved_bytes is not None:
+            self._pending.append(process_bytes)
+
+    def add_reserved(
+        self,
+        reserved_bytes: int | None,
+        peak_bytes: int | None = None,
+        freed_bytes: int | None = None,
+    ) -> None:
+        """Add what its allocators report; `None`: they do not report it.
+
+        Args:
+            reserved_bytes: What they hold.
+            peak_bytes: The most they ever held.
+            freed_bytes: What they have freed so far.
+        """
+        before, self._reserved_bytes = self._reserved_bytes, reserved_bytes
+        freed_before, self._freed_bytes = self._freed_bytes, freed_bytes
+        peak_before, self._peak_bytes = self._peak_bytes, max(self._peak_bytes, peak_bytes or 0)
+        if before is not None and reserved_bytes is not None and freed_before == freed_bytes:
+            # A peak that rose did so between the two.
+            rose = self._peak_bytes if self._peak_bytes > peak_before else 0
+            self._settle(max(before, reserved_bytes, rose))
+        self._pending.clear()
+
+    def seen_bytes(self) -> int | None:
+        """Return the largest context seen so far; `None`: none."""
+        return self._seen_bytes
+
+    def _settle(self, reserved_bytes: int) -> None:
+        for process_bytes in self._pending:
+            if process_bytes > reserved_bytes > 0:
+                self._seen_bytes = max(self._seen_bytes or 0, process_bytes - reserved_bytes)

@@ -1,0 +1,373 @@
+"""One submitted GPU task: what Prefect's engine runs in place of its body, process after process.
+
+`GPUTask` is the task, and `BodyRun` one call of its body: it starts attempts until one answers or another would
+not help. What follows an out-of-memory is decided in `scheduling.ladder`, one process is `attempt`, and what a
+runner keeps for all of its tasks is in `active_runner`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
+
+from prefect import Task
+from prefect.futures import PrefectFuture
+
+from prefect_gpu.broker.broker import Broker
+from prefect_gpu.errors import (
+    NO_ROOM,
+    ChildDiedError,
+    DeviceError,
+    PlacementError,
+    PlacementTimeoutError,
+    PolicyError,
+    ResultError,
+)
+from prefect_gpu.processes.launch_spec import Launcher
+from prefect_gpu.processes.launcher import process_launcher
+from prefect_gpu.processes.standby_pool import Announcement
+from prefect_gpu.processes.values import argument_files
+from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.publish import ReportsInOrder
+from prefect_gpu.runner.attempt import Attempt, CancelledByRunner
+from prefect_gpu.runner.budgets import BudgetBook, Grant
+from prefect_gpu.runner.engine_threads import Passage, asked_first
+from prefect_gpu.runner.prefect_engine import (
+    ChildCrash,
+    EngineRun,
+    SharedClient,
+    run_engine,
+    with_body,
+)
+from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
+from prefect_gpu.scheduling.ladder import (
+    Cause,
+    Climb,
+    Evidence,
+    Rung,
+    classify,
+    needed_bytes,
+    next_rung,
+)
+
+#: Characters of an error's text that a log line repeats.
+LONGEST_LINE = 160
+
+
+class BodyRun:
+    """Runs the body for one call by Prefect's engine.
+
+    Args:
+        call: The call.
+        climb: How far earlier calls for the same task run have climbed.
+        numbers: Numbers the processes of the task run.
+        broker: Of the runner's devices.
+        launcher: Starts the processes.
+        book: Says what they get.
+        reports: Takes the report of each process, from any thread.
+        new_attempt: Makes an attempt; tests have others.
+    """
+
+    def __init__(
+        self,
+        call: TaskCall,
+        climb: Climb,
+        numbers: Iterator[int],
+        broker: Broker,
+        launcher: Launcher,
+        book: BudgetBook,
+        reports: ReportsInOrder,
+        new_attempt: Callable[[TaskCall, Grant, int, Broker, Launcher], Attempt] = Attempt,
+    ) -> None:
+        self._call = call
+        self._policy = call.plan.policy
+        #: How far it has climbed.
+        self.climb = climb
+        self._numbers = numbers
+        self._broker = broker
+        self._launcher = launcher
+        self._book = book
+        #: Of its task run.
+        self.reports = reports
+        self._new_attempt = new_attempt
+        self._lock = threading.Lock()
+        self._cancelled = False
+        #: In order; at most `ladder.MOST_PROCESSES`.
+        self._attempts: list[Attempt] = []
+        self._over = threading.Event()
+
+    def cancel(self) -> None:
+        """End it, wherever it is. From any thread; `run` then raises `CancelledByRunner`."""
+        with self._lock:
+            self._cancelled = True
+            attempts = tuple(self._attempts)
+        self._book.wake()
+        for attempt in attempts:
+            # Those before the last may linger at their exit.
+            attempt.cancel()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of its processes is left and their reports were handed on."""
+        return self._over.is_set() and all(a.finished.is_set() for a in self._attempts)
+
+    def wait_finished(self, timeout_s: float) -> bool:
+        """Wait until `finished`; `False`: it was not in time."""
+        deadline = time.monotonic() + timeout_s
+        events = (self._over, *(attempt.finished for attempt in self._attempts))
+        return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
+
+    def run(self) -> object:
+        """Run the body until a process answers.
+
+        Returns:
+            What the body returned.
+
+        Raises:
+            PlacementError: No device can hold it, or none was free in time.
+            CancelledByRunner: `cancel` was called.
+            BaseException: What `Attempt.run` raises for the last process.
+        """
+        try:
+            return self._run_processes()
+        finally:
+            self._over.set()
+
+    def _run_processes(self) -> object:
+        grant = self._first_grant()
+        shortage: Exception | None = None
+        while True:
+            take_report = self.reports.expect()
+            attempt: Attempt | None = None
+            rung: Rung | None = None
+            go_on = False
+            cause: Cause | Literal[""] = ""
+            wanted_bytes: int | None = None
+            try:
+                attempt = self._begin(grant)
+                placement = attempt.place()
+                # A probe on one model says nothing of others.
+                grant = self._book.keep(grant, placement.devices[0].name)
+                return attempt.run()
+            except PlacementTimeoutError:
+                raise
+            except PlacementError as error:
+                if shortage is None:
+                    raise
+                # What ran out is what went wrong; that there is no more is why it ends.
+                _add_note(shortage, f"prefect_gpu: {error}")
+                raise shortage from None
+            except Exception as error:
+                evidence = None if attempt is None else attempt.evidence()
+                if attempt is None or evidence is None:
+                    raise
+                cause, wanted_bytes = classify(evidence), needed_bytes(evidence)
+                rung = self._next_rung(attempt, cause, evidence, error)
+                if rung is None:
+                    raise
+                self._call.run.warn(f"{_first_line(error)}: {rung.reason}")
+                shortage, go_on = error, True
+            finally:
+                # The grant goes on to the next process, if there is one.
+                take = functools.partial(self._take_report, take_report, grant, not go_on)
+                if attempt is None:
+                    take(None)
+                else:
+                    attempt.close(take, cause, wanted_bytes)
+            grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0)
+            self.climb = rung.climb
+
+    def _begin(self, grant: Grant) -> Attempt:
+        attempt = self._new_attempt(
+            self._call, grant, next(self._numbers), self._broker, self._launcher
+        )
+        with self._lock:
+            cancelled = self._cancelled
+            self._attempts.append(attempt)
+        if cancelled:
+            attempt.cancel()
+        return attempt
+
+    def _first_grant(self) -> Grant:
+        policy, broker = self._policy, self._broker
+        devices = broker.eligible(policy.devices)
+        grant = self._book.grant(
+            self._call.identity,
+            policy.memory,
+            [device.name for device in devices],
+            count=policy.count,
+            capacity_bytes=broker.model_capacities(policy.devices),
+            limit_s=policy.wait_s,
+            on_waiting=self._call.run.show_awaiting,
+            cancelled=lambda: self._cancelled,
+        )
+        if grant is None:
+            raise CancelledByRunner
+        if self.climb.whole_device:
+            return replace(grant, memory=None)
+        if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
+            # An earlier call has found that it needs more.
+            return replace(grant, memory=self.climb.reached_bytes)
+        return grant
+
+    def _next_rung(
+        self, attempt: Attempt, cause: Cause, evidence: Evidence, error: Exception
+    ) -> Rung | None:
+        """Return what the next process gets; `None`: there is none, and the error stands."""
+        if self._policy.oom == "fail":
+            return None
+        climb = replace(self.climb, whole_device=attempt.whole_device)
+        capacity = self._broker.capacity_bytes(self._policy.devices, self._policy.count)
+        rung = next_rung(climb, cause, evidence, capacity)
+        if isinstance(rung, Rung):
+            return rung
+        _add_note(error, f"prefect_gpu: {rung}")
+        return None
+
+    def _take_report(
+        self,
+        hand_on: Callable[[TaskReport | None], None],
+        grant: Grant,
+        release: bool,
+        report: TaskReport | None,
+    ) -> None:
+        """Take the report of a process, `None` if there was none, and hand it on."""
+        try:
+            if report is not None:
+                self._book.take(self._call.identity, report)
+        finally:
+            if release:
+                self._book.release(grant)
+            hand_on(report)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    # The first of PyTorch's six sentences says it.
+    short = textwrap.shorten(text, LONGEST_LINE, placeholder=" …")
+    return f"{type(error).__name__}: {short}" if text else type(error).__name__
+
+
+def _add_note(error: Exception, note: str) -> None:
+    """Add a line to what is shown of an error; Python 3.10 keeps it without showing it."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+
+
+if TYPE_CHECKING:
+    from prefect_gpu.runner.active_runner import ActiveRunner
+
+#: Errors after which a retry could only fail the same way: the author or the machine must change.
+HOPELESS = (PolicyError, PlacementError, DeviceError, ResultError)
+
+
+def is_hopeless(error: object) -> bool:
+    """Return whether a retry could only fail the same way."""
+    # An exception of the body may not come again, even if it could not be pickled; so may a lack of memory.
+    own_error = isinstance(error, ResultError) and (
+        error.what == "exception" or error.type_name == NO_ROOM
+    )
+    # A device that was busy for as long as `gpu:wait` allows may be free the next time.
+    may_pass = own_error or isinstance(error, PlacementTimeoutError)
+    return isinstance(error, HOPELESS) and not may_pass
+
+
+class GPUTask:
+    """One submitted GPU task.
+
+    Args:
+        runner: The runner that it was submitted to.
+        task: As it was submitted.
+        plan: What it is; or else what is wrong with it, which fails the task run.
+    """
+
+    def __init__(
+        self, runner: ActiveRunner, task: Task[..., Any], plan: TaskPlan | Exception
+    ) -> None:
+        self._runner = runner
+        self._task = task
+        self._plan = plan
+        self._passage = Passage(None)
+        # Of all calls of the body, which are Prefect's retries.
+        self._numbers = itertools.count(1)
+        self._climb = Climb()
+        self._reports = ReportsInOrder(runner.report)
+        #: Starts its processes; once it was announced, from among those that wait.
+        self._launcher: Launcher = process_launcher()
+        #: Kind of the hot standbys that suit it; `None`: none does.
+        self._hot: Hashable = None
+        #: The task run, once the body was called.
+        self._run: EngineRun | None = None
+
+    def run(
+        self,
+        client: SharedClient,
+        task_run_id: UUID,
+        parameters: dict[str, Any],
+        wait_for: Iterable[PrefectFuture[Any]] | None,
+        dependencies: dict[str, set[Any]] | None,
+    ) -> Any:
+        """Run Prefect's engine to the task's final state, on a thread of its own."""
+        announced = None
+        if isinstance(self._plan, TaskPlan):
+            announced = self._runner.announce(self._plan)
+        if announced is not None:
+            self._launcher = announced
+            if isinstance(announced, Announcement) and announced.kind.hot:
+                self._hot = announced.kind
+        waits = wait_for or any(isinstance(value, PrefectFuture) for value in parameters.values())
+        # A task that waits for others must not hold a place that they need.
+        self._passage = Passage(None) if waits else self._runner.gate.enter()
+        try:
+            with asked_first(self._runner.limits):
+                return run_engine(
+                    client,
+                    with_body(self._task, self._body, is_hopeless),
+                    task_run_id,
+                    parameters,
+                    wait_for,
+                    dependencies,
+                    lambda: None if self._run is None else self._run.task_run,
+                )
+        finally:
+            self._passage.leave()
+            if announced is not None:
+                announced.retract()
+
+    def _body(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one call of the body: the first, or one of Prefect's retries."""
+        self._passage.leave()
+        if isinstance(self._plan, Exception):
+            raise self._plan
+        self._run = run = EngineRun(self._task)
+        try:
+            with argument_files().share((args, kwargs)) as share:
+                identity = self._plan.identity(args, kwargs)
+                call = TaskCall(self._plan, run, identity, args, kwargs, share, self._hot)
+                broker, book = self._runner.broker(), self._runner.book()
+                body = BodyRun(
+                    call, self._climb, self._numbers, broker, self._launcher, book, self._reports
+                )
+                self._runner.begin(body)
+                try:
+                    return body.run()
+                finally:
+                    # A retry of Prefect's goes on from here.
+                    self._climb = body.climb
+                    self._runner.end(body)
+        except ChildDiedError as death:
+            # The engine retries an exception if retries are left; a `BaseException` ends the run as
+            # crashed.
+            if run.may_still_retry(death):
+                raise
+            raise ChildCrash(death) from None

@@ -1,0 +1,250 @@
+"""What one submitted task is: its policy, frameworks and identity, and each call of its body.
+
+Frozen values. A `TaskPlan` is made once, when the task is submitted, a `TaskCall` each time that Prefect's
+engine calls the body; both are handed down from there. Neither knows a device or a budget: what a process
+is given is in `budgets`, and which processes a call has is in `submission`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import UUID
+
+from prefect import Task
+
+from prefect_gpu.errors import NO_ROOM, PrefectGPUError, ResultError
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.frameworks.registry import NO_FRAMEWORK, detect_frameworks, host_bytes_of
+from prefect_gpu.frameworks.torch_adapter import reduce_large
+from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.processes import values
+from prefect_gpu.processes.interpreter import count_cores
+from prefect_gpu.processes.messages import Call
+from prefect_gpu.processes.transport import PackedValue
+from prefect_gpu.processes.values import Share
+from prefect_gpu.runner.learn_by import digest_values
+from prefect_gpu.runner.prefect_engine import EngineRun, without_flow_parameters
+from prefect_gpu.scheduling.history import HistoryKey
+from prefect_gpu.scheduling.model import DeviceKind
+
+
+@dataclass(frozen=True, slots=True)
+class TaskIdentity:
+    """What tells the histories of a task from those of others, but for the GPU model."""
+
+    task_name: str
+    qualified_name: str
+    #: Digest of the `gpu:learn_by` values; empty: none are named.
+    learn_by: str = ""
+
+    def on(self, device_name: str) -> HistoryKey:
+        """Return the key of the history for a GPU model."""
+        return HistoryKey(self.task_name, self.qualified_name, device_name, self.learn_by)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """Which task run a process belongs to."""
+
+    task_name: str
+    task_key: str
+    task_run_id: UUID
+    task_run_name: str
+    flow_run_id: UUID | None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPlan:
+    """One submitted task, as far as it is known without its arguments."""
+
+    task_name: str
+    task_key: str
+    #: The task's own function.
+    function: Callable[..., Any]
+    #: What the tags ask for.
+    policy: GPUPolicy
+    #: Frameworks that the tags name, "none" included; empty: they name none.
+    named: tuple[str, ...]
+    #: Frameworks that its process loads: those named, or else those found in its code and in the
+    #: modules of that code.
+    frameworks: tuple[str, ...]
+    #: Where the tags name none: frameworks found in the task's own code, which share the budget.
+    sharing: tuple[str, ...]
+    #: Seconds that the body may run; `None`: no limit.
+    timeout_s: float | None
+    #: Place in the order of arrival: a retry does not go to the end.
+    sequence: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the machine's memory that its process takes before the body, roughly."""
+        return host_bytes_of(self.frameworks)
+
+    def framework_policy(self, kind: DeviceKind, processes: int) -> FrameworkPolicy:
+        """Return what the frameworks may do, but for what only a placement tells.
+
+        Args:
+            kind: Of the devices.
+            processes: Processes that share the machine's cores now.
+        """
+        policy = self.policy
+        return FrameworkPolicy(
+            device_kind=kind,
+            device_uuids=(),
+            total_bytes=(),
+            budget_bytes=(),
+            allocator_options=dict(policy.allocator_options),
+            caching=policy.caching,
+            cpus=policy.cpus or max(1, count_cores() // max(1, processes)),
+            cpus_stated=policy.cpus is not None,
+            frameworks=self.named,
+            detected=self.sharing,
+            shares={s.name: s.fraction for s in policy.frameworks if s.fraction is not None},
+        )
+
+    def identity(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskIdentity:
+        """Return whose history a call uses.
+
+        Raises:
+            PolicyError: `gpu:learn_by` names a parameter that the function does not have.
+        """
+        digest = ""
+        if self.policy.learn_by:
+            bound = inspect.signature(self.function).bind(*args, **kwargs)
+            bound.apply_defaults()
+            digest = digest_values(self.function, self.policy.learn_by, bound.arguments)
+        qualified_name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        return TaskIdentity(self.task_name, qualified_name, digest)
+
+
+class PlanMaker:
+    """Makes the plans of a runner's tasks. Safe to use from several threads.
+
+    It reads each function once: a flow may map one task over thousands of inputs.
+    """
+
+    def __init__(self) -> None:
+        #: By the identity of a function, which is kept so that the identity stays its own.
+        self._found: dict[int, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {}
+
+    def make(self, task: Task[..., Any], policy: GPUPolicy, sequence: int) -> TaskPlan:
+        """Return the plan of a task.
+
+        Args:
+            task: As it was submitted.
+            policy: What its tags ask for.
+            sequence: Place in the order of arrival.
+        """
+        named = tuple(share.name for share in policy.frameworks)
+        found, sharing = ((), ()) if named else self._detect(task.fn)
+        return TaskPlan(
+            task_name=task.name,
+            task_key=task.task_key,
+            function=task.fn,
+            policy=policy,
+            named=named,
+            frameworks=tuple(name for name in named or found if name != NO_FRAMEWORK),
+            sharing=sharing,
+            timeout_s=task.timeout_seconds,
+            sequence=sequence,
+        )
+
+    def _detect(self, function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        known = self._found.get(id(function))
+        if known is None:
+            found = detect_frameworks(function)
+            sharing = detect_frameworks(function, whole_modules=False) if found else ()
+            known = self._found[id(function)] = function, found, sharing
+        return known[1], known[2]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCall:
+    """One call of a task's body by Prefect's engine."""
+
+    plan: TaskPlan
+    #: The task run that the body is called for.
+    run: EngineRun
+    #: Whose history it uses.
+    identity: TaskIdentity
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    #: Keeps the memory files of its arguments.
+    share: Share
+    #: Kind of the hot standbys that suit it; `None`: none does.
+    hot: Hashable = None
+
+    @property
+    def facts(self) -> TaskFacts:
+        """Which task run its processes belong to."""
+        task_run = self.run.task_run
+        return TaskFacts(
+            task_name=self.plan.task_name,
+            task_key=self.plan.task_key,
+            task_run_id=task_run.id,
+            task_run_name=task_run.name,
+            flow_run_id=task_run.flow_run_id,
+        )
+
+    def pack(self) -> PackedValue:
+        """Pickle the call for a child. On the engine's thread.
+
+        Raises:
+            ResultError: Something in it cannot be pickled; the error names the argument.
+        """
+        context, log_prints = self.run.context_for_child()
+        call = Call(self.plan.function, self.args, self.kwargs, context, log_prints)
+        transport = self.share.transport()
+        try:
+            return values.dumps(call, "call", "call", _reducers(), transport)
+        except ResultError as error:
+            if error.type_name == NO_ROOM:
+                raise
+            named = self._explain(error)
+            if named is not error:
+                raise named from error
+        # It is in the context. A flow's own parameters may be of use to the flow alone.
+        call = replace(call, context=without_flow_parameters(context))
+        return values.dumps(call, "call", "call", _reducers(), transport)
+
+    def _explain(self, error: ResultError) -> PrefectGPUError:
+        """Return an error that names the argument, or the function; else `error` itself."""
+        function, name = self.plan.function, self.plan.task_name
+        bound = inspect.signature(function).bind(*self.args, **self.kwargs).arguments
+        parts = [("argument", where, value) for where, value in bound.items()]
+        parts += [("function", where, value) for where, value in _held_by(function, name)]
+        for what, where, value in parts:
+            try:
+                values.check(value, what, where, _reducers())
+            except ResultError as named:
+                return named
+        return error
+
+
+def _reducers() -> tuple[Callable[[Any], Any], ...]:
+    """Return how arguments are pickled beyond what pickle does itself."""
+    # Nothing is a tensor where PyTorch was not imported.
+    return (reduce_large,) if "torch" in sys.modules else ()
+
+
+def _held_by(function: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what travels with a function by value, each with its name, and the function last."""
+    inner = function
+    while isinstance(inner, functools.partial):
+        yield f"{name}.args", inner.args
+        yield f"{name}.keywords", inner.keywords
+        inner = inner.func
+    if inspect.ismethod(inner):
+        yield f"{name}.__self__", inner.__self__
+        inner = inner.__func__
+    if inspect.isfunction(inner):
+        variables = inspect.getclosurevars(inner)
+        for held in (variables.nonlocals, variables.globals):
+            for variable, value in held.items():
+                yield f"{variable} (used in {name})", value
+    yield name, function

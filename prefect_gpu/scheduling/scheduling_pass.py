@@ -1,0 +1,359 @@
+"""One scheduling pass: which waiting requests start now, which never can, and why the others wait.
+
+Pure: a queue (the waiting requests, by shape and in order), the devices of one reading and the machine's own memory go in, and decisions come out. How a
+device is chosen is in `placement`, which requests may pass a blocked one in `backfill`, how free memory is
+computed in `memory`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from prefect_gpu.errors import PlacementError
+from prefect_gpu.scheduling.backfill import PATIENCE, Backfill, BlockedStatus, Patience
+from prefect_gpu.scheduling.memory import DeviceState
+from prefect_gpu.scheduling.model import Memory, Placement, Request
+from prefect_gpu.scheduling.placement import (
+    Board,
+    check_possible,
+    describe_wait,
+    place,
+    select_devices,
+)
+from prefect_gpu.units import format_bytes, format_seconds
+
+#: What requests are sorted by; no two are equal.
+OrderKey: TypeAlias = tuple[int, int, str]
+
+
+def order_key(request: Request) -> OrderKey:
+    """Return the sort key of the queue: higher priority first, then first come."""
+    return -request.priority, request.sequence, request.id
+
+
+class Shape(NamedTuple):
+    """What a request needs, where, and about how long: where one of a shape must wait, so must the others."""
+
+    memory: Memory
+    #: 1 byte and 100 % are equal numbers.
+    is_fraction: bool
+    device_count: int
+    devices: tuple[str, ...]
+    exclusive: bool
+    #: Power of two above the seconds that it is expected to run; `None`: not known. Where a long request
+    #: would delay a blocked one, a shorter one may not.
+    length: int | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Shape:
+        """Return the shape of a request."""
+        return cls(
+            request.memory,
+            isinstance(request.memory, float),
+            request.count,
+            request.devices,
+            request.exclusive,
+            None if request.expected_s is None else math.frexp(request.expected_s)[1],
+        )
+
+
+class Lane:
+    """The waiting requests of one shape, in the order of `order_key`."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        #: Bytes that each asks for of a device at least; 0 where it depends on the device.
+        self.least_bytes = shape.memory if type(shape.memory) is int else 0
+        #: Those before `_first` are gone. They are cut off in bulk: moving 100,000 entries for each
+        #: request that starts would be most of its cost.
+        self._requests: list[Request] = []
+        self._first = 0
+
+    def __len__(self) -> int:
+        return len(self._requests) - self._first
+
+    def __getitem__(self, position: int) -> Request:
+        return self._requests[self._first + position]
+
+    def __iter__(self) -> Iterator[Request]:
+        return (self._requests[i] for i in range(self._first, len(self._requests)))
+
+    def add(self, request: Request) -> None:
+        """Put a request in its place."""
+        bisect.insort(self._requests, request, lo=self._first, key=order_key)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that is there."""
+        place = self._bisect(request)
+        if place > self._first:
+            del self._requests[place]
+            return
+        self._first += 1
+        if self._first * 2 > len(self._requests):
+            del self._requests[: self._first]
+            self._first = 0
+
+    def count_before(self, request: Request) -> int:
+        """Return how many are considered before a request of this lane or another."""
+        return self._bisect(request) - self._first
+
+    def _bisect(self, request: Request) -> int:
+        return bisect.bisect_left(self._requests, order_key(request), lo=self._first, key=order_key)
+
+
+class RequestQueue:
+    """The waiting requests, by shape. Not safe to use from several threads at once.
+
+    Args:
+        requests: Those that wait from the beginning, in any order.
+    """
+
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
+        self._lanes: dict[Shape, Lane] = {}
+        #: By the id of each request.
+        self._lane_of: dict[str, Lane] = {}
+        #: What has happened to blocked requests, by id; those to which nothing has are left out.
+        self.statuses: dict[str, BlockedStatus] = {}
+        for request in requests:
+            self.add(request)
+
+    def __len__(self) -> int:
+        return len(self._lane_of)
+
+    def __iter__(self) -> Iterator[Request]:
+        return heapq.merge(*self._lanes.values(), key=order_key)
+
+    @property
+    def lanes(self) -> Collection[Lane]:
+        """One lane for each shape; none is empty."""
+        return self._lanes.values()
+
+    def add(self, request: Request) -> None:
+        """Let a request wait; its id is that of no other."""
+        shape = Shape.of(request)
+        lane = self._lanes.get(shape)
+        if lane is None:
+            lane = self._lanes[shape] = Lane(shape)
+        self._lane_of[request.id] = lane
+        lane.add(request)
+
+    def remove(self, request: Request) -> bool:
+        """Take a request out; return whether it was there."""
+        lane = self._lane_of.pop(request.id, None)
+        if lane is None:
+            return False
+        lane.remove(request)
+        if not lane:
+            del self._lanes[lane.shape]
+        self.statuses.pop(request.id, None)
+        return True
+
+    def note(self, statuses: Mapping[str, BlockedStatus]) -> None:
+        """Keep what a scheduling pass did to requests that go on waiting."""
+        self.statuses.update(statuses)
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """What the machine itself has left for processes."""
+
+    #: Bytes that new processes could use, as the kernel says.
+    available_bytes: int
+    #: Of these, bytes reserved for processes that were started and have not taken them yet.
+    reserved_bytes: int
+    #: Processes of this runner that run.
+    processes: int
+    #: Most of them at a time.
+    max_processes: int
+
+    @property
+    def full(self) -> bool:
+        """Whether no process at all may start now."""
+        return self.processes >= self.max_processes
+
+    def refusal(self, request: Request) -> str:
+        """Return why no process may start for a request now; empty: it may."""
+        if self.full:
+            return f"{self.processes} processes run, and max_processes is {self.max_processes}"
+        left = self.available_bytes - self.reserved_bytes
+        # While no process of ours runs, waiting would not bring memory back: an estimate alone must not
+        # stop a flow for ever.
+        if self.processes and request.host_bytes > left:
+            return (
+                f"{format_bytes(request.host_bytes)} of the machine's own memory for its process; "
+                f"{format_bytes(max(0, left))} available"
+            )
+        return ""
+
+    def after(self, request: Request) -> HostState:
+        """Return what is left once a process was started for a request."""
+        return HostState(
+            self.available_bytes,
+            self.reserved_bytes + request.host_bytes,
+            self.processes + 1,
+            self.max_processes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What one scheduling pass decided."""
+
+    placements: tuple[tuple[Request, Placement], ...]
+    refusals: tuple[tuple[Request, PlacementError], ...]
+    #: What has happened to requests that go on waiting, by id: for `RequestQueue.note`.
+    statuses: Mapping[str, BlockedStatus]
+
+
+def decide(
+    queue: RequestQueue,
+    board: Board,
+    host: HostState,
+    patience: Patience = PATIENCE,
+    now_s: float = 0.0,
+) -> Decisions:
+    """Decide which requests start now and which never can.
+
+    Requests are considered by priority, then first come. A blocked one limits those behind it, as `backfill`
+    says. One that the machine's own memory blocks blocks all, since each needs some of it. Of each shape the
+    first request alone is considered until it starts, so a pass costs as much as there are shapes, not
+    requests.
+
+    That a request is blocked is noted only if a later one is considered, and so could pass it.
+
+    Args:
+        queue: Waiting requests; left as it is.
+        board: All devices; placements are booked on it.
+        host: The machine's own memory and processes.
+        patience: How far a blocked request may be passed.
+        now_s: Monotonic seconds.
+    """
+    backfill = Backfill(board, queue.statuses, patience, now_s)
+    placements: list[tuple[Request, Placement]] = []
+    refusals: list[tuple[Request, PlacementError]] = []
+    #: The requests that are considered next, one of each shape: its order, its lane, its place there.
+    turns: list[tuple[OrderKey, Lane, int]] = []
+    for lane in queue.lanes:
+        if impossible := _refuse(lane, board):
+            refusals += impossible
+        else:
+            turns.append((order_key(lane[0]), lane, 0))
+    heapq.heapify(turns)
+    #: Blocked requests that are not noted yet.
+    blocked: list[tuple[Request, list[DeviceState] | None]] = []
+    most_free_bytes = board.most_free_bytes()
+    while turns and not host.full and most_free_bytes >= 0:
+        _, lane, position = heapq.heappop(turns)
+        request = lane[position]
+        named = select_devices(request, board.states) if request.devices else None
+        chosen: list[DeviceState] | None = None
+        if lane.least_bytes <= most_free_bytes:
+            for each in blocked:
+                backfill.block(*each)
+            blocked.clear()
+            if backfill.all_drain:
+                break
+            chosen = board.choose(request, backfill.allows, named)
+        if chosen is None:
+            blocked.append((request, named))
+            continue
+        if host.refusal(request):
+            break
+        placement = place(request, chosen, now_s)
+        placements.append((request, placement))
+        board.book(placement)
+        backfill.count_passes(chosen)
+        host = host.after(request)
+        most_free_bytes = board.most_free_bytes()
+        if position + 1 < len(lane):
+            heapq.heappush(turns, (order_key(lane[position + 1]), lane, position + 1))
+    return Decisions(tuple(placements), tuple(refusals), backfill.statuses)
+
+
+def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
+    """Refuse all requests of a lane if the first of them is impossible."""
+    simple = not (board.held_by_parent or lane.shape.devices)
+    if simple and board.could_ever_hold(lane[0]):
+        return []
+    refusals: list[tuple[Request, PlacementError]] = []
+    for request in lane:
+        try:
+            check_possible(request, board.states, board.held_by_parent)
+        except PlacementError as error:
+            refusals.append((request, error))
+        else:
+            break
+    return refusals
+
+
+def explain(
+    request: Request,
+    queue: RequestQueue,
+    states: Sequence[DeviceState],
+    host: HostState,
+    patience: Patience = PATIENCE,
+    now_s: float = 0.0,
+    max_tasks: int | None = None,
+) -> str:
+    """Return why a request waits, in one line that a person can act on.
+
+    Args:
+        request: A request of `queue`.
+        queue: Waiting requests.
+        states: All devices.
+        host: The machine's own memory and processes.
+        patience: How far it may be passed.
+        now_s: Monotonic seconds.
+        max_tasks: Most tasks on a device at a time; `None`: as many as fit.
+
+    Raises:
+        PlacementError: It names devices that are not there.
+    """
+    eligible = select_devices(request, states)
+    reason = host.refusal(request) or describe_wait(request, eligible, max_tasks)
+    keys = {state.device.key for state in eligible}
+    ahead = sum(
+        before
+        for lane in queue.lanes
+        if (before := lane.count_before(request)) and _may_use_one(lane[0], states, keys)
+    )
+    if ahead:
+        reason += f"; {ahead} ahead in the queue"
+    status = queue.statuses.get(request.id)
+    if status is not None:
+        reason += _describe_status(status, patience, now_s)
+    return reason
+
+
+def _describe_status(status: BlockedStatus, patience: Patience, now_s: float) -> str:
+    """Return whether other requests pass a blocked one, and what is done for it, as text."""
+    text = ""
+    if status.passed:
+        text += f"; {status.passed} passed it"
+    if status.is_over(patience, now_s):
+        return text + "; no task may pass it any more, the devices that it could use drain for it"
+    if status.kept and status.starts_s is not None:
+        names = ", ".join(uuid for _, uuid in status.kept[:3])
+        more = len(status.kept) - 3
+        text += f"; {names}{f' and {more} more' if more > 0 else ''} kept for it"
+        if status.starts_s > now_s:
+            text += f", free in about {format_seconds(status.starts_s - now_s)}"
+    return text
+
+
+def _may_use_one(
+    request: Request, states: Sequence[DeviceState], keys: Collection[tuple[str, str]]
+) -> bool:
+    """Return whether a request may use one of some devices."""
+    if not request.devices:
+        return True
+    try:
+        return any(state.device.key in keys for state in select_devices(request, states))
+    except PlacementError:
+        # The next pass refuses it.
+        return False

@@ -1,0 +1,340 @@
+"""`GPUTaskRunner(start_method="forkserver")` under a real flow: all that holds for fresh interpreters."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow, task
+from prefect.states import State
+
+from prefect_gpu import GPUTaskRunner, current_allocation, gpu
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.errors import ChildTimeoutError, DeviceError, PolicyError
+from prefect_gpu.processes.fork_server import fork_server_pool
+from prefect_gpu.processes.standby_pool import standby_pool
+from tests.integration.programs import Workplace, lines_of, wait_for, workplace
+from tests.process.rig import eventually, is_alive
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+SMALL = gpu(memory="64MiB", framework="none")
+
+
+def runner(**changes: Any) -> GPUTaskRunner:
+    given: dict[str, Any] = {"devices": "host", "reports": False, "start_method": "forkserver"}
+    return GPUTaskRunner(**{**given, **changes})
+
+
+@pytest.fixture
+def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
+    with workplace(tmp_path, prefect_server) as made:
+        yield made
+
+
+@task(tags=SMALL)
+def where() -> tuple[int, int]:
+    return os.getpid(), os.getppid()
+
+
+def test_each_task_is_a_fork_of_one_template_and_nothing_is_left() -> None:
+    @flow(task_runner=runner())
+    def three() -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+        found = [future.result() for future in [where.submit() for _ in range(3)]]
+        return found, fork_server_pool().pids
+
+    found, templates = three()
+    assert len({pid for pid, _ in found}) == 3
+    assert {parent for _, parent in found} == set(templates)
+    # No standbys beside it.
+    assert len(templates) == 1 and standby_pool().pids == ()
+    assert fork_server_pool().pids == ()
+    assert not any(is_alive(pid) for pid in (*templates, *(pid for pid, _ in found)))
+
+
+class ShopError(Exception):
+    def __init__(self, item: str, price: int) -> None:
+        super().__init__(item, price)
+        self.item = item
+
+
+def test_values_errors_deaths_timeouts_and_retries_are_as_ever(tmp_path: Path) -> None:
+    @task(tags=SMALL)
+    def double(x: int) -> dict[str, int]:
+        allocation = current_allocation()
+        assert allocation is not None
+        return {"value": 2 * x, "attempt": allocation.attempt, "parent": os.getppid()}
+
+    @task(tags=SMALL)
+    def shop() -> None:
+        raise ShopError("bread", 3)
+
+    @task(tags=SMALL)
+    def crash() -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    @task(tags=SMALL)
+    def leave() -> None:
+        os._exit(3)
+
+    @task(tags=SMALL, timeout_seconds=0.5)
+    def late() -> None:
+        time.sleep(600)
+
+    @task(tags=SMALL, retries=2)
+    def third_time() -> tuple[int, int]:
+        (tmp_path / f"tried-{os.getpid()}").touch()
+        tried = len(list(tmp_path.glob("tried-*")))
+        if tried < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return tried, os.getppid()
+
+    @task(tags=SMALL)
+    def add(x: dict[str, int], y: dict[str, int]) -> int:
+        return x["value"] + y["value"]
+
+    @flow(task_runner=runner())
+    def all_of_it() -> tuple[dict[str, Any], tuple[int, ...]]:
+        one, two = double.submit(1), double.submit(2)
+        futures = {
+            "double": one,
+            "add": add.submit(one, two),
+            "shop": shop.submit(),
+            "crash": crash.submit(),
+            "leave": leave.submit(),
+            "late": late.submit(),
+            "third_time": third_time.submit(),
+        }
+        for future in futures.values():
+            future.wait(DEADLOCK_S)
+        templates = fork_server_pool().pids
+        return {name: future.state for name, future in futures.items()}, templates
+
+    states, (template,) = all_of_it(return_state=True).result(raise_on_failure=False)
+    assert result(states["double"]) == {"value": 2, "attempt": 1, "parent": template}
+    assert result(states["add"]) == 6
+    assert result(states["third_time"]) == (3, template)
+    problem = result(states["shop"])
+    assert isinstance(problem, ShopError) and problem.item == "bread"
+    assert states["crash"].name == states["leave"].name == "Crashed"
+    assert "was killed by SIGSEGV" in states["crash"].message
+    assert "ended with exit code 3" in states["leave"].message
+    assert isinstance(result(states["late"]), ChildTimeoutError)
+
+
+def result(state: State[Any]) -> Any:
+    return state.result(raise_on_failure=False)
+
+
+def test_libraries_work_and_the_surroundings_are_the_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PREFECT_GPU_TEST_BEFORE", "as the flow began")
+
+    @task(tags=gpu(memory="64MiB", framework="torch", cpus=1), log_prints=True)
+    def compute() -> dict[str, Any]:
+        import numpy as np
+        import torch
+
+        print("from a fork")
+        weights = torch.ones(200, 200, requires_grad=True)
+        (weights @ weights).sum().backward()
+        assert weights.grad is not None
+        return {
+            "numpy": float((np.ones((200, 200)) @ np.ones((200, 200))).sum()),
+            "torch": float(weights.grad.sum()),
+            "random": float(torch.rand(1)) >= 0 and float(np.random.random()),
+            "threads": torch.get_num_threads(),
+            "variable": os.environ.get("PREFECT_GPU_TEST_BEFORE"),
+            "since": os.environ.get("PREFECT_GPU_TEST_SINCE"),
+            "cwd": os.getcwd(),
+            "argv": list(sys.argv),
+            "path": [p for p in sys.path if p],
+            "parent": os.getppid(),
+        }
+
+    @flow(task_runner=runner())
+    def three() -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+        before = [compute.submit().result(), compute.submit().result()]
+        templates = fork_server_pool().pids
+        # Read at imports, for all that anybody knows.
+        os.environ["PREFECT_GPU_TEST_SINCE"] = "now"
+        monkeypatch.setenv("TEST_OF_A_LIBRARY", "now")
+        return [*before, compute.submit().result()], templates
+
+    try:
+        (first, second, third), (template,) = three()
+    finally:
+        os.environ.pop("PREFECT_GPU_TEST_SINCE", None)
+    assert first["random"] != second["random"]
+    for found in (first, second, third):
+        assert (found["numpy"], found["torch"]) == (200.0**3, 2 * 200.0**3)
+        assert (found["threads"], found["variable"]) == (1, "as the flow began")
+        assert (found["cwd"], found["argv"]) == (str(tmp_path), sys.argv)
+        assert found["path"] == [os.path.abspath(p) for p in sys.path if p]
+    assert first["parent"] == second["parent"] == template
+    assert (first["since"], third["since"]) == (None, "now")
+    # What was changed since could come too late for a process that has imported its libraries.
+    assert third["parent"] == os.getpid()
+
+
+def test_cancelled_tasks_end(tmp_path: Path) -> None:
+    @task(tags=SMALL)
+    def sleeps() -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(600)
+
+    @flow(task_runner=runner())
+    def fails() -> None:
+        sleeps.submit()
+        sleeps.submit()
+        assert eventually(lambda: len(list(tmp_path.iterdir())) == 2)
+        seen.append(fork_server_pool().pids)
+        raise ValueError("the flow's own")
+
+    seen: list[tuple[int, ...]] = []
+    with pytest.raises(ValueError, match="the flow's own"):
+        fails()
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert not any(map(is_alive, (*pids, *seen[0])))
+
+
+def test_a_template_that_is_killed_loses_no_task(tmp_path: Path) -> None:
+    @task(tags=SMALL)
+    def works(index: int) -> tuple[int, int]:
+        (tmp_path / f"begun-{index}").touch()
+        assert eventually((tmp_path / "go").exists)
+        return index, os.getppid()
+
+    @flow(task_runner=runner(max_processes=2))
+    def six() -> list[tuple[int, int]]:
+        futures = [works.submit(index) for index in range(6)]
+        assert eventually(lambda: len(list(tmp_path.glob("begun-*"))) == 2)
+        (template,) = fork_server_pool().pids
+        os.kill(template, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        return [future.result() for future in futures]
+
+    found = six()
+    assert [index for index, _ in found] == list(range(6))
+    # One found that it was gone, and was done by a fresh interpreter.
+    assert os.getpid() in {parent for _, parent in found}
+
+
+def test_other_frameworks_are_refused_before_anything_starts() -> None:
+    @task(tags=gpu(memory="64MiB", framework="tensorflow"))
+    def named() -> None:
+        raise AssertionError("it ran")
+
+    @task(tags=gpu(memory="64MiB"))
+    def found() -> None:
+        import tensorflow as tf
+
+        raise AssertionError(tf)
+
+    @flow(task_runner=runner())
+    def both() -> list[Any]:
+        states = [each.submit(return_state=True) for each in (named, found)]
+        assert fork_server_pool().pids == ()
+        return [result(state) for state in states]
+
+    problems = both(return_state=True).result(raise_on_failure=False)
+    for problem in problems:
+        assert isinstance(problem, PolicyError)
+        assert 'tensorflow with start_method="forkserver"' in str(problem)
+        assert 'accepted: prefect, numpy, torch; or start_method="spawn"' in str(problem)
+
+
+def test_other_ways_to_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="'fork' is neither 'spawn' nor 'forkserver'"):
+        GPUTaskRunner(start_method="fork")
+    assert GPUTaskRunner().start_method == "spawn"
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_START_METHOD", "forkserver")
+    assert GPUTaskRunner().start_method == "forkserver"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(DeviceError, match="is for Linux, and this is darwin"):
+        runner()
+
+
+def test_flows_of_several_threads_share_a_template() -> None:
+    seen: list[tuple[int, ...]] = []
+    both = threading.Barrier(2, timeout=DEADLOCK_S)
+
+    @flow(task_runner=runner())
+    def one() -> int:
+        parent = where.submit().result()[1]
+        both.wait()
+        seen.append(fork_server_pool().pids)
+        both.wait()
+        return parent
+
+    parents: list[int] = []
+    threads = [threading.Thread(target=lambda: parents.append(one())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLOCK_S)
+    assert len(parents) == 2 and len(set(parents)) == 1
+    assert seen == [(parents[0],)] * 2
+    assert fork_server_pool().pids == ()
+
+
+#: Ways to end a flow from outside; the two that its process sees differ in little.
+ENDS = [
+    signal.SIGKILL,
+    signal.SIGTERM,
+    pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+]
+
+_FLOW = """
+import os, time
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.processes.fork_server import fork_server_pool
+
+@task(tags=gpu(memory="64MiB", framework="none"))
+def work(index):
+    with open(f"child-{index}", "w") as file:
+        print(os.getpid(), file=file)
+    time.sleep(600)
+
+@flow(task_runner=GPUTaskRunner(devices="host", start_method="forkserver", reports=False))
+def waits():
+    futures = work.map([0, 1])
+    while not (os.path.exists("child-0") and os.path.exists("child-1")):
+        time.sleep(0.01)
+    with open("pids.txt.part", "w") as file:
+        print(*fork_server_pool().pids, file=file)
+    os.rename("pids.txt.part", "pids.txt")
+    futures.wait()
+
+waits()
+"""
+
+
+@pytest.mark.parametrize("signum", ENDS)
+def test_none_outlives_its_flow(place: Workplace, signum: int) -> None:
+    place.write("flow.py", _FLOW)
+    process = place.start("flow.py", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: bool(lines_of(place.folder / "pids.txt")))
+        files = [place.folder / name for name in ("pids.txt", "child-0", "child-1")]
+        wait_for(lambda: all(lines_of(file) for file in files))
+        pids = [int(lines_of(file)[0]) for file in files]
+        assert all(map(is_alive, pids))
+        process.send_signal(signum)
+        process.wait(DEADLOCK_S)
+        assert eventually(lambda: not any(map(is_alive, pids)))
+    finally:
+        process.kill()
+        process.wait()

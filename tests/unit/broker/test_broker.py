@@ -1,0 +1,371 @@
+"""Which request gets what of one broker or several, and what faults and the broker's end do to requests."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import prefect_gpu.broker.waiting_list
+from prefect_gpu.broker.broker import Broker, Withdrawn, shared_broker
+from prefect_gpu.broker.ledger import ProcessLedger
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
+from prefect_gpu.errors import CapacityError, DeviceError, PlacementError
+from prefect_gpu.scheduling.model import (
+    Device,
+    DeviceKind,
+    DeviceSnapshot,
+    ProcessUse,
+    Reservation,
+)
+from prefect_gpu.scheduling.scheduling_pass import Decisions
+from prefect_gpu.units import GIB
+from tests.unit.broker.broker_rig import (
+    MakeRig,
+    Reader,
+    Rig,
+    Waiter,
+    decided,
+    indices,
+    threads_refused,
+)
+from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import rig as rig
+
+# Which request gets what.
+
+
+def test_two_of_40_percent_run_together_and_the_third_after_them(rig: Rig) -> None:
+    first, second = (rig.place(name, memory=0.4) for name in "ab")
+    third = rig.submit("c", memory=0.4)
+    assert rig.waits(third)
+    rig.start(first)
+    rig.exit(first)
+    decided(third)
+    assert rig.next_recovered() == ("a", 0)
+    assert (indices(second), indices(third)) == ([0], [0])
+
+
+def test_the_first_decision_waits_for_a_reading_and_later_ones_for_a_fresh_one(rig: Rig) -> None:
+    rig.broker.end(rig.place("a", 20))
+    rig.next_recovered()
+    rig.clock.advance(60)
+    rig.reader.occupy("SIM-0", 10 * GIB)
+    late = rig.submit("b", 20)
+    rig.broker.read()
+    assert rig.waits(late)
+    rig.reader.vacate("SIM-0")
+    rig.broker.read()
+    decided(late)
+
+
+def test_a_driver_that_answers_slowly_is_decided_on_all_the_same(rig: Rig) -> None:
+    rig.reader.during = lambda: rig.clock.advance(3)
+    rig.place("a", 6)
+
+
+def test_the_impossible_is_refused(rig: Rig) -> None:
+    result = Waiter(rig, rig.submit("a", 25)).result()
+    assert isinstance(result, PlacementError)
+    assert "larger than any device" in str(result)
+
+
+def test_a_device_tells_later_what_its_driver_keeps(rig: Rig) -> None:
+    rig.reader.fail("SIM-0")
+    waiting = rig.submit("a", 24)
+    rig.broker.read()
+    assert rig.waits(waiting)
+    read = Reader.read
+
+    def with_reserved(roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
+        return tuple(replace(s, system_reserved_bytes=GIB) for s in read(rig.reader, roots))
+
+    rig.reader.recover("SIM-0")
+    rig.reader.read = with_reserved  # type: ignore[method-assign]
+    rig.broker.read()
+    decided(waiting)
+    assert isinstance(waiting.error, PlacementError)
+
+
+def test_ends_that_are_seen_together_are_one_scheduling_pass(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = [rig.place(name, 10) for name in "ab"]
+    for ticket in running:
+        rig.start(ticket, gib=8)
+    waiting = [rig.submit(name, 10) for name in "cd"]
+    assert rig.waits(*waiting)
+    passes: list[int] = []
+    decide = prefect_gpu.broker.waiting_list.decide
+
+    def count(*args: Any) -> Decisions:
+        decisions = decide(*args)
+        passes.append(len(decisions.placements))
+        return decisions
+
+    monkeypatch.setattr(prefect_gpu.broker.waiting_list, "decide", count)
+    both_ended = threading.Event()
+    rig.reader.during = lambda: both_ended.wait(DEADLOCK_S)
+    for ticket in running:
+        rig.exit(ticket)
+    both_ended.set()
+    decided(*waiting)
+    assert [count for count in passes if count] == [2]
+
+
+def test_max_processes_and_host_memory(make_rig: MakeRig) -> None:
+    rig = make_rig(max_processes=2)
+    first = rig.place("a", 1, host_bytes=60 * GIB)
+    hungry = rig.submit("b", 1, host_bytes=10 * GIB)
+    assert rig.waits(hungry)
+    assert "10GiB of the machine's own memory" in rig.broker.explain(hungry)
+    # Once its body runs, its memory is in what the machine tells.
+    first.running = True
+    rig.broker.read()
+    decided(hungry)
+    third = rig.submit("c", 1)
+    assert rig.waits(third)
+    assert rig.broker.processes == 2
+    assert rig.broker.explain(third) == "2 processes run, and max_processes is 2"
+
+
+def test_max_tasks_per_device(make_rig: MakeRig) -> None:
+    rig = make_rig(max_tasks_per_device=1)
+    first = rig.place("a", 1)
+    second = rig.submit("b", 1)
+    assert rig.waits(second)
+    assert rig.broker.explain(second) == (
+        "1GiB on SIM-0; a task runs on each, and max_tasks_per_device is 1"
+    )
+    rig.start(first)
+    rig.exit(first)
+    rig.broker.read()
+    decided(second)
+    assert second.placement is not None
+
+
+def test_a_busy_device_is_passed_over_while_another_fits(make_rig: MakeRig) -> None:
+    rig = make_rig("2x24GiB")
+    rig.reader.compute("SIM-0", 0.95)
+    assert [indices(rig.place(name, 6)) for name in "abcde"] == [[1], [1], [1], [1], [0]]
+
+
+def test_a_short_task_passes_a_blocked_one_that_it_does_not_delay(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    first = rig.place("a", 20, expected_s=100.0)
+    head = rig.submit("b", 23, expected_s=50.0)
+    rig.clock.advance(40.0)
+    rig.broker.read()
+    long = rig.submit("c", 1.5, expected_s=61.0)
+    assert rig.waits(head, long)
+    assert rig.broker.explain(head) == (
+        "23GiB on SIM-0; most free 4GiB; SIM-0 kept for it, free in about 1m 00s"
+    )
+    rig.place("d", 3, expected_s=59.0)
+    assert first.placement is not None
+    assert [r.ends_s for r in first.placement.reservations] == [1100.0]
+
+
+def test_memory_that_others_or_an_overuse_take_is_not_given_away(rig: Rig) -> None:
+    rig.reader.occupy("SIM-0", 4 * GIB)
+    first = rig.place("a", 6)
+    rig.start(first, gib=8)
+    rig.broker.read()
+    assert rig.broker.explain(rig.submit("b", 13)).startswith("13GiB on SIM-0; most free 12GiB")
+
+
+# Several brokers, and a broker inside a task.
+
+
+class ContestedLedger(ProcessLedger):
+    """Another broker is quicker, once."""
+
+    rival: Reservation | None = None
+
+    def try_reserve(
+        self, version: int, reservations: Sequence[Reservation], instead_of: Sequence[str] = ()
+    ) -> bool:
+        if self.rival is not None:
+            rival, self.rival = self.rival, None
+            assert super().try_reserve(version, [rival])
+        return super().try_reserve(version, reservations, instead_of)
+
+
+def test_a_broker_that_lost_a_race_decides_again(make_rig: MakeRig) -> None:
+    ledger = ContestedLedger()
+    rig = make_rig("2x24GiB", ledger=ledger)
+    device = rig.broker.devices[0]
+    ledger.rival = Reservation("rival", device.host, device.uuid, 20 * GIB)
+    assert indices(rig.place("a", 20)) == [1]
+
+
+def test_brokers_that_share_a_ledger_see_each_other(rig: Rig) -> None:
+    other = rig.another()
+    first = rig.place("a", 10)
+    rig.start(first, gib=8)
+    rig.broker.read()
+    # Its reservation counts, and its process is not counted again as foreign.
+    second = rig.place("b", 14, broker=other)
+    third = rig.submit("c", 10, broker=other)
+    other.read()
+    assert not third.decided
+    assert "most free 0B" in other.explain(third)
+    rig.exit(first)
+    assert rig.next_recovered() == ("a", 0)
+    # Its own reading still shows the process, which no request names now.
+    other.read()
+    decided(third)
+    assert (indices(second), indices(third)) == ([0], [0])
+
+
+def test_what_the_task_around_this_process_holds_counts_once(make_rig: MakeRig) -> None:
+    device = SimulatedReader(SimulatedDevices("1x24GiB")).devices()[0]
+    outer = Reservation("outer", device.host, device.uuid, 10 * GIB)
+    rig = make_rig(held_by_parent=(outer,))
+    rig.reader.attach(os.getpid(), ["SIM-0"])
+    rig.reader.allocate(os.getpid(), "SIM-0", 6 * GIB)
+    nested = rig.place("nested", 13)
+    rig.start(nested, gib=2)
+    rig.broker.read()
+    waiting = rig.submit("next", 2)
+    assert rig.waits(waiting)
+    assert rig.broker.explain(waiting) == "2GiB on SIM-0; most free 1GiB"
+    refused = rig.submit("never", 15)
+    decided(refused)
+    assert "from inside a GPU task" in str(refused.error)
+
+
+class NvmlLike(Reader):
+    kind: DeviceKind = "nvml"
+
+    def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
+        own = ProcessUse(os.getpid(), None, GIB)
+        return tuple(replace(s, processes=(own,)) for s in super().read(roots))
+
+
+def test_a_context_in_this_process_is_told_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.reader = NvmlLike(SimulatedDevices("1x24GiB"), rig.clock)
+    broker = rig.another()
+    rig.place("a", 1, broker=broker)
+    for _ in range(2):
+        broker.read()
+    assert caplog.text.count("this process itself holds GPU memory") == 1
+
+
+def test_no_devices() -> None:
+    class Empty(SimulatedReader):
+        def devices(self) -> tuple[Device, ...]:
+            return ()
+
+    with pytest.raises(DeviceError, match="no device"):
+        Broker(Empty(SimulatedDevices("1x1GiB")))
+
+
+# Faults of others, and of ours.
+
+
+def test_a_callback_that_fails_harms_no_other_request(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = rig.place("a", 10), rig.place("b", 10)
+    measured: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of the task's")
+
+    first.on_measured = first.on_recovered = fail
+    second.on_measured = lambda at_s, sizes: measured.put(sum(sizes))
+    for ticket in (first, second):
+        rig.start(ticket, gib=4)
+    rig.broker.read()
+    assert measured.get(timeout=DEADLOCK_S) == 4 * GIB
+    waiting = rig.submit("c", 10)
+    rig.exit(first)
+    decided(waiting)
+    assert "a fault of the task's" in caplog.text
+
+
+def test_a_fault_of_ours_does_not_end_the_thread(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(prefect_gpu.broker.waiting_list, "decide", fail)
+    ticket = rig.submit("a", 6)
+    rig.broker.read()
+    assert rig.waits(ticket)
+    monkeypatch.undo()
+    rig.broker.read()
+    decided(ticket)
+    assert "a fault of ours" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["broker", "sampler"])
+def test_a_thread_that_cannot_be_started_fails_one_request_and_the_next_tries_again(
+    rig: Rig, name: str
+) -> None:
+    told = rf"'prefect-gpu-{name}' could not be started .*can't start new thread.*ulimit -u"
+    with threads_refused(name), pytest.raises(CapacityError, match=told):
+        rig.broker.submit("a", memory=GIB)
+    assert rig.place("b", 20).placement is not None
+
+
+def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
+    for n in range(20):
+        ticket = rig.place(f"t{n}", 20)
+        rig.start(ticket, gib=1)
+        rig.exit(ticket)
+        rig.next_recovered()
+    rig.broker.withdraw(rig.submit("withdrawn", 1))
+    decided(rig.submit("refused", 99))
+    rig.broker.settle()
+    broker, waiting = rig.broker, rig.broker._waiting
+    assert not waiting._queue and not waiting._tickets and not broker._placed
+    assert not waiting._kinds
+    assert not broker._recovery.ending and not broker._calls
+    assert rig.ledger.view().reservations == () and not rig.ledger.view().processes
+
+
+# The end.
+
+
+def test_closing_ends_every_wait(rig: Rig) -> None:
+    running, ending = rig.place("running", 10), rig.place("ending", 10)
+    for ticket in (running, ending):
+        rig.start(ticket, gib=4)
+    rig.broker.end(ending)
+    rig.broker.read()
+    waiters = [Waiter(rig, rig.submit(name, 10)) for name in "ab"]
+    rig.broker.settle()
+    rig.broker.close()
+    assert all(isinstance(waiter.result(), Withdrawn) for waiter in waiters)
+    # What was still there at the last reading.
+    assert rig.next_recovered() == ("ending", 4 * GIB)
+    late = rig.submit("late", 1)
+    assert isinstance(Waiter(rig, late).result(), Withdrawn)
+    assert not rig.broker.withdraw(late)
+    rig.broker.end(running)
+    assert rig.next_recovered() == ("running", None)
+    assert rig.ledger.view().reservations == ()
+    rig.broker.close()
+
+
+def test_a_broker_that_was_never_used_closes(rig: Rig) -> None:
+    rig.broker.close()
+    assert rig.broker.closed
+
+
+def test_a_process_has_one_broker_for_each_specification(rig: Rig) -> None:
+    key = object()
+    broker = shared_broker(key, rig.another)
+    assert shared_broker(key, rig.another) is broker
+    assert shared_broker(object(), rig.another) is not broker
+    broker.close()
+    assert shared_broker(key, rig.another) is not broker

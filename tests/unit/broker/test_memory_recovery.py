@@ -1,0 +1,204 @@
+"""When memory is back after its process has ended, and what a broker does while devices do not answer."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+
+import pytest
+
+from prefect_gpu.broker.broker import Ticket
+from prefect_gpu.broker.device_view import RECOVERY_POLL_S, RECOVERY_S
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.units import GIB
+from tests.unit.broker.broker_rig import MakeRig, Rig, decided, indices
+from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import rig as rig
+
+
+def test_without_a_process_there_is_nothing_to_wait_for(rig: Rig) -> None:
+    ticket = rig.place("a", 20)
+    rig.broker.end(ticket)
+    assert rig.next_recovered() == ("a", 0)
+    rig.broker.end(ticket)
+    rig.broker.settle()
+    assert rig.recovered.empty(), "told once"
+
+
+def test_memory_is_looked_for_every_20_ms_until_it_is_back(rig: Rig) -> None:
+    ticket = rig.place("a", 20)
+    rig.start(ticket, gib=20)
+    behind = rig.submit("b", 20)
+    rig.broker.read()
+    pid = ticket.pid
+    assert pid is not None
+    rig.broker.end(ticket)
+    for _ in range(3):
+        rig.broker.read()
+        assert rig.waits(behind)
+        rig.clock.advance(RECOVERY_POLL_S)
+    rig.broker.read()
+    assert rig.recovered.empty()
+    rig.reader.detach(pid)
+    rig.clock.advance(RECOVERY_POLL_S)
+    assert rig.next_recovered() == ("a", 0)
+    decided(behind)
+
+
+def leak(rig: Rig, ticket: Ticket, gib: float) -> None:
+    """End its process, leaving something behind."""
+    assert ticket.pid is not None and ticket.placement is not None
+    rig.reader.detach(ticket.pid)
+    rig.reader.leave_behind(ticket.placement.devices[0].uuid, int(gib * GIB))
+    rig.broker.end(ticket)
+    rig.broker.read()
+
+
+def give_up(rig: Rig) -> None:
+    rig.broker.read()
+    rig.clock.advance(RECOVERY_S)
+
+
+def test_a_leak_is_logged_after_5_s_and_blamed_on_no_other_task(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    leaker, beside = rig.place("leaker", 6), rig.place("beside", 6)
+    for ticket in (leaker, beside):
+        rig.start(ticket, gib=4)
+    leak(rig, leaker, gib=2)
+    later = rig.place("later", 6)
+    assert rig.recovered.empty()
+    give_up(rig)
+    assert rig.next_recovered() == ("leaker", 2 * GIB)
+    assert "2GiB of device memory did not come back" in caplog.text
+    rig.exit(beside)
+    assert rig.next_recovered() == ("beside", 0)
+    rig.start(later, gib=1)
+    rig.exit(later)
+    assert rig.next_recovered() == ("later", 0)
+    assert rig.broker.explain(rig.submit("d", 23)) == "23GiB on SIM-0; most free 22GiB"
+
+
+def test_of_two_that_end_together_one_is_blamed(rig: Rig) -> None:
+    tickets = [rig.place(name, 6) for name in "ab"]
+    for ticket in tickets:
+        rig.start(ticket, gib=4)
+    leak(rig, tickets[0], gib=2)
+    rig.exit(tickets[1])
+    give_up(rig)
+    assert [rig.next_recovered() for _ in tickets] == [("a", 2 * GIB), ("b", 0)]
+
+
+def test_others_who_come_and_go_are_no_leak(rig: Rig) -> None:
+    rig.reader.occupy("SIM-0", 5 * GIB)
+    first = rig.place("a", 6)
+    rig.start(first, gib=4)
+    rig.reader.occupy("SIM-0", 3 * GIB)
+    rig.exit(first)
+    assert rig.next_recovered() == ("a", 0)
+    second = rig.place("b", 6)
+    rig.start(second, gib=4)
+    rig.reader.vacate("SIM-0")
+    rig.exit(second)
+    assert rig.next_recovered() == ("b", 0)
+
+
+def test_where_no_process_is_listed_counters_stand_in_and_nothing_counts_as_leaked(
+    rig: Rig,
+) -> None:
+    rig.reader.lists_processes = False
+    measured: queue.SimpleQueue[int] = queue.SimpleQueue()
+    first, second = rig.place("a", 6), rig.place("b", 6)
+    first.on_measured = lambda at_s, sizes: measured.put(sum(sizes))
+    for ticket, gib in ((first, 4), (second, 8)):
+        rig.start(ticket, gib)
+        ticket.stand_in_bytes = gib * GIB
+    rig.broker.read()
+    assert measured.get(timeout=DEADLOCK_S) == 4 * GIB
+    assert rig.broker.explain(rig.submit("c", 20)) == "20GiB on SIM-0; most free 10GiB"
+    rig.exit(first)
+    assert rig.next_recovered() == ("a", None)
+    rig.reader.lists_processes = True
+    rig.broker.read()
+    rig.exit(second)
+    assert rig.next_recovered() == ("b", 0)
+
+
+def test_a_process_that_left_the_list_before_its_end_was_heard_hides_nothing(rig: Rig) -> None:
+    """Seen on an H200: killed processes are gone from NVML before their parent knows."""
+    ticket = rig.place("a", 6)
+    rig.start(ticket, gib=4)
+    ticket.stand_in_bytes = 4 * GIB
+    rig.broker.read()
+    rig.reader.lists_processes = False
+    rig.broker.read()
+    rig.reader.lists_processes = True
+    rig.exit(ticket)
+    assert rig.next_recovered() == ("a", 0)
+
+
+def test_where_a_device_is_lost_nothing_can_be_told(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    rig = make_rig("2x24GiB")
+    first = rig.place("a", 20)
+    rig.start(first, gib=4)
+    rig.reader.fail("SIM-0", "fell off the bus")
+    rig.exit(first)
+    assert indices(rig.place("b", 20)) == [1]
+    waiting = rig.submit("c", 20)
+    for _ in range(2):
+        rig.broker.read()
+    assert caplog.text.count("device SIM-0 is set aside: fell off the bus") == 1
+    give_up(rig)
+    assert rig.next_recovered() == ("a", None)
+    assert rig.waits(waiting)
+    rig.reader.recover("SIM-0")
+    rig.broker.read()
+    decided(waiting)
+    assert indices(waiting) == [0]
+    assert "device SIM-0 answers again" in caplog.text
+
+
+def test_a_driver_that_stops_answering_is_waited_for(rig: Rig) -> None:
+    first = rig.place("a", 6)
+    rig.start(first, gib=4)
+    rig.reader.break_driver("gone")
+    rig.broker.read()
+    waiting = rig.submit("b", 6)
+    assert rig.waits(waiting)
+    assert rig.broker.explain(waiting) == "the devices to answer (simulated driver: gone)"
+    rig.exit(first)
+    give_up(rig)
+    assert rig.next_recovered() == ("a", None)
+    rig.reader.mend_driver()
+    rig.broker.read()
+    decided(waiting)
+
+
+def test_a_driver_that_hangs_holds_up_neither_reservations_nor_waiters(rig: Rig) -> None:
+    first = rig.place("a", 6)
+    rig.start(first, gib=4)
+    rig.broker.settle()
+    rig.clock.advance(0.01)
+    hangs, entered = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        assert hangs.wait(DEADLOCK_S)
+
+    rig.reader.during = hang
+    try:
+        rig.broker.end(first)
+        assert entered.wait(DEADLOCK_S)
+        rig.broker.settle()
+        rig.clock.advance(RECOVERY_S + 1)
+        assert rig.next_recovered() == ("a", None)
+        waiting = rig.submit("b", 6)
+        assert rig.waits(waiting)
+        assert rig.broker.explain(waiting) == "the devices to answer (nothing heard for 6.0s)"
+    finally:
+        hangs.set()
+    decided(waiting)

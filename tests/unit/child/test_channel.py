@@ -1,0 +1,151 @@
+"""The child's end of the channel, over a socket pair."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from prefect_gpu.child import channel as channels
+from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
+from prefect_gpu.errors import ProtocolError
+from prefect_gpu.processes import messages, transport, values
+from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted
+from prefect_gpu.processes.transport import Frame, FrameReader, PackedValue, frame_header
+from tests.fakes.frames import feed
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.parent, child = socket.socketpair()
+        self.descriptor = child.detach()
+        self.channel = Channel(self.descriptor)
+        self.reader = FrameReader()
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        data = self.parent.recv(1 << 20)
+        return [(kind, bytes(body)) for kind, body, _ in feed(self.reader, data)]
+
+    def close(self) -> None:
+        self.parent.close()
+        self.channel.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def test_a_message_and_its_value_arrive_together(pair: Pair) -> None:
+    pair.channel.send(BodyStarted())
+    pair.channel.send_with_value(BodyEnded(raised=False), PackedValue(transport.VALUE, b"value"))
+    (_, started), (_, ended), value = pair.heard()
+    assert messages.decode(started) == BodyStarted()
+    assert messages.decode(ended) == BodyEnded(raised=False)
+    assert value == (transport.VALUE, b"value")
+
+
+def test_a_value_whose_files_may_not_pass_goes_through_the_frame(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> int:
+        raise ProtocolError("as many are on their way as may be")
+
+    parcel = values.dumps(["x", bytes(2 << 20)], "return value", "result")
+    assert parcel.files
+    monkeypatch.setattr(channels.transport, "send", refuse)
+    thread = threading.Thread(
+        target=pair.channel.send_with_value, args=(BodyEnded(raised=False), parcel)
+    )
+    thread.start()
+    heard: list[tuple[int, bytes]] = []
+    while len(heard) < 2:
+        heard += pair.heard()
+    thread.join()
+    kind, body = heard[1]
+    contents = transport.unpack(Frame(kind, bytearray(body)))
+    assert values.loads(contents, "return value") == ["x", bytes(2 << 20)]
+
+
+def test_messages_and_values_from_the_parent_are_received(pair: Pair) -> None:
+    pair.parent.sendall(messages.encode(BodyStarted()) + frame_header(transport.VALUE, 0))
+    assert pair.channel.receive() == BodyStarted()
+    assert pair.channel.receive_value().stream == b""
+
+
+def test_a_large_body_is_received_whole(pair: Pair) -> None:
+    body = os.urandom(transport.MAPPED_BYTES + 1)
+    thread = threading.Thread(
+        target=pair.parent.sendall, args=(frame_header(transport.VALUE, len(body)) + body,)
+    )
+    thread.start()
+    assert bytes(memoryview(pair.channel.receive_value().stream)) == body
+    thread.join()
+
+
+def test_a_question_is_answered(pair: Pair) -> None:
+    pair.parent.sendall(messages.encode(Answered(result=3)))
+    assert pair.channel.ask("sum", a=1) == 3
+    ((_, body),) = pair.heard()
+    assert messages.decode(body) == Asked("sum", {"a": 1})
+
+
+def test_an_error_in_the_answer_is_raised(pair: Pair) -> None:
+    pair.parent.sendall(messages.encode(Answered(error=KeyError("no"))))
+    with pytest.raises(KeyError, match="no"):
+        pair.channel.ask("sum")
+
+
+def test_another_message_in_place_of_the_answer_is_an_error(pair: Pair) -> None:
+    pair.parent.sendall(messages.encode(BodyStarted()))
+    with pytest.raises(ProtocolError, match="answered 'sum' with BodyStarted"):
+        pair.channel.ask("sum")
+
+
+def test_receiving_from_a_parent_that_is_gone_is_the_end_of_the_stream(pair: Pair) -> None:
+    pair.parent.close()
+    with pytest.raises(EOFError):
+        pair.channel.receive()
+
+
+def test_sending_to_a_parent_that_is_gone_is_a_broken_pipe(pair: Pair) -> None:
+    pair.parent.close()
+    with pytest.raises(BrokenPipeError):
+        pair.channel.send(BodyStarted())
+
+
+def test_a_channel_that_the_body_closed_is_an_error(pair: Pair) -> None:
+    os.close(pair.descriptor)
+    with pytest.raises(OSError, match="descriptor"):
+        pair.channel.send(BodyStarted())
+
+
+def test_a_fork_of_the_child_sends_nothing(pair: Pair) -> None:
+    pair.channel.forget()
+    pair.channel.send(BodyStarted())
+    pair.channel.send_with_value(BodyEnded(raised=False), PackedValue(transport.VALUE, b""))
+    with pytest.raises(RuntimeError, match="forked"):
+        pair.channel.ask("sum")
+    assert pair.parent.recv(10) == b"", "closed, and nothing was said"
+
+
+def test_a_fork_leaves_a_file_alone_that_has_the_channels_descriptor(pair: Pair) -> None:
+    number = pair.descriptor
+    file = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(file, number)
+    pair.channel.forget()
+    os.fstat(number)
+    os.close(number)
+    os.close(file)
+
+
+def test_the_current_channel_is_the_one_that_was_set(pair: Pair) -> None:
+    assert current_channel() is None
+    set_current_channel(pair.channel)
+    assert current_channel() is pair.channel
+    set_current_channel(None)

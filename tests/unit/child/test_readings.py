@@ -1,0 +1,107 @@
+"""Whom a child asks about its memory."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from prefect_gpu import testing
+from prefect_gpu.child.readings import Readings
+from prefect_gpu.devices.own import OwnUse
+from prefect_gpu.frameworks import hooks
+from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.scheduling.model import DeviceKind
+from tests.fakes.memory_source import FakeSource, FakeTrace
+
+POLICY = FrameworkPolicy("nvml", ("GPU-a", "GPU-b"), (24, 24), (6, 6))
+
+
+class FakeOwn:
+    def __init__(self, *uses: OwnUse) -> None:
+        self.uses = uses
+
+    def read(self) -> tuple[OwnUse, ...]:
+        return self.uses
+
+
+def readings(kind: DeviceKind = "nvml", *uses: OwnUse) -> Readings:
+    own: Any = FakeOwn(*uses)
+    return Readings(replace(POLICY, device_kind=kind), (), own)
+
+
+@pytest.mark.parametrize("kind", ["nvml", "host"])
+def test_frameworks_are_read_for_real_devices(
+    kind: DeviceKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Counters(1, 2, 3, 4)
+    monkeypatch.setattr(hooks, "sample", lambda adapters: (1, 0))
+    monkeypatch.setattr(hooks, "collect_counters", lambda adapters: found)
+    trace = FakeTrace(FakeSource())
+    monkeypatch.setattr(hooks, "begin_trace", lambda adapters: trace)
+    assert readings(kind).begin_trace() is trace
+    assert readings(kind).sample() == (1, 0)
+    assert readings(kind).counters() is found
+
+
+def test_the_tally_is_read_for_simulated_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    tally = testing._Tally()
+    monkeypatch.setattr(testing, "_tally", tally)
+    asked = readings("simulated")
+    assert (asked.sample(), asked.counters(), asked.refused_uuid()) == (None, None, "")
+    assert asked.begin_trace() is None
+    tally.count("SIM-0", 5)
+    testing.note_allocation_retry()
+    tally.refused_uuid = "SIM-0"
+    assert asked.sample() == (5, 1)
+    assert asked.counters() == Counters(5, 5, 5, 5, 1)
+    assert asked.refused_uuid() == "SIM-0"
+
+
+def test_a_body_without_simulated_memory_need_not_import_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "prefect_gpu.testing")
+    asked = readings("simulated")
+    assert (asked.sample(), asked.refused_uuid()) == (None, "")
+
+
+def test_counters_that_cannot_be_read_are_reported_once_and_fail_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(adapters: object) -> Any:
+        raise RuntimeError("half imported")
+
+    monkeypatch.setattr(hooks, "sample", fail)
+    monkeypatch.setattr(hooks, "collect_counters", fail)
+    monkeypatch.setattr(hooks, "begin_trace", fail)
+    asked = readings()
+    assert (asked.counters(), asked.sample(), asked.begin_trace()) == (None, None, None)
+    assert capsys.readouterr().err.count("half imported") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "expected"),
+    [
+        pytest.param("nvml", (3, 4), 7, id="the sum over the devices"),
+        pytest.param("nvml", (3, None), 3, id="it may not be on all of them yet"),
+        pytest.param("nvml", (None, None), None, id="the driver tells nothing"),
+        pytest.param("host", (3, 4), None, id="there is no driver"),
+    ],
+)
+def test_the_driver_reports_the_memory_of_the_process(
+    kind: DeviceKind, sizes: tuple[int | None, ...], expected: int | None
+) -> None:
+    uses = [OwnUse(uuid, size) for uuid, size in zip(POLICY.device_uuids, sizes, strict=True)]
+    assert readings(kind, *uses).process_bytes() == expected
+
+
+def test_simulated_memory_that_is_half_imported_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prefect_gpu.testing", ModuleType("prefect_gpu.testing"))
+    asked = readings("simulated")
+    assert (asked.sample(), asked.counters(), asked.refused_uuid()) == (None, None, "")

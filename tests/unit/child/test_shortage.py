@@ -1,0 +1,216 @@
+"""What a child makes of an out-of-memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefect_gpu.child.shortage import Refusal, find_shortage, parse_refusal
+from prefect_gpu.devices.own import OwnUse
+from prefect_gpu.devices.simulated import SimulatedOutOfMemoryError
+from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.units import GIB, MIB
+
+
+class FakeAdapter:
+    name = "fake"
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return "out of memory" in str(error).lower()
+
+
+class FakeReadings:
+    def __init__(self, *uses: OwnUse, counters: Counters | None = None, refused: str = "") -> None:
+        self.device_uuids = tuple(use.device_uuid for use in uses) or ("GPU-a",)
+        self._uses, self._counters, self._refused = uses, counters, refused
+
+    def counters(self) -> Counters | None:
+        return self._counters
+
+    def own(self) -> tuple[OwnUse, ...]:
+        return self._uses
+
+    def refused_uuid(self) -> str:
+        return self._refused
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def find(error: BaseException, *uses: OwnUse, **known: Any) -> OutOfMemory | None:
+    adapters: Any = (FakeAdapter(),)
+    readings: Any = FakeReadings(*uses, **known)
+    return find_shortage(error, adapters, readings)
+
+
+# Which error it is.
+
+
+def test_an_out_of_memory_is_found_in_an_error_and_in_its_causes() -> None:
+    outer = ValueError("step failed")
+    outer.__cause__ = RuntimeError("out of memory: trying to allocate 7 bytes")
+    assert find(outer) == OutOfMemory("fake", wanted_bytes=7)
+    assert find(ValueError("other")) is None
+
+
+def test_circular_errors_and_errors_without_text_are_no_out_of_memory() -> None:
+    circle = ValueError("a")
+    circle.__context__ = Wordless()
+    circle.__context__.__context__ = circle
+    assert find(circle) is None
+
+
+def test_an_error_may_be_marked_as_an_out_of_memory() -> None:
+    marked = ValueError("tried to allocate 5 bytes")
+    marked.__prefect_gpu_out_of_memory__ = True  # type: ignore[attr-defined]
+    assert find(marked) == OutOfMemory("", wanted_bytes=5)
+
+
+@pytest.mark.parametrize(
+    ("cap", "own_cap"),
+    [
+        pytest.param(6 * GIB, True, id="its cap"),
+        pytest.param(None, False, id="the device"),
+        pytest.param(20 * GIB, False, id="the device, within its cap"),
+    ],
+)
+def test_a_simulated_out_of_memory_says_whether_the_cap_refused(
+    cap: int | None, own_cap: bool
+) -> None:
+    error = SimulatedOutOfMemoryError(4 * GIB, 2 * GIB, 24 * GIB, cap, 3 * GIB)
+    assert find(error, refused="SIM-1") == OutOfMemory(
+        framework="",
+        wanted_bytes=4 * GIB,
+        held_bytes=3 * GIB,
+        free_bytes=2 * GIB,
+        device_uuid="SIM-1",
+        says_own_cap=own_cap,
+    )
+
+
+# What is there then.
+
+PLAIN = RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("reserved", "held"),
+    [pytest.param(9, 9, id="reserved"), pytest.param(None, 5, id="live where that is unknown")],
+)
+def test_the_held_bytes_are_those_that_the_framework_reports(
+    reserved: int | None, held: int
+) -> None:
+    found = find(PLAIN, OwnUse("GPU-a", 11, 2), counters=Counters(5, reserved, 5, reserved))
+    assert found == OutOfMemory("fake", None, held, 11, 2, "GPU-a")
+
+
+def test_of_several_devices_the_fullest_is_reported() -> None:
+    uses = OwnUse("GPU-a", 11, 7), OwnUse("GPU-b", 12, 2), OwnUse("GPU-c")
+    found = find(PLAIN, *uses, counters=Counters(5, 9, 5, 9))
+    assert found == OutOfMemory("fake", None, None, 12, 2, "GPU-b")
+
+
+def test_the_device_that_the_error_names_is_reported() -> None:
+    error = RuntimeError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB "
+        "of which 1.50 GiB is free. Of the allocated memory 3.00 GiB is allocated by PyTorch, and "
+        "512.00 MiB is reserved by PyTorch but unallocated."
+    )
+    found = find(
+        error, OwnUse("GPU-a", 11, 7), OwnUse("GPU-b", 12, 2), counters=Counters(5, 9, 5, 9)
+    )
+    assert found == OutOfMemory("fake", 2 * GIB, 3 * GIB + 512 * MIB, 11, 7, "GPU-a")
+    without_driver = find(error, OwnUse("GPU-a"))
+    assert without_driver is not None
+    assert (without_driver.device_uuid, without_driver.free_bytes) == ("GPU-a", 3 * GIB // 2)
+
+
+def test_without_counters_and_driver_only_the_text_is_known() -> None:
+    assert find(PLAIN) == OutOfMemory("fake")
+
+
+# What the text of one tells.
+
+
+def torch_text(
+    wanted: str, allowed: str, allocated: str, cached: str, free: str = "70.00 GiB"
+) -> str:
+    return (
+        f"CUDA out of memory. Tried to allocate {wanted}. GPU 1 has a total capacity of 79.19 GiB "
+        f"of which {free} is free. Process 2102129 has 17.54 GiB memory in use. Including "
+        f"non-PyTorch memory, this process has 17.81 GiB memory in use. {allowed} allowed; Of the "
+        f"allocated memory {allocated} is allocated by PyTorch, with 17.00 MiB allocated in private "
+        f"pools (e.g., CUDA Graphs), and {cached} is reserved by PyTorch but unallocated. If reserved"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "own_cap"),
+    [
+        pytest.param(
+            torch_text("996.00 MiB", "17.69 GiB", "17.44 GiB", "59.88 MiB"), True, id="its cap"
+        ),
+        pytest.param(
+            torch_text("2.00 GiB", "50.00 GiB", "9.58 GiB", "0 bytes", "0 bytes"),
+            False,
+            id="the device: 'allowed' stands there whoever refused",
+        ),
+        pytest.param(
+            torch_text("2.00 MiB", "4.00 GiB", "3.99 GiB", "8.00 MiB"),
+            None,
+            id="too close, being rounded",
+        ),
+    ],
+)
+def test_the_numbers_in_pytorchs_text_show_whether_its_cap_refused(
+    text: str, own_cap: bool | None
+) -> None:
+    refusal = parse_refusal(text)
+    assert (refusal.device, refusal.own_cap) == (1, own_cap)
+
+
+def test_pytorchs_text_without_a_cap_does_not_say_what_refused() -> None:
+    text = torch_text("1.00 GiB", "17.69 GiB", "17.00 GiB", "512.00 MiB")
+    refusal = parse_refusal(text.replace("17.69 GiB allowed; ", ""))
+    assert refusal == Refusal(1, 17 * GIB + 512 * MIB, 70 * GIB, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            "Out of memory allocating 1,024 bytes (allocated so far: 512 bytes, limit set to: 1,535 "
+            "bytes).",
+            Refusal(held_bytes=512, own_cap=True),
+            id="its limit, by one byte",
+        ),
+        pytest.param(
+            "Out of memory allocating 1,024 bytes (allocated so far: 512 bytes, limit set to: 1,536 "
+            "bytes).",
+            Refusal(held_bytes=512, own_cap=False),
+            id="the device",
+        ),
+        pytest.param(
+            "Out of memory allocating 1,024 bytes (allocated so far: 512 bytes).",
+            Refusal(held_bytes=512),
+            id="no limit",
+        ),
+        pytest.param(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes.",
+            Refusal(),
+            id="of a framework that says nothing of a limit",
+        ),
+    ],
+)
+def test_texts_of_other_frameworks_are_read(text: str, expected: Refusal) -> None:
+    assert parse_refusal(text) == expected
+
+
+def test_an_out_of_memory_is_found_in_the_members_of_a_group() -> None:
+    group = ValueError("unhandled errors in a TaskGroup")
+    group.exceptions = (KeyError("a"), RuntimeError("out of memory"))  # type: ignore[attr-defined]
+    assert find(group) == OutOfMemory("fake")

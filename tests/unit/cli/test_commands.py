@@ -1,0 +1,261 @@
+"""`prefect_gpu.cli.commands`: what each command prints, and its exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from prefect_gpu.cli import commands as cli
+from prefect_gpu.cli.commands import main
+from prefect_gpu.devices import spec as device_spec
+from prefect_gpu.scheduling.model import Device, DeviceSnapshot, ProcessUse
+from prefect_gpu.units import GIB
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_check_prints_the_policy(capsys: Capture) -> None:
+    code = main(
+        [
+            "check",
+            "gpu:memory=6GiB",
+            "gpu:framework=torch:70%",
+            "gpu:framework=jax",
+            "gpu:wait=10m",
+            "gpu:alloc.backend=native",
+        ]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert "memory             6GiB (6442450944 bytes) on each device" in lines
+    assert "frameworks         jax, torch 70%" in lines
+    assert "allocation         limit" in lines
+    assert "allocator options  backend=native" in lines
+    assert "wait               10m 00s" in lines
+    assert lines[-1].startswith('tags: "gpu" "gpu:memory=6GiB" "gpu:framework=torch:70%"')
+
+
+@pytest.mark.parametrize(
+    ("tags", "line"),
+    [
+        pytest.param(["nightly"], "no gpu tag", id="a task for a thread"),
+        pytest.param(["gpu"], "memory             a device to itself", id="no budget"),
+        pytest.param(["gpu:memory=40%"], "40% of each device", id="a part of each device"),
+        pytest.param(["gpu:cpus=4", "gpu:caching=off"], "caching            off", id="the rest"),
+    ],
+)
+def test_check_explains_tags(capsys: Capture, tags: list[str], line: str) -> None:
+    assert main(["check", *tags]) == 0
+    assert line in capsys.readouterr().out
+
+
+def test_check_refuses_a_bad_tag(capsys: Capture) -> None:
+    assert main(["check", "gpu:memory=8"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("prefect-gpu: gpu:memory=8: ")
+    assert "8GiB?" in printed.err
+
+
+def test_devices_lists_what_the_runner_would_use(capsys: Capture) -> None:
+    assert main(["devices", "--devices", "simulated:2x24GiB"]) == 0
+    heads, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert heads == ["index", "uuid", "name", "total", "free", "processes"]
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert all(row[-3:] == ["24GiB", "24GiB", "0"] for row in rows)
+
+
+def test_devices_takes_its_default_from_the_settings(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_DEVICES", "simulated:8GiB")
+    assert main(["devices", "--json"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)
+    assert device["total_bytes"] == device["free_bytes"] == 8 * GIB
+    assert device["kind"] == "simulated"
+    assert device["processes"] == []
+
+
+def test_devices_names_a_setting_that_cannot_be_read(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_STANDBY", "many")
+    assert main(["devices"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(
+        "prefect-gpu: PREFECT_INTEGRATIONS_GPU_STANDBY: 'many' is neither 'auto', 'hot' nor a number"
+    )
+
+
+class _Reader:
+    """A reader of the snapshots that it is given."""
+
+    kind = "nvml"
+
+    def __init__(self, *snapshots: DeviceSnapshot) -> None:
+        self.snapshots = snapshots
+        self.closed = False
+
+    def read(self, roots: tuple[int, ...]) -> tuple[DeviceSnapshot, ...]:
+        return self.snapshots
+
+    def close(self) -> None:
+        self.closed = True
+
+
+DEVICE = Device("GPU-1a", 0, "NVIDIA H200", 140 * GIB, "nvml", "here")
+
+
+def test_devices_shows_the_error_of_a_device(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = _Reader(
+        DeviceSnapshot(DEVICE, 0.0, 100 * GIB, processes=(ProcessUse(7, None, GIB),)),
+        DeviceSnapshot(DEVICE, 0.0, 0, error="fell off the bus"),
+    )
+    monkeypatch.setattr(device_spec, "open_reader", lambda spec, environ: reader)
+    assert main(["devices", "--devices", "nvml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("140GiB  100GiB                      1")
+    assert lines[2].endswith("unusable: fell off the bus")
+    assert reader.closed
+
+    assert main(["devices", "--devices", "nvml", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["processes"] == [{"pid": 7, "used_bytes": GIB}]
+    assert (second["free_bytes"], second["error"]) == (None, "fell off the bus")
+
+
+def test_devices_says_when_there_are_none(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_spec, "open_reader", lambda spec, environ: _Reader())
+    assert main(["devices", "--devices", "nvml"]) == 0
+    assert capsys.readouterr().out == "no devices\n"
+
+
+def test_devices_refuses_an_unknown_specification(capsys: Capture) -> None:
+    assert main(["devices", "--devices", "abacus"]) == 2
+    assert "abacus" in capsys.readouterr().err
+
+
+LIST = """\
+name,duration,memory,devices,after
+a,10m,60GiB,,
+b,5m,30GiB,2,
+c,1m,10GiB,,
+d,1m,,,a b
+huge,1,99GiB,,
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> str:
+    path = tmp_path / "tasks.csv"
+    path.write_text(LIST)
+    return str(path)
+
+
+def test_simulate_prints_the_schedule_of_a_list(capsys: Capture, task_file: str) -> None:
+    assert main(["simulate", task_file, "--devices", "2x80GiB", "--tasks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "tasks        5, of which 4 ran" in lines
+    assert "makespan     16m 00s, 1.45 × the lower bound" in lines
+    assert "lower bound  11m 00s (longest chain)" in lines
+    assert "b     0ms        10m 00s  10m 00s  15m 00s  0,1      0" in lines
+    assert lines[-1].startswith("huge can never run: gpu:memory=99GiB is larger than any device")
+
+
+def test_simulate_prints_json(capsys: Capture, task_file: str) -> None:
+    assert (
+        main(["simulate", task_file, "--devices", "2x80GiB", "--json", "--placement", "pack"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["makespan_s"], found["lower_bound_s"], found["max_wait_s"]) == (960, 660, 600)
+    assert [task["started_s"] for task in found["tasks"]] == [0, 600, 0, 900, None]
+    assert found["tasks"][1]["devices"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "starts"),
+    [
+        pytest.param([], [0, 0, 100], id="backfill"),
+        pytest.param(["--no-backfill"], [0, 100, 100], id="no backfill"),
+        pytest.param(["--unknown-durations", "--max-tasks-per-device", "1"], [0, 110, 100], id="one at a time"),
+        pytest.param(["--max-processes", "1"], [0, 110, 100], id="one at all"),
+    ],
+)  # fmt: skip
+def test_simulate_schedules_as_its_options_ask(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: list[str], starts: list[float]
+) -> None:
+    text = "duration,memory,priority\n100,20GiB,2\n50,4GiB,0\n10,20GiB,1\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main(["simulate", "-", "--devices", "simulated:1x24GiB", "--json", *options]) == 0
+    tasks = json.loads(capsys.readouterr().out)["tasks"]
+    assert [task["started_s"] for task in tasks] == starts
+
+
+@pytest.mark.parametrize(
+    ("content", "devices", "says"),
+    [
+        pytest.param("duration,memory\n1,8\n", "1GiB", "tasks.csv, line 2, column 'memory'", id="a bad field"),
+        pytest.param(None, "1GiB", "tasks.csv cannot be read", id="no such file"),
+        pytest.param("duration\n1\n", "abacus", "abacus", id="bad devices"),
+    ],
+)  # fmt: skip
+def test_simulate_names_what_is_wrong_with_its_input(
+    capsys: Capture, tmp_path: Path, content: str | None, devices: str, says: str
+) -> None:
+    path = tmp_path / "tasks.csv"
+    if content is not None:
+        path.write_text(content)
+    assert main(["simulate", str(path), "--devices", devices]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        pytest.param([], "a COMMAND is required; accepted: devices, check, simulate, version (see prefect-gpu --help)", id="no command"),
+        pytest.param(["list"], 'Unknown command "list". Available commands: devices, check, simulate, version', id="unknown command"),
+        pytest.param(["check"], 'Command "check" parameter TAGS requires an argument', id="no tag"),
+        pytest.param(["devices", "--jsn"], "Unknown option: --jsn. Did you mean --json?; accepted: --devices, --json, --help", id="unknown option"),
+        pytest.param(["simulate", "-"], 'Command "simulate" parameter --devices requires an argument', id="missing option"),
+        pytest.param(["simulate", "-", "--devices", "1GiB", "--placement", "tight"], 'Invalid value "tight" for --placement. Choose from: "spread", "pack"', id="unknown placement"),
+        pytest.param(["simulate", "-", "--devices", "1GiB", "--max-tasks-per-device", "0"], 'Invalid value "0" for --max-tasks-per-device. Must be >= 1', id="no task at all"),
+        pytest.param(["simulate", "-", "--devices", "1GiB", "--max-processes", "two"], "for --max-processes: 'two' is not a whole number (see prefect-gpu simulate --help)", id="word for a number"),
+        pytest.param(["simulate", "-", "--devices", "1GiB", "--max-processes", "1.5"], "for --max-processes: '1.5' is not a whole number", id="fraction for a number"),
+        pytest.param(["simulate", "-", "--devices", "1GiB", "--max-tasks-per-device", "0x2"], "for --max-tasks-per-device: '0x2' is not a whole number", id="hexadecimal number"),
+    ],
+)  # fmt: skip
+def test_an_error_names_what_was_given_and_what_is_accepted_on_one_line(
+    capsys: Capture, arguments: list[str], says: str
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("prefect-gpu: ")
+    assert says in line
+
+
+def test_help_names_every_option(capsys: Capture) -> None:
+    assert main(["simulate", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--no-backfill" in text and "--backfill" not in text.replace("--no-backfill", "")
+
+
+def test_version_is_that_of_the_package(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "version", lambda name: f"1.2.3 of {name}")
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == "prefect-gpu 1.2.3 of prefect-gpu\n"
+
+
+def test_the_package_runs_as_a_module(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["prefect-gpu", "check", "nightly"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("prefect_gpu.cli", run_name="__main__")
+    assert "no gpu tag" in capsys.readouterr().out

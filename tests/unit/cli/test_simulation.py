@@ -1,0 +1,254 @@
+"""Lists of tasks replayed in virtual time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_gpu.cli.simulation import ListedTask, Schedule, lower_bounds, simulate
+from prefect_gpu.devices.simulated import SimulatedDevices
+from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE, Patience
+from prefect_gpu.scheduling.placement import PlacementStyle
+from prefect_gpu.units import GIB
+
+TWO = SimulatedDevices("2x24GiB")
+
+
+def task(name: str, seconds: float, gib: float | None = None, **others: object) -> ListedTask:
+    memory = None if gib is None else int(gib * GIB)
+    known: dict[str, object] = {"expected_s": seconds, **others}
+    return ListedTask(name, duration_s=seconds, memory=memory, **{"arrival_s": 0.0, **known})  # type: ignore[arg-type]
+
+
+def starts(schedule: Schedule) -> dict[str, float | None]:
+    return {o.task.name: o.started_s for o in schedule.outcomes}
+
+
+def test_tasks_start_when_and_where_there_is_free_memory() -> None:
+    tasks = [
+        task("a", 10, 20),
+        task("b", 20, 20),
+        task("c", 5, 20),
+        task("late", 1, 2, arrival_s=3.0),
+        task("after both", 4, after=(0, 1)),
+        task("two", 7, 24, count=2),
+    ]
+    schedule = simulate(tasks, TWO)
+    assert starts(schedule) == {
+        "a": 0.0,
+        "b": 0.0,
+        "late": 3.0,
+        "c": 10.0,
+        "after both": 27.0,
+        "two": 20.0,
+    }
+    assert schedule.makespan_s == 31.0
+    assert schedule.max_wait_s == 20.0
+    assert schedule.utilisation == pytest.approx((200 + 400 + 100 + 2 + 96 + 336) / (48 * 31))
+
+
+def test_a_short_task_passes_a_blocked_one_only_with_backfill() -> None:
+    tasks = [task("a", 100, 20), task("head", 10, 24), task("short", 50, 4)]
+    one = SimulatedDevices("1x24GiB")
+    assert starts(simulate(tasks, one)) == {"a": 0.0, "head": 100.0, "short": 0.0}
+    plain = simulate(tasks, one, patience=NO_BACKFILL)
+    assert starts(plain) == {"a": 0.0, "head": 100.0, "short": 110.0}
+
+
+def test_a_task_that_can_never_run_is_refused_with_those_after_it() -> None:
+    tasks = [
+        task("huge", 1, 99),
+        task("after it", 1, 1, after=(0,)),
+        task("after that", 1, 1, after=(1,)),
+        task("fine", 2, 1),
+    ]
+    schedule = simulate(tasks, TWO)
+    refusals = [o.refusal for o in schedule.outcomes]
+    assert "larger than any device" in refusals[0]
+    assert refusals[1:] == [
+        "comes after 'huge', which can never run",
+        "comes after 'after it', which can never run",
+        "",
+    ]
+    assert [o.task.name for o in schedule.finished] == ["fine"]
+    assert schedule.makespan_s == 2.0
+    none = simulate(tasks[:1], TWO)
+    assert (none.makespan_s, none.mean_wait_s, none.max_wait_s, none.utilisation) == (0, 0, 0, 0)
+
+
+def test_limits_on_the_number_of_tasks_are_kept() -> None:
+    tasks = [task(name, 10, 1) for name in "abcd"]
+    assert simulate(tasks, TWO, max_tasks=1).makespan_s == 20.0
+    assert simulate(tasks, TWO, max_processes=1).makespan_s == 40.0
+    assert simulate(tasks, TWO, max_tasks=1).bounds.places_s == 20.0
+
+
+@pytest.mark.parametrize(
+    ("tasks", "chain_s", "memory_s", "large_s"),
+    [
+        pytest.param([], 0, 0, 0, id="nothing"),
+        pytest.param([task("a", 10, 12)], 10, 2.5, 0, id="half a device is not large"),
+        pytest.param([task("a", 10, 12.1), task("b", 6, 13)], 10, (121 + 78) / 48, 8, id="more is"),
+        pytest.param([task("a", 10)], 10, 5, 5, id="a device to itself is all of it"),
+        pytest.param([task("a", 10, 1, exclusive=True)], 10, 5, 5, id="so is an exclusive one"),
+        pytest.param([task("a", 10, 24, count=2)], 10, 10, 10, id="several devices"),
+        pytest.param([task("a", 5, 1, arrival_s=2.0), task("b", 3, 1, arrival_s=9.0), task("c", 4, 1, arrival_s=3.0, after=(0, 1))], 14, 12 / 48, 0, id="a chain, from the first arrival"),
+    ],
+)  # fmt: skip
+def test_lower_bounds_of_a_schedule(
+    tasks: list[ListedTask], chain_s: float, memory_s: float, large_s: float
+) -> None:
+    bounds = lower_bounds(tasks, TWO.sizes_bytes)
+    assert bounds.chain_s == chain_s
+    assert bounds.memory_s == pytest.approx(memory_s)
+    assert bounds.large_s == large_s
+    assert bounds.largest_s == max(chain_s, bounds.memory_s, large_s)
+
+
+# For any list.
+
+seconds = st.sampled_from([1.0, 2.5, 10.0, 60.0, 61.0, 400.0])
+anything = st.builds(
+    ListedTask,
+    name=st.just("t"),
+    arrival_s=st.sampled_from([0.0, 0.0, 5.0, 70.0]),
+    duration_s=seconds,
+    memory=st.none() | st.sampled_from([0.1, 0.5, 1.0]) | st.sampled_from([1, 6, 12, 20, 24, 60]).map(lambda gib: gib * GIB),
+    count=st.sampled_from([1, 1, 1, 2, 3]),
+    priority=st.sampled_from([0, 0, 1]),
+    exclusive=st.sampled_from([False, False, True]),
+    # Right, wrong or not known.
+    expected_s=st.none() | seconds,
+)  # fmt: skip
+devices = st.lists(st.sampled_from([8, 24, 80]), min_size=1, max_size=4).map(
+    lambda sizes: SimulatedDevices(",".join(f"{gib}GiB" for gib in sizes))
+)
+patiences = st.builds(
+    Patience,
+    passes=st.integers(0, 4),
+    wait_s=st.sampled_from([0.0, 30.0, 600.0]),
+    heads=st.integers(0, 3),
+)
+
+
+@st.composite
+def lists(draw: st.DrawFn) -> list[ListedTask]:
+    tasks = draw(st.lists(anything, max_size=20))
+    for at in range(1, len(tasks)):
+        before = draw(st.lists(st.integers(0, at - 1), max_size=2, unique=True))
+        if draw(st.integers(0, 3)) == 0:
+            tasks[at] = replace(tasks[at], after=tuple(before))
+    return tasks
+
+
+@given(
+    lists(),
+    devices,
+    st.sampled_from(["spread", "pack"]),
+    patiences | st.just(PATIENCE),
+    st.none() | st.integers(1, 3),
+)
+def test_every_task_that_fits_starts_once_where_it_fits(
+    tasks: list[ListedTask],
+    there: SimulatedDevices,
+    style: PlacementStyle,
+    patience: Patience,
+    max_tasks: int | None,
+) -> None:
+    schedule = simulate(tasks, there, style, patience, max_tasks)
+    assert schedule == simulate(tasks, there, style, patience, max_tasks), "the same every time"
+    for outcome in schedule.outcomes:
+        assert (outcome.started_s is None) == bool(outcome.refusal), "it ran or can never run"
+        if outcome.started_s is not None:
+            assert outcome.started_s >= outcome.ready_s >= outcome.task.arrival_s
+            for before in outcome.task.after:
+                ended_s = schedule.outcomes[before].ended_s
+                assert ended_s is not None and ended_s <= outcome.ready_s
+    if schedule.finished:
+        assert schedule.makespan_s >= schedule.bounds.largest_s * (1 - 1e-9)
+    for moment in {o.started_s for o in schedule.finished}:
+        assert moment is not None
+        held: dict[str, list[tuple[int, bool]]] = {}
+        for o in schedule.finished:
+            assert o.placement is not None and o.started_s is not None and o.ended_s is not None
+            assert len({d.uuid for d in o.placement.devices}) == o.task.count
+            if o.started_s <= moment < o.ended_s:
+                for r in o.placement.reservations:
+                    held.setdefault(r.device_uuid, []).append((r.reserved_bytes, r.exclusive))
+        sizes = {device.uuid: device.total_bytes for device in schedule.devices}
+        for uuid, promises in held.items():
+            assert sum(size for size, _ in promises) <= sizes[uuid], "more than there is"
+            assert len(promises) == 1 or not any(alone for _, alone in promises)
+            assert max_tasks is None or len(promises) <= max_tasks
+
+
+#: No two of one shape, which wait for one another, and all of one priority.
+plain = st.lists(
+    st.builds(
+        ListedTask,
+        name=st.just("t"),
+        arrival_s=st.sampled_from([0.0, 0.0, 5.0, 70.0]),
+        duration_s=seconds,
+        memory=st.sampled_from([1, 6, 12, 20, 22]).map(lambda gib: gib * GIB),
+        count=st.sampled_from([1, 1, 1, 2]),
+    ),
+    max_size=25,
+).map(lambda tasks: [replace(t, memory=t.memory + i) for i, t in enumerate(tasks)])  # type: ignore[operator]
+
+
+@given(
+    plain,
+    st.sampled_from(["spread", "pack"]),
+    st.integers(0, 4),
+    st.sampled_from([0.0, 30.0, 600.0]),
+)
+def test_without_known_durations_no_task_is_passed_more_often_than_allowed(
+    tasks: list[ListedTask], style: PlacementStyle, passes: int, wait_s: float
+) -> None:
+    schedule = simulate(tasks, TWO, style, Patience(passes, wait_s, heads=0))
+    # In the order of submission.
+    order = sorted(schedule.outcomes, key=lambda outcome: outcome.ready_s)
+    for at, blocked in enumerate(order):
+        assert blocked.started_s is not None
+        passed_at = sorted(
+            later.started_s
+            for later in order[at + 1 :]
+            if later.started_s is not None
+            and blocked.ready_s <= later.started_s < blocked.started_s
+        )
+        assert len(passed_at) <= passes
+        assert len(passed_at) == blocked.passed
+        # All at the moment of the first count as one.
+        assert all(s == passed_at[0] or s < passed_at[0] + wait_s for s in passed_at)
+        if passed_at:
+            # Then all drains: what ran there ends, and those before it go first, each as bounded.
+            over_s = max(passed_at[-1], passed_at[0])
+            ahead = sum(o.task.duration_s for o in order[:at])
+            assert blocked.started_s <= over_s + wait_s + ahead + max(t.duration_s for t in tasks)
+
+
+@given(plain, st.sampled_from(["spread", "pack"]), st.integers(1, 3))
+def test_with_right_durations_a_blocked_task_starts_when_it_was_expected(
+    tasks: list[ListedTask], style: PlacementStyle, count: int
+) -> None:
+    known = [replace(t, expected_s=t.duration_s, count=1) for t in tasks]
+    there = SimulatedDevices(f"{count}x24GiB")
+    # Only the first in order has devices kept, until it has started.
+    schedule = simulate(known, there, style, Patience(10**6, math.inf, heads=1))
+    for outcome in schedule.outcomes:
+        assert outcome.started_s is not None
+        if outcome.promised_s is not None:
+            assert outcome.started_s <= outcome.promised_s + 1e-6
+
+
+@given(plain, st.sampled_from([0.1, 10.0]), st.integers(1, 3))
+def test_wrong_expectations_starve_no_task(
+    tasks: list[ListedTask], factor: float, count: int
+) -> None:
+    wrong = [replace(t, expected_s=t.duration_s * factor, count=1) for t in tasks]
+    schedule = simulate(wrong, SimulatedDevices(f"{count}x24GiB"), patience=PATIENCE)
+    assert len(schedule.finished) == len(tasks)

@@ -1,0 +1,111 @@
+"""`prefect_gpu.processes.standby_kind`: what is imported ahead for a task, and with which environment."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.processes.standby_kind import OWN_MODULES, SIMULATED, kind_of
+from tests.unit.processes import kind_bodies
+
+NVML = FrameworkPolicy("nvml", (), (), (), cpus=3, frameworks=("torch",))
+
+
+def kind(fn: Any, policy: FrameworkPolicy = NVML, **changes: Any) -> Any:
+    given: dict[str, Any] = {"cpus_stated": False, "size_bytes": 1, "environ": {}}
+    return kind_of(fn, policy, **{**given, **changes})
+
+
+def test_what_is_imported_ahead() -> None:
+    found = kind(kind_bodies.imports_inside)
+    assert found.always == (*OWN_MODULES, "torch")
+    # Its own module is imported first, as unpickling the call would.
+    assert found.users[0] == kind_bodies.__name__
+    assert set(found.users[1:]) == {"json.decoder:JSONDecoder", "colorsys"}
+    assert found.modules == found.always + found.users
+
+
+def test_a_function_that_travels_by_value_brings_no_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("__main__", "by_path_or_made_by_hand"):
+        module = types.ModuleType(name)
+        exec("def f():\n import colorsys", module.__dict__)
+        if name != "__main__":
+            monkeypatch.setitem(sys.modules, name, module)
+        assert kind(module.f).users == ("colorsys",)
+
+
+def test_what_is_not_installed_is_not_tried() -> None:
+    assert "no_such_package_here" not in str(kind(kind_bodies.imports_nothing_there).users)
+
+
+def test_the_device_is_not_known_and_never_none() -> None:
+    environment = kind(kind_bodies.plain).environment_of({"CUDA_VISIBLE_DEVICES": "2", "X": "1"})
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2" and environment["X"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in kind(kind_bodies.plain).environment_of({})
+    host = kind(kind_bodies.plain, replace(NVML, device_kind="host"))
+    assert host.environment_of({"CUDA_VISIBLE_DEVICES": "2"})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_modules_may_ask_pytorch_for_devices() -> None:
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    assert kind(kind_bodies.plain).environment_of({})[name] == "1"
+    assert kind(kind_bodies.plain).environment_of({name: "0"})[name] == "0"
+    other = kind(kind_bodies.plain, replace(NVML, frameworks=("jax",)))
+    assert name not in other.environment_of({})
+
+
+def test_threads_are_those_computed_and_only_stated_ones_make_another_kind() -> None:
+    computed = kind(kind_bodies.plain)
+    assert computed.environment_of({})["OMP_NUM_THREADS"] == "3"
+    assert computed == kind(kind_bodies.plain, replace(NVML, cpus=5), size_bytes=7)
+    assert computed != kind(kind_bodies.plain, cpus_stated=True)
+
+
+def test_allocator_options_are_there_from_the_start() -> None:
+    policy = replace(NVML, allocator_options={"backend": "cudaMallocAsync"})
+    found = kind(kind_bodies.plain, policy)
+    assert found.environment_of({})["PYTORCH_ALLOC_CONF"] == "backend:cudaMallocAsync"
+    assert found != kind(kind_bodies.plain)
+
+
+def test_without_what_is_the_users() -> None:
+    found = kind(kind_bodies.imports_inside).without_users()
+    assert found.modules == (*OWN_MODULES, "torch")
+
+
+def test_a_framework_that_the_tags_do_not_name_is_not_imported_ahead() -> None:
+    found = kind(kind_bodies.imports_either)
+    assert "torch.nn" in found.users and "tensorflow" not in str(found.modules)
+    none = kind(kind_bodies.imports_either, replace(NVML, frameworks=("none",)))
+    assert "torch" not in str(none.modules)
+
+
+@pytest.mark.parametrize(
+    ("frameworks", "hot"),
+    [
+        (("torch",), "torch"),
+        (("tensorflow", "torch"), "torch"),
+        (("tensorflow",), ""),
+        (("none",), ""),
+        ((), ""),
+    ],
+)
+def test_the_framework_that_is_started_ahead(frameworks: tuple[str, ...], hot: str) -> None:
+    policy = replace(NVML, frameworks=frameworks, detected=())
+    assert kind(kind_bodies.imports_inside, policy, hot=True).hot == hot
+    assert kind(kind_bodies.imports_inside, policy).hot == "", "only if it was asked for"
+
+
+@pytest.mark.parametrize(("device_kind", "hot"), [("host", ""), ("simulated", SIMULATED)])
+def test_other_devices_have_no_framework_to_start(device_kind: Any, hot: str) -> None:
+    policy = replace(NVML, device_kind=device_kind, frameworks=("torch",))
+    found = kind(kind_bodies.imports_inside, policy, hot=True)
+    assert found.hot == hot
+    assert (found == kind(kind_bodies.imports_inside, policy)) == (not hot)

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_gpu.measurements import StepFacts
+from prefect_gpu.reports.advice import readable_size, tags_table, teach
+from prefect_gpu.reports.model import TaskReport, past_run
+from prefect_gpu.scheduling.history import learn
+from prefect_gpu.units import GIB, MIB, parse_bytes
+from tests.fakes.reports import CONTEXT, device, task_report
+
+
+def run(live_gib: float, **changes: Any) -> TaskReport:
+    """A process of which only its live peak and the context matter."""
+    live = int(live_gib * GIB)
+    fields: dict[str, Any] = {
+        "peak_live_bytes": live,
+        "peak_reserved_bytes": live,
+        "peak_process_bytes": live + CONTEXT,
+        "budget_bytes": 12 * GIB,
+    }
+    return task_report(**{**fields, **changes})
+
+
+def row(*reports: TaskReport) -> list[str]:
+    """The cells of the only row: task, budget now, write, because."""
+    _, _, line = tags_table(reports).splitlines()
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def written(*reports: TaskReport) -> str:
+    """The size that the only row says to write."""
+    return row(*reports)[2].removeprefix("`gpu:memory=").removesuffix("`")
+
+
+def test_the_tag_to_write_is_the_budget_that_a_history_of_the_same_runs_teaches() -> None:
+    runs = [run(3), run(4), run(2)]
+    lesson = learn(past_run(report) for report in runs)
+    assert lesson is not None
+    assert written(*runs) == readable_size(lesson.budget_bytes) == "5.8GiB"
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        pytest.param([], id="no run"),
+        pytest.param([run(3, outcome="failed")], id="a run that failed"),
+    ],
+)
+def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -> None:
+    assert teach(reports) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("reports", "write", "because"),
+    [
+        ([run(4)], "`gpu:memory=5.8GiB`", "live peak 4GiB × 1.3 + context 612MiB"),
+        (
+            [run(13, budget_bytes=40 * GIB, steps=StepFacts(9, 13 * GIB, 4 * GIB))],
+            "`gpu:memory=5.8GiB`",
+            "steady live peak 4GiB × 1.3 + context 612MiB",
+        ),
+        (
+            [run(2), run(4)],
+            "`gpu:memory=5.8GiB`",
+            "live peak 4GiB × 1.3 + context 612MiB, of 2 runs",
+        ),
+        (
+            [run(2), run(4, outcome="died")],
+            "`gpu:memory=5.8GiB`",
+            "live peak 4GiB × 1.3 + context 612MiB, of a run that died",
+        ),
+        ([run(0.1)], "`gpu:memory=800MiB`", "live peak 102MiB + 64MiB + context 612MiB"),
+        (
+            [
+                run(
+                    4,
+                    source="host",
+                    peak_live_bytes=None,
+                    peak_reserved_bytes=None,
+                    context_bytes=0,
+                )
+            ],
+            "`gpu:memory=6GiB`",
+            "peak 4.6GiB × 1.3",
+        ),
+        (
+            [run(5, budget_bytes=6 * GIB, outcome="oom", cause="own_cap"), run(2)],
+            "`gpu:memory=9GiB`",
+            "with less it ran out of memory or slowed down",
+        ),
+        (
+            [run(5, outcome="oom", cause="own_cap", wanted_bytes=30 * GIB)],
+            "`gpu:memory=33GiB`",
+            "none completed; it ran out of memory at its cap, where it would have needed 30GiB",
+        ),
+        ([run(5, outcome="oom")], "more than 12GiB", "none completed"),
+        ([run(120, budget_source="probe")], "`gpu:memory=100%`", "live peak 120GiB"),
+        (
+            [run(3, history_key="a"), run(4, history_key="b")],
+            "`gpu:memory=5.8GiB`",
+            "of 2 histories",
+        ),
+    ],
+    ids=[
+        "the live peak",
+        "the steady live peak where there were steps",
+        "the largest of several",
+        "a run that died held more",
+        "a small one has a margin for segments",
+        "no framework reports its memory",
+        "less was too little",
+        "none completed, but its error says what it wanted",
+        "none completed, for an unknown reason",
+        "no more than there is",
+        "the largest of several histories",
+    ],
+)
+def test_a_row_has_the_tag_to_write_and_the_reason(
+    reports: list[TaskReport], write: str, because: str
+) -> None:
+    cells = row(*reports)
+    assert cells[2] == write
+    assert because in cells[3]
+
+
+@pytest.mark.parametrize(
+    ("report", "fits"),
+    [
+        (run(4, budget_bytes=int(5.9 * GIB)), True),
+        (run(4, budget_bytes=5 * GIB), True),
+        (run(4, budget_bytes=9 * GIB), False),
+        (run(4, budget_bytes=4 * GIB), False),
+        (run(4, budget_bytes=5 * GIB, steps=StepFacts(9, None, 4 * GIB, 0.1, 3)), False),
+        (run(4, budget_bytes=int(5.9 * GIB), budget_source="learned"), False),
+        (run(4, outcome="died"), True),
+    ],
+    ids=[
+        "near enough",
+        "less, and it was enough",
+        "far more than it needs",
+        "less than it took",
+        "less, and its allocator gave up its cache",
+        "there is no tag",
+        "nothing is known",
+    ],
+)
+def test_a_tag_that_fits_is_left_as_it_is(report: TaskReport, fits: bool) -> None:
+    assert ("Nothing to change" in tags_table([report])) is fits
+
+
+def test_a_probe_counts_only_if_its_history_has_no_other_completed_run() -> None:
+    probe = run(13, budget_source="probe", history_key="big")
+    other = run(4, budget_source="learned", history_key="small")
+    assert written(probe, other) == "17.5GiB"
+    assert written(replace(probe, history_key="small"), other) == "5.8GiB"
+    steady = replace(probe, history_key="small", steps=StepFacts(9, 13 * GIB, 5 * GIB))
+    assert written(steady, other) == "7.1GiB"
+
+
+def test_memory_on_several_devices_becomes_a_tag_for_each() -> None:
+    wide = run(8, devices=(device(), device(1)), context_bytes=2 * CONTEXT)
+    wide = replace(wide, peak_process_bytes=8 * GIB + 2 * CONTEXT)
+    assert written(wide) == "5.8GiB"
+
+
+@given(st.integers(1, 2**42))
+def test_a_readable_size_is_at_least_what_was_asked_and_not_much_more(size: int) -> None:
+    given_bytes = parse_bytes(readable_size(size))
+    assert size - 1 <= given_bytes <= max(1.1 * size, size + 32 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(2.04 * GIB, "2.1GiB"), (10.1 * GIB, "10.5GiB"), (36.2 * GIB, "37GiB"), (300 * MIB, "320MiB")],
+    ids=str,
+)
+def test_a_readable_size_has_two_or_three_digits(size: float, text: str) -> None:
+    assert readable_size(size) == text

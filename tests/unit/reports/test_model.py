@@ -1,0 +1,83 @@
+"""What a history keeps of a report."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_gpu.measurements import StepFacts
+from prefect_gpu.reports.model import past_run
+from prefect_gpu.scheduling.history import PastRun
+from prefect_gpu.units import GIB
+from tests.fakes.reports import device, task_report
+
+
+def test_a_report_becomes_a_run() -> None:
+    steps = StepFacts(40, 5 * GIB, 4 * GIB, 0.027, 3, 0.0)
+    report = task_report(
+        outcome="oom",
+        cause="own_cap",
+        cap_bytes=5 * GIB,
+        wanted_bytes=7 * GIB,
+        steps=steps,
+        peak_process_bytes=6 * GIB,
+        peak_live_bytes=5 * GIB,
+    )
+    assert past_run(report) == PastRun(
+        ended_at=report.placed_at + report.held_s,
+        outcome="oom",
+        cause="own_cap",
+        budget_bytes=6 * GIB,
+        cap_bytes=5 * GIB,
+        live_bytes=5 * GIB,
+        steady_live_bytes=4 * GIB,
+        process_bytes=6 * GIB,
+        context_bytes=report.context_bytes,
+        alloc_retries=3,
+        step_s=0.027,
+        run_s=report.run_s,
+        wanted_bytes=7 * GIB,
+        start_s=report.start_s,
+    )
+
+
+def test_a_report_without_steps_or_a_framework_leaves_them_open() -> None:
+    past = past_run(task_report(peak_live_bytes=None, peak_reserved_bytes=None))
+    assert past.live_bytes is past.steady_live_bytes is past.step_s is None
+    assert past.alloc_retries == 0
+
+
+def test_memory_of_several_devices_is_divided_equally() -> None:
+    report = task_report(
+        devices=tuple(device(i) for i in range(3)),
+        peak_process_bytes=10 * GIB,
+        peak_live_bytes=7 * GIB,
+        peak_reserved_bytes=8 * GIB,
+        context_bytes=2 * GIB,
+        steps=StepFacts(3, None, 4 * GIB),
+    )
+    past = past_run(report)
+    assert past.process_bytes == -(-10 * GIB // 3)
+    assert past.live_bytes == -(-7 * GIB // 3)
+    assert past.steady_live_bytes == -(-4 * GIB // 3)
+    assert past.context_bytes == -(-2 * GIB // 3)
+    assert past.budget_bytes == report.budget_bytes
+
+
+@pytest.mark.parametrize("source", ["framework", "nvml"])
+@pytest.mark.parametrize("reserved", [None, 7 * GIB, 8 * GIB])
+def test_a_context_is_summed_however_it_is_known(source: str, reserved: int | None) -> None:
+    report = task_report(
+        devices=(device(0), device(1)),
+        peak_process_bytes=9 * GIB,
+        peak_reserved_bytes=reserved,
+        context_bytes=2 * GIB,
+        source=source,
+    )
+    assert past_run(report).context_bytes == GIB
+
+
+def test_held_memory_stands_for_the_live_peak_of_a_framework_without_one() -> None:
+    report = task_report(
+        framework="cupy", peak_live_bytes=GIB, peak_reserved_bytes=3 * GIB, steps=None
+    )
+    assert past_run(report).live_bytes == 3 * GIB

@@ -1,0 +1,357 @@
+"""What follows when the process of a task runs out of device memory."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefect_gpu.errors import PlacementError
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.reports.history import MemoryHistory
+from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.publish import ReportsInOrder
+from prefect_gpu.runner.attempt import CancelledByRunner
+from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
+from prefect_gpu.runner.submission import BodyRun
+from prefect_gpu.runner.task_plan import TaskIdentity
+from prefect_gpu.scheduling.ladder import Climb, Evidence
+from prefect_gpu.scheduling.model import Placement
+from prefect_gpu.units import GIB, MIB
+from tests.fakes.reports import device, task_report
+
+WHO = TaskIdentity("evaluate", "evaluate")
+CAPACITY = 24 * GIB
+
+
+class Full(RuntimeError):
+    """Stands for a framework's out-of-memory."""
+
+
+def own_cap(wanted: int = GIB) -> OutOfMemory:
+    return OutOfMemory("torch", wanted, GIB // 2, GIB, 20 * GIB, "", says_own_cap=True)
+
+
+def device_full(wanted: int = GIB) -> OutOfMemory:
+    return OutOfMemory("torch", wanted, 0, 100 * MIB, 0)
+
+
+class FakeAttempt:
+    """One process: what it was given, and how it ends."""
+
+    def __init__(self, grant: Grant, ends: Any, late: bool, foreign: int) -> None:
+        self.grant, self._ends, self._late, self._foreign = grant, ends, late, foreign
+        self.finished = threading.Event()
+        self.cancelled = threading.Event()
+        self.whole_device = grant.memory is None
+        self._budget = grant.memory if isinstance(grant.memory, int) else CAPACITY
+        self._report: TaskReport | None = None
+        self._take: Callable[[TaskReport | None], None] | None = None
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def evidence(self) -> Evidence | None:
+        seen = self._ends
+        if not isinstance(seen, OutOfMemory):
+            return None
+        capped = isinstance(self.grant.memory, int)
+        return Evidence(
+            budget_bytes=self._budget,
+            cap_bytes=self._budget - 512 * MIB if capped else None,
+            context_bytes=512 * MIB,
+            wanted_bytes=seen.wanted_bytes,
+            held_bytes=seen.held_bytes,
+            process_bytes=seen.process_bytes,
+            free_bytes=seen.free_bytes,
+            foreign_growth_bytes=self._foreign,
+            says_own_cap=seen.says_own_cap,
+            alone=self.grant.memory is None,
+        )
+
+    def place(self) -> Placement:
+        if isinstance(self._ends, PlacementError):
+            raise self._ends
+        return Placement("1", (device(),), (self._budget,))
+
+    def run(self) -> Any:
+        if self._ends == "wait":
+            assert self.cancelled.wait(10)
+            raise CancelledByRunner
+        failed = isinstance(self._ends, OutOfMemory)
+        self._report = task_report(
+            outcome="oom" if failed else "completed", budget_bytes=self._budget
+        )
+        if failed:
+            raise Full("no room")
+        if isinstance(self._ends, BaseException):
+            raise self._ends
+        return self._ends
+
+    def close(self, take: Any, cause: str, wanted_bytes: int | None) -> None:
+        self._take = take
+        if self._report is not None:
+            self._report = replace(self._report, cause=cause, wanted_bytes=wanted_bytes)
+        if self._report is None or not self._late:
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        assert self._take is not None
+        self._take(self._report)
+        self.finished.set()
+
+
+class Scene:
+    """One call of a body, whose processes end as told."""
+
+    def __init__(
+        self,
+        *ends: Any,
+        late: bool = False,
+        foreign: int = 0,
+        climb: Climb | None = None,
+        **asks: Any,
+    ) -> None:
+        self.attempts: list[FakeAttempt] = []
+        self.numbers: list[int] = []
+        self.told: list[str] = []
+        self.reports: list[TaskReport] = []
+        self.history = MemoryHistory()
+        self.gate = ProbeGate()
+        self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
+        left = list(ends)
+        broker = SimpleNamespace(
+            eligible=lambda names: (device(),),
+            capacity_bytes=lambda names, count: CAPACITY,
+            model_capacities=lambda names: {device().name: CAPACITY},
+        )
+
+        def new_attempt(call: Any, grant: Grant, number: int, *services: Any) -> Any:
+            self.numbers.append(number)
+            attempt = FakeAttempt(grant, left.pop(0), late, foreign)
+            self.attempts.append(attempt)
+            return attempt
+
+        policy = GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks})
+        self.run = SimpleNamespace(show_awaiting=lambda why: None, warn=self.told.append)
+        call = SimpleNamespace(plan=SimpleNamespace(policy=policy), identity=WHO, run=self.run)
+        self.call = BodyRun(
+            call,  # type: ignore[arg-type]
+            climb or Climb(),
+            itertools.count(1),
+            broker,  # type: ignore[arg-type]
+            SimpleNamespace(),  # type: ignore[arg-type]
+            self.book,
+            ReportsInOrder(self.reports.append),
+            new_attempt,
+        )
+
+    @property
+    def budgets(self) -> list[Any]:
+        return [attempt.grant.memory for attempt in self.attempts]
+
+
+def test_a_body_that_answers_has_one_process() -> None:
+    scene = Scene(7)
+    assert scene.call.run() == 7
+    assert scene.budgets == [2 * GIB]
+    assert [report.cause for report in scene.reports] == [""]
+    assert scene.call.finished and not scene.told
+
+
+def test_a_cap_that_was_too_small_is_raised_until_it_is_not() -> None:
+    scene = Scene(own_cap(), own_cap(), "done")
+    assert scene.call.run() == "done"
+    assert scene.budgets == [2 * GIB, 3 * GIB, int(4.5 * GIB)]
+    assert [report.cause for report in scene.reports] == ["own_cap", "own_cap", ""]
+    assert "2GiB were not enough; it gets 3GiB" in scene.told[0]
+    assert scene.call.climb.processes == 3
+    assert scene.numbers == [1, 2, 3]
+
+
+def test_what_the_message_says_counts_where_it_is_more() -> None:
+    scene = Scene(own_cap(wanted=9 * GIB), "done")
+    scene.call.run()
+    assert scene.budgets[1] == int((GIB + 9 * GIB) * 1.1)
+    assert scene.reports[0].wanted_bytes == 10 * GIB
+
+
+def test_a_whole_device_is_the_last_rung_and_the_error_says_how_much_was_wanted() -> None:
+    scene = Scene(own_cap(wanted=30 * GIB), own_cap(wanted=30 * GIB))
+    with pytest.raises(Full) as caught:
+        scene.call.run()
+    assert scene.budgets == [2 * GIB, None]
+    (note,) = caught.value.__notes__
+    assert "a whole device was not enough, 24GiB; it would have needed 31GiB in all" in note
+
+
+def test_there_are_five_processes_at_most() -> None:
+    scene = Scene(*[own_cap(wanted=1)] * 5, memory=GIB)
+    with pytest.raises(Full):
+        scene.call.run()
+    assert len(scene.budgets) == 5
+
+
+def test_a_retry_of_prefects_does_not_begin_the_climb_again() -> None:
+    scene = Scene(own_cap(), climb=Climb(processes=5))
+    with pytest.raises(Full):
+        scene.call.run()
+    assert len(scene.budgets) == 1
+
+
+def test_oom_fail_fails_at_once_and_the_report_still_says_why() -> None:
+    scene = Scene(own_cap(), oom="fail")
+    with pytest.raises(Full):
+        scene.call.run()
+    assert [report.cause for report in scene.reports] == ["own_cap"]
+
+
+def test_others_who_filled_the_device_cost_no_budget_and_then_it_gets_a_device_to_itself() -> None:
+    scene = Scene(*[device_full()] * 3, "done", foreign=4 * GIB)
+    assert scene.call.run() == "done"
+    assert scene.budgets == [2 * GIB, 2 * GIB, 2 * GIB, None]
+    assert [report.cause for report in scene.reports] == ["foreign"] * 3 + [""]
+
+
+def test_a_crowded_device_is_tried_again() -> None:
+    scene = Scene(device_full(), "done")
+    assert scene.call.run() == "done"
+    assert scene.reports[0].cause == "crowded"
+
+
+def test_a_process_that_cannot_be_made_leaves_no_claim() -> None:
+    scene = Scene(memory=None, allocation="growth")  # `make` finds nothing to make
+    with pytest.raises(IndexError):
+        scene.call.run()
+    assert not scene.gate.is_claimed(WHO.on(device().name))
+
+
+def test_a_log_that_fails_leaves_no_claim() -> None:
+    def fail(text: str) -> None:
+        raise OSError("no log")
+
+    scene = Scene(own_cap(), memory=None, allocation="growth")
+    scene.gate.release([WHO.on(device().name)])
+    scene.run.warn = fail
+    with pytest.raises((OSError, Full)):
+        scene.call.run()
+    assert not scene.gate.is_claimed(WHO.on(device().name))
+
+
+def test_a_rung_that_no_device_holds_ends_with_what_ran_out() -> None:
+    scene = Scene(own_cap(), PlacementError("asked on 2 devices"))
+    with pytest.raises(Full) as caught:
+        scene.call.run()
+    assert "asked on 2 devices" in caught.value.__notes__[0]
+
+
+def test_a_retry_begins_at_the_rung_that_was_reached() -> None:
+    scene = Scene(own_cap(), "done", climb=Climb(processes=2, reached_bytes=6 * GIB))
+    assert scene.call.run() == "done"
+    assert scene.budgets == [6 * GIB, 9 * GIB]
+
+
+def test_one_byte_of_others_is_no_cause() -> None:
+    scene = Scene(own_cap(), "done", foreign=1)
+    scene.call.run()
+    assert scene.reports[0].cause == "own_cap"
+
+
+def test_processes_before_the_last_are_waited_for_and_cancelled_too() -> None:
+    scene = Scene(own_cap(), "done", late=True)
+    scene.call.run()
+    scene.attempts[1].hand_on()
+    assert not scene.call.finished and not scene.call.wait_finished(0)
+    scene.call.cancel()
+    assert scene.attempts[0].cancelled.is_set()
+
+
+def test_an_error_of_the_body_passes() -> None:
+    scene = Scene(ZeroDivisionError("oops"))
+    with pytest.raises(ZeroDivisionError):
+        scene.call.run()
+    assert len(scene.budgets) == 1
+
+
+def test_a_report_that_comes_after_the_value_is_kept_all_the_same() -> None:
+    scene = Scene(own_cap(), "done", late=True)
+    scene.call.run()
+    assert not scene.reports and not scene.call.finished
+    for attempt in scene.attempts:
+        attempt.hand_on()
+    assert [report.cause for report in scene.reports] == ["own_cap", ""]
+    assert len(scene.history.runs(WHO.on(device().name))) == 2
+    assert scene.call.wait_finished(1)
+
+
+def test_reports_keep_the_order_of_the_processes_whichever_ends_first() -> None:
+    scene = Scene(own_cap(), "done", late=True)
+    scene.call.run()
+    scene.attempts[1].hand_on()
+    assert not scene.reports
+    scene.attempts[0].hand_on()
+    assert [report.cause for report in scene.reports] == ["own_cap", ""]
+
+
+def test_a_call_that_was_not_placed_holds_up_no_report_of_the_next() -> None:
+    scene = Scene("wait", "done", memory=None, allocation="growth")
+    scene.call.cancel()
+    with pytest.raises(CancelledByRunner):
+        scene.call.run()
+    after = scene.call.reports.expect()
+    after(task_report(attempt=2))
+    assert [report.attempt for report in scene.reports] == [2]
+
+
+def test_a_probe_holds_its_claim_until_its_report_is_in() -> None:
+    scene = Scene("done", late=True, memory=None, allocation="growth")
+    scene.call.run()
+    assert scene.gate.is_claimed(WHO.on(device().name))
+    scene.attempts[0].hand_on()
+    assert not scene.gate.is_claimed(WHO.on(device().name))
+
+
+def test_it_can_be_cancelled_while_a_process_runs() -> None:
+    scene = Scene("wait", memory=None, allocation="growth")
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            scene.call.run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not scene.attempts:
+        pass
+    scene.call.cancel()
+    thread.join(10)
+    assert isinstance(raised[0], CancelledByRunner)
+    assert scene.call.wait_finished(1)
+    assert not scene.gate.is_claimed(WHO.on(device().name))
+
+
+def test_it_can_be_cancelled_while_it_waits_for_a_probe() -> None:
+    scene = Scene(memory=None, allocation="growth")
+    scene.gate.claim([WHO.on(device().name)])
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            scene.call.run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    scene.call.cancel()
+    thread.join(10)
+    assert isinstance(raised[0], CancelledByRunner)
+    assert not scene.attempts

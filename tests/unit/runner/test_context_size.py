@@ -1,0 +1,207 @@
+"""Contexts: measured once in a child, within a task's own reservation; else a documented figure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_gpu.broker.waiting_list import Ticket
+from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy
+from prefect_gpu.frameworks.context import ContextStore, fallback_context_bytes
+from prefect_gpu.frameworks.registry import ADAPTERS
+from prefect_gpu.processes import values
+from prefect_gpu.processes.launch_spec import (
+    ChildExited,
+    ChildRefused,
+    ChildStarted,
+    LaunchSpec,
+    Listener,
+    ValueArrived,
+)
+from prefect_gpu.processes.messages import BodyEnded
+from prefect_gpu.runner import context_size as contexts
+from prefect_gpu.runner.context_size import ContextMeter
+from prefect_gpu.scheduling.model import Placement
+from prefect_gpu.units import GIB, MIB
+from tests.unit.scheduling.values import device, request
+
+POLICY = FrameworkPolicy("nvml", ("GPU-0",), (24 * GIB,), (6 * GIB,), allocation="limit")
+
+
+class Child:
+    """A calibration child that says what a test wants it to, and ends when it is killed."""
+
+    def __init__(self, says: list[Any], hear: Listener) -> None:
+        self.hear = hear
+        self.ended = any(isinstance(m, (ChildExited, ChildRefused)) for m in says)
+        for message in says:
+            hear(message)
+
+    def answer(self, message: Any) -> None:
+        raise AssertionError(f"nothing is to be answered, and {message!r} was")
+
+    def terminate(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.hear(ChildExited(-9, ""))
+
+
+class Launcher:
+    def __init__(self, *says: Any) -> None:
+        self.says = list(says)
+        self.started: list[LaunchSpec] = []
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> Child:
+        self.started.append(spec)
+        return Child(self.says, listener)
+
+
+class Broker:
+    """Shows so many bytes at every reading, while it is asked for readings."""
+
+    def __init__(self, ticket: Ticket, shows: int) -> None:
+        self.ticket = ticket
+        self.shows = shows
+        #: Tickets that gave their hot standby up.
+        self.left: list[Ticket] = []
+
+    def leave_standby(self, ticket: Ticket) -> None:
+        self.left.append(ticket)
+
+    def attach(self, ticket: Ticket, pid: int) -> None:
+        ticket.pid = pid
+
+    def refresh(self) -> None:
+        def read() -> None:
+            told: Callable[[float, tuple[int, ...]], None] | None = self.ticket.on_measured
+            assert told is not None
+            told(float("inf"), (self.shows,))
+
+        threading.Thread(target=read).start()
+
+
+def said(value: Any, raised: bool = False) -> list[Any]:
+    data = values.dumps(value, "return value", "result")
+    return [ChildStarted(77), BodyEnded(raised), ValueArrived(data.open())]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ContextStore:
+    return ContextStore(tmp_path / "contexts.json")
+
+
+def placed() -> Ticket:
+    return Ticket(request(), placement=Placement("1", (device(),), (6 * GIB,)))
+
+
+def measure(store: ContextStore, launcher: Launcher, shows: int = GIB) -> tuple[int, Ticket]:
+    ticket = placed()
+    meter = ContextMeter(store, launcher)
+    found = meter.contexts(("torch",), None, POLICY, Broker(ticket, shows), ticket)  # type: ignore[arg-type]
+    return found["torch"], ticket
+
+
+def test_a_context_is_what_the_device_shows_above_the_allocator_and_is_kept(
+    store: ContextStore,
+) -> None:
+    launcher = Launcher(*said(300 * MIB))
+    size, ticket = measure(store, launcher)
+    assert size == GIB - 300 * MIB
+    assert ticket.pid is None and ticket.on_measured is None
+    (spec,) = launcher.started
+    assert spec.prepare.policy.allocation == "growth"
+    again = Launcher()
+    assert measure(ContextStore(store.path), again)[0] == size
+    assert again.started == []
+
+
+def test_other_frameworks_get_the_figure_that_is_documented(store: ContextStore) -> None:
+    known = ContextMeter(store, Launcher()).known(device())
+    assert known["tensorflow"] == fallback_context_bytes("tensorflow")
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        pytest.param([ChildRefused(OSError("no memory"))], "no memory", id="it cannot be started"),
+        pytest.param(
+            [ChildStarted(77), ChildExited(-11, "boom")], "it ended with -11: boom", id="it dies"
+        ),
+        pytest.param(said(ValueError("no GPU"), raised=True), "no GPU", id="it raises"),
+    ],
+)
+def test_what_cannot_be_measured_is_assumed_and_said(
+    store: ContextStore, caplog: pytest.LogCaptureFixture, says: list[Any], reason: str
+) -> None:
+    size, ticket = measure(store, Launcher(*says))
+    assert size == fallback_context_bytes("torch")
+    assert ticket.pid is None
+    assert reason in caplog.text
+    assert not store.path.exists()
+
+
+def test_a_device_that_shows_nothing_of_processes_is_not_waited_for_for_ever(
+    store: ContextStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contexts, "READING_S", 0.05)
+    size, _ = measure(store, Launcher(*said(300 * MIB)), shows=0)
+    assert size == fallback_context_bytes("torch")
+    assert "shows no memory" in caplog.text
+
+
+def test_a_child_that_says_nothing_is_killed(
+    store: ContextStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contexts, "CALIBRATION_S", 0.05)
+    size, _ = measure(store, Launcher(ChildStarted(77)))
+    assert size == fallback_context_bytes("torch")
+    assert "longer than 0.05s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("allocation", "learned_bytes", "frameworks", "expected", "measured"),
+    [
+        ("growth", None, ("torch",), {}, False),
+        ("limit", 900 * MIB, ("torch",), {"torch": 900 * MIB}, False),
+        ("limit", 900 * MIB, (), dict.fromkeys(("torch", "jax"), 900 * MIB), False),
+        ("limit", None, ("torch",), {"torch": GIB - 300 * MIB}, True),
+    ],
+    ids=[
+        "nothing is measured where no cap depends on it",
+        "what its own runs had is closer than a calibration",
+        "whichever framework it is",
+        "else it is measured, and a hot standby is in the way",
+    ],
+)
+def test_a_tasks_contexts_come_from_the_best_source(
+    store: ContextStore,
+    allocation: AllocationMode,
+    learned_bytes: int | None,
+    frameworks: tuple[str, ...],
+    expected: dict[str, int],
+    measured: bool,
+) -> None:
+    ticket, launcher = placed(), Launcher(*said(300 * MIB))
+    broker = Broker(ticket, GIB)
+    policy = replace(POLICY, allocation=allocation)
+    found = ContextMeter(store, launcher).contexts(
+        frameworks,
+        learned_bytes,
+        policy,
+        broker,  # type: ignore[arg-type]
+        ticket,
+    )
+    assert {name: found[name] for name in expected} == expected
+    known = {name: fallback_context_bytes(name) for name in ADAPTERS}
+    if not learned_bytes and not measured:
+        assert found == known
+    assert bool(launcher.started) is measured
+    assert broker.left == ([ticket] if measured else [])

@@ -1,0 +1,270 @@
+"""What a report says of a process, from what was learned of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from uuid import UUID
+
+import pytest
+
+from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.measurements import Mark, StepFacts
+from prefect_gpu.processes.messages import BodyEnded
+from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.runner.process_record import Overshoot, ProcessRecord, Verdict
+from prefect_gpu.runner.task_plan import TaskFacts
+from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
+from prefect_gpu.scheduling.model import DeviceKind, Placement
+from prefect_gpu.units import GIB, MIB
+from tests.unit.scheduling.values import device
+
+FACTS = TaskFacts("evaluate", "evaluate-1a", UUID(int=1), "evaluate-0", UUID(int=2))
+
+DIED = Verdict("died")
+
+
+def record() -> ProcessRecord:
+    return ProcessRecord(Placement("1", (device(),), (6 * GIB,)), placed_s=0.0, queued_s=1.5)
+
+
+def made_of(
+    learned: ProcessRecord, kind: DeviceKind = "nvml", verdict: Verdict = DIED
+) -> TaskReport:
+    return learned.report(FACTS, kind, 2, "tag", ("torch",), verdict, 0, None)
+
+
+def counters(live: int, reserved: int | None) -> Counters:
+    return Counters(live, reserved, live, reserved)
+
+
+def test_the_context_is_what_the_device_shows_above_the_allocator() -> None:
+    learned = record()
+    learned.add_reading(1.0, (3 * GIB,))
+    learned.add_counters(counters(1 * GIB, 2 * GIB), ("torch",))
+    report = made_of(learned)
+    assert (report.peak_process_bytes, report.context_bytes) == (3 * GIB, 1 * GIB)
+    assert (report.peak_live_bytes, report.peak_reserved_bytes) == (1 * GIB, 2 * GIB)
+    assert (report.source, report.attempt, report.queued_s) == ("nvml", 2, 1.5)
+
+
+def test_a_process_too_short_for_a_reading_is_known_by_its_counters() -> None:
+    learned = record()
+    learned.set_caps(None, 500 * MIB, {})
+    learned.add_counters(counters(1 * GIB, 2 * GIB), ("torch",))
+    report = made_of(learned)
+    assert report.peak_process_bytes == 2 * GIB + 500 * MIB
+    assert report.source == "framework"
+
+
+def test_of_several_devices_each_has_a_context() -> None:
+    devices = device(0), device(1)
+    learned = ProcessRecord(Placement("1", devices, (6 * GIB, 6 * GIB)), 0.0, 0.0)
+    learned.set_caps(None, 500 * MIB, {})
+    learned.add_counters(counters(1 * GIB, 2 * GIB), ("torch",))
+    report = made_of(learned)
+    assert report.context_bytes == 1000 * MIB
+    assert report.peak_process_bytes == 2 * GIB + 1000 * MIB
+
+
+@pytest.mark.parametrize(
+    ("shown", "assumed", "ended", "context"),
+    [
+        # 2 GiB were held at most, and given back; spikes leave no reading between equal counters.
+        pytest.param(2048 + 900, 766, True, 900, id="a reading met the peak"),
+        pytest.param(2048 + 150, 766, True, 766, id="one met half of it: what is assumed holds"),
+        pytest.param(1500, 766, True, 766, id="none did"),
+        pytest.param(2048 + 150, 0, True, 150, id="nothing is known of contexts"),
+        pytest.param(20_000, 766, False, 766, id="it died with more than its counters ever said"),
+        pytest.param(2048 + 150, 0, False, 150, id="it died, and nothing is known of contexts"),
+    ],
+)
+def test_a_context_that_nothing_shows_is_never_far_too_small(
+    shown: int, assumed: int, ended: bool, context: int
+) -> None:
+    learned = record()
+    learned.set_caps(None, assumed * MIB, {})
+    for freed in range(3):
+        spiking = Counters(GIB, GIB, 2 * GIB, 2 * GIB, 0, freed * GIB)
+        learned.add_counters(spiking, ("torch",))
+        learned.add_reading(1.0 + freed, (shown * MIB,))
+    if ended:
+        spiking = Counters(GIB, GIB, 2 * GIB, 2 * GIB, 0, 9 * GIB)
+        learned.add_end(BodyEnded(False, counters=spiking))
+    assert made_of(learned).context_bytes == context * MIB
+
+
+def test_a_spike_between_two_counters_is_no_context() -> None:
+    learned = record()
+    learned.set_caps(None, 766 * MIB, {})
+    for shown, freed in ((5762, 0), (5000 + 2226, 0), (5762, 1464)):
+        held = Counters(GIB, 5000 * MIB, GIB, 13_000 * MIB, 0, freed * MIB)
+        learned.add_counters(held, ("torch",))
+        learned.add_reading(1.0, (shown * MIB,))
+    assert made_of(learned).context_bytes == 762 * MIB
+
+
+def test_without_counters_the_reading_stands_alone() -> None:
+    learned = record()
+    learned.add_reading(1.0, (GIB,))
+    report = made_of(learned)
+    assert (report.peak_process_bytes, report.peak_live_bytes) == (GIB, None)
+    assert (report.outcome, report.pid) == ("died", None)
+
+
+def test_a_resident_set_that_no_reading_saw_is_the_childs_own() -> None:
+    learned = record()
+    learned.add_end(BodyEnded(raised=False, host_peak_bytes=2 * GIB))
+    report = made_of(learned, "host")
+    assert (report.peak_process_bytes, report.source) == (2 * GIB, "host")
+
+
+def test_the_last_reading_is_what_a_death_is_told_with() -> None:
+    learned = record()
+    assert learned.last_process_bytes is None
+    learned.add_reading(1.0, (GIB,))
+    learned.add_counters(counters(1, 2), ("torch",))
+    assert learned.last_process_bytes == GIB
+
+
+def test_peaks_that_the_body_reset_still_count() -> None:
+    learned = record()
+    learned.add_reading(1.0, (5 * GIB,))
+    learned.add_counters(counters(3 * GIB, 4 * GIB), ("torch",))
+    learned.add_counters(counters(1 * GIB, 1 * GIB), ("torch",))
+    report = made_of(learned)
+    assert (report.peak_live_bytes, report.peak_reserved_bytes) == (3 * GIB, 4 * GIB)
+    assert report.context_bytes == 1 * GIB
+
+
+def test_a_killed_process_is_not_said_to_have_held_nothing() -> None:
+    learned = record()
+    learned.add_reading(1.0, (GIB,))
+    learned.add_reading(1.2, (0,))
+    assert learned.last_process_bytes == GIB
+
+
+def test_marks_are_told_in_seconds_since_the_placement() -> None:
+    learned = record()
+    learned.started_s = 4.0
+    learned.add_steps(None, [Mark(2.0, "b", 0.5), Mark(1.0, "a")])
+    learned.add_end(BodyEnded(False, marks=(Mark(3.0, "c"),)))
+    assert made_of(learned).marks == (Mark(5.0, "a"), Mark(6.0, "b", 0.5), Mark(7.0, "c"))
+
+
+def test_the_marks_of_a_long_body_stay_few() -> None:
+    learned = record()
+    for step in range(1000):
+        learned.add_steps(None, [Mark(float(step), "a", step=step)])
+    assert [m.step for m in made_of(learned).marks] == [0, 1, 2, 998, 999]
+
+
+def test_the_last_that_is_known_of_steps_counts() -> None:
+    learned = record()
+    assert made_of(learned).steps is None
+    learned.add_steps(StepFacts(count=1), ())
+    learned.add_steps(StepFacts(count=2), ())
+    learned.add_steps(None, ())
+    assert made_of(learned).steps == StepFacts(count=2)
+    learned.add_end(BodyEnded(False, steps=StepFacts(count=3)))
+    assert made_of(learned).steps == StepFacts(count=3)
+
+
+def test_an_out_of_memory_is_told_with_what_is_made_of_it() -> None:
+    learned = record()
+    shortage = OutOfMemory("torch", wanted_bytes=GIB)
+    learned.add_end(BodyEnded(True, shortage))
+    assert learned.out_of_memory == shortage
+    learned.set_caps(5 * GIB, 0, {})
+    report = made_of(learned, verdict=Verdict("oom", "no memory", "own_cap", 7 * GIB))
+    assert (report.cap_bytes, report.cause, report.wanted_bytes) == (5 * GIB, "own_cap", 7 * GIB)
+
+
+def test_simulated_devices_know_what_a_child_could_not_say_before_it_died() -> None:
+    learned = record()
+    learned.add_counters(counters(1 * GIB, 1 * GIB), ())
+    learned.add_peaks(3 * GIB, 3 * GIB)
+    report = made_of(learned, "simulated")
+    assert (report.peak_live_bytes, report.peak_process_bytes) == (3 * GIB, 3 * GIB)
+
+
+def test_an_allocator_that_keeps_no_reserved_bytes_leaves_them_unknown() -> None:
+    learned = record()
+    learned.add_reading(1.0, (3 * GIB,))
+    learned.add_counters(counters(1 * GIB, None), ("jax",))
+    assert made_of(learned).peak_reserved_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("used", "seen"),
+    [
+        pytest.param((), GIB, id="no framework: simulated devices"),
+        pytest.param(("torch",), GIB, id="PyTorch"),
+        pytest.param(("jax",), None, id="JAX frees before anybody looks"),
+        pytest.param(("torch", "tensorflow"), None, id="one of two"),
+    ],
+)
+def test_steady_memory_is_told_only_where_looking_sees_it(
+    used: tuple[str, ...], seen: int | None
+) -> None:
+    learned = record()
+    learned.add_counters(counters(GIB, GIB), used)
+    learned.add_steps(StepFacts(5, 2 * GIB, GIB, 0.1), ())
+    steps = made_of(learned).steps
+    assert steps is not None
+    assert (steps.steady_live_bytes, steps.first_live_bytes) == (seen, 2 * GIB)
+
+
+class Slow(int):
+    """A number that has another thread do something whenever it is compared."""
+
+    def __new__(cls, value: int, other: Callable[[], None]) -> Slow:
+        number = super().__new__(cls, value)
+        number.other = other
+        return number
+
+    other: Callable[[], None]
+
+    def __gt__(self, value: int) -> bool:
+        thread = threading.Thread(target=self.other)
+        thread.start()
+        # A lock that covers the comparison keeps the other thread waiting.
+        thread.join(0.05)
+        return int(self) > value
+
+
+def test_counters_that_two_threads_add_at_once_are_both_counted() -> None:
+    learned = record()
+    threads: list[threading.Thread] = []
+
+    def add_more() -> None:
+        threads.append(threading.current_thread())
+        learned.add_counters(Counters(0, 0, 0, (4 + len(threads)) * GIB), ("torch",))
+
+    learned.add_counters(Counters(0, 0, 0, GIB), ("torch",))
+    learned.add_counters(Counters(0, 0, 0, Slow(2 * GIB, add_more)), ("torch",))
+    for thread in threads:
+        thread.join()
+    assert made_of(learned).peak_reserved_bytes == (4 + len(threads)) * GIB
+
+
+def watch(watched: bool = True) -> ProcessRecord:
+    placement = Placement("1", (device(0), device(1)), (6 * GIB, 4 * GIB))
+    return ProcessRecord(placement, 0.0, 0.0, watched)
+
+
+def test_what_the_driver_may_round_up_is_no_overshoot() -> None:
+    rounded = (6 * GIB + OVERSHOOT_BYTES, 4 * GIB + OVERSHOOT_BYTES)
+    assert watch().add_reading(1.0, rounded) is None
+
+
+def test_one_device_above_its_own_budget_is_an_overshoot_once() -> None:
+    learned = watch()
+    assert learned.add_reading(1.0, (6 * GIB, 4 * GIB)) is None
+    assert learned.add_reading(2.0, (6 * GIB, 5 * GIB)) == Overshoot(5 * GIB, 4 * GIB)
+    assert learned.add_reading(3.0, (7 * GIB, 5 * GIB)) is None
+
+
+def test_without_a_budget_to_keep_to_there_is_no_overshoot() -> None:
+    assert watch(watched=False).add_reading(1.0, (9 * GIB, 9 * GIB)) is None

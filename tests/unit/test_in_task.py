@@ -1,0 +1,104 @@
+"""What a body says of its own course."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import prefect_gpu
+from prefect_gpu import in_task as inside
+
+
+class FakeRecorder:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def begin_phase(self, name: str) -> str:
+        self.heard.append(f"begin {name}")
+        return name
+
+    def end_phase(self, phase: str) -> None:
+        self.heard.append(f"end {phase}")
+
+    def mark(self, name: str) -> None:
+        self.heard.append(f"mark {name}")
+
+    def step(self) -> None:
+        self.heard.append("step")
+
+
+@pytest.fixture
+def recorder() -> Iterator[FakeRecorder]:
+    fake = FakeRecorder()
+    inside.set_current_recorder(fake)
+    yield fake
+    inside.set_current_recorder(None)
+
+
+def test_phases_marks_and_steps_reach_the_recorder_in_order(recorder: FakeRecorder) -> None:
+    with prefect_gpu.phase("a"):
+        prefect_gpu.mark("b")
+    prefect_gpu.step()
+    assert recorder.heard == ["begin a", "mark b", "end a", "step"]
+
+
+def test_a_phase_that_raises_has_an_end(recorder: FakeRecorder) -> None:
+    with pytest.raises(KeyError), inside.phase("a"):
+        raise KeyError
+    assert recorder.heard == ["begin a", "end a"]
+
+
+def test_a_phase_ends_at_the_recorder_that_began_it(
+    recorder: FakeRecorder,
+) -> None:
+    with inside.phase("a"):
+        inside.set_current_recorder(None)
+    assert recorder.heard == ["begin a", "end a"]
+
+
+def test_outside_a_task_phases_marks_and_steps_do_nothing() -> None:
+    with inside.phase("a"):
+        inside.mark("b")
+        inside.step()
+
+
+@pytest.mark.parametrize("function", [inside.phase, inside.mark], ids=["phase", "mark"])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        pytest.param("", r"\(''\): the name must be text", id="empty"),
+        pytest.param(" \n", "the name must be text", id="blank"),
+        pytest.param(7, r"\(7\): the name must be text", id="no text"),
+        pytest.param("x" * 81, "has 81 characters, 80 are allowed", id="long"),
+    ],
+)
+def test_a_name_that_is_no_text_is_refused_in_a_task_and_outside(
+    function: Callable[[object], object], name: object, says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        function(name)
+
+
+def test_a_name_of_the_greatest_length_is_accepted(recorder: FakeRecorder) -> None:
+    inside.mark("x" * 80)
+    assert recorder.heard == ["mark " + "x" * 80]
+
+
+class Part(str, enum.Enum):
+    FORWARD = "forward"
+
+
+@pytest.mark.parametrize("name", [Part.FORWARD, np.str_("forward")], ids=["enum", "numpy"])
+def test_a_name_is_passed_on_as_plain_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    fake = FakeRecorder()
+    monkeypatch.setattr(fake, "begin_phase", heard.append)
+    monkeypatch.setattr(fake, "mark", heard.append)
+    monkeypatch.setattr(inside, "_recorder", fake)
+    with inside.phase(name):
+        inside.mark(name)
+    assert heard == ["forward", "forward"]
+    assert [type(said) for said in heard] == [str, str]

@@ -1,0 +1,138 @@
+"""What a process has one of, and what a fork of the process does with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from prefect_gpu.errors import CapacityError
+from prefect_gpu.process_resources import ProcessResources, start_thread
+
+
+class Held:
+    """A shared object that says what became of it."""
+
+    reset = False
+
+    def begin_anew(self) -> None:
+        self.reset = True
+
+
+def in_fork(check: Callable[[], bool]) -> bool:
+    """Return what a function returns in a fork of this process."""
+    # Python 3.12 warns of forks of a process with several threads; the product must survive them.
+    pid = os.fork()
+    if pid == 0:
+        # The fork has the test's frames: it must never return from here.
+        try:
+            os._exit(0 if check() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_callers_of_one_key_share_one_object() -> None:
+    resources = ProcessResources()
+    first = resources.get("key", Held)
+    assert resources.get("key", Held) is first
+    assert resources.get("another key", Held) is not first
+
+
+def test_an_object_that_can_no_longer_be_used_is_replaced() -> None:
+    resources = ProcessResources()
+    first = resources.get("key", Held, lambda held: not held.reset)
+    first.begin_anew()
+    assert resources.get("key", Held, lambda held: not held.reset) is not first
+
+
+def test_one_that_cannot_be_made_is_tried_again() -> None:
+    resources = ProcessResources()
+    with pytest.raises(ZeroDivisionError):
+        resources.get("key", lambda: 1 // 0)
+    assert resources.get("key", lambda: 5) == 5
+
+
+def test_one_is_made_from_another() -> None:
+    resources = ProcessResources()
+    outer, inner = resources.get("outer", lambda: (Held(), resources.get("inner", Held)))
+    assert resources.get("inner", Held) is inner
+    assert outer is not inner
+
+
+def test_one_that_takes_long_to_make_holds_up_no_other() -> None:
+    resources = ProcessResources()
+    making, made, got = threading.Event(), threading.Event(), threading.Event()
+
+    def make() -> int:
+        making.set()
+        assert made.wait(30)
+        return 1
+
+    slow = start_thread(lambda: resources.get("slow", make), "a test's")
+    assert making.wait(30)
+    quick = start_thread(lambda: resources.get("quick", Held) and got.set(), "another")
+    try:
+        assert got.wait(5)
+    finally:
+        made.set()
+        slow.join(30)
+        quick.join(30)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_shares_no_object_with_its_parent() -> None:
+    resources = ProcessResources()
+    ours = resources.get("key", Held)
+    assert in_fork(lambda: resources.get("key", Held) is not ours)
+    assert resources.get("key", Held) is ours
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_is_held_in_a_fork_is_reset_there_alone() -> None:
+    resources = ProcessResources()
+    held = Held()
+    resources.after_fork(held, Held.begin_anew)
+    assert in_fork(lambda: held.reset)
+    assert not held.reset
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_reset_that_fails_in_a_fork_does_not_keep_others_from_theirs() -> None:
+    resources = ProcessResources()
+    broken, held = Held(), Held()
+    resources.after_fork(broken, lambda owner: owner.no_such_name)  # type: ignore[attr-defined]
+    resources.after_fork(held, Held.begin_anew)
+    assert in_fork(lambda: held.reset)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_lock_that_a_thread_holds_at_the_fork_is_free_there() -> None:
+    resources = ProcessResources()
+    making, made = threading.Event(), threading.Event()
+
+    def make() -> int:
+        making.set()
+        assert made.wait(30)
+        return 1
+
+    thread = start_thread(lambda: resources.get("slow", make), "a test's")
+    assert making.wait(30)
+    try:
+        assert in_fork(lambda: resources.get("slow", lambda: 2) == 2)
+    finally:
+        made.set()
+        thread.join(30)
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_that_names_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(CapacityError, match=r"can't start new thread.*threads run.*ulimit -u"):
+        start_thread(lambda: None, "a test's")

@@ -62,7 +62,7 @@ def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: in
         channel: Descriptor of the channel to the parent.
         stdout: Descriptor that becomes standard output.
         stderr: Descriptor that becomes standard error.
-        reply: Descriptor of a socket for a pidfd of this process, which the parent waits for.
+        reply: Descriptor of a socket for the id and a pidfd of this process, which the parent waits for.
         request: Descriptor of a file with this process's environment and folder (JSON).
     """
     os.setsid()
@@ -70,7 +70,7 @@ def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: in
         # The server reaps this process as it ends, and its id may then be another's. The parent
         # gets the pidfd once this process leads a session: a kill of the session would miss it before.
         pidfd = os.pidfd_open(os.getpid())
-        socket.send_fds(answer, [b"!"], [pidfd])
+        socket.send_fds(answer, [str(os.getpid()).encode()], [pidfd])
         os.close(pidfd)
     for number, descriptor in ((1, stdout), (2, stderr)):
         os.dup2(descriptor, number)

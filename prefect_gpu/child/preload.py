@@ -1,9 +1,9 @@
 """The fork server's process: imports libraries, then forks a process for each request.
 
-Run by path, with the descriptor of the control socket and a title for `ps`. The loop that forks is the
-standard library's. This process computes nothing, starts no thread and touches no device, so that its
-forks are as good as fresh interpreters that have imported the same. What a fork does is in `bootstrap`;
-the parent's side is `prefect_gpu.processes.fork_server`.
+Run by path, with the descriptor of the control socket and a title for `ps`. This process computes
+nothing, starts no thread and touches no device, so that its forks are as good as fresh interpreters that
+have imported the same. What a fork does is in `bootstrap`; the parent's side is
+`prefect_gpu.processes.fork_server`.
 
 Standard library only until `sys.path` is the parent's, as in `bootstrap`.
 """
@@ -17,14 +17,14 @@ if __name__ == "__main__" and sys.path[:1] in (
 ):
     del sys.path[0]
 
+import contextlib
 import fcntl
 import gc
 import importlib
 import json
-import shutil
+import select
 import signal
 import socket
-import tempfile
 import threading
 import traceback
 from collections.abc import Iterable
@@ -50,27 +50,58 @@ def main() -> None:
     gc.freeze()
     problem = find_problem()
     end_with_parent(control, False)
-    # Private to this user. The path of a socket has at most 107 bytes.
-    short = len(os.fsencode(tempfile.gettempdir())) < 80
-    folder = tempfile.mkdtemp(prefix="prefect-gpu-", dir=None if short else "/tmp")
     try:
-        listener = socket.socket(socket.AF_UNIX)
-        address = os.path.join(folder, "forks")
-        listener.bind(address)
-        listener.listen()
-        told = {"failed": failed, "problem": problem, "address": address}
-        control.send(json.dumps(told).encode())
-        from prefect_gpu.processes import stdlib_forkserver
-
-        stdlib_forkserver.serve(listener, control.detach(), bytes.fromhex(boot["key"]))
-    except SystemExit:
-        pass
+        control.send(json.dumps({"failed": failed, "problem": problem}).encode())
+        serve(control)
     except BaseException:
         traceback.print_exc()
     finally:
-        # Never in a fork, which ends inside `serve`.
-        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
+
+
+def serve(control: socket.socket) -> None:
+    """Fork a process for each request, and report how each one ended, until the parent's end is closed.
+
+    A request has the descriptors that `bootstrap.main_of_fork` takes. The one to reply to is kept here
+    until the fork has ended: its exit code is sent there, as text.
+
+    Raises:
+        OSError: The system does not fork any more.
+    """
+    from prefect_gpu.child import bootstrap
+
+    #: By the pidfd of each fork: its process id, and the descriptor to report its end to.
+    forks: dict[int, tuple[int, int]] = {}
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready in forks:
+                pid, reply = forks.pop(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                # The parent may have let go of it.
+                with contextlib.suppress(OSError):
+                    os.write(reply, str(code).encode())
+                poll.unregister(ready)
+                os.close(ready)
+                os.close(reply)
+                continue
+            request, received, _, _ = socket.recv_fds(control, 1, 5, socket.MSG_CMSG_CLOEXEC)
+            if not request:
+                return
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                for pidfd, (_, reply) in forks.items():
+                    os.close(pidfd)
+                    os.close(reply)
+                bootstrap.main_of_fork(*received)
+            channel, stdout, stderr, reply, content = received
+            for descriptor in (channel, stdout, stderr, content):
+                os.close(descriptor)
+            pidfd = os.pidfd_open(pid)
+            forks[pidfd] = pid, reply
+            poll.register(pidfd, select.POLLIN)
 
 
 def import_all(names: Iterable[str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 A fork server is a process that has imported libraries and is forked for each task. `ForkServer` is one
 of them, `ForkServerPool` decides which task's process is forked from which. What the server's process
-does is in `prefect_gpu.child.preload`; the machinery is the standard library's (`stdlib_forkserver`).
+does is in `prefect_gpu.child.preload`.
 
 One pool serves all runners of a Python process; its servers end with the last of them. A task gets a
 fresh interpreter instead if its environment differs in what is read at import (`frameworks.adapter`), or
@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import select
-import shutil
 import socket
 import subprocess
 import sys
@@ -41,15 +40,11 @@ from prefect_gpu.processes.interpreter import (
 from prefect_gpu.processes.launch_spec import LaunchSpec, Listener
 from prefect_gpu.processes.launcher import Handle, ProcessLauncher, process_launcher
 from prefect_gpu.processes.standby_kind import Kind
-from prefect_gpu.processes.stdlib_forkserver import KEY_BYTES, Entry, ForkClient, read_number
 
 logger = logging.getLogger(__name__)
 
 #: What a fork server's interpreter runs.
 PRELOAD = Path(__file__).parents[1] / "child" / "preload.py"
-
-#: What each of its forks runs, with the descriptors that `ForkServer.fork` sends.
-_ENTRY = Entry("prefect_gpu.child.bootstrap", "main_of_fork")
 
 #: Seconds that a server may take to fork, and to report an end; more is a hang.
 ANSWER_S = 10.0
@@ -69,7 +64,6 @@ _ALWAYS = (
     "prefect_gpu.task_runner",
     "prefect_gpu.child.main",
     "prefect_gpu.child.bootstrap",
-    "prefect_gpu.processes.stdlib_forkserver",
 )
 
 #: Libraries that a server may import. A fork of a process that has imported one of these, and done
@@ -132,10 +126,8 @@ class ForkServer:
         #: It has forked at least once.
         self.served = False
         self._lock = threading.Lock()
-        self._key = os.urandom(KEY_BYTES)
-        #: `None` until the server has reported.
-        self._client: ForkClient | None = None
-        self._folder = ""
+        #: The server has reported that it can be forked.
+        self._ready = False
         # Of messages. When the last copy of this end closes, the server ends.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -144,7 +136,7 @@ class ForkServer:
             except BaseException:
                 self._control.close()
                 raise
-        boot = {"sys_path": sys_path, "modules": modules, "key": self._key.hex()}
+        boot = {"sys_path": sys_path, "modules": modules}
         try:
             self._control.send(json.dumps(boot).encode())
         except OSError as error:
@@ -157,7 +149,7 @@ class ForkServer:
             Why it cannot be asked for forks; empty: it can be.
         """
         with self._lock:
-            if self._client is None and not self.problem:
+            if not self._ready and not self.problem:
                 self._control.settimeout(timeout_s)
                 try:
                     told = json.loads(self._control.recv(1 << 16))
@@ -169,8 +161,7 @@ class ForkServer:
                     self.failed, self.problem = told["failed"], told["problem"]
                     for name, reason in self.failed.items():
                         logger.debug("the fork server could not import %s: %s", name, reason)
-                    self._folder = os.path.dirname(told["address"])
-                    self._client = ForkClient(told["address"], self._control.fileno(), self._key)
+                    self._ready = True
             return self.problem
 
     def fork(self, request: SpawnRequest) -> ForkedProcess:
@@ -182,17 +173,17 @@ class ForkServer:
         if request.cwd and not os.path.isdir(request.cwd):
             raise FileNotFoundError(errno.ENOENT, "no such folder", request.cwd)
         with self._lock:
-            if self.problem or self._client is None:
+            if self.problem or not self._ready:
                 raise OSError(errno.EPIPE, f"no fork: {self.problem or 'it still imports'}")
             try:
-                process = self._fork(self._client, request)
+                process = self._fork(request)
             except Exception as error:
                 self._give_up(f"it did not fork ({type(error).__name__}: {error})")
                 raise OSError(errno.EPIPE, f"no fork: {error}") from error
             self.served = True
             return process
 
-    def _fork(self, client: ForkClient, request: SpawnRequest) -> ForkedProcess:
+    def _fork(self, request: SpawnRequest) -> ForkedProcess:
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             streams = []
             sent = [request.channel]
@@ -201,44 +192,35 @@ class ForkServer:
                 streams.append(ours.enter_context(open(reading, "rb", buffering=0)))
                 theirs.callback(os.close, writing)
                 sent.append(writing)
-            # Without a name: nothing else can answer.
-            reply, answering = socket.socketpair()
-            with reply:
-                theirs.enter_context(answering)
-                # In memory: a pipe holds less than an environment may have.
-                content = theirs.enter_context(open(os.memfd_create("fork"), "w+b", buffering=0))
-                wanted = {"environment": dict(request.environment), "cwd": request.cwd}
-                content.write(json.dumps(wanted).encode())
-                sent += [answering.fileno(), content.fileno()]
-                # The client waits without a limit: for a hung server, until it is killed.
-                limit = threading.Timer(ANSWER_S, self.process.kill)
-                limit.daemon = True
-                limit.start()
-                try:
-                    pid, status = client.fork(_ENTRY, sent)
-                finally:
-                    limit.cancel()
-                ours.callback(os.close, status)
-                theirs.close()
-                reply.settimeout(ANSWER_S)
-                _, received, _, _ = socket.recv_fds(reply, 1, 1)
-                if not received:
-                    raise EOFError("the fork ended before it led a session")
+            # Of messages, and without a name: nothing else can answer.
+            reply, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.enter_context(reply)
+            theirs.enter_context(answering)
+            # In memory: a pipe holds less than an environment may have.
+            content = theirs.enter_context(open(os.memfd_create("fork"), "w+b", buffering=0))
+            wanted = {"environment": dict(request.environment), "cwd": request.cwd}
+            content.write(json.dumps(wanted).encode())
+            self._control.settimeout(ANSWER_S)
+            socket.send_fds(self._control, [b"!"], [*sent, answering.fileno(), content.fileno()])
+            theirs.close()
+            reply.settimeout(ANSWER_S)
+            pid, received, _, _ = socket.recv_fds(reply, 32, 1, socket.MSG_CMSG_CLOEXEC)
+            if not received:
+                raise EOFError("the fork ended before it led a session")
             ours.pop_all()
-        return ForkedProcess(self, pid, received[0], status, *streams)
+        return ForkedProcess(self, int(pid), received[0], reply, *streams)
 
-    def read_exit_code(self, status: int) -> int:
+    def read_exit_code(self, reply: socket.socket) -> int:
         """Read how a fork that has ended did so; `UNKNOWN_CODE` if the server cannot say."""
-        poll = select.poll()
-        poll.register(status, select.POLLIN)
-        if not poll.poll(ANSWER_S * 1000):
+        try:
+            return int(reply.recv(32))
+        except TimeoutError:
             with self._lock:
                 self._give_up(f"it did not report an end within {ANSWER_S:g} s")
-            return UNKNOWN_CODE
-        try:
-            return read_number(status)
-        except (EOFError, OSError):
-            return UNKNOWN_CODE
+        except (OSError, ValueError):
+            # The server is gone.
+            pass
+        return UNKNOWN_CODE
 
     def _give_up(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -257,9 +239,6 @@ class ForkServer:
         self.process.wait()
         with self._lock:
             self._control.close()
-            if self._folder:
-                # A server that ends by itself removes its folder; this one was killed.
-                shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _start_server(control: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -303,12 +282,12 @@ class ForkedProcess:
     """
 
     def __init__(
-        self, server: ForkServer, pid: int, pidfd: int, status: int, *streams: IO[bytes]
+        self, server: ForkServer, pid: int, pidfd: int, reply: socket.socket, *streams: IO[bytes]
     ) -> None:
         self._server = server
         self.pid = pid
-        #: Closed, and set to -1, once the exit code is known.
-        self._pidfd, self._status = pidfd, status
+        #: Closed, and the descriptor set to -1, once the exit code is known.
+        self._pidfd, self._reply = pidfd, reply
         self.stdout: IO[bytes] | None
         self.stderr: IO[bytes] | None
         self.stdout, self.stderr = streams
@@ -334,7 +313,7 @@ class ForkedProcess:
         if self.returncode is None:
             if not self._await_end(timeout):
                 raise TimeoutError(f"process {self.pid} has not ended")
-            self.returncode = self._server.read_exit_code(self._status)
+            self.returncode = self._server.read_exit_code(self._reply)
             self.close()
         return self.returncode
 
@@ -348,10 +327,10 @@ class ForkedProcess:
 
     def close(self) -> None:
         """Close the descriptors by which its end is seen."""
-        for descriptor in (self._pidfd, self._status):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._pidfd = self._status = -1
+        self._reply.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self._pidfd = -1
 
 
 class ForkServerPool:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,34 +235,6 @@ def test_a_fork_outlives_its_server_and_a_server_does_not_outlive_its_parent(
     assert fork.value()["pid"] == fork.pid
 
 
-def test_a_server_that_ends_leaves_no_file(
-    make_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    for end in ("with its parent", "closed"):
-        server = make_server()
-        assert end_at_once(server.fork()) == 0
-        assert len(list(tmp_path.iterdir())) == 1
-        if end == "with its parent":
-            server.server.forget()
-            server.process.returncode = None
-            server.process.wait(DEADLOCK_S)
-        else:
-            server.server.close()
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_for_temporary_files_may_have_a_long_path(
-    make_server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    server = make_server()
-    assert server.problem == ""
-    assert end_at_once(server.fork()) == 0
-
-
 def test_an_environment_may_be_larger_than_a_pipe(server: Server) -> None:
     large = {f"PREFECT_GPU_TEST_{n}": "x" * 100_000 for n in range(5)}
     fork = server.fork({**large, "PREFECT_GPU_TEST": "the last"})
@@ -325,7 +296,7 @@ def test_a_server_that_was_killed_cannot_be_asked_for_forks(
     for _ in range(2):
         with pytest.raises(OSError, match="no fork"):
             server.fork()
-    assert server.server.problem.startswith("it did not fork (ConnectionRefusedError")
+    assert server.server.problem.startswith("it did not fork (BrokenPipeError")
 
 
 def test_a_fork_whose_server_was_killed_lives_on_and_ends_with_an_unknown_code(
@@ -351,20 +322,6 @@ def test_a_system_that_does_not_fork_ends_the_server(
     with pytest.raises(OSError, match="no fork"):
         server.fork()
     assert server.process.wait(DEADLOCK_S) is not None
-
-
-def test_without_a_thread_for_its_limit_nothing_is_forked(
-    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    server = make_server()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="no fork: can't start new thread"):
-        server.fork()
-    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_fork_can_be_waited_for_with_a_limit(server: Server) -> None:
@@ -442,7 +399,6 @@ def _compute(cpus: int) -> tuple[float, float]:
 
 def _leave_open(folder: str) -> None:
     import atexit
-    import threading
     import time
 
     def write(name: str, text: str) -> None:

@@ -31,7 +31,6 @@ from prefect_gpu.devices.sampler import Sampler
 from prefect_gpu.errors import CapacityError, DeviceError, PlacementTimeoutError
 from prefect_gpu.frameworks.context import fallback_context_bytes
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
-from prefect_gpu.processes.standby_kind import LentDevice
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (
@@ -401,7 +400,7 @@ class Broker:
         give_up: Callable[[], object],
         avoid: Container[str] = (),
         patience_s: float = 0.5,
-    ) -> LentDevice | None:
+    ) -> Device | None:
         """Reserve a context for a hot standby; see `processes.standby_kind.DeviceBroker`.
 
         Args other than those: `patience_s` is how many seconds to wait for a reading of the devices.
@@ -421,7 +420,7 @@ class Broker:
             if not self._hot.lend(standby, states, reading, view.version, sizes, avoid):
                 return None
             self._ledger.lend(standby_id, partial(self._reclaim_standby, standby_id))
-        return LentDevice.on(standby.device)
+        return standby.device
 
     def offer_standby(self, standby_id: str) -> None:
         """Allow tasks to take a hot standby: its process is about to start its framework."""

@@ -91,11 +91,15 @@ def serve(control: socket.socket) -> None:
                 return
             pid = os.fork()
             if pid == 0:
-                control.close()
-                for pidfd, (_, reply) in forks.items():
-                    os.close(pidfd)
-                    os.close(reply)
-                bootstrap.main_of_fork(*received)
+                try:
+                    control.close()
+                    for pidfd, (_, reply) in forks.items():
+                        os.close(pidfd)
+                        os.close(reply)
+                    bootstrap.main_of_fork(*received)
+                finally:
+                    # It ends the process itself, unless it could not even do that.
+                    os._exit(1)
             channel, stdout, stderr, reply, content = received
             for descriptor in (channel, stdout, stderr, content):
                 os.close(descriptor)

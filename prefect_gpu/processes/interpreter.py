@@ -156,12 +156,14 @@ def count_cores() -> int:
         return os.cpu_count() or 1
 
 
-def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment of this process with some variables set, or removed (`None`)."""
-    environment = dict(os.environ)
-    for name, value in changes.items():
-        if value is None:
-            environment.pop(name, None)
-        else:
-            environment[name] = value
-    return environment
+def environment_with(
+    changes: Mapping[str, str | None], base: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return an environment with some variables set, or removed (`None`).
+
+    Args:
+        changes: Of the variables.
+        base: The environment; `None`: that of this process.
+    """
+    changed = {**(os.environ if base is None else base), **changes}
+    return {name: value for name, value in changed.items() if value is not None}

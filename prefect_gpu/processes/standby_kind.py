@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from prefect_gpu.frameworks.adapter import (
     late_changes,
 )
 from prefect_gpu.processes import values
+from prefect_gpu.processes.interpreter import environment_with
 from prefect_gpu.processes.launch_spec import WarmSpec
 from prefect_gpu.processes.launcher import Handle
 from prefect_gpu.processes.messages import Warmed
@@ -44,9 +46,6 @@ SIMULATED = "simulated"
 
 #: Failures in a row after which something is not tried again.
 MOST_FAILURES = 3
-
-#: Seconds between the second failure in a row and the third try. The second try follows at once.
-RETRY_S = 1.0
 
 #: Variables to set in a process that waits, or to remove (`None`).
 Changes = dict[str, str | None]
@@ -90,13 +89,8 @@ class Kind:
             adapter = registry.ADAPTERS.get(_framework_of(name))
             if adapter is not None:
                 environment = {**adapter.standby_environment(), **environment}
-        changes = {**dict.fromkeys(CPU_VARIABLES, str(self.cpus)), **dict(self.environment)}
-        for name, value in changes.items():
-            if value is None:
-                environment.pop(name, None)
-            else:
-                environment[name] = value
-        return environment
+        cpus = dict.fromkeys(CPU_VARIABLES, str(self.cpus))
+        return environment_with({**cpus, **dict(self.environment)}, environment)
 
 
 def kind_of(
@@ -185,24 +179,6 @@ def _can_import(module: str) -> bool:
 # Devices for hot standbys.
 
 
-@dataclass(frozen=True, slots=True)
-class LentDevice:
-    """The device that a hot standby may start its framework on."""
-
-    uuid: str
-    #: Variables under which the framework starts there.
-    environment: Mapping[str, str | None]
-
-    @classmethod
-    def on(cls, device: Device) -> LentDevice:
-        """Return a device with the variables that a task's process would have for it."""
-        if device.kind != "nvml":
-            return cls(device.uuid, {})
-        return cls(
-            device.uuid, {"CUDA_VISIBLE_DEVICES": device.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        )
-
-
 class DeviceBroker(Protocol):
     """What the pool of standbys asks of a broker. Safe to use from several threads."""
 
@@ -226,8 +202,8 @@ class DeviceBroker(Protocol):
         pid: int,
         give_up: Callable[[], object],
         avoid: Container[str],
-    ) -> LentDevice | None:
-        """Reserve a framework's context for a standby. May wait for a reading of the devices.
+    ) -> Device | None:
+        """Reserve a framework's context on a device for a standby. May wait for a reading of the devices.
 
         Args:
             standby_id: What `LaunchSpec.standby` of the task that gets it will be.
@@ -238,7 +214,7 @@ class DeviceBroker(Protocol):
             avoid: UUIDs of devices where the framework does not start.
 
         Returns:
-            `None`: there is no room now.
+            The device; `None`: there is no room now.
         """
 
     def offer_standby(self, standby_id: str) -> None:
@@ -277,8 +253,6 @@ class Standby:
     kind: Kind
     #: As it was started: users' modules may have been left out, the environment completed.
     spec: WarmSpec
-    #: Flags of its interpreter.
-    flags: tuple[str, ...]
     #: Monotonic seconds when it was started.
     started_s: float
     #: The order in which standbys are started.
@@ -288,12 +262,10 @@ class Standby:
     #: `None`: the process has not been reported yet.
     pid: int | None = None
     stage: Stage = Stage.IMPORTING
-    #: Monotonic seconds when its stage began.
-    stage_s: float = 0.0
     #: A task has it. Its stage goes on until it accepts the task.
     given: bool = False
     #: Its device, for tasks there alone, and the broker that lent it; `None`: it has none.
-    lent: LentDevice | None = None
+    device: Device | None = None
     broker: DeviceBroker | None = None
 
     @property
@@ -306,83 +278,72 @@ class Standby:
         """Whether it has imported and can take a task at once."""
         return Stage.WAITING <= self.stage <= Stage.HOT
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment that its imports and its framework have read."""
-        changed: dict[str, str | None] = dict(self.spec.environment)
-        if self.lent is not None:
-            changed.update(self.lent.environment)
-        return {name: value for name, value in changed.items() if value is not None}
-
-    def enter(self, stage: Stage, now_s: float) -> None:
+    def enter(self, stage: Stage) -> None:
         """Go on to a stage, unless it ends."""
         if self.stage is not Stage.ENDING:
-            self.stage, self.stage_s = stage, now_s
+            self.stage = stage
+
+    def changes_for(self, kind: Kind, environment: Mapping[str, str]) -> Changes | None:
+        """Return what must change in it for a task; `None`: it does not suit it.
+
+        Args:
+            kind: The task's.
+            environment: The whole environment of the task.
+        """
+        adapters = tuple(registry.ADAPTERS.values())
+        cpus_stated = kind.cpus_stated or self.kind.cpus_stated
+        before = self.spec.environment
+        if self.device is None:
+            return late_changes(before, environment, adapters, cpus_stated=cpus_stated)
+        before = environment_with(device_environment(self.device), before)
+        return hot_changes(before, environment, self.kind.hot, adapters, cpus_stated=cpus_stated)
+
+
+def device_environment(device: Device) -> Changes:
+    """Return the variables under which a framework starts on a device alone, as in a task's process."""
+    if device.kind != "nvml":
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": device.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 # Which standby suits a task.
 
 
-def fit_hot(
-    standby: Standby, kind: Kind, environment: Mapping[str, str], flags: tuple[str, ...]
-) -> Changes | None:
-    """Return what must change in the hot standby that is kept for a task; `None`: it does not suit it.
-
-    Args:
-        standby: It has a device, and has started its framework there or is about to.
-        kind: The task's.
-        environment: The whole environment of the task.
-        flags: Of the interpreter.
-    """
-    changes = hot_changes(
-        standby.environment,
-        environment,
-        standby.kind.hot,
-        tuple(registry.ADAPTERS.values()),
-        cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
-    )
-    return changes if standby.flags == flags else None
-
-
 def choose_standby(
-    standbys: Iterable[Standby],
-    kind: Kind,
-    environment: Mapping[str, str],
-    flags: tuple[str, ...],
+    standbys: Iterable[Standby], kind: Kind, environment: Mapping[str, str], kept: str = ""
 ) -> tuple[tuple[Standby, Changes] | None, list[Standby]]:
-    """Choose the standby that is furthest along among those without a device that suit a task.
+    """Choose the hot standby that is kept for a task, or else the one without a device that is furthest along.
 
     Args:
         standbys: All that no task has.
         kind: The task's.
         environment: The whole environment of the task.
-        flags: Of the interpreter.
+        kept: Id of the hot standby; empty: none is kept.
 
     Returns:
-        The standby and what must change in it (`None`: none suits), and those of the task's own kind that do
-        not suit it: the parent's environment has changed since they were started.
+        The standby and what must change in it (`None`: none suits), and those that were kept or made for such
+        a task and do not suit it: the parent's environment has changed since they were started.
     """
     best: tuple[Standby, Changes] | None = None
     best_rank: tuple[Any, ...] = ()
     misfits = []
     for standby in standbys:
+        is_kept = standby.id == kept
         # Not one that has imported what this task would not.
-        same = standby.kind.always == kind.always and standby.lent is None
-        ends = standby.stage is Stage.ENDING
-        if ends or not same or not set(standby.spec.modules) <= set(kind.modules):
-            continue
-        changes = late_changes(
-            standby.spec.environment,
-            environment,
-            registry.ADAPTERS.values(),
-            cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
+        similar = standby.kind.always == kind.always and set(standby.spec.modules) <= set(
+            kind.modules
         )
-        if changes is None or standby.flags != flags:
-            if standby.kind == kind:
+        possible = is_kept or (similar and standby.device is None)
+        if standby.stage is Stage.ENDING or not possible:
+            continue
+        changes = standby.changes_for(kind, environment)
+        if changes is None:
+            if is_kept or standby.kind == kind:
                 misfits.append(standby)
             continue
         # One that still imports is further along than a process that has not been started.
         rank = (
+            is_kept,
             standby.ready,
             standby.stage is Stage.WAITING,
             len(standby.spec.modules),
@@ -396,24 +357,20 @@ def choose_standby(
 # What is known of each kind.
 
 
-class Backoff:
-    """When something that failed is tried again: at once, then after `RETRY_S`, then not at all.
+@dataclass(slots=True)
+class Failures:
+    """Failures in a row of one thing; after `MOST_FAILURES` it is not tried again.
 
     Several that were started before a failure fail for the same reason, so they count once.
     """
 
-    def __init__(self) -> None:
-        #: Failures in a row.
-        self.failures = 0
-        #: Why it is not tried any more; empty: it is.
-        self.given_up = ""
-        self._failed_s = self._until_s = float("-inf")
+    count: int = 0
+    #: Why it is not tried any more; empty: it is.
+    given_up: str = ""
+    #: Monotonic seconds of the last one.
+    last_s: float = float("-inf")
 
-    def allows(self, now_s: float) -> bool:
-        """Return whether it may be tried at a monotonic time."""
-        return not self.given_up and now_s >= self._until_s
-
-    def fail(self, started_s: float, now_s: float, why: str) -> bool:
+    def add(self, started_s: float, now_s: float, why: str) -> bool:
         """Count a failure.
 
         Args:
@@ -424,27 +381,13 @@ class Backoff:
         Returns:
             Whether it counts.
         """
-        if started_s <= self._failed_s or self.given_up:
+        if started_s <= self.last_s or self.given_up:
             return False
-        self._failed_s = now_s
-        self.failures += 1
-        self.pause(now_s + RETRY_S * (self.failures - 1))
-        if self.failures >= MOST_FAILURES:
+        self.last_s = now_s
+        self.count += 1
+        if self.count >= MOST_FAILURES:
             self.given_up = why
         return True
-
-    def succeed(self) -> None:
-        """Count failures anew, and try again at once."""
-        self.failures = 0
-        self.resume()
-
-    def pause(self, until_s: float) -> None:
-        """Do not try before a monotonic time. Counts as no failure."""
-        self._until_s = until_s
-
-    def resume(self) -> None:
-        """Try again at once."""
-        self._until_s = float("-inf")
 
 
 @dataclass(eq=False)
@@ -455,15 +398,19 @@ class KindRecord:
     #: Host memory that one takes (bytes): as the kind says until one was measured.
     size_bytes: int
     #: Of standbys that died before they had taken a task, or did not suit it.
-    starts: Backoff = field(default_factory=Backoff)
-    #: Of hot standbys that did not suit the task that they were kept for, and of devices that were not had.
-    hot_starts: Backoff = field(default_factory=Backoff)
+    starts: Failures = field(default_factory=Failures)
+    #: Of hot standbys that did not suit the task that they were kept for.
+    hot_starts: Failures = field(default_factory=Failures)
+    #: Monotonic seconds before which no device is asked for: none was had, or one had to be given back.
+    hot_after_s: float = 0.0
     #: Modules of the user's do something at their import that must not be done before the task.
     without_users: bool = False
     #: Lends devices to the standbys; `None`: they import, and no more.
     broker: DeviceBroker | None = None
     #: UUIDs of devices where the framework does not start.
     failed_uuids: set[str] = field(default_factory=set)
+    #: The larger, the later a task of the kind was started; 0: none was.
+    last_used: int = 0
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -496,10 +443,18 @@ class KindRecord:
 
     def take_misfit(self, standby: Standby, now_s: float) -> None:
         """Note that one does not suit the task that it was made for, or kept for on its device."""
-        backoff, what = (self.starts, "made") if standby.lent is None else (self.hot_starts, "hot")
+        failures, what = (
+            (self.starts, "made") if standby.device is None else (self.hot_starts, "hot")
+        )
         why = "the environment changes from task to task"
-        if backoff.fail(standby.started_s, now_s, why) and backoff.given_up:
+        if failures.add(standby.started_s, now_s, why) and failures.given_up:
             logger.debug("no standbys for %s are %s any more: %s", self.kind.modules, what, why)
+
+    def take_success(self, standby: Standby) -> None:
+        """Note that one has accepted its task: failures count anew."""
+        self.starts = Failures()
+        if standby.device is not None:
+            self.hot_starts = Failures()
 
     def take_failed_start(self, uuid: str, problem: str) -> None:
         """Note that the framework does not start on a device; it is not tried there again."""
@@ -521,112 +476,75 @@ class KindRecord:
             why: In words that follow "since".
             stderr_tail: The end of what it printed there.
         """
-        counts = self.starts.fail(standby.started_s, now_s, why)
+        counts = self.starts.add(standby.started_s, now_s, why)
         if counts and self.starts.given_up:
             logger.warning(
                 "no process is started ahead of its task any more for %s: %d in a row died before "
                 "they had taken one, the last since %s%s",
                 ", ".join(standby.spec.modules),
-                self.starts.failures,
+                self.starts.count,
                 why,
                 f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
             )
         return counts
 
 
-class Kinds:
-    """All kinds that the pool has met, and the order in which tasks used them.
+def demands_of(
+    records: Mapping[Kind, KindRecord], announced: Sequence[Kind], standbys: Collection[Standby]
+) -> list[KindDemand]:
+    """Return for every kind that is wanted or exists what wants it, the most urgent first.
 
-    Not safe to use from several threads at once: the pool calls it with its lock.
+    Args:
+        records: Of all kinds.
+        announced: The kind of each task that was submitted and has no process, in their order.
+        standbys: All that no task has.
     """
-
-    def __init__(self) -> None:
-        self._records: dict[Kind, KindRecord] = {}
-        #: Kinds of which a task was started, the last one last.
-        self._used: dict[Kind, None] = {}
-
-    def of(self, kind: Kind) -> KindRecord:
-        """Return what is known of a kind, to be changed in place."""
-        return self._records.setdefault(kind, KindRecord(kind, kind.size_bytes))
-
-    def use(self, kind: Kind) -> None:
-        """Note that a task of a kind was started."""
-        self._used.pop(kind, None)
-        self._used[kind] = None
-
-    def keep_brokers(self, brokers: Collection[DeviceBroker]) -> None:
-        """Ask no broker for devices that is not among these."""
-        for record in self._records.values():
-            if record.broker not in brokers:
-                record.broker = None
-
-    def forget(self) -> None:
-        """Forget all: a kind that was given up may do better with the next runner."""
-        self._records.clear()
-        self._used.clear()
-
-    def demands(
-        self,
-        announced: Sequence[Kind],
-        standbys: Collection[Standby],
-        beginning: Container[Kind] = (),
-        now_s: float = float("inf"),
-    ) -> list[KindDemand]:
-        """Return for every kind that is wanted or exists what wants it, the most urgent first.
-
-        Args:
-            announced: The kind of each task that was submitted and has no process, in their order.
-            standbys: All that no task has.
-            beginning: Kinds of which a task begins now, which needs the cores for itself.
-            now_s: Monotonic seconds.
-        """
-        # First come, first served.
-        kinds = dict.fromkeys(announced)
-        latest = next(reversed(self._used), None)
-        alive = {s.kind for s in standbys}
-        for kind in reversed(self._used):
-            if kind == latest or kind in alive:
-                kinds.setdefault(kind)
-        kinds.update((s.kind, None) for s in standbys)
-        demands = []
-        for kind in kinds:
-            stages = [s.stage for s in standbys if s.kind == kind]
-            record, importing = self.of(kind), stages.count(Stage.IMPORTING)
-            demands.append(
-                KindDemand(
-                    kind,
-                    waiting=announced.count(kind),
-                    latest=kind == latest,
-                    used=kind in self._used,
-                    size_bytes=record.size_bytes,
-                    ready=len(stages) - importing - stages.count(Stage.ENDING),
-                    importing=importing,
-                    useful=not record.starts.given_up,
-                    may_start=kind not in beginning and record.starts.allows(now_s),
-                    spare=record.spare,
-                )
+    used = sorted(
+        (record for record in records.values() if record.last_used), key=lambda r: -r.last_used
+    )
+    latest = used[0].kind if used else None
+    alive = {s.kind for s in standbys}
+    # First come, first served.
+    kinds = dict.fromkeys(
+        [*announced, *(r.kind for r in used if r.kind == latest or r.kind in alive), *alive]
+    )
+    demands = []
+    for kind in kinds:
+        stages = [s.stage for s in standbys if s.kind == kind]
+        record, importing = records[kind], stages.count(Stage.IMPORTING)
+        demands.append(
+            KindDemand(
+                kind,
+                waiting=announced.count(kind),
+                latest=kind == latest,
+                used=record.last_used > 0,
+                size_bytes=record.size_bytes,
+                ready=len(stages) - importing - stages.count(Stage.ENDING),
+                importing=importing,
+                useful=not record.starts.given_up,
+                spare=record.spare,
             )
-        return demands
+        )
+    return demands
 
-    def choose_to_start(
-        self, standbys: Iterable[Standby], now_s: float
-    ) -> list[tuple[Standby, DeviceBroker, frozenset[str]]]:
-        """Choose the standbys that are to start their framework on a device.
 
-        Args:
-            standbys: All that no task has.
-            now_s: Monotonic seconds.
+def choose_to_start(
+    records: Mapping[Kind, KindRecord], standbys: Iterable[Standby], now_s: float
+) -> list[Standby]:
+    """Choose the standbys that are to start their framework on a device.
 
-        Returns:
-            Each with the broker to ask for a device, and the UUIDs of devices where its kind does not start.
-        """
-        chosen = []
-        waiting: dict[Kind, int] = {}
-        for standby in standbys:
-            record = self.of(standby.kind)
-            asks = record.broker is not None and record.hot_starts.allows(now_s)
-            if asks and standby.stage is Stage.WAITING:
-                waiting[standby.kind] = waiting.get(standby.kind, 0) + 1
-                if waiting[standby.kind] > record.spare and record.broker is not None:
-                    chosen.append((standby, record.broker, frozenset(record.failed_uuids)))
-        return chosen
+    Args:
+        records: Of all kinds.
+        standbys: All that no task has.
+        now_s: Monotonic seconds.
+    """
+    chosen = []
+    waiting: Counter[Kind] = Counter()
+    for standby in standbys:
+        record = records[standby.kind]
+        asks = record.broker is not None and not record.hot_starts.given_up
+        if asks and now_s >= record.hot_after_s and standby.stage is Stage.WAITING:
+            waiting[standby.kind] += 1
+            if waiting[standby.kind] > record.spare:
+                chosen.append(standby)
+    return chosen

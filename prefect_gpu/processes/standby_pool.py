@@ -9,13 +9,13 @@ standbys belong to a broker.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from prefect_gpu.devices.host import read_host_available_bytes
@@ -25,7 +25,6 @@ from prefect_gpu.processes.interpreter import (
     count_cores,
     environment_with,
     import_paths,
-    interpreter_flags,
     working_folder,
 )
 from prefect_gpu.processes.launch_spec import (
@@ -53,11 +52,12 @@ from prefect_gpu.processes.standby_kind import (
     DeviceBroker,
     Kind,
     KindRecord,
-    Kinds,
     Stage,
     Standby,
     choose_standby,
-    fit_hot,
+    choose_to_start,
+    demands_of,
+    device_environment,
 )
 from prefect_gpu.scheduling.standbys import Machine, StandbyPlan, plan_standbys
 from prefect_gpu.units import GIB
@@ -69,12 +69,6 @@ RESERVE_BYTES = 2 * GIB
 
 #: Seconds between two checks of the machine's memory while there are standbys.
 CHECK_S = 1.0
-
-#: Seconds that a stage may last. TensorFlow is imported in 11 s from a cold disk (measured); thirty times that is a
-#: hang. A framework starts on a device in 0.2 to 0.4 s on an H200 (measured), and in seconds on a machine with
-#: many devices and no persistence daemon. A task that was given a process that hangs hangs as it would in
-#: a fresh one.
-STAGE_S = {Stage.IMPORTING: 300.0, Stage.STARTING: 60.0}
 
 #: Seconds that a task must have waited for host memory before standbys end for it: every request waits
 #: for a moment.
@@ -102,21 +96,11 @@ class Announcement:
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
         """Give the task to a standby that suits it, or start a process for it."""
-        return self._pool.start(self.kind, spec, listener, self)
+        return self._pool.start(self, spec, listener)
 
     def retract(self) -> None:
         """Keep no standby for the task any more; without effect once it had a process."""
         self._pool.retract(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """A runner that is open."""
-
-    #: Standbys at most.
-    most: int
-    #: Hands out the devices of its tasks; `None`: it has no tasks on devices.
-    broker: DeviceBroker | None
 
 
 class StandbyPool:
@@ -127,7 +111,6 @@ class StandbyPool:
     Args:
         launcher: Starts the processes.
         read_available: Returns the bytes of the machine's memory that new processes could use.
-        reserve_bytes: Of those, to leave free.
         cores: Of this process.
     """
 
@@ -135,12 +118,10 @@ class StandbyPool:
         self,
         launcher: ProcessLauncher,
         read_available: Callable[[], int] = read_host_available_bytes,
-        reserve_bytes: int = RESERVE_BYTES,
         cores: int | None = None,
     ) -> None:
         self._launcher = launcher
         self._read_available = read_available
-        self._reserve_bytes = reserve_bytes
         self._cores = cores or count_cores()
         self._reset()
         # The processes, announcements and thread of a fork's parent are not the fork's.
@@ -151,13 +132,13 @@ class StandbyPool:
         self._dirty = False
         self._shut = False
         self._thread: threading.Thread | None = None
-        self._owners: dict[object, _Owner] = {}
+        #: Runners that are open: standbys at most, and what hands out the devices of its tasks.
+        self._owners: dict[object, tuple[int, DeviceBroker]] = {}
         self._announced: dict[Announcement, None] = {}
         #: All that no task has.
         self._standbys: list[Standby] = []
-        #: Those that were given a task whose body has not begun, and the task's kind.
-        self._beginning: dict[Standby, Kind] = {}
-        self._kinds = Kinds()
+        self._records: dict[Kind, KindRecord] = {}
+        self._uses = itertools.count(1)
         #: Monotonic seconds since when a task has waited for host memory; `None`: none does.
         self._starved_since_s: float | None = None
         #: Monotonic seconds until which none is started.
@@ -165,7 +146,7 @@ class StandbyPool:
 
     # Any thread.
 
-    def open(self, owner: object, most: int, broker: DeviceBroker | None = None) -> None:
+    def open(self, owner: object, most: int, broker: DeviceBroker) -> None:
         """Let a runner have standbys until `close`; without effect the second time.
 
         Args:
@@ -175,7 +156,7 @@ class StandbyPool:
         """
         with self._changed:
             if not self._shut:
-                self._owners.setdefault(owner, _Owner(most, broker))
+                self._owners.setdefault(owner, (most, broker))
 
     def close(self, owner: object) -> None:
         """End what was kept for a runner. With the last runner all standbys end."""
@@ -186,7 +167,10 @@ class StandbyPool:
                 return
             self._announced.clear()
             self._end_all()
-            self._kinds.forget()
+            # A kind that was given up may do better with the next runner.
+            self._records.clear()
+            for standby in self._standbys:
+                self._record(standby.kind)
             deadline = time.monotonic() + _ENDING_S
             while self._standbys and (left_s := deadline - time.monotonic()) > 0:
                 self._changed.wait(left_s)
@@ -210,8 +194,9 @@ class StandbyPool:
         announcement = Announcement(self, kind)
         with self._changed:
             self._announced[announcement] = None
+            record = self._record(kind)
             if broker is not None and kind.hot:
-                self._kinds.of(kind).broker = broker
+                record.broker = broker
             self._check_soon()
         return announcement
 
@@ -223,29 +208,20 @@ class StandbyPool:
                 self._wake()
 
     def start(
-        self,
-        kind: Kind,
-        spec: LaunchSpec,
-        listener: Listener,
-        announcement: Announcement | None = None,
+        self, announcement: Announcement, spec: LaunchSpec, listener: Listener
     ) -> ChildHandle:
-        """Start a task's process: a standby that suits it, or a fresh one.
-
-        Args:
-            kind: What could be done ahead for it.
-            spec: Of its process.
-            listener: Is called with the messages of the process.
-            announcement: Of the task. No standby is kept for it from now on.
-        """
-        environment = environment_with(spec.environment)
+        """See `Announcement.start`. No standby is kept for the task from now on."""
+        kind, environment = announcement.kind, environment_with(spec.environment)
         with self._changed:
-            if announcement is not None:
-                self._announced.pop(announcement, None)
+            self._announced.pop(announcement, None)
             if self._owners:
-                self._kinds.use(kind)
-            found = self._find(spec.standby, kind, environment)
+                self._record(kind).last_used = next(self._uses)
+            found, misfits = choose_standby(self._standbys, kind, environment, spec.standby)
+            for standby in misfits:
+                self._record(standby.kind).take_misfit(standby, time.monotonic())
+                self._end(standby)
             if found is not None:
-                return self._give(*found, kind, spec, listener)
+                return self._give(*found, spec, listener)
             self._check_soon()
         return self._launcher.start(spec, listener)
 
@@ -269,44 +245,21 @@ class StandbyPool:
 
     # With the lock.
 
-    def _find(
-        self, standby_id: str, kind: Kind, environment: dict[str, str]
-    ) -> tuple[Standby, Changes] | None:
-        """Find the hot standby that is kept for a task, or else the best; those that do not suit it end."""
-        flags = tuple(interpreter_flags())
-        kept = next((s for s in self._standbys if s.id == standby_id), None)
-        misfits = []
-        if kept is not None and kept.stage is not Stage.ENDING:
-            changes = fit_hot(kept, kind, environment, flags)
-            if changes is not None:
-                return kept, changes
-            misfits.append(kept)
-        best, others = choose_standby(self._standbys, kind, environment, flags)
-        for standby in (*misfits, *others):
-            self._record(standby).take_misfit(standby, time.monotonic())
-            self._end(standby)
-        return best
-
     def _give(
-        self, standby: Standby, changes: Changes, kind: Kind, spec: LaunchSpec, listener: Listener
+        self, standby: Standby, changes: Changes, spec: LaunchSpec, listener: Listener
     ) -> ChildHandle:
         assert standby.handle is not None
         self._standbys.remove(standby)
         standby.given = True
         hot = ""
-        if standby.lent is not None:
+        if standby.device is not None:
             hot = standby.kind.hot
             # Its place on the device is free for another.
-            self._record(standby).hot_starts.resume()
-        if standby.ready:
-            # The next one would take the cores that this task begins with.
-            self._beginning[standby] = kind
-        else:
+            self._record(standby.kind).hot_after_s = 0.0
+        if not standby.ready:
             self._check_soon()
         late = Late(changes, spec.cwd, spec.argv, spec.sys_path, hot)
-        return standby.handle.give(
-            spec, late, lambda message: self._pass_on(standby, listener, message)
-        )
+        return standby.handle.give(spec, late, lambda message: self._pass_on(listener, message))
 
     def _check_soon(self) -> None:
         """Have the pool's thread start and end standbys, and start the thread if there is none."""
@@ -331,10 +284,12 @@ class StandbyPool:
 
     def _end_without_broker(self) -> None:
         """End those on devices of a broker that no runner uses any more."""
-        brokers = [o.broker for o in self._owners.values() if o.broker is not None]
-        self._kinds.keep_brokers(brokers)
+        brokers = [broker for _, broker in self._owners.values()]
+        for record in self._records.values():
+            if record.broker not in brokers:
+                record.broker = None
         for standby in self._standbys:
-            if standby.stage >= Stage.ASKING and self._record(standby).broker is None:
+            if standby.stage >= Stage.ASKING and self._record(standby.kind).broker is None:
                 self._end(standby)
         self._wake()
 
@@ -344,8 +299,8 @@ class StandbyPool:
             standby.stage = Stage.ENDING
             standby.handle.kill()
 
-    def _record(self, standby: Standby) -> KindRecord:
-        return self._kinds.of(standby.kind)
+    def _record(self, kind: Kind) -> KindRecord:
+        return self._records.setdefault(kind, KindRecord(kind, kind.size_bytes))
 
     # The pool's thread.
 
@@ -354,12 +309,12 @@ class StandbyPool:
             with self._changed:
                 if not self._dirty:
                     # While none is wanted there is nothing to check.
-                    busy = bool(self._standbys or self._announced or self._beginning)
+                    busy = bool(self._standbys or self._announced)
                     self._changed.wait(CHECK_S if busy else None)
                 self._dirty = False
                 if self._shut:
                     return
-                brokers = {o.broker for o in self._owners.values() if o.broker is not None}
+                brokers = {broker for _, broker in self._owners.values()}
             try:
                 self._check(brokers)
             except Exception:
@@ -374,7 +329,6 @@ class StandbyPool:
         with self._changed:
             if self._shut or not self._owners:
                 return
-            self._end_overdue(now)
             self._starved_since_s = (self._starved_since_s or now) if starved else None
             if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
                 self._hold_until_s = now + SHORTAGE_S
@@ -382,36 +336,20 @@ class StandbyPool:
             machine = Machine(
                 available_bytes,
                 promised_bytes,
-                self._reserve_bytes,
+                RESERVE_BYTES,
                 self._cores,
-                max(owner.most for owner in self._owners.values()),
+                max(most for most, _ in self._owners.values()),
             )
-            demands = self._kinds.demands(
-                [a.kind for a in self._announced],
-                self._standbys,
-                tuple(self._beginning.values()),
-                now,
-            )
+            announced = [a.kind for a in self._announced]
+            demands = demands_of(self._records, announced, self._standbys)
             self._carry_out(plan_standbys(demands, machine), now)
             if now < self._hold_until_s:
                 return
-            asking = self._kinds.choose_to_start(self._standbys, now)
-            for standby, _, _ in asking:
-                standby.enter(Stage.ASKING, now)
-        for standby, broker, avoid in asking:
-            self._start_on_device(standby, broker, avoid)
-
-    def _end_overdue(self, now: float) -> None:
-        for standby in self._standbys:
-            limit_s = STAGE_S.get(standby.stage)
-            if limit_s is None or now - standby.stage_s <= limit_s:
-                continue
-            if standby.stage is Stage.IMPORTING:
-                why = f"it imported for more than {limit_s:g} s"
-                self._record(standby).take_death(standby, now, why)
-            else:
-                self._take_failed_start(standby, f"it had not started after {limit_s:g} s")
-            self._end(standby)
+            asking = choose_to_start(self._records, self._standbys, now)
+            for standby in asking:
+                standby.enter(Stage.ASKING)
+        for standby in asking:
+            self._start_on_device(standby)
 
     def _carry_out(self, plan: StandbyPlan, now: float) -> None:
         for kind in plan.ends:
@@ -427,13 +365,13 @@ class StandbyPool:
 
     def _start(self, kind: Kind, now: float) -> None:
         spec = WarmSpec(
-            modules=self._kinds.of(kind).modules,
+            modules=self._record(kind).modules,
             environment=kind.environment_of(os.environ),
             cwd=working_folder(),
             argv=tuple(sys.argv),
             sys_path=import_paths(),
         )
-        standby = Standby(kind, spec, tuple(interpreter_flags()), now, stage_s=now)
+        standby = Standby(kind, spec, now)
         try:
             standby.handle = self._launcher.start(
                 spec, lambda message: self._hear(standby, message)
@@ -449,80 +387,76 @@ class StandbyPool:
         logger.debug("no process can be started ahead of its task: %s", error)
         self._hold_until_s = time.monotonic() + SHORTAGE_S
 
-    def _start_on_device(
-        self, standby: Standby, broker: DeviceBroker, avoid: frozenset[str]
-    ) -> None:
+    def _start_on_device(self, standby: Standby) -> None:
         """Have a standby start its framework. Without the lock, because asking for a device may take a moment."""
         assert standby.pid is not None and standby.handle is not None
-        lent = None
+        kind, device = standby.kind, None
+        with self._changed:
+            broker = self._record(kind).broker
+            avoid = frozenset(self._record(kind).failed_uuids)
         try:
-            lent = broker.lend_device(
-                standby.id,
-                standby.kind,
-                standby.kind.hot,
-                standby.pid,
-                lambda: self._give_up(standby),
-                avoid,
-            )
+            if broker is not None:
+                device = broker.lend_device(
+                    standby.id, kind, kind.hot, standby.pid, lambda: self._give_up(standby), avoid
+                )
         except Exception:
             logger.debug("no device for a hot standby", exc_info=True)
         with self._changed:
-            now = time.monotonic()
-            if lent is None:
-                standby.enter(Stage.WAITING, now)
-                self._record(standby).hot_starts.pause(now + DEVICE_RETRY_S)
+            if device is None or broker is None:
+                standby.enter(Stage.WAITING)
+                self._record(kind).hot_after_s = time.monotonic() + DEVICE_RETRY_S
             elif standby not in self._standbys:
                 # It has a task meanwhile, or died. It has not touched the device.
                 broker.end_standby(standby.id)
             else:
-                standby.lent, standby.broker = lent, broker
+                standby.device, standby.broker = device, broker
                 if standby.stage is not Stage.ENDING:
-                    standby.enter(Stage.STARTING, now)
-                    standby.handle.answer(Heat(standby.kind.hot, lent.environment))
+                    standby.enter(Stage.STARTING)
+                    standby.handle.answer(Heat(kind.hot, device_environment(device)))
                     # A task that is given to it from now on is accepted after the start.
                     broker.offer_standby(standby.id)
 
     def _give_up(self, standby: Standby) -> None:
         """End one whose device's memory is needed. Called by a broker, without its lock."""
         with self._changed:
-            self._record(standby).hot_starts.pause(time.monotonic() + DEVICE_RETRY_S)
+            self._record(standby.kind).hot_after_s = time.monotonic() + DEVICE_RETRY_S
             self._end(standby)
 
     def _take_failed_start(self, standby: Standby, problem: str) -> None:
         """Note that a framework did not start on its device."""
-        assert standby.lent is not None
-        self._record(standby).take_failed_start(standby.lent.uuid, problem)
+        assert standby.device is not None
+        self._record(standby.kind).take_failed_start(standby.device.uuid, problem)
 
     # The launcher's thread.
 
-    def _pass_on(self, standby: Standby, listener: Listener, message: Any) -> None:
-        """Pass a message of a task's process on; the next standby is started once the body has begun."""
+    def _pass_on(self, listener: Listener, message: Any) -> None:
+        """Pass a message of a task's process on; the next standby is started once the body has begun.
+
+        Before, it would take the cores that the task begins with.
+        """
         try:
             listener(message)
         finally:
             if isinstance(message, (BodyStarted, ValueArrived, ChildRefused, ChildExited)):
                 with self._changed:
-                    if self._beginning.pop(standby, None) is not None:
-                        self._check_soon()
+                    self._check_soon()
 
     def _hear(self, standby: Standby, message: Any) -> None:
         """Take a message of a standby, up to its `Accepted`."""
         with self._changed:
-            record, now = self._record(standby), time.monotonic()
+            record, now = self._record(standby.kind), time.monotonic()
             if isinstance(message, Accepted):
                 # Not before: some die of the imports, and some when they are given a task.
-                record.starts.succeed()
-                if standby.lent is not None:
-                    record.hot_starts.succeed()
+                record.take_success(standby)
                 return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
             elif isinstance(message, Warmed):
                 # With a problem it ends by itself; a task that was given to it gets a fresh process.
-                standby.enter(Stage.ENDING if message.problem else Stage.WAITING, now)
+                standby.enter(Stage.ENDING if message.problem else Stage.WAITING)
                 record.take_imports(message, standby.spec.modules)
             elif isinstance(message, Heated):
-                standby.enter(Stage.ENDING if message.problem else Stage.HOT, now)
+                standby.enter(Stage.ENDING if message.problem else Stage.HOT)
                 if message.problem:
                     self._take_failed_start(standby, message.problem)
             elif isinstance(message, ChildRefused):
@@ -556,7 +490,7 @@ class StandbyPool:
                 "what it had imported was not what its task would import: files of modules, sys.path or "
                 "the working folder had changed"
             )
-        counts = self._record(standby).take_death(standby, now, why, message.stderr_tail)
+        counts = self._record(standby.kind).take_death(standby, now, why, message.stderr_tail)
         if unsuited and counts:
             # The others have imported the same.
             for other in self._standbys:

@@ -45,8 +45,6 @@ class KindDemand:
     importing: int
     #: They are of use. Not so where they died, or did not suit their tasks.
     useful: bool = True
-    #: Another one may be started now.
-    may_start: bool = True
     #: Further ones, beside those for the tasks that are wanted: a hot one may wait on another device.
     spare: int = 0
 
@@ -141,8 +139,7 @@ def _starts(
     starts: list[Hashable] = []
     for turn in range(max(missing.values(), default=0)):
         for demand in demands:
-            wanted = demand.may_start and turn < missing[demand.kind]
-            if wanted and slots > 0 and demand.size_bytes <= left_bytes:
+            if turn < missing[demand.kind] and slots > 0 and demand.size_bytes <= left_bytes:
                 starts.append(demand.kind)
                 slots -= 1
                 left_bytes -= demand.size_bytes

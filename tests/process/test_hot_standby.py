@@ -15,8 +15,9 @@ from prefect_gpu.child.warm_up import apply_to_started, heat
 from prefect_gpu.processes import standby_kind
 from prefect_gpu.processes.launch_spec import ChildStarted
 from prefect_gpu.processes.messages import Heat, Heated
-from prefect_gpu.processes.standby_kind import SIMULATED, Kind, LentDevice
+from prefect_gpu.processes.standby_kind import SIMULATED, Kind
 from prefect_gpu.processes.standby_pool import Announcement
+from prefect_gpu.scheduling.model import Device
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, spec_of
 from tests.process.warm import KIND, Broker, Warm, end_all
@@ -52,7 +53,7 @@ class Lender(Broker):
         pid: int,
         give_up: Callable[[], object],
         avoid: Container[str],
-    ) -> LentDevice | None:
+    ) -> Device | None:
         self.during()
         free = [uuid for uuid in self.uuids if uuid not in avoid]
         if not free:
@@ -60,7 +61,7 @@ class Lender(Broker):
         self.uuids.remove(free[0])
         self.lent.append(Lent(free[0], give_up, standby_id))
         self.after_lending(self.lent[-1])
-        return LentDevice(free[0], {"CUDA_VISIBLE_DEVICES": free[0]})
+        return Device(free[0], 0, "a device", 1, "nvml", "here")
 
     def offer_standby(self, standby_id: str) -> None:
         self._find(standby_id).said.append("offered")
@@ -99,7 +100,8 @@ def make_warm(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Warmth]]:
 
 
 def kept(lent: Lent, body: Callable[..., Any] = bodies.environment_of_self, **changes: Any) -> Any:
-    environment = {"CUDA_VISIBLE_DEVICES": lent.uuid, **changes}
+    own = {"CUDA_VISIBLE_DEVICES": lent.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    environment = {**own, **changes}
     return replace(spec_of(body, environment=environment), standby=lent.id)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from prefect_gpu.broker.waiting_list import Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices
-from prefect_gpu.processes.standby_kind import LentDevice
+from prefect_gpu.scheduling.model import Device
 from prefect_gpu.scheduling.standbys import MOST_ON_DEVICE
 from prefect_gpu.units import GIB, MIB
 from tests.unit.broker.broker_rig import MakeRig, Reader, Rig, WatchedBroker, decided, indices
@@ -26,12 +26,12 @@ class Hot:
         self.rig = rig
         #: Ids of those that were asked to end, in that order.
         self.asked: list[str] = []
-        self.lent: dict[str, LentDevice] = {}
+        self.lent: dict[str, Device] = {}
         self.pids: dict[str, int] = {}
 
     def lend(
         self, name: str, kind: str = KIND, broker: WatchedBroker | None = None, **options: Any
-    ) -> LentDevice | None:
+    ) -> Device | None:
         pid = next(self.rig.pids)
         lent = (broker or self.rig.broker).lend_device(
             name, kind, "a framework", pid, lambda: self.asked.append(name), **options

@@ -10,28 +10,25 @@ import pytest
 from prefect_gpu.processes.launch_spec import WarmSpec
 from prefect_gpu.processes.standby_kind import (
     Kind,
-    LentDevice,
     Stage,
     Standby,
     choose_standby,
-    fit_hot,
 )
+from prefect_gpu.scheduling.model import Device
 
 KIND = Kind(("ours",), ("users",), (), False, 1, 1)
-FLAGS = ("-X", "utf8")
+GPU = Device("GPU-1", 0, "a device", 1, "nvml", "here")
 
 
 def standby(
     kind: Kind = KIND,
     modules: tuple[str, ...] = ("ours", "users"),
     environment: dict[str, str] | None = None,
-    flags: tuple[str, ...] = FLAGS,
     **state: Any,
 ) -> Standby:
     return Standby(
         kind,
         WarmSpec(modules, environment or {}, "", (), ()),
-        flags,
         0.0,
         **{"stage": Stage.WAITING, **state},
     )
@@ -53,43 +50,33 @@ def standby(
 )
 def test_the_standby_that_is_further_along_is_taken(better: Standby, worse: Standby) -> None:
     for standbys in ([better, worse], [worse, better]):
-        assert choose_standby(standbys, KIND, {}, FLAGS) == ((better, {}), [])
+        assert choose_standby(standbys, KIND, {}) == ((better, {}), [])
 
 
 @pytest.mark.parametrize(
     "other",
     [
         pytest.param(standby(stage=Stage.ENDING), id="one that ends"),
-        pytest.param(standby(lent=LentDevice("GPU-1", {})), id="one that has a device"),
+        pytest.param(standby(device=GPU), id="one that has a device"),
         pytest.param(standby(modules=("ours", "users", "more")), id="one that imported more"),
         pytest.param(standby(replace(KIND, always=("others",))), id="one of another framework"),
     ],
 )
 def test_a_task_does_not_get(other: Standby) -> None:
-    assert choose_standby([other], KIND, {}, FLAGS) == (None, [])
+    assert choose_standby([other], KIND, {}) == (None, [])
 
 
-@pytest.mark.parametrize(
-    ("environment", "flags"),
-    [
-        pytest.param({"LANG": "C"}, FLAGS, id="the environment has changed"),
-        pytest.param({}, ("-O",), id="it was started with other flags"),
-    ],
-)
-def test_of_those_that_suit_no_more_the_kinds_own_are_named(
-    environment: dict[str, str], flags: tuple[str, ...]
-) -> None:
-    own = standby(environment=environment, flags=flags)
-    others = standby(KIND.without_users(), ("ours",), environment, flags)
+def test_of_those_that_suit_no_more_the_kinds_own_are_named() -> None:
+    own = standby(environment={"LANG": "C"})
+    others = standby(KIND.without_users(), ("ours",), {"LANG": "C"})
     good = standby()
-    assert choose_standby([own, others, good], KIND, {}, FLAGS) == ((good, {}), [own])
+    assert choose_standby([own, others, good], KIND, {}) == ((good, {}), [own])
 
 
 def test_what_may_still_change_is_changed() -> None:
     waits = standby(environment={"PREFECT_A": "1", "PREFECT_B": "2"})
     changes = {"PREFECT_A": "3", "PREFECT_B": None}
-    assert choose_standby([waits], KIND, {"PREFECT_A": "3"}, FLAGS) == ((waits, changes), [])
-    assert fit_hot(waits, KIND, {"PREFECT_A": "3"}, FLAGS) == changes
+    assert choose_standby([waits], KIND, {"PREFECT_A": "3"}) == ((waits, changes), [])
 
 
 @pytest.mark.parametrize(
@@ -104,14 +91,13 @@ def test_a_stated_number_of_threads_cannot_be_set_late(
     standbys: bool, tasks: bool, suits: bool
 ) -> None:
     waits = standby(replace(KIND, cpus_stated=standbys), environment={"OMP_NUM_THREADS": "2"})
-    best, _ = choose_standby(
-        [waits], replace(KIND, cpus_stated=tasks), {"OMP_NUM_THREADS": "4"}, FLAGS
-    )
+    best, _ = choose_standby([waits], replace(KIND, cpus_stated=tasks), {"OMP_NUM_THREADS": "4"})
     assert (best is not None) == suits
 
 
-def test_a_kept_one_with_other_flags_or_another_device_does_not_suit() -> None:
-    waits = standby(environment={"CUDA_VISIBLE_DEVICES": "GPU-1"})
-    assert fit_hot(waits, KIND, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, FLAGS) == {}
-    assert fit_hot(waits, KIND, {"CUDA_VISIBLE_DEVICES": "GPU-2"}, FLAGS) is None
-    assert fit_hot(waits, KIND, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, ()) is None
+def test_the_one_that_is_kept_is_taken_before_others_unless_it_is_on_another_device() -> None:
+    here = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PREFECT_A": "1"}
+    elsewhere = {**here, "CUDA_VISIBLE_DEVICES": "GPU-2"}
+    kept, other = standby(stage=Stage.HOT, device=GPU), standby()
+    assert choose_standby([other, kept], KIND, here, kept.id) == ((kept, {"PREFECT_A": "1"}), [])
+    assert choose_standby([other, kept], KIND, elsewhere, kept.id) == ((other, elsewhere), [kept])

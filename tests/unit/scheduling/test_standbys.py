@@ -118,12 +118,6 @@ def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
             id="short of memory, the least urgent ends first",
         ),
         pytest.param(
-            [demand(waiting=2, ready=1, may_start=False), demand("b", waiting=1)],
-            MACHINE,
-            StandbyPlan(("b",)),
-            id="a kind that may start none now keeps those that it has",
-        ),
-        pytest.param(
             [demand(waiting=1, ready=1), demand("b", waiting=1)],
             replace(MACHINE, most=1),
             StandbyPlan(),
@@ -152,7 +146,6 @@ demands_of = st.lists(
         ready=st.integers(0, 4),
         importing=st.integers(0, 4),
         useful=st.booleans(),
-        may_start=st.booleans(),
     ),
     unique_by=lambda d: d.kind,
     max_size=4,
@@ -177,7 +170,7 @@ def test_what_holds_for_every_plan(demands: list[KindDemand], machine: Machine) 
     for kind, d in known.items():
         assert ends[kind] <= d.ready + d.importing
         if starts[kind]:
-            assert d.useful and d.may_start
+            assert d.useful
             assert d.ready + d.importing + starts[kind] <= max(d.waiting, int(d.latest))
     if starts:
         assert sum(d.importing for d in demands) + starts.total() <= max(1, machine.cores // 2)

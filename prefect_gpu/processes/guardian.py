@@ -1,7 +1,6 @@
 """The guardian: a small process that kills every child process when the parent is gone.
 
-Two sides share this file. The parent starts the guardian and tells it of each child (`Guardian`,
-`GuardianKeeper`). The guardian runs this file as a script, with the standard library only and the
+Two sides share this file. The parent starts the guardian and tells it of each child (`Guardian`). The guardian runs this file as a script, with the standard library only and the
 flags `-I -S`, so that it starts fast and stays small: nothing else of this package is imported here,
 and what only the parent needs is imported inside functions.
 
@@ -29,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import selectors
+    import subprocess
 
 #: Variable that marks all processes of one child. Its value is a path of tokens, outermost first.
 TOKEN_VARIABLE = "PREFECT_GPU_CHILD"
@@ -167,57 +167,7 @@ def obey(line: str, children: dict[int, str]) -> None:
 
 
 class Guardian:
-    """The guardian's process and the pipe to it, as the parent sees them.
-
-    Raises:
-        OSError: The system refuses to start a process.
-    """
-
-    def __init__(self) -> None:
-        import subprocess
-
-        # Without the token of an outer child: the outer guardian must be able to end this process,
-        # and must leave this guardian to end the children of this process.
-        environment = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE}
-        self.started_s = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-            env=environment,
-            cwd="/",
-        )
-        assert self.process.stdin is not None
-        self._pipe = self.process.stdin
-        # 1,000 lines fit in the pipe: it fills only if the guardian was stopped.
-        os.set_blocking(self._pipe.fileno(), False)
-        #: Becomes readable when the guardian ends; `None`: the system has no such descriptors.
-        self.pidfd: int | None = None
-        try:
-            self.pidfd = os.pidfd_open(self.process.pid)
-        except (AttributeError, OSError):
-            pass
-
-    def tell(self, line: str) -> bool:
-        """Write one line, all or nothing; return `False` if the guardian does not take it."""
-        try:
-            return bool(self._pipe.write(line.encode() + b"\n"))
-        except (OSError, ValueError):
-            return False
-
-    def close(self) -> None:
-        """Close the pipe; the guardian then kills the children that it still knows of."""
-        self._pipe.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
-
-
-class GuardianKeeper:
-    """Keeps one guardian that knows every child. On the launcher's thread only, but for `forget`.
+    """The one guardian that knows every child of a launcher. On its thread only, but for `forget`.
 
     Args:
         selector: Reports when the guardian ends.
@@ -232,7 +182,8 @@ class GuardianKeeper:
         self._selector = selector
         self._children = children
         #: `None`: there was no child yet, or the guardian ended and no child needs another one.
-        self.guardian: Guardian | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
 
     def ensure(self) -> None:
         """Start the guardian if it does not run, and register all living children with it.
@@ -240,61 +191,69 @@ class GuardianKeeper:
         Raises:
             OSError: The system refuses to start a process.
         """
-        if self.guardian is not None and self.guardian.process.poll() is None:
+        if self.process is not None and self.process.poll() is None:
             return
         import selectors
+        import subprocess
 
-        self._drop()
-        self.guardian = guardian = Guardian()
-        if guardian.pidfd is not None:
-            self._selector.register(
-                guardian.pidfd, selectors.EVENT_READ, lambda mask: self._take_end()
-            )
+        self.close()
+        self._started_s = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+            # Without the token of an outer child: the outer guardian must be able to end this process,
+            # and must leave this guardian to end the children of this process.
+            env={k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE},
+            cwd="/",
+        )
+        assert self.process.stdin is not None
+        # 1,000 lines fit in the pipe: it fills only if the guardian was stopped.
+        os.set_blocking(self.process.stdin.fileno(), False)
+        # A pipe that nobody can read any more is reported, whatever is waited for.
+        self._selector.register(
+            self.process.stdin, selectors.EVENT_READ, lambda mask: self._take_end()
+        )
         for pid, token in self._children():
             self.tell(f"+{pid} {token}")
 
     def tell(self, line: str) -> None:
         """Inform the guardian that a child exists (`+PID TOKEN`) or has ended (`-PID`)."""
-        if self.guardian is not None and not self.guardian.tell(line):
+        if self.process is None or self.process.stdin is None:
+            return
+        try:
+            taken = self.process.stdin.write(line.encode() + b"\n")
+        except (OSError, ValueError):
+            taken = 0
+        if not taken:
             # Killed or stopped; the next launch starts another one and registers all children.
-            self._drop()
+            self.close()
 
     def close(self) -> None:
-        """End the guardian. No child may be left."""
-        guardian, self.guardian = self.guardian, None
-        if guardian is not None:
-            self._unwatch(guardian)
-            guardian.close()
-            guardian.process.wait()
+        """End the guardian, and no child. Another one may be started after that."""
+        process, self.process = self.process, None
+        if process is not None and process.stdin is not None:
+            self._selector.unregister(process.stdin)
+            # If it is only stopped, it must not see its pipe close and kill the children it knows.
+            process.kill()
+            process.wait()
+            process.stdin.close()
 
     def forget(self) -> None:
         """Close the pipe in a fork of the parent, or the guardian would not see the parent end."""
-        guardian, self.guardian = self.guardian, None
-        if guardian is not None:
-            guardian.close()
-            guardian.process.returncode = 0
+        process, self.process = self.process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            process.returncode = 0
 
     def _take_end(self) -> None:
-        lived_s = time.monotonic() - self.guardian.started_s if self.guardian is not None else 0.0
-        self._drop()
+        lived_s = time.monotonic() - self._started_s
+        self.close()
         if lived_s >= _LIVED_S and any(True for _ in self._children()):
             self.ensure()
-
-    def _drop(self) -> None:
-        guardian, self.guardian = self.guardian, None
-        if guardian is not None:
-            self._unwatch(guardian)
-            # If it is only stopped, it must not see its pipe close and kill the children it knows.
-            guardian.process.kill()
-            guardian.process.wait()
-            guardian.close()
-
-    def _unwatch(self, guardian: Guardian) -> None:
-        if guardian.pidfd is not None:
-            try:
-                self._selector.unregister(guardian.pidfd)
-            except (KeyError, ValueError):
-                return
 
 
 if __name__ == "__main__":

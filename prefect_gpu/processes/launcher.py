@@ -8,6 +8,7 @@ when they end. Which child to start, and what its messages mean, is decided else
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import functools
 import json
@@ -32,7 +33,7 @@ from prefect_gpu.process_resources import (
     start_thread,
 )
 from prefect_gpu.processes import guardian, messages, transport
-from prefect_gpu.processes.guardian import GuardianKeeper, with_token
+from prefect_gpu.processes.guardian import Guardian, with_token
 from prefect_gpu.processes.interpreter import (
     Process,
     Spawner,
@@ -189,10 +190,6 @@ class LaunchedChild:
         # Not its state: that tells whether the stream ended inside a frame.
         self.frames.drop_files()
 
-    def tell(self, message: Any) -> None:
-        """Call the listener; what it raises is logged."""
-        tell(self.listener, message)
-
 
 @dataclass(frozen=True, slots=True)
 class GivenTask:
@@ -243,6 +240,8 @@ class ProcessLauncher:
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
+        #: What the thread waits on.
+        self._own = contextlib.ExitStack()
         self._children: set[LaunchedChild] = set()
         self.output = OutputForwarder(on_progress=self._wake)
 
@@ -266,12 +265,15 @@ class ProcessLauncher:
         child = LaunchedChild(spec, listener, spawn)
         with self._lock:
             if self._thread is None:
-                self._open()
                 try:
+                    self._open()
                     self._thread = start_thread(self._run, "prefect-gpu-launcher")
-                except BaseException:
-                    self._close_own()
-                    raise
+                except BaseException as error:
+                    self._own.close()
+                    named = _name_limit(error)
+                    if named is None:
+                        raise
+                    raise named from error
         self.call(lambda: self._launch(child))
         return Handle(self, child)
 
@@ -291,11 +293,13 @@ class ProcessLauncher:
 
     def _open(self) -> None:
         """Open what the thread waits on; a launcher that starts nothing holds no descriptor."""
-        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
-        self._keeper = GuardianKeeper(self._selector, self._known)
+            self._own.enter_context(end)
+        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
+        self._own.enter_context(self._selector)
+        self._guardian = Guardian(self._selector, self._known)
 
     def _known(self) -> Iterator[tuple[int, str]]:
         for child in self._children:
@@ -311,7 +315,7 @@ class ProcessLauncher:
         self._wake()
         thread.join(timeout_s)
         if not thread.is_alive():
-            self._close_own()
+            self._own.close()
             self._reset()
 
     def _forget(self) -> None:
@@ -335,14 +339,9 @@ class ProcessLauncher:
             if child.process is not None:
                 # It is no child of the fork: nothing to wait for, or to warn of.
                 child.process.returncode = 0
-        self._keeper.forget()
-        self._close_own()
+        self._guardian.forget()
+        self._own.close()
         self._reset()
-
-    def _close_own(self) -> None:
-        self._selector.close()
-        self._wake_in.close()
-        self._wake_out.close()
 
     # The launcher's thread.
 
@@ -372,7 +371,7 @@ class ProcessLauncher:
                 self.kill_child(child, "the runner was closed")
         if self._children:
             return False
-        self._keeper.close()
+        self._guardian.close()
         return True
 
     def _longest_wait_s(self) -> float | None:
@@ -410,15 +409,15 @@ class ProcessLauncher:
         # First of all: a fork in between must know what to close.
         self._children.add(child)
         try:
-            self._keeper.ensure()
+            self._guardian.ensure()
             self._spawn(child)
         except Exception as error:
             self._children.discard(child)
             self._drop(child)
-            child.tell(ChildRefused(_name_limit(error)))
+            tell(child.listener, ChildRefused(_name_limit(error) or error))
             return
         assert child.process is not None
-        child.tell(ChildStarted(child.process.pid))
+        tell(child.listener, ChildStarted(child.process.pid))
 
     def _spawn(self, child: LaunchedChild) -> None:
         spec, child.spec = child.spec, None
@@ -437,7 +436,7 @@ class ProcessLauncher:
         assert process is not None and child.channel is not None
         # The guardian is told before the child gets any input: the child does nothing until then, and
         # ends by itself if its channel closes first.
-        self._keeper.tell(f"+{process.pid} {child.token}")
+        self._guardian.tell(f"+{process.pid} {child.token}")
         child.channel.setblocking(False)
         child.pidfd = process.open_pidfd()
         if child.pidfd is not None:
@@ -458,7 +457,7 @@ class ProcessLauncher:
         if process is not None:
             guardian.kill_group(process.pid)
             process.wait()
-            self._keeper.tell(f"-{process.pid}")
+            self._guardian.tell(f"-{process.pid}")
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     unwatch(self._selector, stream)
@@ -479,7 +478,7 @@ class ProcessLauncher:
             self._start_over(task)
             return
         child.task, child.listener = task, listener
-        child.tell(ChildStarted(child.process.pid))
+        tell(child.listener, ChildStarted(child.process.pid))
         child.queue_call(prepare, spec)
         # At once: the launcher's next command may be to start a process, which takes as long as all
         # that is left until the task's first line.
@@ -567,7 +566,7 @@ class ProcessLauncher:
             link = link.__cause__ or link.__context__
         if child.task is None:
             # A standby that has not accepted its task is replaced instead.
-            child.tell(ChildRefused(error))
+            tell(child.listener, ChildRefused(error))
         self._close_channel(child)
         self.kill_child(child, because)
 
@@ -578,7 +577,7 @@ class ProcessLauncher:
             child.value_arrived = True
             child.deadline = time.monotonic() + self._exit_grace_s
             child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
-            child.tell(ValueArrived(value))
+            tell(child.listener, ValueArrived(value))
             return
         message = messages.decode(frame.body)
         if isinstance(message, Accepted):
@@ -589,7 +588,7 @@ class ProcessLauncher:
             # It answers for what the standby did before it was given the task.
             tell(child.task.standby_listener, message)
         else:
-            child.tell(message)
+            tell(child.listener, message)
 
     # The end of a child.
 
@@ -637,7 +636,7 @@ class ProcessLauncher:
         truncated = child.frames.truncated
         self._close_channel(child)
         self._children.discard(child)
-        self._keeper.tell(f"-{child.process.pid}")
+        self._guardian.tell(f"-{child.process.pid}")
         exited = ChildExited(code, tail, truncated, child.killed_because)
         task, child.task = child.task, None
         if task is not None and not child.asked_to_end and not self._closing:
@@ -645,7 +644,7 @@ class ProcessLauncher:
             tell(task.standby_listener, exited)
             self._start_over(task)
             return
-        child.tell(exited)
+        tell(child.listener, exited)
 
     def _close_pidfd(self, child: LaunchedChild) -> None:
         if child.pidfd is not None:
@@ -661,16 +660,18 @@ class ProcessLauncher:
             child.drop_files()
 
 
-def _name_limit(error: Exception) -> Exception:
-    """Return an error that names the limit that was reached, or the error itself if none was."""
+def _name_limit(error: BaseException) -> CapacityError | None:
+    """Return an error that names the limit that was reached; `None`: it was none."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EAGAIN:
         limit = describe_process_limit()
     elif number == errno.EMFILE:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = f"the limit of open files of this process (ulimit -n) is {soft}"
+    elif number == errno.ENFILE:
+        limit = "the limit of open files of this machine (sysctl fs.file-max) is reached"
     else:
-        return error
+        return None
     named = CapacityError(
         f"the process of a GPU task could not be started ({error}); {limit}; raise the limit or run "
         f"fewer tasks at a time"

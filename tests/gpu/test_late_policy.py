@@ -27,6 +27,7 @@ from prefect_gpu.units import GIB, MIB
 from tests.gpu import late_bodies as bodies
 from tests.process.conftest import make_rig as make_rig
 from tests.process.rig import Heard, Rig, eventually, spec_of
+from tests.process.warm import Broker
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +63,7 @@ class Both:
     def __init__(self, rig: Rig, found: Any) -> None:
         self.rig, self.device = rig, found
         self.pool = StandbyPool(rig.launcher, cores=4)
-        self.pool.open(self, 1)
+        self.pool.open(self, 1, Broker())  # type: ignore[arg-type]
 
     def spec(self, body: Callable[..., Any], policy: FrameworkPolicy, *args: Any) -> Any:
         environment = child_environment(policy, registry.adapters_for(policy), os.environ)

@@ -277,7 +277,7 @@ def both():
     pool = standby.standby_pool()
     while not pool.ready:
         time.sleep(0.01)
-    (record,) = pool._kinds._records.values()
+    (record,) = pool._records.values()
     assert record.without_users and not record.starts.given_up, record
     waiting = pool.pids
     results.append(work.submit().result())

@@ -266,7 +266,7 @@ def test_where_a_hot_standby_dies_as_it_starts_no_other_is_started_on_that_devic
     assert waits != pid and warm.lender.uuids == ["GPU-1"]
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "on device GPU-1" in told.getMessage()
-    assert warm.pool._kinds.of(HOT).starts.failures == 0
+    assert warm.pool._record(HOT).starts.count == 0
 
 
 def test_a_task_that_was_given_to_a_hot_standby_that_dies_gets_a_fresh_process(
@@ -289,7 +289,7 @@ def test_hot_standbys_end_with_the_runner_whose_devices_they_hold(
 ) -> None:
     warm = make_warm("GPU-1")
     other = object()
-    warm.pool.open(other, 1)
+    warm.pool.open(other, 1, Broker())  # type: ignore[arg-type]
     warm.announce()
     warm.wait_hot()
     (pid,), (lent,) = warm.pool.pids, warm.lender.lent

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import queue
+import selectors
 import signal
 import socket
 import subprocess
@@ -358,6 +359,24 @@ def test_a_limit_that_lets_no_process_start_fails_one_task_and_is_named(
     rig = make_rig(spawn=spawn)
     error = rig.start(bodies.add, 1).until(ChildRefused).error
     assert isinstance(error, CapacityError) and limit in str(error)
+    assert rig.call(bodies.add, 1) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+@pytest.mark.parametrize("opened", ["socketpair", "selector"])
+def test_a_launcher_without_descriptors_names_the_limit_and_the_next_task_runs(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, number: int, opened: str
+) -> None:
+    def refuse() -> None:
+        raise OSError(number, os.strerror(number))
+
+    before = psutil.Process().num_fds()
+    owner, name = (socket, opened) if opened == "socketpair" else (selectors, "DefaultSelector")
+    monkeypatch.setattr(owner, name, refuse)
+    with pytest.raises(CapacityError, match="limit of open files"):
+        rig.start(bodies.add, 1)
+    monkeypatch.undo()
+    assert psutil.Process().num_fds() == before
     assert rig.call(bodies.add, 1) == 1
 
 

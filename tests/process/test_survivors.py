@@ -66,7 +66,7 @@ for n in range(2):
     os.mkdir(f"{folder}/{n}")
     rig.start(bodies.start_others, f"{folder}/{n}", "live")
     rig.start(bodies.wait_long, f"{folder}/alone{n}")
-print(*[child.pid for child in rig.started], rig.launcher._keeper.guardian.process.pid, flush=True)
+print(*[child.pid for child in rig.started], rig.launcher._guardian.process.pid, flush=True)
 FORK
 time.sleep(600)
 """
@@ -202,8 +202,8 @@ def test_a_child_ends_if_its_parent_died_before_it_sent_the_call() -> None:
 
 
 def guardian_of(rig: Rig) -> psutil.Process:
-    assert rig.launcher._keeper.guardian is not None
-    return psutil.Process(rig.launcher._keeper.guardian.process.pid)
+    assert rig.launcher._guardian.process is not None
+    return psutil.Process(rig.launcher._guardian.process.pid)
 
 
 def test_a_guardian_that_was_killed_is_replaced_by_one_that_knows_all_children(
@@ -215,7 +215,7 @@ def test_a_guardian_that_was_killed_is_replaced_by_one_that_knows_all_children(
     first = guardian_of(rig)
     first.kill()
     assert eventually(
-        lambda: rig.launcher._keeper.guardian is not None and guardian_of(rig).pid != first.pid
+        lambda: rig.launcher._guardian.process is not None and guardian_of(rig).pid != first.pid
     )
     assert is_alive(child.pid)
     _let_go_of_guardian(rig)
@@ -229,7 +229,7 @@ def test_the_next_launch_replaces_a_guardian_that_ended_at_once(
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     guardian_of(rig).kill()
-    assert eventually(lambda: rig.launcher._keeper.guardian is None)
+    assert eventually(lambda: rig.launcher._guardian.process is None)
     assert rig.call(bodies.add, 1) == 1
     _let_go_of_guardian(rig)
     assert child.exit().code == -signal.SIGKILL, "the new one was told of the old child"
@@ -237,9 +237,10 @@ def test_the_next_launch_replaces_a_guardian_that_ended_at_once(
 
 def _let_go_of_guardian(rig: Rig) -> None:
     """As the parent's end would."""
-    running = rig.launcher._keeper.guardian
+    running = rig.launcher._guardian.process
     assert running is not None
-    rig.launcher.call(running._pipe.close)
+    assert running.stdin is not None
+    rig.launcher.call(running.stdin.close)
 
 
 def test_a_guardian_that_was_stopped_does_not_stop_the_launcher(rig: Rig) -> None:
@@ -248,6 +249,6 @@ def test_a_guardian_that_was_stopped_does_not_stop_the_launcher(rig: Rig) -> Non
     stopped.suspend()
     # Before that it would still take what it is told: as much as the pipe holds.
     assert eventually(lambda: stopped.status() == psutil.STATUS_STOPPED)
-    rig.launcher.call(lambda: [rig.launcher._keeper.tell("-" + "9" * 9) for _ in range(10_000)])
+    rig.launcher.call(lambda: [rig.launcher._guardian.tell("-" + "9" * 9) for _ in range(10_000)])
     assert rig.call(bodies.add, 2) == 2
     assert guardian_of(rig).pid != stopped.pid

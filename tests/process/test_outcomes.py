@@ -40,7 +40,7 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
 )
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted
-from prefect_gpu.processes.transport import VALUE, PackedValue, frame_header
+from prefect_gpu.processes.transport import frame_header, pack
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, spec_of
 
@@ -134,7 +134,7 @@ def test_a_value_whose_pickling_exits_is_an_answer_and_no_death(rig: Rig) -> Non
 
 def test_a_call_that_cannot_be_read_there_is_an_error(rig: Rig) -> None:
     child = rig.launch(
-        replace(spec_of(bodies.add), call=PackedValue(VALUE, b"cno_such_module\nname\n."))
+        replace(spec_of(bodies.add), call=pack([memoryview(b"cno_such_module\nname\n.")], ()))
     )
     with pytest.raises(ResultError, match="no_such_module"):
         child.value()

@@ -22,8 +22,8 @@ from prefect_gpu import in_task
 from prefect_gpu.child import exit as process_exit
 from prefect_gpu.child import warm_up
 from prefect_gpu.child.channel import Channel, set_current_channel
-from prefect_gpu.child.readings import LiveSampler, Readings
-from prefect_gpu.child.recorder import Recorder
+from prefect_gpu.child.readings import Readings
+from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.child.shortage import find_shortage
 from prefect_gpu.errors import ProtocolError, ResultError
 from prefect_gpu.frameworks import context, hooks, registry

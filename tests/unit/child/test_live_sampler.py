@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.child.readings import LiveSampler
-from prefect_gpu.child.recorder import Recorder
+from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.processes.messages import CountersRead
@@ -38,7 +37,7 @@ class FakeChannel:
 class Rig:
     def __init__(self) -> None:
         self.source = FakeSource()
-        self.recorder = Recorder(self.source)
+        self.recorder = Recorder(self.source)  # type: ignore[arg-type]
         self.channel = FakeChannel()
         self.sampler = LiveSampler(self.channel, self.recorder, 0.0)  # type: ignore[arg-type]
 

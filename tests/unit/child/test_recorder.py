@@ -20,7 +20,7 @@ class Rig:
     def __init__(self) -> None:
         self.source = FakeSource()
         self.clock = FakeClock()
-        self.recorder = Recorder(self.source, self.clock)
+        self.recorder = Recorder(self.source, self.clock)  # type: ignore[arg-type]
         self.recorder.begin()
 
     def phase(self, name: str) -> AbstractContextManager[None]:

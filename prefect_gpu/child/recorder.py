@@ -314,7 +314,9 @@ class Recorder:
         # Also after an allocation retry: a peak before it does not count as one after it.
         if self._in_full or self._book.released_cache:
             counters = self._read()
-            found = counters and (counters.live_bytes, counters.alloc_retries)
+            found = None
+            if counters is not None:
+                found = counters.live_bytes, counters.alloc_retries
         self._book.boundary(at_s, *(found or ()))
         if self._in_full:
             self._due_s = at_s + READ_SHARE * self._spent_s

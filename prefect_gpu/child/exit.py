@@ -12,7 +12,6 @@ import _io
 import atexit
 import contextlib
 import gc
-import importlib
 import os
 import sys
 import threading
@@ -23,16 +22,6 @@ from itertools import compress
 from typing import Any, NoReturn
 
 from prefect_gpu.frameworks import registry
-
-
-def import_frozen(libraries: Iterable[str]) -> None:
-    """Import modules that are not the user's, and freeze what they made, so that the end leaves it as it is.
-
-    Finalising it would keep the device's memory taken.
-    """
-    for library in libraries:
-        importlib.import_module(library)
-    gc.freeze()
 
 
 def run_exit_functions() -> None:

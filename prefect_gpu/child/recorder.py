@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from prefect_gpu import in_task
 from prefect_gpu.child.channel import Channel
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.clock import Clock, RealClock
@@ -31,6 +32,7 @@ from prefect_gpu.measurements import (
     StepFacts,
     largest,
 )
+from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes.messages import CountersRead
 
 T = TypeVar("T")
@@ -175,6 +177,7 @@ class Recorder:
     def __init__(self, source: Readings, clock: Clock | None = None) -> None:
         self._source = source
         self._clock: Clock = clock or RealClock()
+        PROCESS_RESOURCES.after_fork(self, Recorder.forget)
         # Reentrant: a finalizer that calls `mark` may run anywhere. Readings are taken under the lock,
         # so that they are recorded in the order in which they were taken.
         self._lock = threading.RLock()
@@ -287,8 +290,10 @@ class Recorder:
         with self._lock:
             return self._book.facts(), self._keeper.take()
 
-    def renew_lock(self) -> None:
-        """In a fork: replace the lock, whose holder may not exist here, and drop the trace."""
+    def forget(self) -> None:
+        """In a fork (a worker of a data loader): record no more; phases that are open may still end."""
+        in_task.set_current_recorder(None)
+        # Its holder may not exist here.
         self._lock = threading.RLock()
         self._trace = None
 

@@ -13,10 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prefect_gpu.processes.messages import Prepare
-from prefect_gpu.processes.transport import PackedValue, ReceivedValue, pack
-
-#: The call of a calibration, which has none.
-NO_CALL = pack((), ())
+from prefect_gpu.processes.transport import PackedValue, ReceivedValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class LaunchSpec:
     environment: Mapping[str, str | None]
     prepare: Prepare
     #: The pickled `messages.Call`.
-    call: PackedValue = NO_CALL
+    call: PackedValue
     #: Like the parent's.
     cwd: str = ""
     argv: tuple[str, ...] = ()

@@ -182,8 +182,14 @@ def load_call(data: PackedValue | ReceivedValue) -> Call:
     Classes in it that the child cannot import exist in the parent: they go back by name alone. Sent by
     value, as cloudpickle would, they would set every attribute of the parent's class anew: its class
     variables to the child's, its methods to copies with other globals.
+
+    Raises:
+        ResultError: The child cannot import a function or an argument.
     """
-    call: Call = _load(data)
+    try:
+        call: Call = _load(data)
+    except (ImportError, AttributeError, pickle.UnpicklingError) as error:
+        raise ResultError("call", "it", REBUILT, _short(error)) from error
     _from_parent.update(_tracker_ids())
     return call
 

@@ -572,7 +572,7 @@ class ProcessLauncher:
         self.kill_child(child, because)
 
     def _take_frame(self, child: LaunchedChild, frame: Frame) -> None:
-        if frame.kind in (transport.VALUE, transport.VALUE_PARTS):
+        if frame.kind == transport.VALUE:
             # Unpacked at once: whatever becomes of the value, its files are closed.
             value = transport.unpack(frame)
             child.value_arrived = True

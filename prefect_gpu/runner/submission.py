@@ -351,7 +351,7 @@ class GPUTask:
             raise self._plan
         self._run = run = EngineRun(self._task)
         try:
-            with argument_files().share((args, kwargs)) as share:
+            with argument_files().share() as share:
                 identity = self._plan.identity(args, kwargs)
                 call = TaskCall(self._plan, run, identity, args, kwargs, share, self._hot)
                 broker, book = self._runner.broker(), self._runner.book()

@@ -199,9 +199,8 @@ class TaskCall:
         """
         context, log_prints = self.run.context_for_child()
         call = Call(self.plan.function, self.args, self.kwargs, context, log_prints)
-        transport = self.share.transport()
         try:
-            return values.dumps(call, "call", "call", _reducers(), transport)
+            return values.dumps(call, "call", "call", _reducers(), self.share.pack)
         except ResultError as error:
             if error.type_name == NO_ROOM:
                 raise
@@ -210,7 +209,7 @@ class TaskCall:
                 raise named from error
         # It is in the context. A flow's own parameters may be of use to the flow alone.
         call = replace(call, context=without_flow_parameters(context))
-        return values.dumps(call, "call", "call", _reducers(), transport)
+        return values.dumps(call, "call", "call", _reducers(), self.share.pack)
 
     def _explain(self, error: ResultError) -> PrefectGPUError:
         """Return an error that names the argument, or the function; else `error` itself."""

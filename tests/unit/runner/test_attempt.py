@@ -153,7 +153,7 @@ class Scene:
         self.reports: list[TaskReport | None] = []
         policy = GPUPolicy(memory=6 * GIB, **asks)
         plan = TaskPlan("task", "task-1a", body, policy, (), (), (), timeout_s, 0)
-        with argument_files().share(((), {})) as share:
+        with argument_files().share() as share:
             call = TaskCall(plan, self.run, TaskIdentity("task", "body"), (), {}, share)  # type: ignore[arg-type]
             self.attempt = Attempt(call, Grant(6 * GIB, "tag"), 1, self.broker, self.child)  # type: ignore[arg-type]
 

@@ -10,6 +10,7 @@ kept, and `StepBook` what follows from steps.
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import time
@@ -219,7 +220,7 @@ class Recorder:
             is_new = self._take_name(name, at_s)
             phase = Span(name, at_s, self._book.count)
             if self._is_wanted(is_new):
-                self._begin_span(phase, self._read())
+                self._begin_span(phase, self.counters())
             return phase
 
     def end_phase(self, phase: Span) -> None:
@@ -258,15 +259,32 @@ class Recorder:
         with self._lock:
             self._origin_s = self._clock.now()
 
-    def sample(self) -> None:
-        """Take a sample of what is allocated now."""
+    def sample(self) -> tuple[int, int | None] | None:
+        """Take a sample, record it and return it: bytes allocated now, allocation retries so far."""
         with self._lock:
-            self._sample()
+            found = self._source.sample()
+            if found is not None:
+                self._take(*found)
+            return found
 
     def counters(self) -> Counters | None:
         """Read all counters, record them and return them."""
         with self._lock:
-            return self._read()
+            counters = self._timed(self._source.counters)
+            if counters is None:
+                return None
+            live, reserved = counters.live_bytes, counters.reserved_bytes
+            # A peak that differs from the last reading's was reached since then: if it is lower, the body
+            # has reset it in between.
+            if counters.peak_live_bytes != self._peak_live_bytes:
+                live = max(live, counters.peak_live_bytes)
+            self._peak_live_bytes = counters.peak_live_bytes
+            if counters.peak_reserved_bytes is not None:
+                if counters.peak_reserved_bytes != self._peak_reserved_bytes:
+                    reserved = max(reserved or 0, counters.peak_reserved_bytes)
+                self._peak_reserved_bytes = counters.peak_reserved_bytes
+            self._take(live, counters.alloc_retries, reserved)
+            return counters
 
     def stop(self) -> None:
         """End the body, however it ended: nothing is traced from here on."""
@@ -281,7 +299,7 @@ class Recorder:
         """
         with self._lock:
             self._end_trace()
-            self._read()
+            self.counters()
             if not self._has_steps and self._head is not None and self._tail_s is not None:
                 self._book.boundary(self._tail_s)
 
@@ -314,11 +332,11 @@ class Recorder:
         self._end_trace()
         found: tuple[int, int | None] | None = None
         if not self._in_full and at_s >= self._sample_due_s:
-            found = self._sample()
+            found = self.sample()
             self._sample_due_s = at_s + READ_SHARE * (self._clock.now() - at_s)
         # Also after an allocation retry: a peak before it does not count as one after it.
         if self._in_full or self._book.released_cache:
-            counters = self._read()
+            counters = self.counters()
             found = None
             if counters is not None:
                 found = counters.live_bytes, counters.alloc_retries
@@ -346,7 +364,7 @@ class Recorder:
         self._spans.append(span)
 
     def _add(self, span: Span, duration_s: float | None) -> Counters | None:
-        counters = self._read()
+        counters = self.counters()
         self._keeper.add(
             Mark(
                 at_s=span.began_s - self._origin_s,
@@ -368,29 +386,6 @@ class Recorder:
         found = read()
         self._spent_s += self._clock.now() - began_s
         return found
-
-    def _sample(self) -> tuple[int, int | None] | None:
-        found = self._source.sample()
-        if found is not None:
-            self._take(*found)
-        return found
-
-    def _read(self) -> Counters | None:
-        counters = self._timed(self._source.counters)
-        if counters is None:
-            return None
-        live, reserved = counters.live_bytes, counters.reserved_bytes
-        # A peak that differs from the last reading's was reached since then: if it is lower, the body has
-        # reset it in between.
-        if counters.peak_live_bytes != self._peak_live_bytes:
-            live = max(live, counters.peak_live_bytes)
-        self._peak_live_bytes = counters.peak_live_bytes
-        if counters.peak_reserved_bytes is not None:
-            if counters.peak_reserved_bytes != self._peak_reserved_bytes:
-                reserved = max(reserved or 0, counters.peak_reserved_bytes)
-            self._peak_reserved_bytes = counters.peak_reserved_bytes
-        self._take(live, counters.alloc_retries, reserved)
-        return counters
 
     def _end_trace(self) -> None:
         trace, self._trace = self._trace, None
@@ -417,9 +412,6 @@ SAMPLE_SHARE = 100
 #: How much of the interval is varied, so that samples do not fall in step with the body's loop.
 JITTER = 0.6
 
-#: Steps of this length fill the interval evenly and have no period.
-_GOLDEN = 0.6180339887498949
-
 #: Seconds that the thread may take to end. A call into a framework or the driver that does not return
 #: holds it up, and it is left behind.
 END_S = 30.0
@@ -440,8 +432,6 @@ class LiveSampler:
         self._interval_s = interval_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefect-gpu-sampler", daemon=True)
-        #: The last counters that could be read.
-        self._last: Counters | None = None
         #: Counters and number of steps of the last message.
         self._sent: tuple[Counters | None, int] = None, 0
 
@@ -463,13 +453,12 @@ class LiveSampler:
         self,
     ) -> tuple[Counters | None, tuple[str, ...], StepFacts | None, tuple[Mark, ...]]:
         """Return the counters as they are, the frameworks used, and what was not sent before."""
-        self._last = self._recorder.counters() or self._last
-        steps, marks = self._recorder.take()
-        return self._last, hooks.frameworks_in_use(), steps, marks
+        counters = self._recorder.counters()
+        return counters, hooks.frameworks_in_use(), *self._recorder.take()
 
     def _run(self) -> None:
         try:
-            self._sample()
+            self._take_samples()
         except OSError:
             # The parent is gone, or the body closed the channel.
             return
@@ -477,11 +466,12 @@ class LiveSampler:
             # A measurement must never cost a result.
             _report_end(error)
 
-    def _sample(self) -> None:
+    def _take_samples(self) -> None:
         due_s = time.monotonic() + self._interval_s
-        pause_s, turn = SAMPLE_INTERVAL_S, 0.0
-        while not self._stopped.wait(pause_s * (1 + JITTER * (turn - 0.5))):
-            turn = (turn + _GOLDEN) % 1
+        # Of its own: the body may have seeded the one of the module.
+        vary = random.Random().uniform
+        pause_s = SAMPLE_INTERVAL_S
+        while not self._stopped.wait(pause_s * vary(1 - JITTER / 2, 1 + JITTER / 2)):
             began_s = time.thread_time()
             self._recorder.sample()
             if time.monotonic() >= due_s:
@@ -494,7 +484,6 @@ class LiveSampler:
         if counters is None:
             # Marks are sent at the end: without counters there is no message.
             return
-        self._last = counters
         steps, marks = self._recorder.take()
         news = counters, 0 if steps is None else steps.count
         if marks or news != self._sent:

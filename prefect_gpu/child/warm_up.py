@@ -158,12 +158,8 @@ def become_task_process(late: Late) -> None:
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
-    _set_path(late.sys_path)
-
-
-def _set_path(wanted: tuple[str, ...]) -> None:
-    """Set `sys.path` to what a process started now would have, once it had imported the same."""
-    before = _origin.sys_path
+    # What a process started now would have, once it had imported the same.
+    before, wanted = _origin.sys_path, late.sys_path
     if wanted not in (before, tuple(sys.path)):
         added = [path for path in sys.path if path not in before and path not in wanted]
         sys.path[:] = [*wanted, *added]

@@ -81,13 +81,9 @@ class MemoryFile(io.FileIO):
         """Map the whole file, copy on write.
 
         Raises:
-            ProtocolError: It is not a sealed memory file, or cannot be mapped.
+            ProtocolError: It cannot be mapped.
         """
         try:
-            # A file that could still shrink would kill its readers where it was cut off.
-            needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
-            if fcntl.fcntl(self.fileno(), fcntl.F_GET_SEALS) & needed != needed:
-                raise ProtocolError("a descriptor was received that is no sealed memory file")
             return _map_privately(self.fileno(), os.fstat(self.fileno()).st_size)
         except (OSError, ValueError, MemoryError) as error:
             raise ProtocolError(f"a memory file cannot be mapped: {error}") from error

@@ -30,6 +30,7 @@ from typing import Any
 import cloudpickle
 
 from prefect_gpu.errors import NO_ROOM, REBUILT, ResultError
+from prefect_gpu.frameworks import registry
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes import transport
 from prefect_gpu.processes.messages import Call
@@ -78,10 +79,10 @@ def _find(module_name: str) -> bool:
     parent_name, _, _ = module_name.rpartition(".")
     path = None
     if parent_name:
-        path = _stored_attribute(sys.modules.get(parent_name), "__path__")
+        path = registry.look_at(parent_name, "__path__")
         if path is None or not is_importable(parent_name):
             return False
-    file: str | None = _stored_attribute(module, "__file__")
+    file: str | None = registry.look_at(module_name, "__file__")
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
         if find_spec is None:
@@ -95,15 +96,6 @@ def _find(module_name: str) -> bool:
                 return True
             return os.path.realpath(spec.origin or "") == os.path.realpath(file)
     return False
-
-
-def _stored_attribute(module: object, name: str) -> Any:
-    """Return what a module's namespace holds under a name, or `None`; no code of the module runs."""
-    try:
-        return object.__getattribute__(module, "__dict__").get(name)
-    except AttributeError:
-        # Some libraries put objects without a namespace into `sys.modules`.
-        return None
 
 
 class _Output:
@@ -138,10 +130,13 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         """Return how one object is pickled; `NotImplemented` leaves it to pickle."""
         # Modules first: asking whether one is a class reads its `__class__`, which loads a lazy one.
         if isinstance(obj, types.ModuleType):
-            name = _stored_attribute(obj, "__name__")
+            name = object.__getattribute__(obj, "__dict__").get("__name__")
         elif isinstance(obj, (type, types.FunctionType)):
             if isinstance(obj, type) and obj in _from_parent:
-                return _own_class, (_tracker_ids()[obj],)
+                # Cloudpickle gives each class that it sends by value an id, so that two copies become one
+                # class where they arrive: here, the parent's own.
+                tracker_id = cloudpickle.cloudpickle._get_or_create_tracker_id(obj)
+                return cloudpickle.cloudpickle._lookup_class_or_track, (tracker_id, None)
             name = getattr(obj, "__module__", None)
         else:
             for reduce in self._reducers:
@@ -150,30 +145,15 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
                     return reduction
             return super().reducer_override(obj)
         if isinstance(name, str) and name in sys.modules and name != "__main__":
+            module = sys.modules[name]
             if not is_importable(name):
-                _register_by_value(sys.modules[name])
-            elif obj is sys.modules[name] and not cloudpickle.list_registry_pickle_by_value():
+                # Cloudpickle accepts only a module that `sys.modules` has under the module's own name.
+                if sys.modules.get(module.__name__) is module:
+                    cloudpickle.register_pickle_by_value(module)
+            elif obj is module and not cloudpickle.list_registry_pickle_by_value():
                 # Cloudpickle would read its attributes.
                 return cloudpickle.cloudpickle.subimport, (name,)
         return super().reducer_override(obj)
-
-
-def _register_by_value(module: types.ModuleType) -> None:
-    # Cloudpickle accepts only a module that `sys.modules` has under the module's own name.
-    if sys.modules.get(module.__name__) is module:
-        cloudpickle.register_pickle_by_value(module)
-
-
-def _tracker_ids() -> Mapping[type, str]:
-    # Cloudpickle keeps one id for each class that it sent by value, so that two copies become one
-    # class where they arrive.
-    return cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # type: ignore[no-any-return]
-
-
-def _own_class(tracker_id: str) -> type:
-    """Return the class of this process that was once sent under `tracker_id`."""
-    found: type = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[tracker_id]
-    return found
 
 
 def load_call(data: PackedValue | ReceivedValue) -> Call:
@@ -190,7 +170,7 @@ def load_call(data: PackedValue | ReceivedValue) -> Call:
         call: Call = _load(data)
     except (ImportError, AttributeError, pickle.UnpicklingError) as error:
         raise ResultError("call", "it", REBUILT, _short(error)) from error
-    _from_parent.update(_tracker_ids())
+    _from_parent.update(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
     return call
 
 
@@ -232,7 +212,9 @@ def check(value: Any, what: str, name: str, reducers: tuple[Reducer, ...] = ()) 
     _pickle(value, what, name, reducers)
 
 
-def _pickle(value: Any, what: str, name: str, reducers: tuple[Reducer, ...]) -> _Output:
+def _pickle(
+    value: Any, what: str, name: str, reducers: tuple[Reducer, ...], depth: int = _LONGEST_PATH
+) -> _Output:
     output = _Output()
     try:
         ValuePickler(output, reducers).dump(value)
@@ -240,8 +222,10 @@ def _pickle(value: Any, what: str, name: str, reducers: tuple[Reducer, ...]) -> 
     except MemoryError as error:
         raise ResultError(what, name, NO_ROOM, _short(error)) from error
     except Exception as error:
-        where, culprit = _find_culprit(value, name, reducers)
-        raise ResultError(what, where, _type_name(culprit), _short(error)) from error
+        # The smallest part that cannot be pickled is named.
+        for suffix, part in _parts(value) if depth else ():
+            _pickle(part, what, name + suffix, reducers, depth - 1)
+        raise ResultError(what, name, _type_name(value), _short(error)) from error
 
 
 def loads(data: PackedValue | ReceivedValue, what: str) -> Any:
@@ -299,14 +283,6 @@ def _short(error: BaseException) -> str:
     return text if len(text) <= 500 else text[:500] + "…"
 
 
-def _pickles(value: Any, reducers: tuple[Reducer, ...]) -> bool:
-    try:
-        ValuePickler(_Output(), reducers).dump(value)
-    except Exception:
-        return False
-    return True
-
-
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
@@ -320,18 +296,6 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f".args[{index}]", part
         for key, part in getattr(value, "__dict__", {}).items():
             yield f".{key}", part
-
-
-def _find_culprit(value: Any, name: str, reducers: tuple[Reducer, ...]) -> tuple[str, Any]:
-    """Return path and value of the smallest part that cannot be pickled."""
-    for _ in range(_LONGEST_PATH):
-        for suffix, part in _parts(value):
-            if not _pickles(part, reducers):
-                name, value = name + suffix, part
-                break
-        else:
-            break
-    return name, value
 
 
 # Large arguments that several calls take.

@@ -97,14 +97,6 @@ def test_without_counters_marks_wait_for_the_end() -> None:
     assert (found, steps, [m.name for m in marks]) == (None, None, ["a"])
 
 
-def test_the_last_counters_count_if_there_are_none_at_the_end() -> None:
-    rig = Rig()
-    rig.source.hold(7)
-    rig.sampler.last()
-    rig.source.touched = False
-    assert rig.sampler.last()[0] == counters(7)
-
-
 def test_a_sampler_that_is_stopped_has_no_thread() -> None:
     rig = Rig()
     rig.sampler.start()

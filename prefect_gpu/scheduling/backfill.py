@@ -213,6 +213,10 @@ class Backfill:
         rank = self._blocked
         self._blocked += 1
         status = self._before.get(request.id, _NEW)
+        if status is _NEW and rank >= self._patience.heads and self._patience.passes:
+            # The most common case.
+            self._passable.append(_Passable(rank, request, named))
+            return
         over = status.is_over(self._patience, self._now_s)
         if status.kept and not over:
             if self._keep(rank, request, status):

@@ -83,7 +83,10 @@ class Board:
         return [self.positions[s.device.key] for s in select_devices(request, self.states)]
 
     def could_ever_hold(self, count: int, least_bytes: int) -> bool:
-        """Return whether `count` devices could each hold `least_bytes` if they were empty."""
+        """Return whether `count` devices surely could each hold `least_bytes` if they were empty."""
+        if self.held_by_parent:
+            # It depends on the device.
+            return False
         return count <= len(self._capacities) and least_bytes <= self._capacities[count - 1] > 0
 
     def could_hold(self, request: Request, at: int) -> bool:

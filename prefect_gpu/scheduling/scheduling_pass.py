@@ -249,7 +249,8 @@ def decide(
     #: The requests that are considered next, one of each shape: its order, its lane, its place there.
     turns: list[Turn] = []
     for lane in queue.lanes:
-        if impossible := _refuse(lane, board):
+        possible = lane.simple and board.could_ever_hold(lane.shape.device_count, lane.least_bytes)
+        if not possible and (impossible := _refuse(lane, board)):
             refusals += impossible
         else:
             turns.append(lane.turn())
@@ -259,9 +260,9 @@ def decide(
     most_free_bytes = board.most_free_bytes()
     # Turns are added behind the one that is considered.
     for number, (_, request, lane, position) in enumerate(turns, 1):
-        if host.full or most_free_bytes < 0:
+        if most_free_bytes < 0 or host.full:
             break
-        named = board.named(request)
+        named = board.named(request) if request.devices else None
         chosen: list[int] | None = None
         if lane.least_bytes <= most_free_bytes:
             for each in blocked:
@@ -286,9 +287,6 @@ def decide(
 
 def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
     """Refuse all requests of a lane if the first of them is impossible."""
-    if lane.simple and not board.held_by_parent:
-        if board.could_ever_hold(lane.shape.device_count, lane.least_bytes):
-            return []
     refusals: list[tuple[Request, PlacementError]] = []
     for _, request in lane:
         try:

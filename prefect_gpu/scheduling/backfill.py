@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, Request
-from prefect_gpu.scheduling.placement import Board, fits_empty, least_whole_bytes, need_bytes
+from prefect_gpu.scheduling.placement import Board, least_whole_bytes, need_bytes
 
 #: Seconds after which devices to keep are looked for again, for a request for which there were none.
 RETRY_S = 5.0
@@ -281,8 +281,7 @@ class Backfill:
                 if self.kept[at] is not None:
                     return False
                 continue
-            state = self._board.states[at]
-            if state.snapshot.error or not fits_empty(request, state):
+            if self._board.states[at].snapshot.error or not self._board.could_hold(request, at):
                 return False
             found[at] = _Kept(rank, request, status.starts_s)
         self.kept.update(found)

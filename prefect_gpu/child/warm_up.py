@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from prefect_gpu import in_task as inside
 from prefect_gpu.frameworks import registry
+from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
 
@@ -125,12 +126,7 @@ def find_started() -> str:
 
 def private_bytes() -> int:
     """Return the private memory of this process; 0: unknown."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except (OSError, ValueError):
-        return 0
-    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+    return int(read_status("self", "RssAnon").removesuffix(" kB") or 0) * 1024
 
 
 def heat(order: Heat) -> Heated:
@@ -204,15 +200,11 @@ def _is_library(entry: str) -> bool:
 def _follow_parent() -> None:
     """Take over what a process started now would inherit: the parent's umask and resource limits."""
     parent = os.getppid()
-    try:
-        with open(f"/proc/{parent}/status", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith("Umask:"):
-                    os.umask(int(line.split()[1], 8))
-                    break
-    except OSError:
+    umask = read_status(parent, "Umask")
+    if not umask:
         # No `/proc` (macOS): they stay as they were when this process was started.
         return
+    os.umask(int(umask, 8))
     import resource
 
     for name in dir(resource):

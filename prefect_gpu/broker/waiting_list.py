@@ -206,13 +206,14 @@ class WaitingList:
             host: The machine's own memory and processes.
             offers: Hot standbys that a task of their kind may take, and the kind, in order of preference.
         """
-        decisions = decide(
-            self._queue,
-            Board(states, self._style, self._max_tasks_per_device, self._held_by_parent),
-            host,
-            self._patience,
-            self._clock.now(),
+        board = Board(
+            states,
+            self._style,
+            self._max_tasks_per_device,
+            self._held_by_parent,
+            self._queue.least_bytes,
         )
+        decisions = decide(self._queue, board, host, self._patience, self._clock.now())
         made = [(request, placement, "") for request, placement in decisions.placements]
         given_up: Sequence[str] = ()
         if any(state.standbys for state in states):

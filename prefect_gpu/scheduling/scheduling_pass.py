@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,11 @@ from typing import NamedTuple, TypeAlias
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.backfill import PATIENCE, Backfill, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import Memory, Placement, Request
+from prefect_gpu.scheduling.model import Memory, ModelBudgets, Placement, Request
 from prefect_gpu.scheduling.placement import (
     Board,
     check_possible,
     describe_wait,
-    place,
     select_devices,
 )
 from prefect_gpu.units import format_bytes, format_seconds
@@ -69,41 +69,46 @@ class Lane:
         self.shape = shape
         #: Bytes that each asks for of a device at least; 0 where it depends on the device.
         self.least_bytes = shape.memory if type(shape.memory) is int else 0
-        #: Those before `_first` are gone. They are cut off in bulk: moving 100,000 entries for each
-        #: request that starts would be most of its cost.
-        self._requests: list[Request] = []
+        #: Any device that has those bytes can hold one.
+        self.simple = not (shape.devices or isinstance(shape.memory, ModelBudgets))
+        #: With their keys. Those before `_first` are gone. They are cut off in bulk: moving 100,000 entries
+        #: for each request that starts would be most of its cost.
+        self._entries: list[tuple[OrderKey, Request]] = []
         self._first = 0
 
     def __len__(self) -> int:
-        return len(self._requests) - self._first
+        return len(self._entries) - self._first
 
-    def __getitem__(self, position: int) -> Request:
-        return self._requests[self._first + position]
+    def turn(self, position: int = 0) -> Turn:
+        """Return when the request at a position is considered."""
+        return *self._entries[self._first + position], self, position
 
-    def __iter__(self) -> Iterator[Request]:
-        return (self._requests[i] for i in range(self._first, len(self._requests)))
+    def __iter__(self) -> Iterator[tuple[OrderKey, Request]]:
+        return itertools.islice(self._entries, self._first, None)
 
     def add(self, request: Request) -> None:
         """Put a request in its place."""
-        bisect.insort(self._requests, request, lo=self._first, key=order_key)
+        bisect.insort(self._entries, (order_key(request), request), lo=self._first)
 
     def remove(self, request: Request) -> None:
         """Take out a request that is there."""
-        place = self._bisect(request)
+        place = self._first + self.count_before(request)
         if place > self._first:
-            del self._requests[place]
+            del self._entries[place]
             return
         self._first += 1
-        if self._first * 2 > len(self._requests):
-            del self._requests[: self._first]
+        if self._first * 2 > len(self._entries):
+            del self._entries[: self._first]
             self._first = 0
 
     def count_before(self, request: Request) -> int:
         """Return how many are considered before a request of this lane or another."""
-        return self._bisect(request) - self._first
+        key = (order_key(request),)
+        return bisect.bisect_left(self._entries, key, lo=self._first) - self._first
 
-    def _bisect(self, request: Request) -> int:
-        return bisect.bisect_left(self._requests, order_key(request), lo=self._first, key=order_key)
+
+#: A request that is considered: its order, itself, its lane, and its position there.
+Turn: TypeAlias = tuple[OrderKey, Request, Lane, int]
 
 
 class RequestQueue:
@@ -126,12 +131,17 @@ class RequestQueue:
         return len(self._lane_of)
 
     def __iter__(self) -> Iterator[Request]:
-        return heapq.merge(*self._lanes.values(), key=order_key)
+        return (request for _, request in heapq.merge(*self._lanes.values()))
 
     @property
     def lanes(self) -> Collection[Lane]:
         """One lane for each shape; none is empty."""
         return self._lanes.values()
+
+    @property
+    def least_bytes(self) -> int:
+        """The fewest bytes of a device that a request asks for; 0 where they depend on the device."""
+        return min((lane.least_bytes for lane in self.lanes), default=0)
 
     def add(self, request: Request) -> None:
         """Let a request wait; its id is that of no other."""
@@ -237,51 +247,50 @@ def decide(
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
     #: The requests that are considered next, one of each shape: its order, its lane, its place there.
-    turns: list[tuple[OrderKey, Lane, int]] = []
+    turns: list[Turn] = []
     for lane in queue.lanes:
         if impossible := _refuse(lane, board):
             refusals += impossible
         else:
-            turns.append((order_key(lane[0]), lane, 0))
-    heapq.heapify(turns)
+            turns.append(lane.turn())
+    turns.sort()
     #: Blocked requests that are not noted yet.
-    blocked: list[tuple[Request, list[DeviceState] | None]] = []
+    blocked: list[tuple[Request, list[int] | None]] = []
     most_free_bytes = board.most_free_bytes()
-    while turns and not host.full and most_free_bytes >= 0:
-        _, lane, position = heapq.heappop(turns)
-        request = lane[position]
-        named = select_devices(request, board.states) if request.devices else None
-        chosen: list[DeviceState] | None = None
+    # Turns are added behind the one that is considered.
+    for number, (_, request, lane, position) in enumerate(turns, 1):
+        if host.full or most_free_bytes < 0:
+            break
+        named = board.named(request)
+        chosen: list[int] | None = None
         if lane.least_bytes <= most_free_bytes:
             for each in blocked:
                 backfill.block(*each)
             blocked.clear()
             if backfill.all_drain:
                 break
-            chosen = board.choose(request, backfill.allows, named)
+            chosen = board.choose(request, named, backfill.kept, backfill.allows)
         if chosen is None:
             blocked.append((request, named))
             continue
         if host.refusal(request):
             break
-        placement = place(request, chosen, now_s)
-        placements.append((request, placement))
-        board.book(placement)
+        placements.append((request, board.place(request, chosen, now_s)))
         backfill.count_passes(chosen)
         host = host.after(request)
         most_free_bytes = board.most_free_bytes()
         if position + 1 < len(lane):
-            heapq.heappush(turns, (order_key(lane[position + 1]), lane, position + 1))
+            bisect.insort(turns, lane.turn(position + 1), lo=number)
     return Decisions(tuple(placements), tuple(refusals), backfill.statuses)
 
 
 def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
     """Refuse all requests of a lane if the first of them is impossible."""
-    simple = not (board.held_by_parent or lane.shape.devices)
-    if simple and board.could_ever_hold(lane[0]):
-        return []
+    if lane.simple and not board.held_by_parent:
+        if board.could_ever_hold(lane.shape.device_count, lane.least_bytes):
+            return []
     refusals: list[tuple[Request, PlacementError]] = []
-    for request in lane:
+    for _, request in lane:
         try:
             check_possible(request, board.states, board.held_by_parent)
         except PlacementError as error:
@@ -320,7 +329,7 @@ def explain(
     ahead = sum(
         before
         for lane in queue.lanes
-        if (before := lane.count_before(request)) and _may_use_one(lane[0], states, keys)
+        if (before := lane.count_before(request)) and _may_use_one(lane.turn()[1], states, keys)
     )
     if ahead:
         reason += f"; {ahead} ahead in the queue"

@@ -362,7 +362,7 @@ class ArgumentFiles:
             if all(share.packed for share in self._open):
                 self._last = None
             for entry in self._entries.values():
-                entry.users &= self._open | {self._last}
+                entry.users = {s for s in entry.users if s in self._open or s is self._last}
             entries = self._entries
             self._entries = {key: entry for key, entry in entries.items() if entry.users}
         # Gigabytes may go back to the system here: not under the lock.
@@ -380,7 +380,7 @@ class _Entry:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.file: MemoryFile | None = None
-        self.users: set[Share | None] = set()
+        self.users: set[Share] = set()
 
 
 class Share:

@@ -141,9 +141,7 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
         # the host, counts as well.
         shortage = shortage or find_shortage(error, adapters, readings)
         data = values.dump_exception(error, reducers)
-    counters, frameworks, steps, marks = sampler.last()
-    peak = _host_peak_bytes()
-    ended = BodyEnded(raised, shortage, text, counters, frameworks, peak, steps, marks)
+    ended = BodyEnded(raised, shortage, text, *sampler.last(), _host_peak_bytes())
     channel.send_with_value(ended, data)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
+import itertools
 import os
 import sys
 import time
@@ -61,20 +61,11 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     global _origin
     entries = tuple(entries)
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
-    failed = []
-    libraries_end = False
+    libraries = tuple(itertools.takewhile(_is_library, entries))
     with inside.before_the_task() as asked:
-        for entry in entries:
-            if not libraries_end and not _is_library(entry):
-                gc.freeze()
-                libraries_end = True
-            try:
-                _import(entry)
-            except BaseException:
-                # Of any kind: the body gets it, in a process that has not imported half of the module.
-                failed.append(entry)
-    if not libraries_end:
+        failed = _import_all(libraries)
         gc.freeze()
+        failed += _import_all(entries[len(libraries) :])
     # Now, or the body's first objects would cause a collection of all that the user's imports made.
     gc.collect()
     started = find_started()
@@ -84,18 +75,23 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     files = frozenset(_users_files() if has_users else ())
     _origin = _Origin(began_ns, sys_path, cwd, files)
-    return Warmed(tuple(failed), started, private_bytes())
+    return Warmed(failed, started, private_bytes())
 
 
-def _import(entry: str) -> None:
-    module, _, names = entry.partition(":")
-    if names:
-        # As `from module import names` does, submodules included.
-        __import__(module, fromlist=names.split(","))
-    else:
-        importlib.import_module(module)
-    if module == "prefect_gpu.child.prefect_context":
-        sys.modules[module].rehearse()
+def _import_all(entries: Iterable[str]) -> tuple[str, ...]:
+    """Import modules; return those that could not be imported."""
+    failed = []
+    for entry in entries:
+        module, _, names = entry.partition(":")
+        try:
+            # As `import module` or `from module import names` does, submodules included.
+            __import__(module, fromlist=names.split(",") if names else ())
+            if module == "prefect_gpu.child.prefect_context":
+                sys.modules[module].rehearse()
+        except BaseException:
+            # Of any kind: the body gets it, in a process that has not imported half of the module.
+            failed.append(entry)
+    return tuple(failed)
 
 
 def find_started() -> str:

@@ -261,7 +261,8 @@ class ProcessLauncher:
             spawn: How this process is started; `None`, or where that fails: as all are.
 
         Raises:
-            CapacityError: The launcher's thread cannot be started; the next call tries again.
+            CapacityError: The launcher's thread cannot be started, or has no descriptor left to wait on;
+                the next call tries again.
         """
         child = LaunchedChild(spec, listener, spawn)
         with self._lock:
@@ -291,8 +292,12 @@ class ProcessLauncher:
 
     def _open(self) -> None:
         """Open what the thread waits on; a launcher that starts nothing holds no descriptor."""
-        self._selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
+        try:
+            self._wake_in, self._wake_out = socket.socketpair()
+            self._selector: selectors.BaseSelector = selectors.DefaultSelector()
+        except OSError as error:
+            named = _name_limit(error)
+            raise named from named.__cause__
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._keeper = GuardianKeeper(self._selector, self._known)

@@ -189,8 +189,10 @@ class Attempt:
         try:
             return self._place()
         except BaseException:
-            # Nothing is reserved.
+            # No process came of it. What was reserved before the error is released.
             self._gone = True
+            if self._ticket is not None:
+                self._broker.end(self._ticket)
             raise
 
     def _place(self) -> Placement:

@@ -152,7 +152,10 @@ class BodyRun:
             cause: Cause | Literal[""] = ""
             wanted_bytes: int | None = None
             try:
-                attempt = self._begin(grant)
+                attempt = self._new_attempt(
+                    self._call, grant, next(self._numbers), self._broker, self._launcher
+                )
+                self._add(attempt)
                 placement = attempt.place()
                 # A probe on one model says nothing of others.
                 grant = self._book.keep(grant, placement.devices[0].name)
@@ -185,16 +188,12 @@ class BodyRun:
             grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0)
             self.climb = rung.climb
 
-    def _begin(self, grant: Grant) -> Attempt:
-        attempt = self._new_attempt(
-            self._call, grant, next(self._numbers), self._broker, self._launcher
-        )
+    def _add(self, attempt: Attempt) -> None:
         with self._lock:
             cancelled = self._cancelled
             self._attempts.append(attempt)
         if cancelled:
             attempt.cancel()
-        return attempt
 
     def _first_grant(self) -> Grant:
         policy, broker = self._policy, self._broker

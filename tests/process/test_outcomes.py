@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import queue
+import resource
 import signal
 import socket
 import subprocess
@@ -368,6 +369,17 @@ def test_a_launcher_without_a_thread_refuses_one_task_and_the_next_one_runs(
         with pytest.raises(CapacityError, match="ulimit -u"):
             rig.start(bodies.add, 1)
     assert psutil.Process().num_fds() == before
+    assert rig.call(bodies.add, 1) == 1
+
+
+def test_a_launcher_without_a_descriptor_refuses_one_task_and_the_next_one_runs(rig: Rig) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() // 2, limits[1]))
+    try:
+        with pytest.raises(CapacityError, match="ulimit -n"):
+            rig.start(bodies.add, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert rig.call(bodies.add, 1) == 1
 
 

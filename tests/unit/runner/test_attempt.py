@@ -297,6 +297,26 @@ def test_an_attempt_that_is_not_placed_in_time_has_no_report_even_if_a_device_co
     assert scene.reports == [None]
 
 
+def test_an_error_after_the_placement_releases_the_reservation() -> None:
+    scene = Scene()
+    released: list[Ticket] = []
+
+    def end(ticket: Ticket) -> None:
+        released.append(ticket)
+        FakeBroker.end(scene.broker, ticket)
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no memory for its simulated device")
+
+    scene.broker.end = end  # type: ignore[method-assign]
+    scene.broker.reader.process_memory = fail  # type: ignore[assignment, method-assign]
+    with pytest.raises(MemoryError):
+        scene.go()
+    assert released == [scene.broker.ticket]
+    assert scene.reports == [None]
+    assert scene.attempt.finished.is_set()
+
+
 def test_memory_of_simulated_devices_is_given_to_a_process_on_them() -> None:
     ask = Asked("simulated_allocate", {"device_uuid": "SIM-0", "size_bytes": GIB})
     scene = Scene(*ended(1), ChildExited(0, ""))

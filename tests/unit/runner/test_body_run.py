@@ -163,6 +163,20 @@ def test_a_body_that_answers_has_one_process() -> None:
     assert scene.call.finished and not scene.told
 
 
+def test_a_body_whose_attempt_cannot_be_cancelled_is_still_finished() -> None:
+    scene = Scene(7)
+
+    def fail(attempt: FakeAttempt) -> None:
+        raise RuntimeError("no place")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeAttempt, "cancel", fail)
+        scene.call.cancel()
+        with pytest.raises(RuntimeError, match="no place"):
+            scene.call.run()
+    assert scene.call.finished
+
+
 def test_a_cap_that_was_too_small_is_raised_until_it_is_not() -> None:
     scene = Scene(own_cap(), own_cap(), "done")
     assert scene.call.run() == "done"

@@ -208,8 +208,6 @@ def _ownerless(reading: Reading, key: DeviceKey) -> int | None:
     return None if snapshot is None else ownerless_bytes(snapshot)
 
 
-logger = logging.getLogger(__name__)
-
 #: A reading that came longer ago than this (seconds) is not decided on; a new one is asked for first.
 FRESH_S = 0.5
 
@@ -281,24 +279,21 @@ class DeviceView:
             return f"the devices to answer ({why})"
         return ""
 
-    def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
-        """Return the devices that a task may use; all, where it names some that are not there."""
-        states = [DeviceState(DeviceSnapshot(device, 0.0, 0), 0, 0, 0) for device in self._devices]
-        try:
-            chosen = select_devices(Request("", "", 0, 0.0, devices=names), states)
-        except PlacementError:
-            # The request for a placement is refused for it.
-            return self._devices
-        return tuple(state.device for state in chosen)
-
     def capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
-        """Return the bytes that could ever be reserved on each device that a task may use."""
+        """Return the bytes that could ever be reserved on each device that a task may use.
+
+        That is each device, where it names some that are not there.
+        """
         reading = self.reading
         known = {} if reading is None else {s.device.key: s.usable_bytes for s in reading.snapshots}
-        return {
-            d: max(0, known.get(d.key, d.total_bytes) - self._headroom_bytes)
-            for d in self.eligible(names)
-        }
+        states = [DeviceState(DeviceSnapshot(device, 0.0, 0), 0, 0, 0) for device in self._devices]
+        try:
+            states = select_devices(Request("", "", 0, 0.0, devices=names), states)
+        except PlacementError:
+            # The request for a placement is refused for it.
+            pass
+        devices = [state.device for state in states]
+        return {d: max(0, known.get(d.key, d.total_bytes) - self._headroom_bytes) for d in devices}
 
     def states(
         self, view: LedgerView, tickets: Mapping[str, Ticket], others: Iterable[Ticket] = ()

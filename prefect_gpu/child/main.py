@@ -28,6 +28,7 @@ from prefect_gpu.child.shortage import find_shortage
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.frameworks import context, hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import UNSUITED_CODE
 from prefect_gpu.processes.messages import (
@@ -140,23 +141,14 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
         # the host, counts as well.
         shortage = shortage or find_shortage(error, adapters, readings)
         data = values.dump_exception(error, reducers)
-    counters, frameworks, steps, marks = sampler.last()
-    peak = _host_peak_bytes()
-    ended = BodyEnded(raised, shortage, text, counters, frameworks, peak, steps, marks)
+    ended = BodyEnded(raised, shortage, text, *sampler.last(), _host_peak_bytes())
     channel.send_with_value(ended, data)
 
 
 def _host_peak_bytes() -> int:
     """Return the largest resident set of this process so far; 0: unknown."""
     # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+    return int(read_status("self", "VmHWM").removesuffix(" kB") or 0) * 1024
 
 
 def run_body(call: Call) -> Any:

@@ -51,28 +51,25 @@ def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
         over_limit = None if limit is None else (wanted or 0) + (held or 0) > limit
         return OutOfMemory(framework, wanted, held, says_own_cap=over_limit), None
     device = re.search(_TORCH_DEVICE, text)
-    free, allocated, cached = (
-        _find_size(pattern, text) for pattern in (_TORCH_FREE, _TORCH_ALLOCATED, _TORCH_CACHED)
-    )
+    free = _find_size(_TORCH_FREE, text)
+    asked, allocated, cached, allowed = sizes = [
+        _find_size(pattern, text)
+        for pattern in (_TORCH_WANTED, _TORCH_ALLOCATED, _TORCH_CACHED, _TORCH_ALLOWED)
+    ]
+    over_cap = None
+    if asked and allocated and cached and allowed:
+        over = asked[0] + allocated[0] + cached[0] - allowed[0]
+        rounding = sum(size[1] for size in sizes if size)
+        # Within the rounding it is not known.
+        over_cap = None if rounding and abs(over) <= rounding else over > 0
     found = OutOfMemory(
         framework,
         wanted,
-        held_bytes=None if allocated is None or cached is None else allocated[0] + cached[0],
-        free_bytes=None if free is None else free[0],
-        says_own_cap=_is_over_cap(text),
+        held_bytes=allocated[0] + cached[0] if allocated and cached else None,
+        free_bytes=free[0] if free else None,
+        says_own_cap=over_cap,
     )
     return found, None if device is None else int(device[1])
-
-
-def _is_over_cap(text: str) -> bool | None:
-    """Return whether PyTorch's cap was exceeded; `None`: unknown, or too close for rounded sizes."""
-    patterns = _TORCH_WANTED, _TORCH_ALLOCATED, _TORCH_CACHED, _TORCH_ALLOWED
-    sizes = [found for pattern in patterns if (found := _find_size(pattern, text)) is not None]
-    if len(sizes) < len(patterns):
-        return None
-    (*asked, allowed), roundings = zip(*sizes, strict=True)
-    over, rounding = sum(asked) - allowed, sum(roundings)
-    return None if rounding and abs(over) <= rounding else over > 0
 
 
 def _find_size(pattern: str, text: str) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
+import itertools
 import os
 import sys
 import time
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from prefect_gpu import in_task as inside
 from prefect_gpu.frameworks import registry
+from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
 
@@ -60,20 +61,11 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     global _origin
     entries = tuple(entries)
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
-    failed = []
-    libraries_end = False
+    libraries = tuple(itertools.takewhile(_is_library, entries))
     with inside.before_the_task() as asked:
-        for entry in entries:
-            if not libraries_end and not _is_library(entry):
-                gc.freeze()
-                libraries_end = True
-            try:
-                _import(entry)
-            except BaseException:
-                # Of any kind: the body gets it, in a process that has not imported half of the module.
-                failed.append(entry)
-    if not libraries_end:
+        failed = _import_all(libraries)
         gc.freeze()
+        failed += _import_all(entries[len(libraries) :])
     # Now, or the body's first objects would cause a collection of all that the user's imports made.
     gc.collect()
     started = find_started()
@@ -83,18 +75,23 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     files = frozenset(_users_files() if has_users else ())
     _origin = _Origin(began_ns, sys_path, cwd, files)
-    return Warmed(tuple(failed), started, private_bytes())
+    return Warmed(failed, started, private_bytes())
 
 
-def _import(entry: str) -> None:
-    module, _, names = entry.partition(":")
-    if names:
-        # As `from module import names` does, submodules included.
-        __import__(module, fromlist=names.split(","))
-    else:
-        importlib.import_module(module)
-    if module == "prefect_gpu.child.prefect_context":
-        sys.modules[module].rehearse()
+def _import_all(entries: Iterable[str]) -> tuple[str, ...]:
+    """Import modules; return those that could not be imported."""
+    failed = []
+    for entry in entries:
+        module, _, names = entry.partition(":")
+        try:
+            # As `import module` or `from module import names` does, submodules included.
+            __import__(module, fromlist=names.split(",") if names else ())
+            if module == "prefect_gpu.child.prefect_context":
+                sys.modules[module].rehearse()
+        except BaseException:
+            # Of any kind: the body gets it, in a process that has not imported half of the module.
+            failed.append(entry)
+    return tuple(failed)
 
 
 def find_started() -> str:
@@ -125,12 +122,7 @@ def find_started() -> str:
 
 def private_bytes() -> int:
     """Return the private memory of this process; 0: unknown."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except (OSError, ValueError):
-        return 0
-    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+    return int(read_status("self", "RssAnon").removesuffix(" kB") or 0) * 1024
 
 
 def heat(order: Heat) -> Heated:
@@ -204,15 +196,11 @@ def _is_library(entry: str) -> bool:
 def _follow_parent() -> None:
     """Take over what a process started now would inherit: the parent's umask and resource limits."""
     parent = os.getppid()
-    try:
-        with open(f"/proc/{parent}/status", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith("Umask:"):
-                    os.umask(int(line.split()[1], 8))
-                    break
-    except OSError:
+    umask = read_status(parent, "Umask")
+    if not umask:
         # No `/proc` (macOS): they stay as they were when this process was started.
         return
+    os.umask(int(umask, 8))
     import resource
 
     for name in dir(resource):

@@ -213,11 +213,11 @@ class BodyEnded(Message):
     #: Last counters, `None` where no framework was used.
     counters: Counters | None = None
     frameworks: tuple[str, ...] = ()
-    #: Largest resident set of the child so far, in bytes; 0: unknown.
-    host_peak_bytes: int = 0
     #: As in `CountersRead`.
     steps: StepFacts | None = None
     marks: tuple[Mark, ...] = ()
+    #: Largest resident set of the child so far, in bytes; 0: unknown.
+    host_peak_bytes: int = 0
 
 
 def encode(message: Message) -> bytes:

@@ -311,9 +311,8 @@ class ArgumentFiles:
     def __init__(self, write: WriteFile = transport.write_file) -> None:
         self._write = write
         self._lock = threading.Lock()
-        #: The calls that have not ended, and those of them that have not packed their arguments.
+        #: The calls that have not ended.
         self._open: set[Share] = set()
-        self._waiting: set[Share] = set()
         #: The call that used a file last.
         self._last: Share | None = None
         #: By address and length in bytes of what each file holds.
@@ -325,13 +324,12 @@ class ArgumentFiles:
         share = Share(self)
         with self._lock:
             self._open.add(share)
-            self._waiting.add(share)
         try:
             yield share
         finally:
             with self._lock:
                 self._open.discard(share)
-            self.drop_unneeded(share)
+            self.drop_unneeded()
 
     def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
         """Return a file that holds `parts`: that of another share, or a new one.
@@ -358,14 +356,13 @@ class ArgumentFiles:
                 entry.file = self._write(parts)
             return entry.file
 
-    def drop_unneeded(self, share: Share) -> None:
-        """Drop the files that no call needs, now that `share` has packed its arguments or ended."""
+    def drop_unneeded(self) -> None:
+        """Drop the files that no call needs, after one has packed its arguments or ended."""
         with self._lock:
-            self._waiting.discard(share)
-            if not self._waiting:
+            if all(share.packed for share in self._open):
                 self._last = None
             for entry in self._entries.values():
-                entry.users &= self._open | {self._last}
+                entry.users = {s for s in entry.users if s in self._open or s is self._last}
             entries = self._entries
             self._entries = {key: entry for key, entry in entries.items() if entry.users}
         # Gigabytes may go back to the system here: not under the lock.
@@ -383,7 +380,7 @@ class _Entry:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.file: MemoryFile | None = None
-        self.users: set[Share | None] = set()
+        self.users: set[Share] = set()
 
 
 class Share:
@@ -391,13 +388,16 @@ class Share:
 
     def __init__(self, files: ArgumentFiles) -> None:
         self._files = files
+        #: Whether the call has packed its arguments: until then it may need any file.
+        self.packed = False
 
     def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
         """Pack the call's arguments, as `transport.pack` does."""
         try:
             return transport.pack(stream, buffers, lambda parts: self._files.file_for(self, parts))
         finally:
-            self._files.drop_unneeded(self)
+            self.packed = True
+            self._files.drop_unneeded()
 
 
 def _address_of(view: memoryview) -> int | None:

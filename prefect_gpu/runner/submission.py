@@ -197,13 +197,14 @@ class BodyRun:
 
     def _first_grant(self) -> Grant:
         policy, broker = self._policy, self._broker
-        devices = broker.eligible(policy.devices)
+        capacities = broker.capacities(policy.devices)
+        by_size = sorted((size, device.name) for device, size in capacities.items())
         grant = self._book.grant(
             self._call.identity,
             policy.memory,
-            [device.name for device in devices],
+            [device.name for device in capacities],
             count=policy.count,
-            capacity_bytes=broker.model_capacities(policy.devices),
+            capacity_bytes={name: size for size, name in by_size},
             limit_s=policy.wait_s,
             on_waiting=self._call.run.show_awaiting,
             cancelled=lambda: self._cancelled,
@@ -224,7 +225,9 @@ class BodyRun:
         if self._policy.oom == "fail":
             return None
         climb = replace(self.climb, whole_device=attempt.whole_device)
-        capacity = self._broker.capacity_bytes(self._policy.devices, self._policy.count)
+        # Each of its devices could give so much.
+        sizes = sorted(self._broker.capacities(self._policy.devices).values())
+        capacity = sizes[-self._policy.count :][0]
         rung = next_rung(climb, cause, evidence, capacity)
         if isinstance(rung, Rung):
             return rung

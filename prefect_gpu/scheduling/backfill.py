@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, Request
-from prefect_gpu.scheduling.placement import Board, fits_empty, least_whole_bytes, need_bytes
+from prefect_gpu.scheduling.placement import Board, least_whole_bytes, need_bytes
 
 #: Seconds after which devices to keep are looked for again, for a request for which there were none.
 RETRY_S = 5.0
@@ -213,6 +213,10 @@ class Backfill:
         rank = self._blocked
         self._blocked += 1
         status = self._before.get(request.id, _NEW)
+        if status is _NEW and rank >= self._patience.heads and self._patience.passes:
+            # The most common case.
+            self._passable.append(_Passable(rank, request, named))
+            return
         over = status.is_over(self._patience, self._now_s)
         if status.kept and not over:
             if self._keep(rank, request, status):
@@ -277,8 +281,7 @@ class Backfill:
                 if self.kept[at] is not None:
                     return False
                 continue
-            state = self._board.states[at]
-            if state.snapshot.error or not fits_empty(request, state):
+            if self._board.states[at].snapshot.error or not self._board.could_hold(request, at):
                 return False
             found[at] = _Kept(rank, request, status.starts_s)
         self.kept.update(found)

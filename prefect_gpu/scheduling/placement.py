@@ -83,7 +83,10 @@ class Board:
         return [self.positions[s.device.key] for s in select_devices(request, self.states)]
 
     def could_ever_hold(self, count: int, least_bytes: int) -> bool:
-        """Return whether `count` devices could each hold `least_bytes` if they were empty."""
+        """Return whether `count` devices surely could each hold `least_bytes` if they were empty."""
+        if self.held_by_parent:
+            # It depends on the device.
+            return False
         return count <= len(self._capacities) and least_bytes <= self._capacities[count - 1] > 0
 
     def could_hold(self, request: Request, at: int) -> bool:
@@ -260,10 +263,7 @@ def select_devices(request: Request, states: Sequence[DeviceState]) -> list[Devi
 
 def _find_named(name: str, states: Sequence[DeviceState]) -> list[DeviceState]:
     if name.isdigit():
-        index = int(name)
-        if index < len(states) and states[index].device.index == index:
-            return [states[index]]
-        return [state for state in states if state.device.index == index]
+        return [state for state in states if state.device.index == int(name)]
     name = name.lower()
     found = [state for state in states if state.device.uuid.lower().startswith(name)]
     # SIM-1 is all of one name and the beginning of SIM-10.
@@ -306,7 +306,7 @@ def check_possible(
             f"count or name other devices",
             tuple(describe_capacity(state) for state in eligible),
         )
-    fitting = [state for state in eligible if fits_empty(request, state)]
+    fitting = [state for state in eligible if could_hold(request, state)]
     if len(fitting) < request.count:
         if request.memory is None and not fitting:
             raise PlacementError(
@@ -329,10 +329,7 @@ def check_possible(
     held = {reservation.device_key: reservation for reservation in held_by_parent}
     if not held:
         return
-    beside = [
-        state for state in fitting if _fits_beside(request, state, held.get(state.device.key))
-    ]
-    if len(beside) < request.count:
+    if sum(could_hold(request, state, held.values()) for state in fitting) < request.count:
         raise PlacementError(
             f"{request.task_name!r} was submitted from inside a GPU task and could never start "
             f"while that one holds what it holds; give the outer task a smaller gpu:memory or "
@@ -351,26 +348,16 @@ def could_hold(
     request: Request, state: DeviceState, held_by_parent: Iterable[Reservation] = ()
 ) -> bool:
     """Return whether a device could hold a request once all has ended there but a task around this process."""
-    if not fits_empty(request, state):
+    need = need_bytes(request, state)
+    if not 0 < state.capacity_bytes >= (need or 0):
         return False
     for held in held_by_parent:
-        if held.device_key == state.device.key and not _fits_beside(request, state, held):
-            return False
+        if held.device_key == state.device.key:
+            if need is None or request.exclusive or held.exclusive:
+                return False
+            if need + held.reserved_bytes > state.capacity_bytes:
+                return False
     return True
-
-
-def fits_empty(request: Request, state: DeviceState) -> bool:
-    """Return whether a device could hold a request if it were empty."""
-    return 0 < state.capacity_bytes >= (need_bytes(request, state) or 0)
-
-
-def _fits_beside(request: Request, state: DeviceState, held: Reservation | None) -> bool:
-    if held is None:
-        return True
-    need = need_bytes(request, state)
-    if need is None or request.exclusive or held.exclusive:
-        return False
-    return need + held.reserved_bytes <= state.capacity_bytes
 
 
 def fits_now(request: Request, state: DeviceState) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,40 +70,30 @@ class Lane:
         self.least_bytes = shape.memory if type(shape.memory) is int else 0
         #: Any device that has those bytes can hold one.
         self.simple = not (shape.devices or isinstance(shape.memory, ModelBudgets))
-        #: With their keys. Those before `_first` are gone. They are cut off in bulk: moving 100,000 entries
-        #: for each request that starts would be most of its cost.
+        #: With their keys.
         self._entries: list[tuple[OrderKey, Request]] = []
-        self._first = 0
 
     def __len__(self) -> int:
-        return len(self._entries) - self._first
+        return len(self._entries)
 
     def turn(self, position: int = 0) -> Turn:
         """Return when the request at a position is considered."""
-        return *self._entries[self._first + position], self, position
+        return *self._entries[position], self, position
 
     def __iter__(self) -> Iterator[tuple[OrderKey, Request]]:
-        return itertools.islice(self._entries, self._first, None)
+        return iter(self._entries)
 
     def add(self, request: Request) -> None:
         """Put a request in its place."""
-        bisect.insort(self._entries, (order_key(request), request), lo=self._first)
+        bisect.insort(self._entries, (order_key(request), request))
 
     def remove(self, request: Request) -> None:
         """Take out a request that is there."""
-        place = self._first + self.count_before(request)
-        if place > self._first:
-            del self._entries[place]
-            return
-        self._first += 1
-        if self._first * 2 > len(self._entries):
-            del self._entries[: self._first]
-            self._first = 0
+        del self._entries[self.count_before(request)]
 
     def count_before(self, request: Request) -> int:
         """Return how many are considered before a request of this lane or another."""
-        key = (order_key(request),)
-        return bisect.bisect_left(self._entries, key, lo=self._first) - self._first
+        return bisect.bisect_left(self._entries, (order_key(request),))
 
 
 #: A request that is considered: its order, itself, its lane, and its position there.
@@ -249,7 +238,8 @@ def decide(
     #: The requests that are considered next, one of each shape: its order, its lane, its place there.
     turns: list[Turn] = []
     for lane in queue.lanes:
-        if impossible := _refuse(lane, board):
+        possible = lane.simple and board.could_ever_hold(lane.shape.device_count, lane.least_bytes)
+        if not possible and (impossible := _refuse(lane, board)):
             refusals += impossible
         else:
             turns.append(lane.turn())
@@ -259,9 +249,9 @@ def decide(
     most_free_bytes = board.most_free_bytes()
     # Turns are added behind the one that is considered.
     for number, (_, request, lane, position) in enumerate(turns, 1):
-        if host.full or most_free_bytes < 0:
+        if most_free_bytes < 0 or host.full:
             break
-        named = board.named(request)
+        named = board.named(request) if request.devices else None
         chosen: list[int] | None = None
         if lane.least_bytes <= most_free_bytes:
             for each in blocked:
@@ -286,9 +276,6 @@ def decide(
 
 def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
     """Refuse all requests of a lane if the first of them is impossible."""
-    if lane.simple and not board.held_by_parent:
-        if board.could_ever_hold(lane.shape.device_count, lane.least_bytes):
-            return []
     refusals: list[tuple[Request, PlacementError]] = []
     for _, request in lane:
         try:

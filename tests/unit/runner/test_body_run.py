@@ -127,9 +127,7 @@ class Scene:
         self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
         left = list(ends)
         broker = SimpleNamespace(
-            eligible=lambda names: (device(),),
-            capacity_bytes=lambda names, count: CAPACITY,
-            model_capacities=lambda names: {device().name: CAPACITY},
+            capacities=lambda names: {device(): CAPACITY},
         )
 
         def new_attempt(call: Any, grant: Grant, number: int, *services: Any) -> Any:

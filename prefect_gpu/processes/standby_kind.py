@@ -24,7 +24,6 @@ from prefect_gpu.frameworks.adapter import (
     CPU_VARIABLES,
     FrameworkPolicy,
     child_environment,
-    hot_changes,
     late_changes,
 )
 from prefect_gpu.processes import values
@@ -323,25 +322,26 @@ class Standby:
 # Which standby suits a task.
 
 
-def fit_hot(
+def changes_for(
     standby: Standby, kind: Kind, environment: Mapping[str, str], flags: tuple[str, ...]
 ) -> Changes | None:
-    """Return what must change in the hot standby that is kept for a task; `None`: it does not suit it.
+    """Return what must change in a standby that gets a task; `None`: it does not suit the task.
 
     Args:
-        standby: It has a device, and has started its framework there or is about to.
+        standby: If it has a device, it has started its framework there or is about to.
         kind: The task's.
         environment: The whole environment of the task.
         flags: Of the interpreter.
     """
-    changes = hot_changes(
+    if standby.flags != flags:
+        return None
+    return late_changes(
         standby.environment,
         environment,
-        standby.kind.hot,
-        tuple(registry.ADAPTERS.values()),
+        registry.ADAPTERS.values(),
         cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
+        hot=standby.kind.hot if standby.lent is not None else "",
     )
-    return changes if standby.flags == flags else None
 
 
 def choose_standby(
@@ -371,13 +371,8 @@ def choose_standby(
         ends = standby.stage is Stage.ENDING
         if ends or not same or not set(standby.spec.modules) <= set(kind.modules):
             continue
-        changes = late_changes(
-            standby.spec.environment,
-            environment,
-            registry.ADAPTERS.values(),
-            cpus_stated=kind.cpus_stated or standby.kind.cpus_stated,
-        )
-        if changes is None or standby.flags != flags:
+        changes = changes_for(standby, kind, environment, flags)
+        if changes is None:
             if standby.kind == kind:
                 misfits.append(standby)
             continue

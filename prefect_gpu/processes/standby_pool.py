@@ -56,8 +56,8 @@ from prefect_gpu.processes.standby_kind import (
     Kinds,
     Stage,
     Standby,
+    changes_for,
     choose_standby,
-    fit_hot,
 )
 from prefect_gpu.scheduling.standbys import Machine, StandbyPlan, plan_standbys
 from prefect_gpu.units import GIB
@@ -277,7 +277,7 @@ class StandbyPool:
         kept = next((s for s in self._standbys if s.id == standby_id), None)
         misfits = []
         if kept is not None and kept.stage is not Stage.ENDING:
-            changes = fit_hot(kept, kind, environment, flags)
+            changes = changes_for(kept, kind, environment, flags)
             if changes is not None:
                 return kept, changes
             misfits.append(kept)

@@ -530,7 +530,7 @@ class Attempt:
             if self._record is not None and self._record.pid is not None:
                 assert self._ticket is not None
                 report = self._record.report(
-                    self._call.facts,
+                    self._call,
                     self._broker.kind,
                     self._number,
                     self._grant.source,

@@ -39,7 +39,7 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import ReportsInOrder
 from prefect_gpu.runner.attempt import Attempt, CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.runner.engine_threads import Passage, asked_first
+from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
     ChildCrash,
     EngineRun,
@@ -299,7 +299,8 @@ class GPUTask:
         self._runner = runner
         self._task = task
         self._plan = plan
-        self._passage = Passage(None)
+        #: Gives back its place at the gate.
+        self._leave_gate: Callable[[], None] = lambda: None
         # Of all calls of the body, which are Prefect's retries.
         self._numbers = itertools.count(1)
         self._climb = Climb()
@@ -329,7 +330,8 @@ class GPUTask:
                 self._hot = announced.kind
         waits = wait_for or any(isinstance(value, PrefectFuture) for value in parameters.values())
         # A task that waits for others must not hold a place that they need.
-        self._passage = Passage(None) if waits else self._runner.gate.enter()
+        if not waits:
+            self._leave_gate = self._runner.gate.enter()
         try:
             with asked_first(self._runner.limits):
                 return run_engine(
@@ -342,13 +344,13 @@ class GPUTask:
                     lambda: None if self._run is None else self._run.task_run,
                 )
         finally:
-            self._passage.leave()
+            self._leave_gate()
             if announced is not None:
                 announced.retract()
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call of the body: the first, or one of Prefect's retries."""
-        self._passage.leave()
+        self._leave_gate()
         if isinstance(self._plan, Exception):
             raise self._plan
         self._run = run = EngineRun(self._task)

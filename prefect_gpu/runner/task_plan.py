@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-from uuid import UUID
 
 from prefect import Task
 
@@ -45,17 +44,6 @@ class TaskIdentity:
     def on(self, device_name: str) -> HistoryKey:
         """Return the key of the history for a GPU model."""
         return HistoryKey(self.task_name, self.qualified_name, device_name, self.learn_by)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskFacts:
-    """Which task run a process belongs to."""
-
-    task_name: str
-    task_key: str
-    task_run_id: UUID
-    task_run_name: str
-    flow_run_id: UUID | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +166,6 @@ class TaskCall:
     share: Share
     #: Kind of the hot standbys that suit it; `None`: none does.
     hot: Hashable = None
-
-    @property
-    def facts(self) -> TaskFacts:
-        """Which task run its processes belong to."""
-        task_run = self.run.task_run
-        return TaskFacts(
-            task_name=self.plan.task_name,
-            task_key=self.plan.task_key,
-            task_run_id=task_run.id,
-            task_run_name=task_run.name,
-            flow_run_id=task_run.flow_run_id,
-        )
 
     def pack(self) -> PackedValue:
         """Pickle the call for a child. On the engine's thread.

@@ -13,8 +13,8 @@ from prefect_gpu.processes.standby_kind import (
     LentDevice,
     Stage,
     Standby,
+    changes_for,
     choose_standby,
-    fit_hot,
 )
 
 KIND = Kind(("ours",), ("users",), (), False, 1, 1)
@@ -89,7 +89,7 @@ def test_what_may_still_change_is_changed() -> None:
     waits = standby(environment={"PREFECT_A": "1", "PREFECT_B": "2"})
     changes = {"PREFECT_A": "3", "PREFECT_B": None}
     assert choose_standby([waits], KIND, {"PREFECT_A": "3"}, FLAGS) == ((waits, changes), [])
-    assert fit_hot(waits, KIND, {"PREFECT_A": "3"}, FLAGS) == changes
+    assert changes_for(waits, KIND, {"PREFECT_A": "3"}, FLAGS) == changes
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,8 @@ def test_a_stated_number_of_threads_cannot_be_set_late(
 
 
 def test_a_kept_one_with_other_flags_or_another_device_does_not_suit() -> None:
-    waits = standby(environment={"CUDA_VISIBLE_DEVICES": "GPU-1"})
-    assert fit_hot(waits, KIND, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, FLAGS) == {}
-    assert fit_hot(waits, KIND, {"CUDA_VISIBLE_DEVICES": "GPU-2"}, FLAGS) is None
-    assert fit_hot(waits, KIND, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, ()) is None
+    lent = LentDevice("GPU-1", {"CUDA_VISIBLE_DEVICES": "GPU-1"})
+    waits = standby(replace(KIND, hot="torch"), lent=lent)
+    assert changes_for(waits, KIND, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, FLAGS) == {}
+    assert changes_for(waits, KIND, {"CUDA_VISIBLE_DEVICES": "GPU-2"}, FLAGS) is None
+    assert changes_for(waits, KIND, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, ()) is None

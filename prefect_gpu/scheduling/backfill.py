@@ -14,12 +14,13 @@ request by what runs on its devices, but never for ever. The order of requests i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import DeviceKey, Request
+from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
 from prefect_gpu.scheduling.placement import Board, least_whole_bytes, need_bytes
 
 #: Seconds after which devices to keep are looked for again, for a request for which there were none.
@@ -92,22 +93,23 @@ def ready_s(request: Request, state: DeviceState, now_s: float, max_tasks: float
     least = least_whole_bytes(state) if need is None else need
     free = state.free_bytes
     at_s = now_s
-    staying = [r for r in state.reservations if r.ends_s is None]
-    #: As end and reservation, the last to end first: they are taken from the end of the list.
-    ending = sorted(
-        ((r.ends_s, r.reserved_bytes, r) for r in state.reservations if r.ends_s is not None),
-        key=lambda each: -each[0],
-    )
-    while True:
-        held = len(staying) + len(ending)
-        if free >= least and held < max_tasks and not (held and alone):
-            if not any(r.exclusive for r in (*staying, *(r for _, _, r in ending))):
+    # The last to end first: they are taken from the end of the list.
+    held = sorted(state.reservations, key=_end_s, reverse=True)
+    while at_s < math.inf:
+        if free >= least and len(held) < max_tasks and not (held and alone):
+            if not any(reservation.exclusive for reservation in held):
                 return at_s
-        if not ending:
-            return None
-        ends_s, size_bytes, _ = ending.pop()
-        at_s = max(at_s, ends_s)
-        free += size_bytes
+        if not held:
+            break
+        ended = held.pop()
+        at_s = max(at_s, _end_s(ended))
+        free += ended.reserved_bytes
+    return None
+
+
+def _end_s(reservation: Reservation) -> float:
+    """Return when a reservation is expected to end; infinite: not known."""
+    return math.inf if reservation.ends_s is None else reservation.ends_s
 
 
 def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks: float) -> int:
@@ -128,7 +130,7 @@ def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks
     free = state.free_bytes
     tasks = 1
     for reservation in state.reservations:
-        if reservation.ends_s is not None and reservation.ends_s <= starts_s:
+        if _end_s(reservation) <= starts_s:
             free += reservation.reserved_bytes
         else:
             tasks += 1
@@ -177,7 +179,7 @@ class Backfill:
         self._before = statuses
         self._patience = patience
         self._now_s = now_s
-        #: By position: devices that are kept, or drain (`None`).
+        #: By position: devices that are kept, or drain (`None`). Where all drain it is not asked.
         self.kept: dict[int, _Kept | None] = {}
         #: Whether all devices drain, so that no later request can start.
         self.all_drain = False
@@ -291,7 +293,8 @@ class Backfill:
         """Keep the devices where a request is expected to start first; return whether any are known."""
         now_s = self._now_s
         status = self._status(request)
-        if status.looked_s is not None and now_s < status.looked_s + RETRY_S:
+        soon = status.looked_s is not None and now_s < status.looked_s + RETRY_S
+        if soon or self.all_drain:
             return False
         self.statuses[request.id] = status = status._replace(looked_s=now_s)
         times = sorted(self._ready_times(request, named))[: request.count]
@@ -321,8 +324,12 @@ class Backfill:
 
     def _drain(self, request: Request, named: Sequence[int] | None) -> None:
         """Let no later request have a device that a request could use."""
-        self.kept.update(dict.fromkeys(self._usable(request, named)))
-        self.all_drain = list(self.kept.values()).count(None) == len(self._board.states)
+        all_devices = len(self._board.states)
+        if self._board.surely_fits(request, all_devices):
+            self.all_drain = True
+        else:
+            self.kept.update(dict.fromkeys(self._usable(request, named)))
+            self.all_drain = list(self.kept.values()).count(None) == all_devices
 
     def _usable(self, request: Request, named: Sequence[int] | None) -> Iterable[int]:
         """Yield the devices that a request could use once they are empty."""

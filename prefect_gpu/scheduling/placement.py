@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import DeviceKey, Placement, Request, Reservation
+from prefect_gpu.scheduling.model import DeviceKey, ModelBudgets, Placement, Request, Reservation
 from prefect_gpu.units import GIB, MIB, format_bytes
 
 #: A device that computes for more of the time than this is chosen only if no other fits: one more task
@@ -82,11 +82,15 @@ class Board:
             return None
         return [self.positions[s.device.key] for s in select_devices(request, self.states)]
 
-    def could_ever_hold(self, count: int, least_bytes: int) -> bool:
-        """Return whether `count` devices surely could each hold `least_bytes` if they were empty."""
-        if self.held_by_parent:
-            # It depends on the device.
+    def surely_fits(self, request: Request, count: int) -> bool:
+        """Return whether `count` devices or more could hold a request if they were empty.
+
+        False where that depends on the device: it has a name, a model, or a task around this process.
+        """
+        memory = request.memory
+        if self.held_by_parent or request.devices or isinstance(memory, ModelBudgets):
             return False
+        least_bytes = memory if type(memory) is int else 0
         return count <= len(self._capacities) and least_bytes <= self._capacities[count - 1] > 0
 
     def could_hold(self, request: Request, at: int) -> bool:

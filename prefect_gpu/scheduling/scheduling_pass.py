@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.backfill import PATIENCE, Backfill, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import Memory, ModelBudgets, Placement, Request
+from prefect_gpu.scheduling.model import Memory, Placement, Request
 from prefect_gpu.scheduling.placement import (
     Board,
     check_possible,
@@ -68,8 +68,6 @@ class Lane:
         self.shape = shape
         #: Bytes that each asks for of a device at least; 0 where it depends on the device.
         self.least_bytes = shape.memory if type(shape.memory) is int else 0
-        #: Any device that has those bytes can hold one.
-        self.simple = not (shape.devices or isinstance(shape.memory, ModelBudgets))
         #: With their keys.
         self._entries: list[tuple[OrderKey, Request]] = []
 
@@ -238,11 +236,12 @@ def decide(
     #: The requests that are considered next, one of each shape: its order, its lane, its place there.
     turns: list[Turn] = []
     for lane in queue.lanes:
-        possible = lane.simple and board.could_ever_hold(lane.shape.device_count, lane.least_bytes)
+        turn = lane.turn()
+        possible = board.surely_fits(turn[1], turn[1].count)
         if not possible and (impossible := _refuse(lane, board)):
             refusals += impossible
         else:
-            turns.append(lane.turn())
+            turns.append(turn)
     turns.sort()
     #: Blocked requests that are not noted yet.
     blocked: list[tuple[Request, list[int] | None]] = []

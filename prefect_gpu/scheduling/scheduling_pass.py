@@ -61,41 +61,13 @@ class Shape(NamedTuple):
         )
 
 
-class Lane:
-    """The waiting requests of one shape, in the order of `order_key`."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        #: Bytes that each asks for of a device at least; 0 where it depends on the device.
-        self.least_bytes = shape.memory if type(shape.memory) is int else 0
-        #: With their keys.
-        self._entries: list[tuple[OrderKey, Request]] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def turn(self, position: int = 0) -> Turn:
-        """Return when the request at a position is considered."""
-        return *self._entries[position], self, position
-
-    def __iter__(self) -> Iterator[tuple[OrderKey, Request]]:
-        return iter(self._entries)
-
-    def add(self, request: Request) -> None:
-        """Put a request in its place."""
-        bisect.insort(self._entries, (order_key(request), request))
-
-    def remove(self, request: Request) -> None:
-        """Take out a request that is there."""
-        del self._entries[self.count_before(request)]
-
-    def count_before(self, request: Request) -> int:
-        """Return how many are considered before a request of this lane or another."""
-        return bisect.bisect_left(self._entries, (order_key(request),))
+#: The waiting requests of one shape with their keys, in order.
+Lane: TypeAlias = list[tuple[OrderKey, Request]]
 
 
-#: A request that is considered: its order, itself, its lane, and its position there.
-Turn: TypeAlias = tuple[OrderKey, Request, Lane, int]
+def _least_bytes(request: Request) -> int:
+    """Return the bytes that a request asks for of a device at least; 0 where it depends on the device."""
+    return request.memory if type(request.memory) is int else 0
 
 
 class RequestQueue:
@@ -108,14 +80,14 @@ class RequestQueue:
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._lanes: dict[Shape, Lane] = {}
         #: By the id of each request.
-        self._lane_of: dict[str, Lane] = {}
+        self._shapes: dict[str, Shape] = {}
         #: What has happened to blocked requests, by id; those to which nothing has are left out.
         self.statuses: dict[str, BlockedStatus] = {}
         for request in requests:
             self.add(request)
 
     def __len__(self) -> int:
-        return len(self._lane_of)
+        return len(self._shapes)
 
     def __iter__(self) -> Iterator[Request]:
         return (request for _, request in heapq.merge(*self._lanes.values()))
@@ -128,25 +100,22 @@ class RequestQueue:
     @property
     def least_bytes(self) -> int:
         """The fewest bytes of a device that a request asks for; 0 where they depend on the device."""
-        return min((lane.least_bytes for lane in self.lanes), default=0)
+        return min((_least_bytes(lane[0][1]) for lane in self.lanes), default=0)
 
     def add(self, request: Request) -> None:
         """Let a request wait; its id is that of no other."""
-        shape = Shape.of(request)
-        lane = self._lanes.get(shape)
-        if lane is None:
-            lane = self._lanes[shape] = Lane(shape)
-        self._lane_of[request.id] = lane
-        lane.add(request)
+        shape = self._shapes[request.id] = Shape.of(request)
+        bisect.insort(self._lanes.setdefault(shape, []), (order_key(request), request))
 
     def remove(self, request: Request) -> bool:
         """Take a request out; return whether it was there."""
-        lane = self._lane_of.pop(request.id, None)
-        if lane is None:
+        shape = self._shapes.pop(request.id, None)
+        if shape is None:
             return False
-        lane.remove(request)
+        lane = self._lanes[shape]
+        del lane[bisect.bisect_left(lane, (order_key(request),))]
         if not lane:
-            del self._lanes[lane.shape]
+            del self._lanes[shape]
         self.statuses.pop(request.id, None)
         return True
 
@@ -234,14 +203,14 @@ def decide(
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
     #: The requests that are considered next, one of each shape: its order, its lane, its place there.
-    turns: list[Turn] = []
+    turns: list[tuple[OrderKey, Request, Lane, int]] = []
     for lane in queue.lanes:
-        turn = lane.turn()
-        possible = board.surely_fits(turn[1], turn[1].count)
+        key, request = lane[0]
+        possible = board.surely_fits(request, request.count)
         if not possible and (impossible := _refuse(lane, board)):
             refusals += impossible
         else:
-            turns.append(turn)
+            turns.append((key, request, lane, 0))
     turns.sort()
     #: Blocked requests that are not noted yet.
     blocked: list[tuple[Request, list[int] | None]] = []
@@ -252,7 +221,7 @@ def decide(
             break
         named = board.named(request) if request.devices else None
         chosen: list[int] | None = None
-        if lane.least_bytes <= most_free_bytes:
+        if _least_bytes(request) <= most_free_bytes:
             for each in blocked:
                 backfill.block(*each)
             blocked.clear()
@@ -269,7 +238,7 @@ def decide(
         host = host.after(request)
         most_free_bytes = board.most_free_bytes()
         if position + 1 < len(lane):
-            bisect.insort(turns, lane.turn(position + 1), lo=number)
+            bisect.insort(turns, (*lane[position + 1], lane, position + 1), lo=number)
     return Decisions(tuple(placements), tuple(refusals), backfill.statuses)
 
 
@@ -315,7 +284,8 @@ def explain(
     ahead = sum(
         before
         for lane in queue.lanes
-        if (before := lane.count_before(request)) and _may_use_one(lane.turn()[1], states, keys)
+        if (before := bisect.bisect_left(lane, (order_key(request),)))
+        and _may_use_one(lane[0][1], states, keys)
     )
     if ahead:
         reason += f"; {ahead} ahead in the queue"

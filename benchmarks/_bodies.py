@@ -71,7 +71,7 @@ def nothing(index: int) -> tuple[int, float, int]:
 
 
 def nothing_to(answers: Any, index: int) -> None:
-    """Put what `nothing` gives where the parent hears it."""
+    """Send what `nothing` returns to the parent process."""
     answers.put(nothing(index))
 
 

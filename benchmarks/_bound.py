@@ -143,7 +143,7 @@ class Use:
 
 
 def account(uses: Iterable[Use], makespan_s: float, device_bytes: int) -> dict[str, float]:
-    """Say where the memory of one device went during a row.
+    """Return how the memory of one device was used during a row.
 
     Args:
         uses: One for each task.
@@ -183,7 +183,7 @@ def longest_first(costs: Iterable[Cost]) -> list[Cost]:
 
 
 def budget_bytes(peak_bytes: int) -> int:
-    """Give the budget for a task of which a peak was measured: 1 % and 256 MiB above it.
+    """Return the budget for a measured peak: 1 % and 256 MiB above it.
 
     What is allowed to its framework is the budget less a context measured elsewhere, which may be
     larger than the task's own by some 150 MiB (H200: 520 to 676 MiB by what PyTorch loads).

@@ -34,13 +34,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SERVER_S = 300.0
 MEASUREMENT_S = 3600.0
 
-#: Seconds for which what a process had printed is waited for after its end.
+#: Seconds to wait, after a process ended, for its remaining output.
 OUTPUT_S = 5.0
 
-#: Since when progress is told.
+#: When this process started, for the times in progress messages; monotonic seconds.
 STARTED_S = time.monotonic()
 
-#: Begins the line in which a measuring process says what it found.
+#: Prefix of the line in which a measuring process prints its figures.
 MARK = "MEASURED "
 
 
@@ -141,21 +141,21 @@ def stream(
     on_record: Callable[[dict[str, Any]], None],
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Run a benchmark's own file once more, and take what it tells as it comes.
+    """Run a benchmark's own file in a new process and read its records as they come.
 
-    What else it prints is passed on. It is ended, and what it started with it, when its time is up:
-    what it told before counts.
+    Other output is printed. After the time limit, the process and its descendants are ended; records
+    that were sent before count.
 
     Args:
         script: The file.
         arguments: Of it.
         api_url: Prefect's, for it and its children.
-        limit_s: Seconds that it may take.
-        on_record: Called with whatever it gives to `tell`, at once.
+        limit_s: Time limit in seconds.
+        on_record: Called at once with each record that the process passes to `tell`.
         environment: Variables beside those of this process.
 
     Returns:
-        Why it did not end well, in a few words; empty: it did.
+        The reason of a failure, in a few words; empty if it succeeded.
     """
     # Prefect's pool, Ray and a plain spawn find `_bodies` and its like here.
     paths = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH", "")]
@@ -182,7 +182,7 @@ def stream(
             now = time.monotonic()
             if process.poll() is not None:
                 gone_s = gone_s or now
-                # Who lives on with its output open is not waited for.
+                # Do not wait for descendants that keep the output open.
                 if now > gone_s + OUTPUT_S:
                     break
             elif now > deadline:
@@ -217,7 +217,7 @@ def _read_lines(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process and its group; it first, for it may want to end what it started."""
+    """Terminate a process and its group, then kill what is left."""
     for signum, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(process.pid, signum)
@@ -227,7 +227,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def tell(found: dict[str, Any]) -> None:
-    """Say what was measured, to the process that asked with `measure` or `stream`."""
+    """Send a measurement to the process that called `measure` or `stream`."""
     print(MARK + json.dumps(found), flush=True)
 
 
@@ -249,12 +249,12 @@ class Results:
         self.found: dict[str, Any] = {**head, "runs": []}
 
     def add(self, run: dict[str, Any]) -> None:
-        """Keep one run."""
+        """Store one run."""
         self.found["runs"].append(run)
         self.write()
 
     def put(self, name: str, value: Any) -> None:
-        """Keep something beside the runs."""
+        """Store a value beside the runs."""
         self.found[name] = value
         self.write()
 
@@ -269,12 +269,12 @@ class Results:
 
 
 def installed(module: str) -> bool:
-    """Tell whether a module could be imported, without importing it."""
+    """Return whether a module can be found, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 def runner_lacks(*arguments: str) -> str:
-    """Say which arguments this version of the runner does not have; empty: it has all of them."""
+    """Return which arguments this version of the runner lacks; empty if none."""
     from prefect_gpu import GPUTaskRunner
 
     known = inspect.signature(GPUTaskRunner.__init__).parameters
@@ -285,12 +285,12 @@ def runner_lacks(*arguments: str) -> str:
 def add_arguments(
     parser: argparse.ArgumentParser, rows: Iterable[str], budget_s: float, seed_of: str
 ) -> None:
-    """Have a parser take what every benchmark takes that runs its own file for each row.
+    """Add the options of every benchmark that runs its own file for each row.
 
     Args:
         parser: Of the benchmark.
         rows: What it can measure.
-        budget_s: Seconds for all of it where nobody says.
+        budget_s: Default of the time limit for all rows, in seconds.
         seed_of: What is drawn.
     """
     parser.add_argument("--budget", type=float, default=budget_s, help="seconds for all of it")
@@ -304,7 +304,7 @@ def add_arguments(
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Have a parser take further arguments of the runner, for `read_settings`."""
+    """Add an option for further arguments of the runner; see `read_settings`."""
     parser.add_argument(
         "--with", dest="settings", action="append", default=[], help="NAME=VALUE of GPUTaskRunner"
     )
@@ -330,7 +330,7 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def ray_options(**options: Any) -> Iterator[None]:
-    """Give what is submitted inside these options of Ray."""
+    """Submit tasks with these options of Ray inside the context."""
     from prefect_ray.context import remote_options
 
     with remote_options(**options):
@@ -429,7 +429,7 @@ def summarise_reports(reports: Sequence[Mapping[str, str]]) -> dict[str, Any]:
 
 
 def says_out_of_memory(error: str) -> bool:
-    """Tell whether an error's type and text say that memory ran out."""
+    """Return whether the type and text of an error indicate an out-of-memory."""
     text = error.lower().replace("_", " ").replace("outofmemory", "out of memory")
     return "out of memory" in text or "resource exhausted" in text or "resourceexhausted" in text
 
@@ -493,7 +493,7 @@ def versions(*more: str) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Give a median and its spread as text: `12.3 (11.8–14.0)`."""
+    """Return a median and its spread as text: `12.3 (11.8–14.0)`."""
     if not values:
         return "–"
     low, mid, high = min(values), statistics.median(values), max(values)

@@ -24,7 +24,7 @@ QUIET_S = 0.6
 
 
 def handles() -> list[Any]:
-    """Give NVML's handle of every device; none where no driver answers."""
+    """Return the NVML handle of every device; empty if no driver answers."""
     try:
         import pynvml
 
@@ -50,7 +50,7 @@ def nvidia() -> dict[str, Any]:
 
 
 def torch_sees_gpu() -> bool:
-    """Tell whether the installed PyTorch was built for CUDA, without importing it here."""
+    """Return whether the installed PyTorch was built for CUDA, without importing it."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return False
@@ -73,7 +73,7 @@ def usable_bytes() -> list[int]:
 
 
 def used_by_device() -> list[int]:
-    """Read what is in use of each GPU, whoever holds it."""
+    """Return the memory in use on each GPU, by all processes."""
     found = []
     for handle in handles():
         import pynvml
@@ -85,7 +85,7 @@ def used_by_device() -> list[int]:
 
 
 def used_bytes() -> int:
-    """Read what is in use on all GPUs, whoever holds it: where NVML cannot tell whose it is."""
+    """Return the memory in use on all GPUs, for machines where NVML lists no processes."""
     return sum(used_by_device())
 
 
@@ -102,7 +102,7 @@ def settled_difference_bytes(before: int, patience_s: float = 5.0) -> int:
 
 
 def descendants() -> list[int]:
-    """Give the process ids of this process and of what descends from it."""
+    """Return the process ids of this process and its descendants."""
     import psutil
 
     me = psutil.Process()
@@ -141,14 +141,14 @@ def read_processes(on_gpu: bool, pids: set[int] | None = None) -> dict[tuple[int
 
 
 def wait_until_idle(limit_s: float, but_for: int | None = None) -> float | None:
-    """Wait until no descendant computes any more: what was started ahead is ready then.
+    """Wait until all descendants are idle; standbys and pool workers are ready then.
 
     Args:
-        limit_s: Most seconds.
-        but_for: Id of a process that may.
+        limit_s: Time limit in seconds.
+        but_for: Id of a process that may be busy.
 
     Returns:
-        Seconds until the last of them used CPU time; `None`: some still did when the limit came.
+        Seconds until the last of them used CPU time; `None` if some were busy at the time limit.
     """
     import psutil
 
@@ -235,11 +235,11 @@ class Sampler(threading.Thread):
         self.busy.append((now, load))
 
     def peak_bytes(self, pid: int) -> int:
-        """Give the most that a process held on any one device; 0: it was never seen."""
-        return max((held for (who, _), held in self.peaks.items() if who == pid), default=0)
+        """Return the peak memory of a process on any one device; 0 if it was never seen."""
+        return max((held for (owner, _), held in self.peaks.items() if owner == pid), default=0)
 
     def busy_fraction(self, began: float, ended: float) -> float:
-        """Give the mean utilisation of all devices in a time, 0 to 1; 0 without a reading in it.
+        """Return the mean utilisation of all devices in a period, 0 to 1; 0 without readings.
 
         NVML says in which part of its last sixth of a second to second any kernel ran: over a task of a
         second it is rough, over a row it is not.

@@ -85,7 +85,7 @@ OTHERS_MOST_GIB = 10.0
 
 
 def spread(classes: Sequence[SizeClass], count: int) -> list[SizeClass]:
-    """Give each of some tasks its class: all have their part, whatever the count."""
+    """Return the class of each task; the shares of the classes hold for any number of tasks."""
     slots = [row for row in classes for _ in range(row[4])]
     return [slots[index * len(slots) // count] for index in range(count)]
 
@@ -180,7 +180,7 @@ def evaluate(
 
 
 def attempt() -> int:
-    """Tell how many processes were started for this task; 1 where nobody counts."""
+    """Return how many processes were started for this task; 1 if they are not counted."""
     # Where nobody of ours started this process there is nothing to import, which takes time.
     inside = sys.modules.get("prefect_gpu.in_task")
     allocation = inside.current_allocation() if inside else None
@@ -273,7 +273,7 @@ def prepare_features(random_state: Any, count: int, fields: int, buckets: int) -
 
 
 def bootstrap(random_state: Any, values: Any, resamples: int = 100) -> float:
-    """Give the mean of values less half the width of its bootstrap interval."""
+    """Return the mean of values less half the width of its bootstrap interval."""
     import numpy as np
 
     flat = np.asarray(values, dtype=np.float64).ravel()[:2000]
@@ -285,7 +285,7 @@ def bootstrap(random_state: Any, values: Any, resamples: int = 100) -> float:
 
 
 def rank_quality(scores: Any, labels: Any) -> float:
-    """Give the area under the ROC curve, by ranks."""
+    """Return the area under the ROC curve, computed from ranks."""
     import numpy as np
 
     ranks = np.empty(len(scores))

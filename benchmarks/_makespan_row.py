@@ -23,7 +23,7 @@ CACHES_AT_A_TIME = 4
 
 
 def is_compiled(job: _evaluations.Evaluation) -> bool:
-    """Tell whether a framework compiles what it runs, and can keep it."""
+    """Return whether a framework compiles its models and can cache the result on disk."""
     return job.framework == "jax"
 
 
@@ -36,7 +36,7 @@ def spawned(queue: Any, arguments: dict[str, Any]) -> None:
 
 
 def fill_caches(jobs: list[_evaluations.Evaluation], on_gpu: bool) -> None:
-    """Have what is compiled put into caches on disk, each model once, some at a time; tell how many were."""
+    """Compile each model once into the caches on disk, some at a time; return their number."""
     context = multiprocessing.get_context("spawn")
     waiting = [dataclasses.replace(job, seconds=0.0) for job in jobs if is_compiled(job)]
     running: list[Any] = []
@@ -54,14 +54,14 @@ def fill_caches(jobs: list[_evaluations.Evaluation], on_gpu: bool) -> None:
 
 
 def arguments_of(job: _evaluations.Evaluation, steps: int, on_gpu: bool) -> dict[str, Any]:
-    """Give what the body is called with."""
+    """Return the arguments of the body."""
     return {**dataclasses.asdict(job), "steps": steps, "on_gpu": on_gpu}
 
 
 def tell_task(
     job: _evaluations.Evaluation, found: Any, sampler: _devices.Sampler, error: str = ""
 ) -> None:
-    """Tell what became of one task."""
+    """Return the result of one task."""
     record = {"kind": "task", "name": job.name, "error": error}
     if not error:
         record |= found

@@ -192,7 +192,7 @@ class _Seen:
 
 def _collect(futures: Any) -> _Seen:
     """Wait for all, and see what is kept while the flow goes on."""
-    # Here, or each process of the row without Prefect would import it.
+    # Imported here, so that the processes of the row without Prefect do not import it.
     from prefect.events.worker import EventsWorker
 
     finished = sum(future.result()[0] == index for index, future in enumerate(futures))
@@ -214,7 +214,7 @@ def _wait_for_standby() -> None:
 
 
 class _Starts:
-    """Notes what our runner takes from a placement to the first line, and to serialise the call."""
+    """Record the seconds from placement to first line, and of serialising the call."""
 
     def __enter__(self) -> _Starts:
         from prefect_gpu.runner.active_runner import ActiveRunner
@@ -247,7 +247,7 @@ class _Starts:
         TaskCall.pack, ActiveRunner.report = self._real  # type: ignore[method-assign]
 
     def figures(self) -> dict[str, list[float]]:
-        """Give seconds of each task but the first; nothing for other runners."""
+        """Return the seconds of each task but the first; empty for other runners."""
         if not self._starts:
             return {}
         pairs = list(zip(self._starts, self._dumps, strict=True))[1:]
@@ -259,7 +259,7 @@ class _Starts:
 
 
 def _measure_spawn(tasks: int, one_by_one: int) -> dict[str, Any]:
-    """Run plain processes, as many at a time as our runner would."""
+    """Run plain processes, as many at a time as `GPUTaskRunner` would."""
     spawn = multiprocessing.get_context("spawn")
     places = max(8, 4 * (os.cpu_count() or 1))
     answers = spawn.SimpleQueue()
@@ -312,7 +312,7 @@ def cpu_s() -> float:
 
 
 def peak_rss_bytes() -> int:
-    """Give the largest resident set of this process so far."""
+    """Return the largest resident set of this process so far."""
     # macOS counts in bytes, Linux in KiB.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -331,7 +331,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def used_bytes() -> int | None:
-    """Give the bytes that are allocated; `None`: they are not known.
+    """Return the bytes that are allocated; `None` if they are not known.
 
     Only the system's allocator says it: a process that is to tell runs with `MALLOC_BY_SYSTEM`.
     """
@@ -345,7 +345,7 @@ def used_bytes() -> int | None:
 
 
 def settled_rss_bytes() -> int:
-    """Give the resident set once what is free was given back to the system."""
+    """Return the resident set after free memory was returned to the system."""
     gc.collect()
     if sys.platform != "linux":
         return peak_rss_bytes()

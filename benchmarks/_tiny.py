@@ -2,7 +2,7 @@
 
     python benchmarks/_tiny.py [NAME...]
 
-What such a run prints means nothing. Ends with 1 if any failed, and says which.
+The figures of such a run have no meaning. The exit status is 1 if any failed; their names are printed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOLDER = _common.REPOSITORY / "benchmarks"
 
 
 def main(names: Sequence[str]) -> int:
-    """Run those named, or all whose file does not begin with `_`."""
+    """Run the named benchmarks, or all whose file name does not begin with `_`."""
     names = names or sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
     failed = []
     with _common.prefect_server() as url:

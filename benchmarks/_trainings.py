@@ -154,7 +154,7 @@ def train(
 
 
 def _average(replicas: list[Any]) -> None:
-    """Give all replicas the mean of their gradients."""
+    """Set the gradients of all replicas to their mean."""
     for parameter, *same in zip(*(model.parameters() for model in replicas), strict=True):
         if parameter.grad is None:
             continue

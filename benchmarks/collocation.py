@@ -10,7 +10,7 @@ runner's `headroom`. All are submitted at once, in the same order.
     python benchmarks/collocation.py --compare exclusive.json ours.json
     python benchmarks/collocation.py --tiny                                      # that it runs
 
-Both schemes run under `GPUTaskRunner`, so that only who shares a device differs: `gpu:exclusive` (a task
+Both schemes run under `GPUTaskRunner`, so that only the sharing of devices differs: `gpu:exclusive` (a task
 on two GPUs has both), or budgets from tags. The exclusive scheme settles how many steps each training
 does and measures its peak; the other does the same steps, with budgets of that peak, 1 % and 256 MiB. The
 trainings (`_trainings.py`) prepare their data on the CPU; for how much of the time they keep a GPU busy
@@ -52,7 +52,7 @@ TINY_DEVICES = "simulated:4x40GB"
 
 
 def headroom(usable: list[int], cap_bytes: int) -> str:
-    """Say what to withhold of devices so that none has more than the cap, as the runner reads it.
+    """Return how much memory to withhold so that no device offers more than the cap.
 
     Raises:
         SystemExit: One is smaller than the cap.
@@ -248,7 +248,7 @@ def run_scheme(
 
 
 def work_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Give what each training of a scheme did, by name; those that failed are left out."""
+    """Return the results of a scheme's trainings by name, without those that failed."""
     return {run["name"]: run for run in found["runs"] if not run["error"]}
 
 

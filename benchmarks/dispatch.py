@@ -60,21 +60,21 @@ MIB = _devices.MIB
 GPU_BYTES = 4096 * MIB
 HOST_BYTES = 64 * MIB
 
-#: Frameworks that can be started ahead (`standby="hot"`); others stand by with their imports done.
-HEATED = ("torch",)
+#: Frameworks with hot standbys (`standby="hot"`). Standbys of the others have imported the framework only.
+HOT_STANDBY_FRAMEWORKS = ("torch",)
 
-#: Seconds after a task's result within which its memory must be back; else it has left it.
+#: Seconds after a task's result within which its memory must be free; otherwise it leaked.
 SETTLE_S = 1.0
 
-#: Most seconds between the tasks of a row in which no process gets ready ahead.
+#: Longest pause, in seconds, between the tasks of a row without standbys.
 OTHERS_PAUSE_S = 2.0
 
-#: Seconds that a process needs at most beyond CUDA's own start, standing by, and in all, hot.
+#: Target in seconds: for a standby, the time beyond CUDA's own start; for a hot standby, the total.
 AIM_S = 0.15
 
 
-def why_not(row: str, framework: str, on_gpu: bool) -> str:
-    """Say why a row cannot be measured here; empty: it can."""
+def unavailable_reason(row: str, framework: str, on_gpu: bool) -> str:
+    """Return why a row cannot be measured on this machine; empty if it can."""
     if FRAMEWORKS[framework] and not _common.installed(FRAMEWORKS[framework]):
         return f"not installed: {framework}"
     if row == "ray" and not (_common.installed("ray") and _common.installed("prefect_ray")):
@@ -202,7 +202,7 @@ class Row:
 
 
 def order(rows: list[str], frameworks: list[str], repeats: int, seed: int) -> list[Any]:
-    """Say in which order rows are measured: what matters most first, at random among equals."""
+    """Return the order of the rows: by priority, and at random within a priority."""
     shuffle = random.Random(seed)
     plan = []
     for repeat in range(repeats):
@@ -259,7 +259,7 @@ def main() -> None:
             given.rows, given.frameworks, given.repeats, given.seed
         ):
             key = (framework, row)
-            problem = absent.get(key) or why_not(row, framework, on_gpu)
+            problem = absent.get(key) or unavailable_reason(row, framework, on_gpu)
             needs_s = took_s.get(key, GUESS_RAY_S if row == "ray" else GUESS_S[framework])
             if problem or left_s() < needs_s:
                 # A row that was measured once is there.
@@ -306,12 +306,12 @@ def main() -> None:
 
 
 def select(runs: list[dict[str, Any]], framework: str, row: str, kind: str) -> list[dict[str, Any]]:
-    """Give the runs of one framework, row and kind."""
+    """Return the runs of one framework, row and kind."""
     return [r for r in runs if (r["framework"], r["row"], r["kind"]) == (framework, row, kind)]
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Give medians by framework, row and kind."""
+    """Return medians by framework, row and kind."""
     keys = sorted({(r["framework"], r["row"], r["kind"]) for r in runs})
     return {
         ", ".join(key): {
@@ -333,7 +333,7 @@ def make_checks(runs: list[dict[str, Any]]) -> list[_bound.Check]:
                 continue
             ready_s = statistics.median(r["ready_s"] for r in later)
             name = f"{framework}, {row}: ready"
-            if row == "standby" or framework not in HEATED:
+            if row == "standby" or framework not in HOT_STANDBY_FRAMEWORKS:
                 ready_s -= statistics.median(r["init_s"] for r in plain or later)
                 name += f", less CUDA's own start ({'spawn' if plain else 'the same'} row)"
             checks.append(_bound.Check(name, ready_s, AIM_S, "s"))

@@ -52,7 +52,7 @@ SETTLE_S = 2.0
 
 
 def body(framework: str, on_gpu: bool, size_bytes: int) -> dict[str, float]:
-    """Take memory, compute, let go; tell when the first line ran and when all was ready."""
+    """Allocate, compute and free; return when the first line ran and when the work was done."""
     started = time.time()
     if framework == "torch":
         import torch

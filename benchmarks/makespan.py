@@ -58,17 +58,17 @@ ROWS = {
 
 MIB, GIB = _devices.MIB, 2**30
 
-#: How the seconds of a row compare with those of the sequential one, to plan within the budget:
-#: a row that is cut short is lost, and one that is not begun too.
-GUESS = {"ours": 0.15, "learned": 0.2, "ray": 0.35, "exclusive": 1.1}
+#: Expected duration of a row as a fraction of the sequential row, to skip rows that would not end
+#: within the budget.
+EXPECTED_FRACTION = {"ours": 0.15, "learned": 0.2, "ray": 0.35, "exclusive": 1.1}
 
-#: Seconds that a sequential task's process takes beyond its work.
-GUESS_START_S = 2.5
+#: Seconds that the process of a sequential task takes beyond its work.
+PROCESS_START_S = 2.5
 
 #: Seconds that a row takes before and after: imports, flow run, reports.
-AROUND_S = 12.0
+ROW_OVERHEAD_S = 12.0
 
-#: What is aimed for.
+#: Targets.
 LEAST_SPEEDUP = 4.0
 MOST_ABOVE_BOUND = 1.2
 
@@ -85,8 +85,8 @@ ENVIRONMENT = {
 }
 
 
-def why_not(row: str) -> str:
-    """Say why a row cannot be measured here; empty: it can."""
+def unavailable_reason(row: str) -> str:
+    """Return why a row cannot be measured on this machine; empty if it can."""
     if row == "ray" and not (_common.installed("ray") and _common.installed("prefect_ray")):
         return "not installed: prefect-ray"
     return ""
@@ -143,7 +143,7 @@ def bound_of(
 def costs_of(
     costs: dict[str, dict[str, Any]], device_bytes: int, with_init: bool = False
 ) -> list[_bound.Cost]:
-    """Give what tasks take alone as the arithmetic wants it; see `bound_of`."""
+    """Return what tasks take alone, in the form that `bound_of` expects."""
     return [
         _bound.Cost(
             name,
@@ -290,17 +290,17 @@ class Benchmark:
 
     def _needs_s(self, row: str) -> float:
         work_s = sum(job.seconds for job in self._jobs)
-        alone_s = work_s + GUESS_START_S * len(self._jobs)
+        alone_s = work_s + PROCESS_START_S * len(self._jobs)
         sequential = self._rows.get("sequential")
         if sequential:
             alone_s = float(sequential["makespan_s"])
-        return alone_s * GUESS.get(row, 1.0) + (AROUND_S if self._on_gpu else 0)
+        return alone_s * EXPECTED_FRACTION.get(row, 1.0) + (ROW_OVERHEAD_S if self._on_gpu else 0)
 
     def _measure(self, row: str, url: str) -> None:
         given = self._given
         left_s = given.budget - (time.monotonic() - _common.STARTED_S)
-        problem = why_not(row)
-        if not problem and row in GUESS and not self._costs:
+        problem = unavailable_reason(row)
+        if not problem and row in EXPECTED_FRACTION and not self._costs:
             problem = "not measured: the sequential row was not complete"
         if not problem and row == "learned" and "exclusive" not in self._rows:
             problem = "not measured: it learns in the row exclusive"
@@ -431,7 +431,7 @@ class Benchmark:
             print(json.dumps(self._results.found, indent=1))
 
     def _print_account(self, row: str) -> None:
-        """Say where the device's memory went during a row."""
+        """Print how the memory of the device was used during a row."""
         found = self._rows.get(row)
         if found is None or not self._on_gpu:
             return

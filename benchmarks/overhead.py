@@ -88,13 +88,13 @@ class Check:
     found: str
 
     def line(self) -> str:
-        """Say it in one line."""
+        """Return the target and its result as one line."""
         verdict = {True: "PASS", False: "MISSED", None: "not measured"}[self.met]
         return f"{verdict}: {self.name}: {self.found}"
 
 
 def checks(runs: Iterable[Run]) -> list[Check]:
-    """Hold what was measured against the targets."""
+    """Compare the measurements with the targets."""
     found = list(runs)
     rows = [run for run in found if run["part"] == "rows"]
     crowd = [run for run in found if run["part"] == "crowd"]
@@ -173,7 +173,7 @@ def _at_most(name: str, values: list[float], limit: float, unit: str) -> Check:
 
 
 class _Clock:
-    """What is left of the time that the whole may take."""
+    """The time that is left of the budget."""
 
     def __init__(self, budget_s: float) -> None:
         self._until_s = time.monotonic() + budget_s
@@ -184,7 +184,7 @@ class _Clock:
 
 
 def wait_until_quiet(url: str) -> None:
-    """Wait until the server has stored what the row before it sent: it does so behind the flow.
+    """Wait until the server has stored what the previous row sent; it stores asynchronously.
 
     Right after 2,000 tasks in threads it answered the next flow with 503 (SQLite, Prefect 3.8.8).
     """
@@ -208,7 +208,7 @@ def wait_until_quiet(url: str) -> None:
 def run_row(
     row: str, given: argparse.Namespace, part: str, clock: _Clock, url: str, kind: str
 ) -> Run:
-    """Measure a row in a process of its own, or say why it was not measured."""
+    """Measure a row in a new process, or return why it was not measured."""
     spec = ROWS[row]
     found: Run = {"part": part, "row": row}
     if part == "crowd":
@@ -234,7 +234,7 @@ def run_row(
         environment=_overhead_row.MALLOC_BY_SYSTEM if part == "crowd" else None,
     )
     if not told:
-        return {**found, "problem": problem or "it told nothing", "failed": True}
+        return {**found, "problem": problem or "it sent no record", "failed": True}
     if tasks >= PACE_TASKS:
         given.pace[row] = min(told[0]["tasks_per_s"], given.pace.get(row, 1e9))
     return {**found, **told[0]}

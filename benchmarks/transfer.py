@@ -74,7 +74,7 @@ TASKS = 3
 MOST_TURNS = 5
 ENOUGH_S = 20.0
 
-#: Most seconds for which what is started ahead is waited for.
+#: Longest wait, in seconds, for pool workers and standbys to become ready.
 IDLE_S = 30.0
 
 #: Seconds that one of the three waits for the others.
@@ -141,16 +141,16 @@ class Pipe(Row):
         self._context = multiprocessing.get_context("spawn")
 
     def _start(self, body: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=body, args=(theirs, *arguments))
+        parent_end, child_end = self._context.Pipe()
+        process = self._context.Process(target=body, args=(child_end, *arguments))
         process.start()
-        theirs.close()
-        return process, ours
+        child_end.close()
+        return process, parent_end
 
     def returned(self, *arguments: Any) -> Any:
         process, connection = self._start(give_to, *arguments)
         found = connection.recv()
-        # It is ended after the value was had, as in the other rows.
+        # Wait for its end after the value has arrived, as in the other rows.
         threading.Thread(target=process.join).start()
         return found
 
@@ -217,7 +217,7 @@ def measure(
     run = run_returned if way == "returned" else run_taken
     sampler = Sampler() if sampled else None
     try:
-        # First of all what is imported and started once.
+        # Imports and one-time starts are not measured.
         run(row, 1, seed, 0.0)
         hold_s = HOLD_S if sampled else 0.0
         turns: list[list[tuple[float, float]]] = []
@@ -249,7 +249,7 @@ def measure(
 
 
 def run_returned(row: Row, count: int, seed: int, hold_s: float) -> tuple[float, float]:
-    """Give the moments of the body's return and of the value's use."""
+    """Return when the body returned and when the value was used."""
     array, returned_s = row.returned(count, seed, hold_s)
     check(touch(array), count, seed)
     ended = time.monotonic()
@@ -258,7 +258,7 @@ def run_returned(row: Row, count: int, seed: int, hold_s: float) -> tuple[float,
 
 
 def run_taken(row: Row, count: int, seed: int, hold_s: float) -> tuple[float, float]:
-    """Give the moments of the submit and of the last body's use."""
+    """Return when the tasks were submitted and when the last body had used the array."""
     import numpy as np
 
     array = np.arange(count, dtype=np.float64)
@@ -273,7 +273,7 @@ def run_taken(row: Row, count: int, seed: int, hold_s: float) -> tuple[float, fl
 
 
 def check(read: float, count: int, seed: int) -> None:
-    """See that what arrived is what was sent."""
+    """Raise `SystemExit` unless the array that arrived is the one that was sent."""
     pages = -(-count // 512)
     expected = 512.0 * (pages - 1) * pages / 2 + seed * pages
     if abs(read - expected) > 1e-9 * max(1.0, expected):
@@ -284,7 +284,7 @@ def check(read: float, count: int, seed: int) -> None:
 
 
 def settle() -> None:
-    """Wait until processes that are ending have ended: they would count as there before."""
+    """Wait until ending processes have ended; else the sample before a run includes them."""
     import psutil
 
     since, known = time.monotonic(), None
@@ -296,7 +296,7 @@ def settle() -> None:
 
 
 class Sampler:
-    """A process that looks at the memory of this one and its descendants."""
+    """A process that samples the memory of this process and its descendants."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -306,18 +306,18 @@ class Sampler:
             text=True,
         )
         assert self._process.stdout is not None
-        # It has looked once.
+        # Wait for the first sample.
         self._process.stdout.readline()
         self.pid = self._process.pid
 
     def stop(self) -> list[tuple[float, int]]:
-        """Give its looks: monotonic seconds and bytes."""
+        """Stop the process and return its samples: monotonic seconds and bytes."""
         out, _ = self._process.communicate("")
         return [(at, size) for at, size in json.loads(out)]
 
 
 def sample(pid: int) -> None:
-    """Look until standard input ends, then print all looks."""
+    """Sample until standard input ends, then print all samples."""
     import psutil
 
     over = threading.Event()
@@ -360,7 +360,7 @@ def kib_of(text: str, key: str) -> int:
 
 
 def rise(looks: list[tuple[float, int]], began: float, ended: float) -> int:
-    """Give the peak in bytes from `began` on, above the last look before it."""
+    """Return the peak in bytes from `began` on, above the last sample before it."""
     before = [size for at, size in looks if at <= began][-1]
     return max(size for at, size in looks if began <= at <= ended + HOLD_S) - before
 
@@ -434,18 +434,18 @@ def available_bytes() -> int:
 
 
 def expected_bytes(runs: list[dict[str, Any]], row: str, way: str, size: int) -> float:
-    """Say what a row will take beside what the machine has in use, going by what it took."""
+    """Return the bytes that a row is expected to need, from its earlier samples."""
     ratios = [extra(r) for r in runs if r["sampled"] and (r["row"], r["way"]) == (row, way)]
     return (1.0 + max(ratios, default=0.0)) * size
 
 
 def extra(run: dict[str, Any]) -> float:
-    """Give a run's memory beyond the array, in multiples of it."""
+    """Return the memory of a run beyond the array, in multiples of the array."""
     return float((run["full_bytes"] - run["empty_bytes"]) / run["size_bytes"])
 
 
 def seconds(run: dict[str, Any]) -> float:
-    """Give what a run's array took."""
+    """Return the seconds that the array of a run took."""
     if run["way"] == "returned":
         return float(run["full_s"])
     return float(run["full_s"] - run["empty_s"])

@@ -146,7 +146,7 @@ def train_keras(kind: str, data: dict[str, Any], epochs: int, seed: int) -> tupl
 
 
 def peak_memory(framework: str) -> str:
-    """Say the most memory used: the framework's on a GPU, else the whole process's."""
+    """Return the peak memory: of the framework on a GPU, else of the whole process."""
     if framework == "torch":
         import torch
 

@@ -134,7 +134,7 @@ def read_report(task_run_id: str) -> str:
 
 
 def section(markdown: str, title: str) -> str:
-    """Give what stands under a heading, for a terminal; empty: there is no such heading."""
+    """Return the text under a heading, for a terminal; empty if there is no such heading."""
     found = markdown.partition(f"### {title}\n\n")[2].partition("\n\n")[0]
     # Escaped for a browser: `zero\_grad`.
     return found.replace("\\", "")

@@ -1,8 +1,7 @@
 """Read the `gpu` tags of a task into a `GPUPolicy`, and build them with `gpu`.
 
-One table, `_KEYS`, holds for every tag what it means, what it accepts and how it is read. The parser, the
-error messages and `tag_table_markdown` use it. Whether a machine can satisfy a policy is not decided
-here: see `prefect_gpu.scheduling`.
+One table, `_KEYS`, holds for every tag how it is read and what it accepts. The parser and the error messages
+use it. Whether a machine can satisfy a policy is not decided here: see `prefect_gpu.scheduling`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ __all__ = [
     "gpu",
     "is_gpu_tag",
     "parse_tags",
-    "tag_table_markdown",
 ]
 
 Allocation = Literal["limit", "growth", "all"]
@@ -376,18 +374,9 @@ def gpu(
     return tags
 
 
-def tag_table_markdown() -> str:
-    """Return the README's table of tags: tag, meaning with accepted values, default."""
-    rows = ["| tag | meaning | default |", "|---|---|---|"]
-    rows.append("| `gpu` | runs in its own process on one device; any tag below implies it | |")
-    for key in _KEYS:
-        rows.append(f"| {key.example} | {key.meaning} | {key.default} |")
-    return "\n".join(rows) + "\n"
-
-
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One row of the table: a key, how it is read and how it is documented."""
+    """One row of the table: a key and how it is read. The README explains what it means."""
 
     #: As in `gpu:NAME=`; `alloc` stands for all of `alloc.KEY`.
     name: str
@@ -397,10 +386,6 @@ class _Key:
     read: Callable[[str], Any]
     #: What an error message names as accepted.
     accepted: str
-    #: Cells of the README's table, in markdown.
-    example: str
-    meaning: str
-    default: str
     #: May be given more than once in one source.
     repeats: bool = False
     #: A tag without a value, such as `gpu:exclusive`.
@@ -495,30 +480,14 @@ _KEYS = (
         "memory",
         read_memory,
         f"{SIZES_ACCEPTED}; or a percentage of each device above 0 and up to 100, as in 40%",
-        "`gpu:memory=6GiB`, `=40%`",
-        "the **budget**: bytes of the device *as NVML counts them, CUDA context included*, on each "
-        "device it gets; a percentage is of that device's total",
-        "learned; the first run has a device to itself",
     ),
-    _Key(
-        "count",
-        "count",
-        whole(1),
-        "a whole number from 1, as in gpu:count=2",
-        "`gpu:count=2`",
-        "that many devices, all or none",
-        "1",
-    ),
+    _Key("count", "count", whole(1), "a whole number from 1, as in gpu:count=2"),
     _Key(
         "device",
         "devices",
         read_devices,
         "indices among the runner's devices or UUID prefixes, with commas, as in gpu:device=0,2 or "
         "gpu:device=GPU-1a2b",
-        "`gpu:device=0,2` or a UUID prefix",
-        "only these devices: the first that fits, or, with `count`, these in this order. Indices "
-        "count within the runner's devices",
-        "any",
     ),
     _Key(
         "framework",
@@ -526,103 +495,23 @@ _KEYS = (
         read_share,
         f"{', '.join(FRAMEWORKS[:-1])} or none, with a share of the budget if several split it, as "
         "in torch:70%",
-        "`gpu:framework=torch` (also `tensorflow`, `jax`, `cupy`, `onnxruntime`, `none`)",
-        "which adapters apply the policy; may repeat, and `torch:70%` splits a shared budget",
-        "those the task imports",
         repeats=True,
     ),
-    _Key(
-        "allocation",
-        "allocation",
-        word("limit", "growth", "all"),
-        "limit, growth or all",
-        "`gpu:allocation=limit`, `growth` or `all`",
-        "`limit`: cap the framework at the budget; `growth`: grow on demand without a cap, the budget "
-        "is then a reservation only; `all`: the framework takes its whole budget at start",
-        "`limit` with a budget, `growth` without one or with `gpu:caching=off`",
-    ),
-    _Key(
-        "alloc",
-        "allocator_options",
-        lambda text: text,  # each option has its own, in `ALLOCATOR_OPTIONS`
-        ", ".join(ALLOCATOR_OPTIONS),
-        "`gpu:alloc.KEY=VALUE`",
-        "a PyTorch allocator option: " + ", ".join(f"`{name}`" for name in ALLOCATOR_OPTIONS),
-        "PyTorch's own",
-    ),
-    _Key(
-        "caching",
-        "caching",
-        lambda text: word("on", "off")(text) == "on",
-        "on or off",
-        "`gpu:caching=off`",
-        "`PYTORCH_NO_CUDA_MEMORY_CACHING=1`, for memory checkers. It disables torch's cap: with "
-        "`limit` or `all` a contradiction",
-        "`on`",
-    ),
-    _Key(
-        "exclusive",
-        "exclusive",
-        lambda _: True,
-        "gpu:exclusive",
-        "`gpu:exclusive`",
-        "no other GPU task of these runners on its devices",
-        "shared",
-        bare=True,
-    ),
-    _Key(
-        "oom",
-        "oom",
-        word("escalate", "fail"),
-        "escalate or fail",
-        "`gpu:oom=escalate` or `fail`",
-        "after an out-of-memory error: run the body again in a fresh process with more memory, or fail",
-        "`escalate`",
-    ),
-    _Key(
-        "enforce",
-        "enforce",
-        word("warn", "kill"),
-        "warn or kill",
-        "`gpu:enforce=kill` or `warn`",
-        "what happens when the process as a whole uses more than its budget (NVML)",
-        "`warn`",
-    ),
-    _Key(
-        "priority",
-        "priority",
-        whole(),
-        "a whole number, as in gpu:priority=5",
-        "`gpu:priority=5`",
-        "higher starts first among tasks that are ready",
-        "0",
-    ),
-    _Key(
-        "wait",
-        "wait_s",
-        read_wait,
-        DURATIONS_ACCEPTED,
-        "`gpu:wait=10m`",
-        "fail if the task got no device after this long",
-        "no limit",
-    ),
-    _Key(
-        "cpus",
-        "cpus",
-        whole(1),
-        "a whole number from 1, as in gpu:cpus=4",
-        "`gpu:cpus=4`",
-        "CPU threads the frameworks may start",
-        "cores ÷ processes running, at least 1",
-    ),
+    _Key("allocation", "allocation", word("limit", "growth", "all"), "limit, growth or all"),
+    # Each option of the allocator has its own function and text, in `ALLOCATOR_OPTIONS`.
+    _Key("alloc", "allocator_options", str, ", ".join(ALLOCATOR_OPTIONS)),
+    _Key("caching", "caching", lambda text: word("on", "off")(text) == "on", "on or off"),
+    _Key("exclusive", "exclusive", lambda _: True, "gpu:exclusive", bare=True),
+    _Key("oom", "oom", word("escalate", "fail"), "escalate or fail"),
+    _Key("enforce", "enforce", word("warn", "kill"), "warn or kill"),
+    _Key("priority", "priority", whole(), "a whole number, as in gpu:priority=5"),
+    _Key("wait", "wait_s", read_wait, DURATIONS_ACCEPTED),
+    _Key("cpus", "cpus", whole(1), "a whole number from 1, as in gpu:cpus=4"),
     _Key(
         "learn_by",
         "learn_by",
         read_parameter,
         "a parameter's name, as in gpu:learn_by=batch_size",
-        "`gpu:learn_by=batch_size`",
-        "parameters; each combination of their values has a history of its own; may repeat",
-        "none",
         repeats=True,
     ),
 )

@@ -82,6 +82,16 @@ class ProcessResources:
 PROCESS_RESOURCES = ProcessResources()
 
 
+def read_status(pid: int | str, name: str) -> str:
+    """Return a field of `/proc/PID/status`, as in "12 kB"; empty: the system does not show it (macOS)."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            lines = (line.partition(":") for line in file)
+            return next((value.strip() for key, _, value in lines if key == name), "")
+    except OSError:
+        return ""
+
+
 def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread:
     """Start a thread and return it.
 

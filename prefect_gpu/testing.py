@@ -37,8 +37,6 @@ class _Tally:
         self._live: dict[str, int] = {}
         self._peak: dict[str, int] = {}
         self._retries = 0
-        #: Device that refused an allocation last. Empty: none did.
-        self.refused_uuid = ""
 
     def count(self, device_uuid: str, change_bytes: int) -> None:
         with self._lock:
@@ -67,11 +65,6 @@ def tally() -> Counters | None:
     The child uses it as the counters of a framework.
     """
     return _tally.counters()
-
-
-def refused_uuid() -> str:
-    """Return the simulated device that refused an allocation last, or an empty text. For the child."""
-    return _tally.refused_uuid
 
 
 def note_allocation_retry() -> None:
@@ -143,8 +136,8 @@ def allocate(size: str | int, device: int = 0) -> SimulatedAllocation:
         allocation_id = channel.ask(
             "simulated_allocate", device_uuid=device_uuid, size_bytes=size_bytes
         )
-    except SimulatedOutOfMemoryError:
-        _tally.refused_uuid = device_uuid
+    except SimulatedOutOfMemoryError as error:
+        error.device_uuid = device_uuid
         raise
     _tally.count(device_uuid, size_bytes)
     return SimulatedAllocation(allocation_id, size_bytes, device_uuid)

@@ -104,14 +104,16 @@ class Broker:
             raise DeviceError("there is no device to run GPU tasks on")
         self.kind: DeviceKind = reader.kind
         self._ledger = ledger
-        self._max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
+        #: Most processes at a time.
+        self.max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
         self._held_by_parent = held_by_parent
         self._clock = clock or RealClock()
         #: Guards all below. Functions of others (a ticket's callbacks, and a release, which calls the
         #: ledger's watchers) are not called under it but put into `_calls`.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        #: Whether `close` was called.
+        self.closed = False
         #: Something has changed that may let a request start.
         self._dirty = False
         #: Readings that the thread has not taken in.
@@ -153,15 +155,10 @@ class Broker:
         return len(self._placed)
 
     @property
-    def max_processes(self) -> int:
-        """Most processes at a time."""
-        return self._max_processes
-
-    @property
     def host_promised_bytes(self) -> int:
         """Bytes of the machine's memory reserved for processes that have not taken them yet."""
         with self._changed:
-            return self._host_reserved_bytes()
+            return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
 
     @property
     def wants_host_memory(self) -> bool:
@@ -173,13 +170,8 @@ class Broker:
             if self.kind == "host":
                 # There every request does; while others run, their end may be all that it waits for.
                 return not self._placed
-            left = reading.host_available_bytes - self._host_reserved_bytes()
+            left = reading.host_available_bytes - self.host_promised_bytes
             return self._waiting.wants_host_bytes(left)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def submit(
         self,
@@ -218,15 +210,16 @@ class Broker:
                 priority=priority,
                 host_bytes=host_bytes,
                 expected_s=expected_s,
-            )
+            ),
+            standby,
         )
         with self._changed:
-            if self._closed:
+            if self.closed:
                 ticket.decide()
                 return ticket
             self._start()
             self._sampler.set_active(True)
-            self._waiting.add(ticket, standby)
+            self._waiting.add(ticket)
             self._wake()
         return ticket
 
@@ -317,23 +310,11 @@ class Broker:
             ticket.pid = pid
         self._ledger.attach(ticket.request.id, pid)
 
-    def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
-        """Return the devices that a task may use; all, where it names some that are not there."""
-        return self._view.eligible(names)
+    def capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
+        """Return the bytes that could ever be reserved on each device that a task may use.
 
-    def capacity_bytes(self, names: tuple[str, ...], count: int = 1) -> int:
-        """Return the bytes that could ever be reserved on each of `count` devices that a task may use."""
-        sizes = sorted(self._capacities(names).values(), reverse=True)
-        return sizes[min(count, len(sizes)) - 1]
-
-    def model_capacities(self, names: tuple[str, ...]) -> dict[str, int]:
-        """Return the bytes that could ever be reserved on the largest device of each model."""
-        found: dict[str, int] = {}
-        for device, size in self._capacities(names).items():
-            found[device.name] = max(found.get(device.name, 0), size)
-        return found
-
-    def _capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
+        That is each device, where it names some that are not there.
+        """
         with self._changed:
             return self._view.capacities(names)
 
@@ -352,15 +333,8 @@ class Broker:
         with self._changed:
             self._wait_for_reading(asked_s, patience_s)
             before = ticket.foreign_before
-            return max(
-                0,
-                0,
-                *(
-                    state.foreign_bytes - before[state.device.key]
-                    for state in self._states()
-                    if state.device.key in before
-                ),
-            )
+            now = {state.device.key: state.foreign_bytes for state in self._states()}
+            return max(0, 0, *(now.get(key, 0) - was for key, was in before.items()))
 
     def refresh(self) -> None:
         """Ask for a reading of the devices now."""
@@ -379,7 +353,7 @@ class Broker:
             self._call_later(self._hot.leave(ticket))
             ticket.ended_s = self._clock.now()
             ticket.ended_pid, ticket.pid = ticket.pid, None
-            if not self._closed:
+            if not self.closed:
                 if ticket.ended_pid is None:
                     # No process ever came: no memory is missing.
                     self._calls.append(partial(self._release, ticket, 0))
@@ -413,7 +387,7 @@ class Broker:
         standby = HotStandby(standby_id, kind, pid, give_up)
         with self._changed:
             reading = self._fresh_reading(patience_s)
-            if reading is None or self._closed:
+            if reading is None or self.closed:
                 return None
             view = self._ledger.view()
             states = self._states(view)
@@ -430,8 +404,8 @@ class Broker:
     def end_standby(self, standby_id: str) -> None:
         """Note that the process of a hot standby is gone; without effect where a task has it."""
         with self._changed:
-            release = self._hot.end(standby_id, self._closed)
-            if not self._closed:
+            release = self._hot.end(standby_id, self.closed)
+            if not self.closed:
                 self._call_later(release)
                 self._wake()
                 return
@@ -453,7 +427,7 @@ class Broker:
     def close(self) -> None:
         """Stop the threads. Waiting requests are withdrawn, and memory is waited for no longer."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             thread = self._thread
             standbys = self._hot.without_task
             self._changed.notify_all()
@@ -502,20 +476,17 @@ class Broker:
         """Return what each device has free at the last reading, less the reservations (`None`: those of now)."""
         return self._view.states(view or self._ledger.view(), self._placed, self._others())
 
-    def _host_reserved_bytes(self) -> int:
-        return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
-
     def _host_state(self, reading: Reading) -> HostState:
         return HostState(
             available_bytes=reading.host_available_bytes,
-            reserved_bytes=self._host_reserved_bytes(),
+            reserved_bytes=self.host_promised_bytes,
             processes=len(self._placed),
-            max_processes=self._max_processes,
+            max_processes=self.max_processes,
         )
 
     def _fresh_reading(self, patience_s: float) -> Reading | None:
         """Wait for a reading to decide on; `None`: none came, or it failed."""
-        if self._closed:
+        if self.closed:
             return None
         asked_s = self._clock.now()
         try:
@@ -534,7 +505,7 @@ class Broker:
         """Wait for a reading that began after it was asked for; return whether one came in time."""
         while (reading := self._view.reading) is None or reading.at_s < asked_s:
             left_s = asked_s + patience_s - self._clock.now()
-            if left_s <= 0 or self._closed:
+            if left_s <= 0 or self.closed:
                 return False
             self._clock.wait(self._changed, left_s)
         return True
@@ -545,7 +516,7 @@ class Broker:
         while True:
             with self._changed:
                 self._wait_for_work()
-                closed = self._closed
+                closed = self.closed
                 self._attempt(self._shut_down if closed else self._take_readings)
             # Reservations whose memory is back are released first, all that came together: so they are
             # one scheduling pass.
@@ -557,7 +528,7 @@ class Broker:
             self._make_calls()
 
     def _wait_for_work(self) -> None:
-        while not (self._arrived or self._dirty or self._closed):
+        while not (self._arrived or self._dirty or self.closed):
             left_s: float | None = None
             poll_s = self._recovery.poll_s
             if poll_s is not None:
@@ -628,7 +599,7 @@ class Broker:
     def _schedule(self) -> None:
         """Make one scheduling pass, and carry out what it decides."""
         self._dirty = False
-        if not self._closed and self._waiting:
+        if not self.closed and self._waiting:
             reading = self._view.reading
             if reading is None or not self._view.fresh:
                 if not self._wants_reading:

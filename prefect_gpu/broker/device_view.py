@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
+from operator import is_not
 
 from prefect_gpu.broker.ledger import LedgerView
 from prefect_gpu.broker.waiting_list import Ticket
@@ -206,8 +208,6 @@ def _ownerless(reading: Reading, key: DeviceKey) -> int | None:
     return None if snapshot is None else ownerless_bytes(snapshot)
 
 
-logger = logging.getLogger(__name__)
-
 #: A reading that came longer ago than this (seconds) is not decided on; a new one is asked for first.
 FRESH_S = 0.5
 
@@ -241,15 +241,16 @@ class DeviceView:
         self._clock = clock
         #: The last one; `None`: none has come.
         self.reading: Reading | None = None
-        #: Its snapshots, and the device of each.
-        self._snapshots: Sequence[tuple[DeviceKey, DeviceSnapshot]] = ()
+        #: The devices of its snapshots.
+        self._keys: Sequence[DeviceKey] = ()
         #: Monotonic seconds when it came. Its own time is when it began, and a driver may be slow.
         self._came_s = 0.0
-        #: By device: the reservations that its state was computed for, the bytes that each request's process
-        #: holds, and the state. It is dropped with the reading.
-        self._known: dict[
-            DeviceKey, tuple[tuple[Reservation, ...], Mapping[str, int], DeviceState]
-        ] = {}
+        #: By device: the bytes that each request's process holds.
+        self._measured: dict[DeviceKey, Mapping[str, int]] = {}
+        #: The states of the devices, and the reservations on each that they were computed for (`None`: it is
+        #: not computed for this reading).
+        self._states: list[DeviceState] = []
+        self._computed_for: Sequence[tuple[Reservation, ...] | None] = ()
         #: Devices that do not work, and why.
         self._set_aside: dict[DeviceKey, str] = {}
         self._context_told = False
@@ -258,8 +259,9 @@ class DeviceView:
         """Use a new reading from now on."""
         self.reading = reading
         self._came_s = self._clock.now()
-        self._snapshots = [(snapshot.device.key, snapshot) for snapshot in reading.snapshots]
-        self._known.clear()
+        self._keys = [snapshot.device.key for snapshot in reading.snapshots]
+        self._states = [DeviceState(snapshot, 0, 0, 0) for snapshot in reading.snapshots]
+        self._computed_for = [None] * len(self._keys)
 
     @property
     def fresh(self) -> bool:
@@ -277,24 +279,21 @@ class DeviceView:
             return f"the devices to answer ({why})"
         return ""
 
-    def eligible(self, names: tuple[str, ...]) -> tuple[Device, ...]:
-        """Return the devices that a task may use; all, where it names some that are not there."""
-        states = [DeviceState(DeviceSnapshot(device, 0.0, 0), 0, 0, 0) for device in self._devices]
-        try:
-            chosen = select_devices(Request("", "", 0, 0.0, devices=names), states)
-        except PlacementError:
-            # The request for a placement is refused for it.
-            return self._devices
-        return tuple(state.device for state in chosen)
-
     def capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
-        """Return the bytes that could ever be reserved on each device that a task may use."""
+        """Return the bytes that could ever be reserved on each device that a task may use.
+
+        That is each device, where it names some that are not there.
+        """
         reading = self.reading
         known = {} if reading is None else {s.device.key: s.usable_bytes for s in reading.snapshots}
-        return {
-            d: max(0, known.get(d.key, d.total_bytes) - self._headroom_bytes)
-            for d in self.eligible(names)
-        }
+        states = [DeviceState(DeviceSnapshot(device, 0.0, 0), 0, 0, 0) for device in self._devices]
+        try:
+            states = select_devices(Request("", "", 0, 0.0, devices=names), states)
+        except PlacementError:
+            # The request for a placement is refused for it.
+            pass
+        devices = [state.device for state in states]
+        return {d: max(0, known.get(d.key, d.total_bytes) - self._headroom_bytes) for d in devices}
 
     def states(
         self, view: LedgerView, tickets: Mapping[str, Ticket], others: Iterable[Ticket] = ()
@@ -311,25 +310,21 @@ class DeviceView:
         reading = self.reading
         if reading is None or reading.error:
             return []
+        held = [view.by_device.get(key, ()) for key in self._keys]
         other = {ticket.request.id: ticket for ticket in others}
-        states: list[DeviceState] = []
-        for key, snapshot in self._snapshots:
-            reservations = view.by_device.get(key, ())
-            known = self._known.get(key)
-            if known is None or known[0] is not reservations:
-                parents = [r for r in self._held_by_parent if r.device_key == key]
-                measured = _measure(snapshot, view, tickets, other, parents)
-                state = device_state(
-                    snapshot, (*reservations, *parents), measured, self._headroom_bytes
-                )
-                known = self._known[key] = reservations, measured, state
-            states.append(known[2])
-        return states
+        for at in compress(range(len(held)), map(is_not, held, self._computed_for)):
+            key, snapshot = self._keys[at], reading.snapshots[at]
+            parents = [r for r in self._held_by_parent if r.device_key == key]
+            self._measured[key] = measured = _measure(snapshot, view, tickets, other, parents)
+            self._states[at] = device_state(
+                snapshot, (*held[at], *parents), measured, self._headroom_bytes
+            )
+        self._computed_for = held
+        return list(self._states)
 
     def measured_bytes(self, request_id: str, device: Device) -> int:
         """Return what a request's process holds of a device, as `states` has last found."""
-        known = self._known.get(device.key)
-        return 0 if known is None else known[1].get(request_id, 0)
+        return self._measured.get(device.key, {}).get(request_id, 0)
 
     def warn(self, reading: Reading) -> None:
         """Log what is odd in a reading, each thing once."""

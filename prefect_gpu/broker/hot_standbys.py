@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
 
 from prefect_gpu.broker.device_view import RecoveryWatch
@@ -35,19 +34,6 @@ from prefect_gpu.scheduling.standbys import choose_device
 Call = Callable[[], object] | None
 
 
-class HotStage(Enum):
-    """How far a hot standby is between its reservation and the end of its process."""
-
-    #: Its memory is reserved. The process has not used the device.
-    LENT = auto()
-    #: A task may take it. The process starts its framework, or has.
-    OFFERED = auto()
-    #: A task has it. Its memory is part of the task's reservation.
-    TAKEN = auto()
-    #: It was asked to end. It holds its memory until then.
-    ENDING = auto()
-
-
 @dataclass(eq=False)
 class HotStandby:
     """One hot standby."""
@@ -59,14 +45,15 @@ class HotStandby:
     pid: int
     #: Ends its process. Called without the broker's lock.
     give_up: Callable[[], object]
-    stage: HotStage = HotStage.LENT
-    #: The process was told to start its framework, so it may hold memory of the device.
+    #: The process was told to start its framework, so a task may take it, and it may hold memory of the device.
     started: bool = False
+    #: It was asked to end. It holds its memory until then.
+    ending: bool = False
     #: Its place in the ledger, and the memory that is waited for after its end.
     ticket: Ticket = field(init=False)
     #: What the reader of its device keeps of it.
     memory: ProcessMemory = field(init=False)
-    #: The request that has taken it; `None`: none has.
+    #: The request that has taken it, of whose reservation its memory is then a part; `None`: none has.
     taken_by: Ticket | None = None
 
     @property
@@ -109,12 +96,12 @@ class HotStandbys:
     @property
     def without_task(self) -> tuple[HotStandby, ...]:
         """All whose reservation is their own."""
-        return tuple(s for s in self._standbys.values() if s.stage is not HotStage.TAKEN)
+        return tuple(s for s in self._standbys.values() if s.taken_by is None)
 
     @property
     def offers(self) -> Mapping[str, Hashable]:
         """The kind of each that a task may take, by id."""
-        return {s.id: s.kind for s in self._standbys.values() if s.stage is HotStage.OFFERED}
+        return {s.id: s.kind for s in self.without_task if s.started and not s.ending}
 
     def lend(
         self,
@@ -163,8 +150,6 @@ class HotStandbys:
             return
         standby.started = True
         standby.memory.attach(standby.pid)
-        if standby.stage is HotStage.LENT:
-            standby.stage = HotStage.OFFERED
         # Where the device lists no processes, it is taken to hold this.
         assert standby.ticket.placement is not None
         standby.ticket.stand_in_bytes = standby.ticket.placement.budget_bytes[0]
@@ -172,7 +157,7 @@ class HotStandbys:
     def hand_over(self, standby_id: str, ticket: Ticket) -> None:
         """Assign one to a request whose reservation replaces the standby's."""
         standby = self._standbys[standby_id]
-        standby.stage, standby.taken_by = HotStage.TAKEN, ticket
+        standby.taken_by = ticket
         ticket.standby_id = standby_id
         ticket.pid = standby.pid
         ticket.stand_in_bytes = standby.ticket.stand_in_bytes
@@ -194,16 +179,15 @@ class HotStandbys:
             return None
         # Its reservation is the request's. What it holds until it is gone counts as ours all the same.
         self._take_back(standby)
-        standby.stage = HotStage.ENDING
+        standby.ending = True
         return standby.give_up
 
     def reclaim(self, standby_id: str) -> Call:
         """Take one back from its process, because another needs the memory."""
         standby = self._standbys.get(standby_id)
-        if standby is None or standby.stage not in (HotStage.LENT, HotStage.OFFERED):
-            # A task has it, or it is ending already.
+        if standby is None or standby.taken_by is not None or standby.ending:
             return None
-        standby.stage = HotStage.ENDING
+        standby.ending = True
         return standby.give_up
 
     def end(self, standby_id: str, closed: bool) -> Call:

@@ -31,6 +31,8 @@ class Ticket:
     """One request, from its submission until its memory is back. Made by `Broker.submit`."""
 
     request: Request
+    #: Kind of the hot standbys that suit it; `None`: none does.
+    kind: Hashable = None
     #: Notified when it is decided.
     changed: threading.Condition = field(default_factory=threading.Condition)
     #: It was placed, refused or withdrawn.
@@ -142,26 +144,19 @@ class WaitingList:
         self._queue = RequestQueue()
         #: Those of the queue, by request id.
         self._tickets: dict[str, Ticket] = {}
-        #: By request id: the kind of hot standby that suits it. One that is missing takes none.
-        self._kinds: dict[str, Hashable] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tickets)
 
-    def add(self, ticket: Ticket, kind: Hashable = None) -> None:
-        """Add a request; `kind` is that of the hot standbys that suit it, `None`: none does."""
-        request = ticket.request
-        self._queue.add(request)
-        self._tickets[request.id] = ticket
-        if kind is not None:
-            self._kinds[request.id] = kind
+    def add(self, ticket: Ticket) -> None:
+        """Add a request."""
+        self._queue.add(ticket.request)
+        self._tickets[ticket.request.id] = ticket
 
     def remove(self, ticket: Ticket) -> bool:
         """Remove a request; return whether it was there."""
-        request = ticket.request
-        self._kinds.pop(request.id, None)
-        self._queue.remove(request)
-        return self._tickets.pop(request.id, None) is not None
+        self._tickets.pop(ticket.request.id, None)
+        return self._queue.remove(ticket.request)
 
     def clear(self) -> Sequence[Ticket]:
         """Remove all requests and return them."""
@@ -206,17 +201,19 @@ class WaitingList:
             host: The machine's own memory and processes.
             offers: Hot standbys that a task of their kind may take, and the kind, in order of preference.
         """
-        decisions = decide(
-            self._queue,
-            Board(states, self._style, self._max_tasks_per_device, self._held_by_parent),
-            host,
-            self._patience,
-            self._clock.now(),
+        board = Board(
+            states,
+            self._style,
+            self._max_tasks_per_device,
+            self._held_by_parent,
+            self._queue.least_bytes,
         )
+        decisions = decide(self._queue, board, host, self._patience, self._clock.now())
         made = [(request, placement, "") for request, placement in decisions.placements]
         given_up: Sequence[str] = ()
         if any(state.standbys for state in states):
-            settled = settle(decisions.placements, states, offers, self._kinds)
+            kinds = {r.id: self._tickets[r.id].kind for r, _ in decisions.placements}
+            settled = settle(decisions.placements, states, offers, kinds)
             made, given_up = list(settled.made), settled.given_up
             if offers and not given_up:
                 given_up = self._in_the_way(decisions, states, host)

@@ -93,8 +93,6 @@ def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: in
         if numpy is not None:
             numpy.random.seed()
         main(channel, forked=True)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
         code = 1

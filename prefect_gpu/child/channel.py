@@ -16,13 +16,7 @@ from prefect_gpu.errors import ProtocolError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes import messages, transport
 from prefect_gpu.processes.messages import Answered, Asked, Message
-from prefect_gpu.processes.transport import (
-    Frame,
-    FrameReader,
-    FrameTransport,
-    PackedValue,
-    ReceivedValue,
-)
+from prefect_gpu.processes.transport import Frame, FrameReader, PackedValue, ReceivedValue
 
 
 class Channel:
@@ -82,8 +76,7 @@ class Channel:
             except ProtocolError:
                 # Its files cannot be passed now, and none of it was sent; the parent waits for a value.
                 contents = value.open()
-                stream = memoryview(contents.stream)
-                header, body = FrameTransport().pack([stream], contents.buffers).frame
+                header, body = transport.pack([contents.stream], contents.buffers, None).frame
                 sent = 0
             self._socket.sendall(header[sent:])
             self._socket.sendall(body)

@@ -12,27 +12,15 @@ import _io
 import atexit
 import contextlib
 import gc
-import importlib
 import os
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Iterable
-from itertools import compress
 from typing import Any, NoReturn
 
 from prefect_gpu.frameworks import registry
-
-
-def import_frozen(libraries: Iterable[str]) -> None:
-    """Import modules that are not the user's, and freeze what they made, so that the end leaves it as it is.
-
-    Finalising it would keep the device's memory taken.
-    """
-    for library in libraries:
-        importlib.import_module(library)
-    gc.freeze()
 
 
 def run_exit_functions() -> None:
@@ -94,10 +82,8 @@ def write_open_files() -> list[weakref.ref[Any]]:
     Returns:
         References to these files. Frozen files (`gc.freeze`), which are libraries', are not among them.
     """
-    found = gc.get_objects()
-    # Half a million objects with a framework: searched without a line of Python for each.
-    is_file = map(_file_types().__contains__, map(id, map(type, found)))
-    files = list(compress(found, is_file))
+    # By the type: `__class__` of an object may run its code.
+    files = [found for found in gc.get_objects() if issubclass(type(found), _io._IOBase)]
     _write(files)
     return [weakref.ref(file) for file in files]
 
@@ -119,14 +105,3 @@ def _release_users_modules() -> dict[str, Any]:
             # As Python does in the end: an import of it now fails, and does not run it again.
             sys.modules[name] = None  # type: ignore[assignment]
     return held
-
-
-def _file_types() -> set[int]:
-    """Return the `id` of every class of files: a class need not be hashable."""
-    known, waiting = set(), [_io._IOBase]
-    while waiting:
-        kind = waiting.pop()
-        if id(kind) not in known:
-            known.add(id(kind))
-            waiting += type.__subclasses__(kind)
-    return known

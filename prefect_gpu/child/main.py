@@ -9,26 +9,26 @@ to the parent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import importlib
 import inspect
 import os
-import pickle
 import sys
 import traceback
-from collections.abc import AsyncIterator
 from typing import Any
 
 from prefect_gpu import in_task
 from prefect_gpu.child import exit as process_exit
 from prefect_gpu.child import warm_up
-from prefect_gpu.child.channel import Channel, set_current_channel
-from prefect_gpu.child.readings import LiveSampler, Readings
-from prefect_gpu.child.recorder import Recorder
+from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
+from prefect_gpu.child.readings import Readings
+from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.child.shortage import find_shortage
-from prefect_gpu.errors import ProtocolError, ResultError
+from prefect_gpu.errors import ProtocolError
 from prefect_gpu.frameworks import context, hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
-from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import UNSUITED_CODE
 from prefect_gpu.processes.messages import (
@@ -41,7 +41,6 @@ from prefect_gpu.processes.messages import (
     Prepare,
     Warmed,
 )
-from prefect_gpu.processes.transport import ReceivedValue
 
 
 def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -> None:
@@ -65,10 +64,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
         set_current_channel(channel)
         in_task.set_current_allocation(prepare.allocation)
         channel.send(Accepted())
-        if prepare.work == "calibrate":
-            _calibrate(channel, prepare)
-        else:
-            _run(channel, prepare, made_for_it=not forked and warm is None)
+        _run(channel, prepare, made_for_it=not forked and warm is None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone. The guardian ends the rest.
         os._exit(1)
@@ -97,46 +93,34 @@ def _report(channel: Channel, done: Warmed | Heated) -> None:
         os._exit(0)
 
 
-def _calibrate(channel: Channel, prepare: Prepare) -> None:
-    channel.receive_value()
-    channel.send(BodyStarted())
-    try:
-        hooks.install(registry.adapters_for(prepare.policy), prepare.policy)
-        reserved = context.run_calibration(prepare.framework)
-    except BaseException as error:
-        data = values.dump_exception(error)
-        channel.send_with_value(BodyEnded(raised=True, traceback=traceback.format_exc()), data)
-        return
-    data = values.dumps(reserved, "return value", "result")
-    channel.send_with_value(BodyEnded(raised=False), data)
-    # The parent reads the device while this process still holds it, then closes the channel.
-    try:
-        channel.receive()
-    except EOFError:
-        return
-
-
 def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
     adapters = registry.adapters_for(prepare.policy)
     readings = Readings(prepare.policy, adapters)
-    recorder = _install_recorder(readings)
+    recorder = Recorder(readings)
+    in_task.set_current_recorder(recorder)
     sampler = LiveSampler(channel, recorder, prepare.counters_interval_s)
     shortage: OutOfMemory | None = None
-    raised: BaseException | None = None
-    result: Any = None
-    text = ""
+    raised, text = False, ""
     try:
         hooks.install(adapters, prepare.policy)
-        if prepare.late is not None and prepare.late.hot:
-            warm_up.apply_to_started(prepare.late.hot, prepare.policy)
+        hot = registry.ADAPTERS.get(prepare.late.hot) if prepare.late is not None else None
+        if hot is not None:
+            # As far as its import has not done so: it was started before the policy was known.
+            hot.apply_hot(prepare.policy)
         if made_for_it:
-            process_exit.import_frozen(prepare.libraries)
+            for library in prepare.libraries:
+                importlib.import_module(library)
+            # The end leaves as it is what is not the user's: finalising it keeps the device's memory taken.
+            gc.freeze()
         # No name for the value: its memory is freed as soon as it is read.
-        call = _load_call(channel.receive_value())
+        call = values.load_call(channel.receive_value())
         with _surroundings(call, channel):
             sampler.start()
-            _collect_garbage_again()
+            # The bootstrap switched it off for the imports. The first pass visits every object that they
+            # made (0.1 s with PyTorch): not in the body's time.
+            gc.collect(0)
+            gc.enable()
             channel.send(BodyStarted())
             recorder.begin()
             try:
@@ -148,76 +132,23 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
             finally:
                 sampler.stop()
             recorder.finish()
+        in_task.set_current_recorder(None)
+        data = values.dumps(result, "return value", "result", reducers)
     except BaseException as error:
-        raised = error
-        text = _format_traceback(error)
-        # An error while the call was read, or a framework was set up for it, counts as well.
+        in_task.set_current_recorder(None)
+        raised, text = True, _format_traceback(error)
+        # An error while the call was read, a framework was set up for it, or its result was copied to
+        # the host, counts as well.
         shortage = shortage or find_shortage(error, adapters, readings)
-    in_task.set_current_recorder(None)
-    if raised is None:
-        try:
-            data = values.dumps(result, "return value", "result", reducers)
-        except BaseException as error:
-            raised = error
-            text = _format_traceback(error)
-    if raised is not None:
-        data = values.dump_exception(raised, reducers)
-    counters, frameworks, steps, marks = sampler.last()
-    channel.send_with_value(
-        BodyEnded(
-            raised is not None,
-            shortage,
-            text,
-            counters,
-            frameworks,
-            _host_peak_bytes(),
-            steps,
-            marks,
-        ),
-        data,
-    )
-
-
-def _install_recorder(readings: Readings) -> Recorder:
-    """Make `phase`, `mark` and `step` record; in a fork (a worker of a data loader) they do not."""
-    recorder = Recorder(readings)
-    in_task.set_current_recorder(recorder)
-    PROCESS_RESOURCES.after_fork(recorder, _forget_recorder)
-    return recorder
-
-
-def _forget_recorder(recorder: Recorder) -> None:
-    in_task.set_current_recorder(None)
-    recorder.renew_lock()
+        data = values.dump_exception(error, reducers)
+    ended = BodyEnded(raised, shortage, text, *sampler.last(), _host_peak_bytes())
+    channel.send_with_value(ended, data)
 
 
 def _host_peak_bytes() -> int:
     """Return the largest resident set of this process so far; 0: unknown."""
     # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
-
-
-def _collect_garbage_again() -> None:
-    """Undo what the bootstrap did for the imports."""
-    # The first pass visits every object that they made (0.1 s with PyTorch): not in the body's time.
-    gc.collect(0)
-    gc.enable()
-
-
-def _load_call(value: ReceivedValue) -> Call:
-    try:
-        return values.load_call(value)
-    except (ImportError, AttributeError, pickle.UnpicklingError) as error:
-        raise ResultError(
-            "call", "it", "function or argument that the child cannot import", str(error)
-        ) from error
+    return int(read_status("self", "VmHWM").removesuffix(" kB") or 0) * 1024
 
 
 def run_body(call: Call) -> Any:
@@ -228,28 +159,39 @@ def run_body(call: Call) -> Any:
         it yields, as Prefect returns it for a submitted task.
     """
     result = call.function(*call.args, **call.kwargs)
-    if inspect.isawaitable(result):
-        return asyncio.run(_await(result))
-    if inspect.isasyncgen(result):
-        return asyncio.run(_collect(result))
+    if inspect.isawaitable(result) or inspect.isasyncgen(result):
+        return asyncio.run(_finish(result))
     if inspect.isgenerator(result):
         return list(result)
     return result
 
 
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
+async def _finish(result: Any) -> Any:
+    if inspect.isasyncgen(result):
+        return [item async for item in result]
+    return await result
 
 
-async def _collect(items: AsyncIterator[Any]) -> list[Any]:
-    return [item async for item in items]
+def calibrate(framework: str) -> None:
+    """Use a framework on its device, in place of a body, and hold what it takes there.
+
+    The parent reads the device and ends this process: it never answers.
+
+    Args:
+        framework: As in `gpu:framework=`.
+
+    Raises:
+        FrameworkError: There is no such framework here, or it failed on the device.
+    """
+    reserved_bytes = context.run_calibration(framework)
+    channel = current_channel()
+    assert channel is not None
+    channel.ask("calibrated", reserved_bytes=reserved_bytes)
 
 
-def _surroundings(call: Call, channel: Channel) -> Any:
+def _surroundings(call: Call, channel: Channel) -> contextlib.AbstractContextManager[None]:
     # Imported late: a calibration, or a call without Prefect, need not take a second to import it.
     if call.context is None:
-        import contextlib
-
         return contextlib.nullcontext()
     from prefect_gpu.child import prefect_context
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from prefect._internal.plugins.collections import load_prefect_collections
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.context import (
-    hydrated_context,
-)
-from prefect.events import Event
+from prefect.context import hydrated_context
 from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
 from prefect.logging.handlers import set_api_log_sink
 from prefect.logging.loggers import patch_print
@@ -26,20 +24,9 @@ from prefect.logging.loggers import patch_print
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
 
 
-class _EventQueue:
-    """The queue on which Prefect's forwarding client puts events; it sends them to the parent.
-
-    The client itself must be Prefect's own class: `emit_event` drops events of classes that it does
-    not know.
-    """
-
-    def __init__(self, send: Callable[[Any], None]) -> None:
-        self._send = send
-
-    def put(self, item: tuple[str, Event]) -> None:
-        """Send an event to the parent."""
-        _, event = item
-        self._send(EventEmitted(event.model_dump_json()))
+def event_queue(send: Callable[[Any], None]) -> Any:
+    """Return the queue on which Prefect's forwarding client puts events: it sends them to the parent."""
+    return types.SimpleNamespace(put=lambda item: send(EventEmitted(item[1].model_dump_json())))
 
 
 @contextlib.contextmanager
@@ -53,9 +40,11 @@ def child_context(
         log_prints: Prints go to the run's log.
         send: Sends a message to the parent.
     """
-    set_api_log_sink(lambda log: send(LogEmitted(_as_json(log))))
+    # As JSON: ids and times of Prefect's own types would have to be imported to be unpickled.
+    set_api_log_sink(lambda log: send(LogEmitted(json.loads(json.dumps(log, default=str)))))
+    # The client must be Prefect's own class: `emit_event` drops events of classes that it does not know.
     EventsWorker.set_client_override(
-        ProcessPoolForwardingEventsClient, event_queue=_EventQueue(send)
+        ProcessPoolForwardingEventsClient, event_queue=event_queue(send)
     )
     with contextlib.ExitStack() as stack:
         stack.callback(_flush_events)
@@ -96,9 +85,3 @@ def _flush_events() -> None:
         started = bool(cast(Any, EventsWorker)._instances)
     if started:
         EventsWorker.instance().wait_until_empty()
-
-
-def _as_json(log: dict[str, Any]) -> dict[str, Any]:
-    # Ids and times of Prefect's own types would have to be imported to be unpickled.
-    plain: dict[str, Any] = json.loads(json.dumps(log, default=str))
-    return plain

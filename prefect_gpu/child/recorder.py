@@ -1,7 +1,7 @@
 """Records the phases, marks and steps of a body in its child, with their memory.
 
-Counters are read at the beginning and at the end of a phase; in between, the thread of `readings` takes
-a sample every few milliseconds. Samples miss short peaks, so each step after the first that is read in
+Counters are read at the beginning and at the end of a phase; in between, the thread of a `LiveSampler`
+takes a sample every few milliseconds. Samples miss short peaks, so each step after the first that is read in
 full is traced as well, where its framework can be: its peak is then exact. A framework's counters are
 never reset, since the body may read them, and the device is never synchronised: seconds are those of
 the CPU, which a GPU lags behind. `prefect_gpu.measurements` says how many marks are
@@ -10,13 +10,20 @@ kept, and `StepBook` what follows from steps.
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
+from prefect_gpu import in_task
+from prefect_gpu.child.channel import Channel
+from prefect_gpu.child.readings import Readings
 from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, PeakTrace
 from prefect_gpu.measurements import (
     FIRST_STEPS,
@@ -26,9 +33,13 @@ from prefect_gpu.measurements import (
     StepFacts,
     largest,
 )
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes.messages import CountersRead
 
-#: Number of last steps whose seconds are kept, for the median.
-KEPT_SECONDS = 512
+T = TypeVar("T")
+
+#: Number of last steps whose seconds and memory at the end are kept, for the median and the slope.
+KEPT_STEPS = 512
 
 #: Step ends needed for a slope: two give a difference only, and one outlier among three misleads.
 LEAST_FOR_SLOPE = 4
@@ -44,8 +55,8 @@ class StepBook:
     """
 
     def __init__(self) -> None:
-        #: Number of boundaries so far.
-        self._count = 0
+        #: Number of steps that have ended.
+        self.count = 0
         self._first_live: int | None = None
         #: Peak bytes in the open step, and in the steady steps that have ended.
         self._open_live: int | None = None
@@ -55,40 +66,30 @@ class StepBook:
         self._last_retries = 0
         #: Allocation retries after the first step.
         self._retries = 0
-        self._released_cache = False
+        #: Whether the allocator had to release its cache in the open step.
+        self.released_cache = False
         self._ended_s: float | None = None
-        self._seconds: deque[float] = deque(maxlen=KEPT_SECONDS)
-        self._slope = _Slope()
+        self._seconds: deque[float] = deque(maxlen=KEPT_STEPS)
+        #: Number of a steady step, and bytes allocated at its end.
+        self._ends: deque[tuple[int, int]] = deque(maxlen=KEPT_STEPS)
 
-    @property
-    def count(self) -> int:
-        """Number of steps that have ended."""
-        return self._count
-
-    @property
-    def released_cache(self) -> bool:
-        """Whether the allocator had to release its cache in the open step."""
-        return self._released_cache
-
-    def reading(self, live_bytes: int, alloc_retries: int) -> None:
-        """Add a reading of what is allocated.
+    def reading(self, live_bytes: int, alloc_retries: int | None = None) -> None:
+        """Add a reading of what is allocated, or a peak of it in the open step.
 
         Args:
             live_bytes: Bytes that the frameworks have allocated.
-            alloc_retries: How often an allocator had to release its cache so far.
+            alloc_retries: How often an allocator had to release its cache so far; `None`: not read.
         """
         self._open_live = largest(self._open_live, live_bytes)
+        if alloc_retries is None:
+            return
         # Fewer than before: the body reset the statistics of its framework.
         rise = alloc_retries - self._last_retries
         more = rise if rise >= 0 else alloc_retries
         self._last_retries = alloc_retries
         if more:
-            self._released_cache = True
-            self._retries += more if self._count else 0
-
-    def peak(self, live_bytes: int) -> None:
-        """Add a peak of what was allocated in the open step."""
-        self._open_live = largest(self._open_live, live_bytes)
+            self.released_cache = True
+            self._retries += more if self.count else 0
 
     def boundary(
         self, at_s: float, live_bytes: int | None = None, alloc_retries: int | None = None
@@ -98,67 +99,46 @@ class StepBook:
         Args:
             at_s: Monotonic seconds.
             live_bytes: As in `reading`; `None`: there was no reading.
-            alloc_retries: As in `reading`; `None`: there was no reading.
+            alloc_retries: As in `reading`.
         """
         if live_bytes is not None:
-            self.reading(live_bytes, alloc_retries or 0)
-        if self._count == 0:
+            self.reading(live_bytes, alloc_retries)
+        if self.count == 0:
             self._first_live = self._open_live
-        elif self._released_cache:
-            self._steady, self._steady_live, self._slope = 0, None, _Slope()
+        elif self.released_cache:
+            self._steady, self._steady_live = 0, None
+            self._ends.clear()
         else:
             self._steady += 1
             self._steady_live = largest(self._steady_live, self._open_live)
             if live_bytes is not None:
-                self._slope.add(self._steady, live_bytes)
+                self._ends.append((self._steady, live_bytes))
         if self._ended_s is not None:
             self._seconds.append(max(0.0, at_s - self._ended_s))
         self._ended_s = at_s
-        self._count += 1
+        self.count += 1
         # What is allocated at the end of a step is allocated at the beginning of the next.
-        self._open_live, self._released_cache = live_bytes, False
+        self._open_live, self.released_cache = live_bytes, False
 
     def facts(self) -> StepFacts | None:
         """Return what the steps so far show; `None`: there was none."""
-        if self._count == 0:
+        if self.count == 0:
             return None
-        steady = self._steady > 0 and not self._released_cache
+        # Imported here: most bodies have no steps.
+        from statistics import linear_regression, median
+
+        steady = self._steady > 0 and not self.released_cache
+        growth = None
+        if steady and len(self._ends) >= LEAST_FOR_SLOPE:
+            growth = linear_regression(*zip(*self._ends, strict=True)).slope
         return StepFacts(
-            count=self._count,
+            count=self.count,
             first_live_bytes=self._first_live,
             steady_live_bytes=largest(self._steady_live, self._open_live) if steady else None,
-            step_s=_median(self._seconds),
+            step_s=median(self._seconds) if self._seconds else None,
             alloc_retries=self._retries,
-            growth_bytes=self._slope.value() if steady else None,
+            growth_bytes=growth,
         )
-
-
-class _Slope:
-    """A least-squares slope over points that are not kept. Exact: sums of whole numbers."""
-
-    def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0
-
-    def add(self, x: int, y: int) -> None:
-        self._n += 1
-        self._x += x
-        self._y += y
-        self._xx += x * x
-        self._xy += x * y
-
-    def value(self) -> float | None:
-        if self._n < LEAST_FOR_SLOPE:
-            return None
-        return (self._n * self._xy - self._x * self._y) / (self._n * self._xx - self._x**2)
-
-
-def _median(values: Iterable[float]) -> float | None:
-    # Not with `statistics`, which every child would import, with `decimal` and `fractions`.
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    middle = len(ordered) // 2
-    return (ordered[middle] + ordered[~middle]) / 2
 
 
 #: After the first steps, one part in this many of the time may be spent on reading steps in full, and
@@ -170,24 +150,18 @@ READ_SHARE = 100
 KEPT_NAMES = 256
 
 
-class MemorySource(Protocol):
-    """What a recorder reads from. `Readings` implements it. Its methods never raise."""
+@dataclass(slots=True, eq=False)
+class Span:
+    """A phase that has begun, or the time since the last mark."""
 
-    def sample(self) -> tuple[int, int] | None:
-        """Read bytes allocated now and allocation retries so far."""
-        ...
-
-    def counters(self) -> Counters | None:
-        """Read all counters."""
-        ...
-
-    def begin_trace(self) -> PeakTrace | None:
-        """Begin to trace what is allocated; `None`: it cannot be."""
-        ...
-
-    def process_bytes(self) -> int | None:
-        """Read what the driver reports of this process; `None`: unknown."""
-        ...
+    name: str
+    #: Monotonic seconds.
+    began_s: float
+    #: The step that it began in, from 0.
+    step: int
+    #: Peaks so far, in bytes; `None`: unknown, or not measured.
+    peak_live_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
 
 
 class Recorder:
@@ -201,9 +175,10 @@ class Recorder:
         clock: Of the times; `None`: the real one.
     """
 
-    def __init__(self, source: MemorySource, clock: Clock | None = None) -> None:
+    def __init__(self, source: Readings, clock: Clock | None = None) -> None:
         self._source = source
         self._clock: Clock = clock or RealClock()
+        PROCESS_RESOURCES.after_fork(self, Recorder.forget)
         # Reentrant: a finalizer that calls `mark` may run anywhere. Readings are taken under the lock,
         # so that they are recorded in the order in which they were taken.
         self._lock = threading.RLock()
@@ -211,8 +186,8 @@ class Recorder:
         self._keeper = MarkKeeper()
         #: When the body's first line ran.
         self._origin_s = self._clock.now()
-        self._since_mark = _Span()
-        #: Those of the open phases that are measured, and the one since the last mark.
+        self._since_mark = Span("", self._origin_s, 0)
+        #: The open phases that are measured, and the time since the last mark.
         self._spans = [self._since_mark]
         #: The frameworks' own peaks at the last reading.
         self._peak_live_bytes = 0
@@ -238,25 +213,23 @@ class Recorder:
 
     # What the body calls.
 
-    def begin_phase(self, name: str) -> OpenPhase:
+    def begin_phase(self, name: str) -> Span:
         """Begin a phase; the value that is returned is passed to `end_phase`."""
         with self._lock:
             at_s = self._clock.now()
             is_new = self._take_name(name, at_s)
-            span = None
+            phase = Span(name, at_s, self._book.count)
             if self._is_wanted(is_new):
-                span = _begin_span(self._read())
-                self._spans.append(span)
-            return OpenPhase(name, at_s, self._book.count, span)
+                self._begin_span(phase, self.counters())
+            return phase
 
-    def end_phase(self, phase: OpenPhase) -> None:
+    def end_phase(self, phase: Span) -> None:
         """End a phase and measure it."""
         with self._lock:
             at_s = self._tail_s = self._clock.now()
-            if phase.span is None:
-                return
-            self._add(phase.name, phase.began_s, at_s - phase.began_s, phase.span, phase.step)
-            self._spans.remove(phase.span)
+            if phase in self._spans:
+                self._add(phase, at_s - phase.began_s)
+                self._spans.remove(phase)
 
     def mark(self, name: str) -> None:
         """Record this moment; its peaks are those since the last mark."""
@@ -266,11 +239,12 @@ class Recorder:
             if name != self._head:
                 self._tail_s = at_s
             span, counters = self._since_mark, None
+            span.name, span.began_s, span.step = name, at_s, self._book.count
             if self._is_wanted(is_new):
-                counters = self._add(name, at_s, None, span, self._book.count)
+                counters = self._add(span, None)
             self._spans.remove(span)
-            self._since_mark = _begin_span(counters)
-            self._spans.append(self._since_mark)
+            self._since_mark = Span("", at_s, self._book.count)
+            self._begin_span(self._since_mark, counters)
 
     def step(self) -> None:
         """End a step."""
@@ -285,17 +259,32 @@ class Recorder:
         with self._lock:
             self._origin_s = self._clock.now()
 
-    def sample(self) -> None:
-        """Take a sample of what is allocated now."""
+    def sample(self) -> tuple[int, int | None] | None:
+        """Take a sample, record it and return it: bytes allocated now, allocation retries so far."""
         with self._lock:
             found = self._source.sample()
             if found is not None:
                 self._take(*found)
+            return found
 
     def counters(self) -> Counters | None:
         """Read all counters, record them and return them."""
         with self._lock:
-            return self._read()
+            counters = self._timed(self._source.counters)
+            if counters is None:
+                return None
+            live, reserved = counters.live_bytes, counters.reserved_bytes
+            # A peak that differs from the last reading's was reached since then: if it is lower, the body
+            # has reset it in between.
+            if counters.peak_live_bytes != self._peak_live_bytes:
+                live = max(live, counters.peak_live_bytes)
+            self._peak_live_bytes = counters.peak_live_bytes
+            if counters.peak_reserved_bytes is not None:
+                if counters.peak_reserved_bytes != self._peak_reserved_bytes:
+                    reserved = max(reserved or 0, counters.peak_reserved_bytes)
+                self._peak_reserved_bytes = counters.peak_reserved_bytes
+            self._take(live, counters.alloc_retries, reserved)
+            return counters
 
     def stop(self) -> None:
         """End the body, however it ended: nothing is traced from here on."""
@@ -310,7 +299,7 @@ class Recorder:
         """
         with self._lock:
             self._end_trace()
-            self._read()
+            self.counters()
             if not self._has_steps and self._head is not None and self._tail_s is not None:
                 self._book.boundary(self._tail_s)
 
@@ -319,8 +308,10 @@ class Recorder:
         with self._lock:
             return self._book.facts(), self._keeper.take()
 
-    def renew_lock(self) -> None:
-        """In a fork: replace the lock, whose holder may not exist here, and drop the trace."""
+    def forget(self) -> None:
+        """In a fork (a worker of a data loader): record no more; phases that are open may still end."""
+        in_task.set_current_recorder(None)
+        # Its holder may not exist here.
         self._lock = threading.RLock()
         self._trace = None
 
@@ -339,28 +330,24 @@ class Recorder:
 
     def _end_step(self, at_s: float) -> None:
         self._end_trace()
-        live = retries = None
-        if self._in_full:
-            counters = self._read()
-            if counters is not None:
-                live, retries = counters.live_bytes, counters.alloc_retries
-        elif at_s >= self._sample_due_s:
-            found = self._source.sample()
-            if found is not None:
-                self._take(*found)
-                live, retries = found
+        found: tuple[int, int | None] | None = None
+        if not self._in_full and at_s >= self._sample_due_s:
+            found = self.sample()
             self._sample_due_s = at_s + READ_SHARE * (self._clock.now() - at_s)
-        if self._book.released_cache and not self._in_full:
-            # So that a peak before the allocation retry does not count as one after it.
-            self._read()
-        self._book.boundary(at_s, live, retries)
+        # Also after an allocation retry: a peak before it does not count as one after it.
+        if self._in_full or self._book.released_cache:
+            counters = self.counters()
+            found = None
+            if counters is not None:
+                found = counters.live_bytes, counters.alloc_retries
+        self._book.boundary(at_s, *(found or ()))
         if self._in_full:
             self._due_s = at_s + READ_SHARE * self._spent_s
         self._in_full = self._book.count < FIRST_STEPS or at_s >= self._due_s
         self._marked, self._spent_s, self._tail_s = 0, 0.0, None
         # The first step has no trace: the framework's own peak counts for it.
-        if self._in_full:
-            self._begin_trace()
+        if self._in_full and not self._over:
+            self._trace = self._timed(self._source.begin_trace)
 
     # How numbers are read.
 
@@ -370,93 +357,139 @@ class Recorder:
         self._marked += wanted
         return wanted
 
-    def _add(
-        self, name: str, at_s: float, duration_s: float | None, span: _Span, step: int
-    ) -> Counters | None:
-        counters = self._read()
-        began_s = self._clock.now()
-        process_bytes = self._source.process_bytes()
-        self._spent_s += self._clock.now() - began_s
+    def _begin_span(self, span: Span, counters: Counters | None) -> None:
+        if counters is not None:
+            span.peak_live_bytes = counters.live_bytes
+            span.peak_reserved_bytes = counters.reserved_bytes
+        self._spans.append(span)
+
+    def _add(self, span: Span, duration_s: float | None) -> Counters | None:
+        counters = self.counters()
         self._keeper.add(
             Mark(
-                at_s=at_s - self._origin_s,
-                name=name,
+                at_s=span.began_s - self._origin_s,
+                name=span.name,
                 duration_s=duration_s,
                 allocated_bytes=None if counters is None else counters.live_bytes,
                 peak_allocated_bytes=span.peak_live_bytes,
                 reserved_bytes=None if counters is None else counters.reserved_bytes,
                 peak_reserved_bytes=span.peak_reserved_bytes,
-                process_bytes=process_bytes,
-                step=step,
+                process_bytes=self._timed(self._source.process_bytes),
+                step=span.step,
             )
         )
         return counters
 
-    def _read(self) -> Counters | None:
+    def _timed(self, read: Callable[[], T]) -> T:
+        """Read something; its time counts as spent on the open step."""
         began_s = self._clock.now()
-        counters = self._source.counters()
+        found = read()
         self._spent_s += self._clock.now() - began_s
-        if counters is None:
-            return None
-        live, reserved = counters.live_bytes, counters.reserved_bytes
-        # A peak that differs from the last reading's was reached since then: if it is lower, the body has
-        # reset it in between.
-        if counters.peak_live_bytes != self._peak_live_bytes:
-            live = max(live, counters.peak_live_bytes)
-        self._peak_live_bytes = counters.peak_live_bytes
-        if counters.peak_reserved_bytes is not None:
-            if counters.peak_reserved_bytes != self._peak_reserved_bytes:
-                reserved = max(reserved or 0, counters.peak_reserved_bytes)
-            self._peak_reserved_bytes = counters.peak_reserved_bytes
-        self._take(live, counters.alloc_retries or 0, reserved)
-        return counters
-
-    def _begin_trace(self) -> None:
-        if self._over:
-            return
-        began_s = self._clock.now()
-        self._trace = self._source.begin_trace()
-        self._spent_s += self._clock.now() - began_s
+        return found
 
     def _end_trace(self) -> None:
         trace, self._trace = self._trace, None
-        if trace is None:
-            return
-        began_s = self._clock.now()
-        peak = trace.end()
-        self._spent_s += self._clock.now() - began_s
+        peak = None if trace is None else self._timed(trace.end)
         if peak is not None:
-            self._book.peak(peak)
+            self._book.reading(peak)
 
-    def _take(self, live_bytes: int, retries: int, reserved_bytes: int | None = None) -> None:
+    def _take(
+        self, live_bytes: int, retries: int | None, reserved_bytes: int | None = None
+    ) -> None:
         self._book.reading(live_bytes, retries)
         for span in self._spans:
             span.peak_live_bytes = largest(span.peak_live_bytes, live_bytes)
             span.peak_reserved_bytes = largest(span.peak_reserved_bytes, reserved_bytes)
 
 
-@dataclass(slots=True, eq=False)
-class _Span:
-    """Peaks over some time, in bytes; `None`: unknown."""
+#: Seconds between two samples, on average. At 5 ms a ResNet-50 on an H200 ran as fast as without.
+SAMPLE_INTERVAL_S = 0.005
 
-    peak_live_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
+#: Sampling may take one part in this many of the time, by the processor's clock: it holds the
+#: interpreter's lock, and some frameworks take long to answer.
+SAMPLE_SHARE = 100
+
+#: How much of the interval is varied, so that samples do not fall in step with the body's loop.
+JITTER = 0.6
+
+#: Seconds that the thread may take to end. A call into a framework or the driver that does not return
+#: holds it up, and it is left behind.
+END_S = 30.0
 
 
-def _begin_span(counters: Counters | None) -> _Span:
-    if counters is None:
-        return _Span()
-    return _Span(counters.live_bytes, counters.reserved_bytes)
+class LiveSampler:
+    """Takes samples every few milliseconds, from a thread of its own, and sends counters to the parent.
+
+    Args:
+        channel: To the parent.
+        recorder: Takes the samples and keeps what they show.
+        interval_s: Seconds between two messages.
+    """
+
+    def __init__(self, channel: Channel, recorder: Recorder, interval_s: float) -> None:
+        self._channel = channel
+        self._recorder = recorder
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prefect-gpu-sampler", daemon=True)
+        #: Counters and number of steps of the last message.
+        self._sent: tuple[Counters | None, int] = None, 0
+
+    def start(self) -> None:
+        """Start the thread; where the system starts none, the body runs without samples."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            _report_end(error)
+
+    def stop(self) -> None:
+        """End the thread, if there is one, and whatever is traced."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(END_S)
+        self._recorder.stop()
+
+    def last(
+        self,
+    ) -> tuple[Counters | None, tuple[str, ...], StepFacts | None, tuple[Mark, ...]]:
+        """Return the counters as they are, the frameworks used, and what was not sent before."""
+        counters = self._recorder.counters()
+        return counters, hooks.frameworks_in_use(), *self._recorder.take()
+
+    def _run(self) -> None:
+        try:
+            self._take_samples()
+        except OSError:
+            # The parent is gone, or the body closed the channel.
+            return
+        except Exception as error:
+            # A measurement must never cost a result.
+            _report_end(error)
+
+    def _take_samples(self) -> None:
+        due_s = time.monotonic() + self._interval_s
+        # Of its own: the body may have seeded the one of the module.
+        vary = random.Random().uniform
+        pause_s = SAMPLE_INTERVAL_S
+        while not self._stopped.wait(pause_s * vary(1 - JITTER / 2, 1 + JITTER / 2)):
+            began_s = time.thread_time()
+            self._recorder.sample()
+            if time.monotonic() >= due_s:
+                due_s = time.monotonic() + self._interval_s
+                self._send()
+            pause_s = max(SAMPLE_INTERVAL_S, SAMPLE_SHARE * (time.thread_time() - began_s))
+
+    def _send(self) -> None:
+        counters = self._recorder.counters()
+        if counters is None:
+            # Marks are sent at the end: without counters there is no message.
+            return
+        steps, marks = self._recorder.take()
+        news = counters, 0 if steps is None else steps.count
+        if marks or news != self._sent:
+            self._sent = news
+            self._channel.send(CountersRead(counters, hooks.frameworks_in_use(), steps, marks))
 
 
-@dataclass(frozen=True, slots=True)
-class OpenPhase:
-    """A phase that has begun."""
-
-    name: str
-    #: Monotonic seconds.
-    began_s: float
-    #: The step that it began in, from 0.
-    step: int
-    #: `None`: it is not measured.
-    span: _Span | None
+def _report_end(error: Exception) -> None:
+    sys.stderr.write(f"prefect_gpu: no longer looks at memory: {error!r}\n")

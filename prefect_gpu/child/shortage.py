@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.devices.own import OwnUse
@@ -33,51 +32,44 @@ _TORCH_ALLOWED = rf"{_SIZE} allowed;"
 
 #: CuPy, whose pool refuses in the same way. In whole bytes.
 _CUPY = (
-    r"Out of memory allocating ([0-9,]+) bytes \(allocated so far: ([0-9,]+) bytes"
+    r"Out of memory allocating [0-9,]+ bytes \(allocated so far: ([0-9,]+) bytes"
     r"(?:, limit set to: ([0-9,]+) bytes)?\)"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """What an error's text contains besides what was wanted. Bytes; `None`: it does not say."""
+def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
+    """Read what PyTorch and CuPy write of the device and of their own limit. Pure.
 
-    #: Number of the device among the process's own, from 0.
-    device: int | None = None
-    held_bytes: int | None = None
-    free_bytes: int | None = None
-    #: Whether the process's own cap refused.
-    own_cap: bool | None = None
-
-
-def parse_refusal(text: str) -> Refusal:
-    """Read what PyTorch and CuPy write of the device and of their own limit. Pure."""
+    Returns:
+        What the text says, and the number of the device among the process's own, from 0 (`None`: it
+        does not say).
+    """
+    wanted = parse_wanted_bytes(text)
     cupy = re.search(_CUPY, text)
     if cupy is not None:
-        wanted, held = _whole_number(cupy[1]), _whole_number(cupy[2])
-        over_limit = None if cupy[3] is None else wanted + held > _whole_number(cupy[3])
-        return Refusal(held_bytes=held, own_cap=over_limit)
+        held, limit = (None if n is None else int(n.replace(",", "")) for n in cupy.groups())
+        over_limit = None if limit is None else (wanted or 0) + (held or 0) > limit
+        return OutOfMemory(framework, wanted, held, says_own_cap=over_limit), None
     device = re.search(_TORCH_DEVICE, text)
-    free, allocated, cached = (
-        _find_size(pattern, text) for pattern in (_TORCH_FREE, _TORCH_ALLOCATED, _TORCH_CACHED)
+    free = _find_size(_TORCH_FREE, text)
+    asked, allocated, cached, allowed = sizes = [
+        _find_size(pattern, text)
+        for pattern in (_TORCH_WANTED, _TORCH_ALLOCATED, _TORCH_CACHED, _TORCH_ALLOWED)
+    ]
+    over_cap = None
+    if asked and allocated and cached and allowed:
+        over = asked[0] + allocated[0] + cached[0] - allowed[0]
+        rounding = sum(size[1] for size in sizes if size)
+        # Within the rounding it is not known.
+        over_cap = None if rounding and abs(over) <= rounding else over > 0
+    found = OutOfMemory(
+        framework,
+        wanted,
+        held_bytes=allocated[0] + cached[0] if allocated and cached else None,
+        free_bytes=free[0] if free else None,
+        says_own_cap=over_cap,
     )
-    return Refusal(
-        device=None if device is None else int(device[1]),
-        held_bytes=None if allocated is None or cached is None else allocated[0] + cached[0],
-        free_bytes=None if free is None else free[0],
-        own_cap=_is_over_cap(text),
-    )
-
-
-def _is_over_cap(text: str) -> bool | None:
-    """Return whether PyTorch's cap was exceeded; `None`: unknown, or too close for rounded sizes."""
-    patterns = _TORCH_WANTED, _TORCH_ALLOCATED, _TORCH_CACHED, _TORCH_ALLOWED
-    sizes = [found for pattern in patterns if (found := _find_size(pattern, text)) is not None]
-    if len(sizes) < len(patterns):
-        return None
-    (*asked, allowed), roundings = zip(*sizes, strict=True)
-    over, rounding = sum(asked) - allowed, sum(roundings)
-    return None if rounding and abs(over) <= rounding else over > 0
+    return found, None if device is None else int(device[1])
 
 
 def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
@@ -87,10 +79,6 @@ def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
         return None
     unit = _UNITS[match[2]]
     return int(float(match[1]) * unit), 0 if unit == 1 else unit // 200 + 1
-
-
-def _whole_number(text: str) -> int:
-    return int(text.replace(",", ""))
 
 
 def find_shortage(
@@ -109,7 +97,7 @@ def find_shortage(
     for current in causes(error):
         try:
             if getattr(current, "__prefect_gpu_out_of_memory__", False):
-                return _read_simulated(current, readings)
+                return _read_simulated(current)
             for adapter in adapters:
                 if adapter.is_out_of_memory(current):
                     return _read_state(adapter.name, str(current), readings)
@@ -120,21 +108,13 @@ def find_shortage(
 
 
 def _read_state(framework: str, text: str, readings: Readings) -> OutOfMemory:
-    refusal = parse_refusal(text)
-    held = refusal.held_bytes
+    found, device = parse_refusal(framework, text)
     counters = readings.counters()
     if len(readings.device_uuids) == 1 and counters is not None:
         # Exact, where the text is rounded; but summed over devices.
         reserved = counters.reserved_bytes
-        held = counters.live_bytes if reserved is None else reserved
-    found = OutOfMemory(
-        framework,
-        parse_wanted_bytes(text),
-        held_bytes=held,
-        free_bytes=refusal.free_bytes,
-        says_own_cap=refusal.own_cap,
-    )
-    use = _choose(readings.own(), refusal.device)
+        found = replace(found, held_bytes=counters.live_bytes if reserved is None else reserved)
+    use = _choose(readings.own(), device)
     if use is None:
         return found
     return replace(
@@ -154,20 +134,14 @@ def _choose(uses: Sequence[OwnUse], device: int | None) -> OwnUse | None:
     return uses[0] if fullest is None and len(uses) == 1 else fullest
 
 
-def _read_simulated(error: BaseException, readings: Readings) -> OutOfMemory:
+def _read_simulated(error: BaseException) -> OutOfMemory:
     """Read the attributes of an error of a simulated device."""
-    wanted = _whole_attribute(error, "requested_bytes")
-    own_cap = getattr(error, "hit_cap", None)
+    wanted: int | None = getattr(error, "requested_bytes", None)
     return OutOfMemory(
         framework="",
         wanted_bytes=parse_wanted_bytes(str(error)) if wanted is None else wanted,
-        held_bytes=_whole_attribute(error, "live_bytes"),
-        free_bytes=_whole_attribute(error, "free_bytes"),
-        device_uuid=readings.refused_uuid(),
-        says_own_cap=own_cap if isinstance(own_cap, bool) else None,
+        held_bytes=getattr(error, "live_bytes", None),
+        free_bytes=getattr(error, "free_bytes", None),
+        device_uuid=getattr(error, "device_uuid", ""),
+        says_own_cap=getattr(error, "hit_cap", None),
     )
-
-
-def _whole_attribute(error: BaseException, name: str) -> int | None:
-    value: Any = getattr(error, name, None)
-    return value if isinstance(value, int) else None

@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_gpu import in_task as inside
 from prefect_gpu.frameworks import registry
-from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
 
@@ -41,16 +40,12 @@ class _Origin:
     sys_path: tuple[str, ...]
     #: The working folder; empty: it did not exist.
     cwd: str
-    #: Modules of the user's are among those that were imported.
-    has_users: bool
-    #: All modules that were loaded afterwards.
-    names: frozenset[str]
-    #: Names and files of those that are the user's.
-    files: tuple[tuple[str, str], ...]
+    #: Names and files of the user's modules that were imported.
+    files: frozenset[tuple[str, str]]
 
 
-#: `None`: this process was started for its task.
-_origin: _Origin | None = None
+#: Set by `warm_up`.
+_origin: _Origin
 
 
 def warm_up(entries: Iterable[str]) -> Warmed:
@@ -66,20 +61,11 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     global _origin
     entries = tuple(entries)
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
-    failed = []
-    libraries_end = False
+    libraries = tuple(itertools.takewhile(_is_library, entries))
     with inside.before_the_task() as asked:
-        for entry in entries:
-            if not libraries_end and not _is_library(entry):
-                gc.freeze()
-                libraries_end = True
-            try:
-                _import(entry)
-            except BaseException:
-                # Of any kind: the body gets it, in a process that has not imported half of the module.
-                failed.append(entry)
-    if not libraries_end:
+        failed = _import_all(libraries)
         gc.freeze()
+        failed += _import_all(entries[len(libraries) :])
     # Now, or the body's first objects would cause a collection of all that the user's imports made.
     gc.collect()
     started = find_started()
@@ -87,33 +73,32 @@ def warm_up(entries: Iterable[str]) -> Warmed:
         started = started or "a module asked current_allocation() as it was imported"
     # Not before the imports: the place of a module shows whether it is the user's.
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
-    names = frozenset(sys.modules)
-    # Some modules name a file that never existed.
-    found = _users_files(names) if has_users else ()
-    files = tuple((name, path) for name, path in found if os.path.exists(path))
-    _origin = _Origin(began_ns, sys_path, cwd, has_users, names, files)
-    return Warmed(tuple(failed), started, private_bytes())
+    files = frozenset(_users_files() if has_users else ())
+    _origin = _Origin(began_ns, sys_path, cwd, files)
+    return Warmed(failed, started, private_bytes())
 
 
-def _import(entry: str) -> None:
-    module, _, names = entry.partition(":")
-    if names:
-        # As `from module import names` does, submodules included.
-        __import__(module, fromlist=names.split(","))
-    else:
-        importlib.import_module(module)
-    if module == "prefect_gpu.child.prefect_context":
-        sys.modules[module].rehearse()
+def _import_all(entries: Iterable[str]) -> tuple[str, ...]:
+    """Import modules; return those that could not be imported."""
+    failed = []
+    for entry in entries:
+        module, _, names = entry.partition(":")
+        try:
+            # As `import module` or `from module import names` does, submodules included.
+            __import__(module, fromlist=names.split(",") if names else ())
+            if module == "prefect_gpu.child.prefect_context":
+                sys.modules[module].rehearse()
+        except BaseException:
+            # Of any kind: the body gets it, in a process that has not imported half of the module.
+            failed.append(entry)
+    return tuple(failed)
 
 
-def find_started(open_library: Callable[..., Any] = ctypes.CDLL) -> str:
+def find_started() -> str:
     """Return what was started that reads its configuration only once; empty: nothing.
 
     This starts nothing itself: a driver that is not loaded stays so, and so does one that is not
     initialised.
-
-    Args:
-        open_library: As `ctypes.CDLL`.
     """
     for name, adapter in registry.ADAPTERS.items():
         if adapter.module not in sys.modules:
@@ -125,7 +110,7 @@ def find_started(open_library: Callable[..., Any] = ctypes.CDLL) -> str:
         if started:
             return f"{name} was started by a module as it was imported"
     try:
-        driver = open_library(DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        driver = ctypes.CDLL(DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except (OSError, AttributeError):
         # Not loaded; or this system has no such flag (macOS).
         return ""
@@ -137,12 +122,7 @@ def find_started(open_library: Callable[..., Any] = ctypes.CDLL) -> str:
 
 def private_bytes() -> int:
     """Return the private memory of this process; 0: unknown."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-    except (OSError, ValueError):
-        return 0
-    return (resident - shared) * os.sysconf("SC_PAGESIZE")
+    return int(read_status("self", "RssAnon").removesuffix(" kB") or 0) * 1024
 
 
 def heat(order: Heat) -> Heated:
@@ -150,18 +130,11 @@ def heat(order: Heat) -> Heated:
     _set_variables(order.environment)
     adapter = registry.ADAPTERS.get(order.framework)
     try:
-        if adapter is not None and adapter.can_start_early:
+        if adapter is not None:
             adapter.start_device()
     except BaseException as error:
         return Heated(f"{type(error).__name__}: {error}".partition("\n")[0])
     return Heated()
-
-
-def apply_to_started(framework: str, policy: FrameworkPolicy) -> None:
-    """Apply a policy to a framework that was started ahead, as far as its import has not done so."""
-    adapter = registry.ADAPTERS.get(framework)
-    if adapter is not None and adapter.can_start_early:
-        adapter.apply_hot(policy)
 
 
 def become_task_process(late: Late) -> None:
@@ -177,16 +150,11 @@ def become_task_process(late: Late) -> None:
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
-    _set_path(late.sys_path)
-
-
-def _set_path(wanted: tuple[str, ...]) -> None:
-    """Set `sys.path` to what a process started now would have, once it had imported the same."""
-    before = wanted if _origin is None else _origin.sys_path
-    if wanted in (before, tuple(sys.path)):
-        return
-    added = [path for path in sys.path if path not in before and path not in wanted]
-    sys.path[:] = [*wanted, *added]
+    # What a process started now would have, once it had imported the same.
+    before, wanted = _origin.sys_path, late.sys_path
+    if wanted not in (before, tuple(sys.path)):
+        added = [path for path in sys.path if path not in before and path not in wanted]
+        sys.path[:] = [*wanted, *added]
 
 
 def _check_modules(late: Late) -> None:
@@ -196,26 +164,25 @@ def _check_modules(late: Late) -> None:
         ImportError: They are not, or may not be.
     """
     origin = _origin
-    if origin is None or not origin.has_users:
+    if not origin.files:
         return
     # The parent may since have imported modules that add to its path.
     if late.sys_path not in (origin.sys_path, tuple(sys.path)):
         raise ImportError("modules are found elsewhere by now")
     if late.cwd and late.cwd != origin.cwd:
         raise ImportError("modules may be found elsewhere in another folder")
-    # Only those that are new: to search thousands of modules takes 3 ms, for which the task would wait.
-    later = sys.modules.keys() - origin.names
-    for name, path in (*origin.files, *_users_files(later)):
+    for name, path in origin.files.union(_users_files()):
         # A missing file raises here too: a process started now would not have it.
         if os.stat(path).st_mtime_ns >= origin.began_ns:
             raise ImportError(f"{name} was written to since it was imported")
 
 
-def _users_files(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the file of those modules that are the user's and came from a file."""
-    for name in names:
+def _users_files() -> Iterator[tuple[str, str]]:
+    """Yield the name and the file of the user's modules that are loaded."""
+    for name in tuple(sys.modules):
         path = registry.look_at(name, "__file__")
-        if isinstance(path, str) and registry.is_users(name):
+        # Some modules name a file that never existed.
+        if isinstance(path, str) and registry.is_users(name) and os.path.exists(path):
             yield name, path
 
 
@@ -229,15 +196,11 @@ def _is_library(entry: str) -> bool:
 def _follow_parent() -> None:
     """Take over what a process started now would inherit: the parent's umask and resource limits."""
     parent = os.getppid()
-    try:
-        with open(f"/proc/{parent}/status", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith("Umask:"):
-                    os.umask(int(line.split()[1], 8))
-                    break
-    except OSError:
+    umask = read_status(parent, "Umask")
+    if not umask:
         # No `/proc` (macOS): they stay as they were when this process was started.
         return
+    os.umask(int(umask, 8))
     import resource
 
     for name in dir(resource):

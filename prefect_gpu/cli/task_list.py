@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, TypeVar
+from typing import Any
 
 from prefect_gpu.cli.simulation import ListedTask
 from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.policy import whole
 from prefect_gpu.units import (
     DURATIONS_ACCEPTED,
     SIZES_ACCEPTED,
@@ -38,21 +39,44 @@ from prefect_gpu.units import (
 #: Longest time that is accepted: three centuries.
 MOST_SECONDS = 1e10
 
-COLUMNS = (
-    "name",
-    "arrival",
-    "duration",
-    "memory",
-    "devices",
-    "priority",
-    "exclusive",
-    "expected",
-    "after",
-)
 
-_YES = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False, "": False}
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return parse_duration(text)
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise ValueError(f"{text} is not a number of seconds from 0 to {MOST_SECONDS:g}")
+    return seconds
 
-_T = TypeVar("_T")
+
+def _expected(text: str) -> float | None:
+    return None if text.lower() == "unknown" else _seconds(text)
+
+
+def _yes(text: str) -> bool:
+    words = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError(f"{text!r} is neither yes nor no")
+    return words[text.lower()]
+
+
+_SECONDS = f"seconds, or {DURATIONS_ACCEPTED}"
+
+#: The columns: field of `ListedTask`, function that reads the text, and what it accepts.
+COLUMNS: Mapping[str, tuple[str, Callable[[str], Any], str]] = {
+    "name": ("name", str, "a name that no other task has"),
+    "arrival": ("arrival_s", _seconds, _SECONDS),
+    "duration": ("duration_s", _seconds, _SECONDS),
+    "memory": ("memory", parse_size, f"{SIZES_ACCEPTED}; or as in 40%"),
+    "devices": ("count", whole(1), "a whole number from 1"),
+    "priority": ("priority", whole(), "a whole number"),
+    "exclusive": ("exclusive", _yes, "yes or no"),
+    "expected": ("expected_s", _expected, f"{_SECONDS}; or unknown"),
+    "after": ("after", str.split, "names of tasks, separated by spaces"),
+}
+
+_FORMS = f"CSV whose first line names its columns ({', '.join(COLUMNS)}), or JSON lines"
 
 
 class TaskListError(PrefectGPUError):
@@ -74,41 +98,45 @@ def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
     rows = _json_rows if first.lstrip().startswith("{") else _csv_rows
     tasks: list[ListedTask] = []
     positions: dict[str, int] = {}
-    after: list[tuple[int, list[str]]] = []
+    after: list[tuple[str, list[str]]] = []
     for number, row in rows(text, source):
-        fields = _Fields(row, f"{source}, line {number}")
-        name = fields.read("name", str, "a text") or f"task-{number}"
-        if name in positions:
-            raise fields.error("name", name, "a name that no other task has")
-        positions[name] = len(tasks)
-        duration_s = fields.read("duration", _seconds, _SECONDS)
-        if duration_s is None:
-            raise fields.error("duration", "", _SECONDS)
-        expected_s: float | None = duration_s
-        if fields.text("expected").lower() == "unknown":
-            expected_s = None
-        elif (given := fields.read("expected", _seconds, f"{_SECONDS}; or unknown")) is not None:
-            expected_s = given
-        tasks.append(
-            ListedTask(
-                name=name,
-                arrival_s=fields.read("arrival", _seconds, _SECONDS) or 0.0,
-                duration_s=duration_s,
-                memory=fields.read("memory", parse_size, f"{SIZES_ACCEPTED}; or as in 40%"),
-                count=fields.read("devices", _count, "a whole number from 1") or 1,
-                priority=fields.read("priority", int, "a whole number") or 0,
-                exclusive=fields.read("exclusive", _yes, "yes or no") or False,
-                expected_s=expected_s,
-            )
-        )
-        after.append((number, fields.text("after").split()))
+        where = f"{source}, line {number}"
+        fields = {"name": f"task-{number}", "arrival_s": 0.0, **_read_fields(row, where)}
+        if fields["name"] in positions:
+            raise _error(where, "name", fields["name"])
+        if "duration_s" not in fields:
+            raise _error(where, "duration", "")
+        positions[fields["name"]] = len(tasks)
+        after.append((where, fields.pop("after", [])))
+        tasks.append(ListedTask(**{"expected_s": fields["duration_s"], **fields}))
     if not tasks:
         raise TaskListError(f"{source}: there is no task in it; accepted: {_FORMS}")
-    return _link(tasks, positions, after, source)
+    return _link(tasks, positions, after)
 
 
-_FORMS = f"CSV whose first line names its columns ({', '.join(COLUMNS)}), or JSON lines"
-_SECONDS = f"seconds, or {DURATIONS_ACCEPTED}"
+def _read_fields(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of a `ListedTask` that a line gives."""
+    fields: dict[str, Any] = {}
+    for column, value in row.items():
+        field, read, accepted = COLUMNS[column]
+        if column == "after" and isinstance(value, list):
+            value = " ".join(map(str, value))
+        if isinstance(value, (list, dict)):
+            raise _error(where, column, value, "a text or a number")
+        text = "" if value is None else str(value).strip()
+        if text:
+            try:
+                fields[field] = read(text)
+            except (ValueError, OverflowError) as error:
+                raise _error(where, column, text, accepted) from error
+    return fields
+
+
+def _error(where: str, column: str, given: object, accepted: str = "") -> TaskListError:
+    """Return an error that names the column, its value and what is accepted."""
+    what = f"{given!r} cannot be read" if given != "" else "nothing is given"
+    accepted = accepted or COLUMNS[column][2]
+    return TaskListError(f"{where}, column {column!r}: {what}; accepted: {accepted}")
 
 
 def _csv_rows(lines: list[str], source: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -171,92 +199,23 @@ def _check_once(names: list[str], where: str, what: str) -> None:
         raise TaskListError(f"{where}: {what} {twice!r} is there twice")
 
 
-class _Fields:
-    """One line of a list."""
-
-    def __init__(self, row: Mapping[str, Any], where: str) -> None:
-        self._row = row
-        self._where = where
-
-    def text(self, column: str) -> str:
-        """Return a field as text. Empty: it is not there."""
-        value = self._row.get(column)
-        if value is None:
-            return ""
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        if column == "after" and isinstance(value, list):
-            value = " ".join(str(name) for name in value)
-        if isinstance(value, (list, dict)):
-            raise self.error(column, value, "a text or a number")
-        return str(value).strip()
-
-    def read(self, column: str, parse: Callable[[str], _T], accepted: str) -> _T | None:
-        """Return a field after parsing it. `None`: it is empty or not there."""
-        text = self.text(column)
-        if not text:
-            return None
-        try:
-            return parse(text)
-        except (ValueError, OverflowError) as error:
-            raise self.error(column, text, accepted) from error
-
-    def error(self, column: str, given: object, accepted: str) -> TaskListError:
-        """Return an error that names the field, its value and what is accepted."""
-        what = f"{given!r} cannot be read" if given != "" else "nothing is given"
-        return TaskListError(f"{self._where}, column {column!r}: {what}; accepted: {accepted}")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return parse_duration(text)
-    if not 0 <= seconds <= MOST_SECONDS:
-        raise ValueError(f"{text} is not a number of seconds from 0 to {MOST_SECONDS:g}")
-    return seconds
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError(f"{count} is less than 1")
-    return count
-
-
-def _yes(text: str) -> bool:
-    try:
-        return _YES[text.lower()]
-    except KeyError:
-        raise ValueError(f"{text!r} is neither yes nor no") from None
-
-
 def _link(
-    tasks: list[ListedTask],
-    positions: Mapping[str, int],
-    after: list[tuple[int, list[str]]],
-    source: str,
+    tasks: list[ListedTask], positions: Mapping[str, int], after: list[tuple[str, list[str]]]
 ) -> list[ListedTask]:
     """Return the tasks with the names of `after` as positions."""
     linked: list[ListedTask] = []
-    for task, (number, names) in zip(tasks, after, strict=True):
+    for task, (where, names) in zip(tasks, after, strict=True):
         for name in names:
             if name not in positions:
-                raise TaskListError(
-                    f"{source}, line {number}, column 'after': there is no task {name!r}"
-                )
+                raise TaskListError(f"{where}, column 'after': there is no task {name!r}")
         before = tuple(dict.fromkeys(positions[name] for name in names))
         linked.append(replace(task, after=before))
-    _check_circles(linked, [number for number, _ in after], source)
-    return linked
-
-
-def _check_circles(tasks: list[ListedTask], numbers: list[int], source: str) -> None:
     try:
-        TopologicalSorter({i: task.after for i, task in enumerate(tasks)}).prepare()
+        TopologicalSorter({i: task.after for i, task in enumerate(linked)}).prepare()
     except CycleError as error:
         first = min(error.args[1])
         raise TaskListError(
-            f"{source}, line {numbers[first]}, column 'after': {tasks[first].name!r} comes after "
-            f"itself, or after tasks that do"
+            f"{after[first][0]}, column 'after': {tasks[first].name!r} comes after itself, or after "
+            "tasks that do"
         ) from error
+    return linked

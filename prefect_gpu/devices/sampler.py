@@ -65,7 +65,7 @@ class Sampler:
     """Reads devices in a thread of its own, at an interval while it is active.
 
     All methods may be called from any thread, and none waits for the reader. Where a driver hangs, `publish`
-    is not called any more, and `last_reading_at_s` grows old.
+    is not called any more.
 
     Args:
         reader: Used by the sampler's thread alone, which closes it at the end.
@@ -101,13 +101,6 @@ class Sampler:
         self._stopping = False
         self._failures = 0
         self._due_s = float("-inf")
-        self._last_reading_at_s: float | None = None
-
-    @property
-    def last_reading_at_s(self) -> float | None:
-        """Monotonic seconds at which the last finished reading began; `None`: none has."""
-        with self._changed:
-            return self._last_reading_at_s
 
     def set_active(self, active: bool) -> None:
         """Start or stop reading at the interval. Starts with a reading if one is due.
@@ -160,7 +153,6 @@ class Sampler:
                 # Before it is published: a test that moves the clock after a reading moves it past this.
                 self._failures = self._failures + 1 if reading.error else 0
                 self._due_s = reading.at_s + self._pause_s()
-                self._last_reading_at_s = reading.at_s
                 if self._stopping:
                     break
             try:

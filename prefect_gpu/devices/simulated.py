@@ -44,6 +44,9 @@ class SimulatedOutOfMemoryError(RuntimeError):
     #: Marks an out-of-memory that belongs to no framework; the child looks for it.
     __prefect_gpu_out_of_memory__ = True
 
+    #: The device that refused it; empty: not known. Set in the child.
+    device_uuid = ""
+
     def __init__(
         self,
         requested_bytes: int,

@@ -4,7 +4,7 @@ An adapter says what one framework of a child process must do. It does not choos
 both are fixed before an adapter is asked. Which adapters there are is in `registry`.
 
 `child_environment` merges the variables that hold for every framework (devices, threads) with those of each
-adapter. `late_changes` and `hot_changes` compare a standby's environment with a task's: a variable that differs
+adapter. `late_changes` compares a standby's environment with a task's: a variable that differs
 must be one that its framework reads later, or the task gets a fresh process. `tests/gpu/test_late_policy.py`
 shows on real devices that these rules hold. The environment of this process is not read here.
 """
@@ -79,72 +79,38 @@ def child_environment(
 def late_changes(
     before: Mapping[str, str],
     after: Mapping[str, str],
-    adapters: Iterable[FrameworkAdapter],
+    adapters: Collection[FrameworkAdapter],
     *,
     cpus_stated: bool,
+    hot: str = "",
 ) -> dict[str, str | None] | None:
     """Return what must change in a process that has imported its modules, if it still may change.
 
     Args:
-        before: The environment that it was started with.
+        before: The environment in which it imported its modules and started a framework.
         after: The environment that the task needs.
         adapters: All adapters: a variable belongs to one of them.
         cpus_stated: Whether a tag states the number of threads. A number that was computed from the
             machine may be set late: frameworks that have a call for it follow it.
+        hot: The framework that it has started, as in `gpu:framework=`; empty: none. Its device and what
+            this framework reads when it starts are fixed.
 
     Returns:
         Variables to set, or to remove (`None`); `None`: one of them would come too late.
     """
-    adapters = tuple(adapters)
     changes: dict[str, str | None] = {}
     for name in sorted({*before, *after}):
         old, new = before.get(name), after.get(name)
         if old == new:
             continue
-        late = _applies_late(name, old) or any(a.applies_late(name, old, new) for a in adapters)
+        owners = [adapter for adapter in adapters if adapter.applies_late(name, old, new)]
+        late = bool(owners) or _applies_late(name, old)
         if not late and (cpus_stated or name not in CPU_VARIABLES):
             return None
-        changes[name] = new
-    return changes
-
-
-def hot_changes(
-    before: Mapping[str, str],
-    after: Mapping[str, str],
-    hot: str,
-    adapters: Collection[FrameworkAdapter],
-    *,
-    cpus_stated: bool,
-) -> dict[str, str | None] | None:
-    """Return what must change in a process that has started a framework, if it still may change.
-
-    Its device and what its framework reads when it starts are fixed. Other frameworks have not
-    started there, so their variables follow the rules of `late_changes`.
-
-    Args:
-        before: The environment in which it started the framework.
-        after: The environment that the task needs.
-        hot: The framework, as in `gpu:framework=`.
-        adapters: All adapters.
-        cpus_stated: As for `late_changes`.
-
-    Returns:
-        As `late_changes`.
-    """
-    changes = late_changes(before, after, adapters, cpus_stated=cpus_stated)
-    if changes is None:
-        return None
-    for name in changes:
-        if name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        device = hot and name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+        if device or any(a.name == hot and not a.applies_hot(name, old, new) for a in owners):
             return None
-        for adapter in adapters:
-            old, new = before.get(name), after.get(name)
-            if (
-                adapter.name == hot
-                and adapter.applies_late(name, old, new)
-                and not adapter.applies_hot(name, old, new)
-            ):
-                return None
+        changes[name] = new
     return changes
 
 

@@ -51,7 +51,11 @@ class CupyAdapter(FrameworkAdapter):
 
     def start_device(self) -> None:
         """Child: create the context and load cuBLAS."""
-        _start_device(load("cupy"))
+        cupy = load("cupy")
+        a = cupy.ones((256, 256), dtype=cupy.float32)
+        float((a @ a).sum())
+        del a
+        _release(cupy)
 
     def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
         """Return `True` for the pool's limit, which `apply_hot` sets."""
@@ -98,7 +102,13 @@ class CupyAdapter(FrameworkAdapter):
 
     def calibrate(self) -> int:
         """Child: load cuBLAS and cuFFT, empty the pool, return what it still holds."""
-        return _calibrate(load("cupy"))
+        cupy = load("cupy")
+        a = cupy.ones((512, 512), dtype=cupy.float32)
+        float((a @ a).sum())
+        float(cupy.abs(cupy.fft.rfft2(a)).sum())
+        del a
+        _release(cupy)
+        return int(cupy.get_default_memory_pool().total_bytes())
 
 
 def _check_devices(cupy: Any, allotted: int) -> None:
@@ -144,19 +154,3 @@ def _read_counters(cupy: Any) -> Counters | None:  # needs a GPU
     if held == 0:
         return None
     return Counters(live, held, live, held)
-
-
-def _start_device(cupy: Any) -> None:  # needs a GPU
-    a = cupy.ones((256, 256), dtype=cupy.float32)
-    float((a @ a).sum())
-    del a
-    _release(cupy)
-
-
-def _calibrate(cupy: Any) -> int:  # needs a GPU
-    a = cupy.ones((512, 512), dtype=cupy.float32)
-    float((a @ a).sum())
-    float(cupy.abs(cupy.fft.rfft2(a)).sum())
-    del a
-    _release(cupy)
-    return int(cupy.get_default_memory_pool().total_bytes())

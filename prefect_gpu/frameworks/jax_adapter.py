@@ -87,7 +87,25 @@ class JaxAdapter(FrameworkAdapter):
     def counters(self) -> Counters | None:
         """Child: read XLA's allocator on every GPU, once a backend has started."""
         jax = _started_jax()
-        return None if jax is None else _read_counters(jax)
+        if jax is None:
+            return None
+        stats = [
+            device.memory_stats() for device in jax.local_devices() if device.platform == "gpu"
+        ]
+        known = [device for device in stats if device]
+        if not known:
+            return None
+
+        def total(key: str, default: str) -> int:
+            return sum(int(device.get(key, device.get(default, 0))) for device in known)
+
+        has_pool = all("pool_bytes" in device for device in known)
+        return Counters(
+            live_bytes=total("bytes_in_use", ""),
+            reserved_bytes=total("pool_bytes", "") if has_pool else None,
+            peak_live_bytes=total("peak_bytes_in_use", "bytes_in_use"),
+            peak_reserved_bytes=total("peak_pool_bytes", "pool_bytes") if has_pool else None,
+        )
 
     def release_cached(self) -> None:
         """Child: drop compiled programs and their constants; the next call compiles again.
@@ -120,7 +138,16 @@ class JaxAdapter(FrameworkAdapter):
 
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuDNN and cuFFT; needs preallocation off."""
-        return _calibrate(load("jax"))
+        jax = load("jax")
+        jnp = load("jax.numpy")
+        for dtype in (jnp.float32, jnp.bfloat16):
+            a = jnp.ones((512, 512), dtype)
+            (a @ a).block_until_ready()
+            images, kernel = jnp.ones((8, 16, 32, 32), dtype), jnp.ones((16, 16, 3, 3), dtype)
+            jax.lax.conv(images, kernel, (1, 1), "SAME").block_until_ready()
+        jnp.fft.rfft2(jnp.ones((64, 64))).block_until_ready()
+        stats = jax.local_devices()[0].memory_stats() or {}
+        return int(stats.get("pool_bytes", stats.get("peak_bytes_in_use", 0)))
 
 
 def _started_jax() -> Any:
@@ -130,37 +157,7 @@ def _started_jax() -> Any:
     return imported("jax", "local_devices") if bridge is not None and bridge._backends else None
 
 
-def _read_counters(jax: Any) -> Counters | None:
-    stats = [device.memory_stats() for device in jax.local_devices() if device.platform == "gpu"]
-    known = [device for device in stats if device]
-    if not known:
-        return None
-
-    def total(key: str, default: str) -> int:
-        return sum(int(device.get(key, device.get(default, 0))) for device in known)
-
-    has_pool = all("pool_bytes" in device for device in known)
-    return Counters(
-        live_bytes=total("bytes_in_use", ""),
-        reserved_bytes=total("pool_bytes", "") if has_pool else None,
-        peak_live_bytes=total("peak_bytes_in_use", "bytes_in_use"),
-        peak_reserved_bytes=total("peak_pool_bytes", "pool_bytes") if has_pool else None,
-    )
-
-
 def _start_devices(jax: Any) -> None:  # needs a GPU
     for device in jax.local_devices():
         if device.platform == "gpu":
             jax.device_put(0, device).block_until_ready()
-
-
-def _calibrate(jax: Any) -> int:  # needs a GPU
-    jnp = load("jax.numpy")
-    for dtype in (jnp.float32, jnp.bfloat16):
-        a = jnp.ones((512, 512), dtype)
-        (a @ a).block_until_ready()
-        images, kernel = jnp.ones((8, 16, 32, 32), dtype), jnp.ones((16, 16, 3, 3), dtype)
-        jax.lax.conv(images, kernel, (1, 1), "SAME").block_until_ready()
-    jnp.fft.rfft2(jnp.ones((64, 64))).block_until_ready()
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return int(stats.get("pool_bytes", stats.get("peak_bytes_in_use", 0)))

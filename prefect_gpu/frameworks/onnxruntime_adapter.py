@@ -101,7 +101,13 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
             Bytes of the model's inputs and outputs, which the arena holds. What else it holds
             (workspaces, 128 MiB at most) is unknown and counts as context, on the safe side.
         """
-        return _calibrate(load("onnxruntime"))
+        onnxruntime = load("onnxruntime")
+        session, inputs = calibration_session(
+            onnxruntime, provider_options(0, CALIBRATION_ARENA_BYTES)
+        )
+        outputs = session.run(None, inputs)
+        _kept.append(session)
+        return sum(int(array.nbytes) for array in (*inputs.values(), *outputs))
 
 
 def onnxruntime_provider_options(device: int = 0) -> dict[str, str]:
@@ -166,10 +172,3 @@ def calibration_session(onnxruntime: Any, provider: dict[str, str]) -> tuple[Any
     )
     numpy = load("numpy")
     return session, {i.name: numpy.ones(i.shape, numpy.float32) for i in session.get_inputs()}
-
-
-def _calibrate(onnxruntime: Any) -> int:  # needs a GPU
-    session, inputs = calibration_session(onnxruntime, provider_options(0, CALIBRATION_ARENA_BYTES))
-    outputs = session.run(None, inputs)
-    _kept.append(session)
-    return sum(int(array.nbytes) for array in (*inputs.values(), *outputs))

@@ -84,7 +84,18 @@ class TensorFlowAdapter(FrameworkAdapter):
     def counters(self) -> Counters | None:
         """Child: read what the GPU allocators have in use; they do not count what they hold."""
         tf = _started_tensorflow()
-        return None if tf is None else _read_counters(tf)
+        if tf is None:
+            return None
+        gpus = tf.config.list_logical_devices("GPU")
+        if not gpus:
+            return None
+        infos = [tf.config.experimental.get_memory_info(f"GPU:{i}") for i in range(len(gpus))]
+        return Counters(
+            live_bytes=sum(int(info["current"]) for info in infos),
+            reserved_bytes=None,
+            peak_live_bytes=sum(int(info["peak"]) for info in infos),
+            peak_reserved_bytes=None,
+        )
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Recognise `ResourceExhaustedError` of a device, and the driver's errors in other classes."""
@@ -121,7 +132,19 @@ class TensorFlowAdapter(FrameworkAdapter):
             The peak in use, rounded up to the 2 MiB regions that growth takes. TensorFlow reports
             nothing else, and never returns memory.
         """
-        return _calibrate(load("tensorflow"))
+        tf = load("tensorflow")
+        with tf.device("GPU:0"):
+            for dtype in (tf.float32, tf.bfloat16):
+                a = tf.ones([512, 512], dtype)
+                tf.reduce_sum(a @ a)
+                images = tf.Variable(tf.ones([8, 32, 32, 16], dtype))
+                kernel = tf.Variable(tf.ones([3, 3, 16, 16], dtype))
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(tf.nn.conv2d(images, kernel, 1, "SAME"))
+                tape.gradient(loss, [images, kernel])
+            tf.abs(tf.signal.rfft2d(tf.ones([64, 64]))).numpy()
+        peak = int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+        return -(-peak // (2 * MIB)) * 2 * MIB
 
     def _configure_devices(self, tf: Any, policy: FrameworkPolicy) -> None:
         gpus = tf.config.list_physical_devices("GPU")
@@ -227,19 +250,6 @@ def _started_tensorflow() -> Any:
     return imported("tensorflow", "config")
 
 
-def _read_counters(tf: Any) -> Counters | None:
-    gpus = tf.config.list_logical_devices("GPU")
-    if not gpus:
-        return None
-    infos = [tf.config.experimental.get_memory_info(f"GPU:{i}") for i in range(len(gpus))]
-    return Counters(
-        live_bytes=sum(int(info["current"]) for info in infos),
-        reserved_bytes=None,
-        peak_live_bytes=sum(int(info["peak"]) for info in infos),
-        peak_reserved_bytes=None,
-    )
-
-
 def _reduce_keras(tf: Any, value: Any) -> Any:
     keras = imported("keras", "Variable", "Model", "backend")
     if keras is None or keras.backend.backend() != "tensorflow":
@@ -252,18 +262,3 @@ def _reduce_keras(tf: Any, value: Any) -> Any:
             "GPU's memory: return model.get_weights(), or model.save(path) and the path"
         )
     return NotImplemented
-
-
-def _calibrate(tf: Any) -> int:  # needs a GPU
-    with tf.device("GPU:0"):
-        for dtype in (tf.float32, tf.bfloat16):
-            a = tf.ones([512, 512], dtype)
-            tf.reduce_sum(a @ a)
-            images = tf.Variable(tf.ones([8, 32, 32, 16], dtype))
-            kernel = tf.Variable(tf.ones([3, 3, 16, 16], dtype))
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(tf.nn.conv2d(images, kernel, 1, "SAME"))
-            tape.gradient(loss, [images, kernel])
-        tf.abs(tf.signal.rfft2d(tf.ones([64, 64]))).numpy()
-    peak = int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
-    return -(-peak // (2 * MIB)) * 2 * MIB

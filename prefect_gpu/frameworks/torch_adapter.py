@@ -116,7 +116,20 @@ class TorchAdapter(FrameworkAdapter):
 
     def start_device(self) -> None:
         """Child: create the context and load cuBLAS; free its workspace and reset the peaks."""
-        _start_device(load("torch"))
+        torch = load("torch")
+        torch.cuda.init()
+        a = torch.ones(256, 256, device="cuda:0")
+        (a @ a).sum().item()
+        torch.cuda.synchronize()
+        del a
+        # cuBLAS keeps up to 32 MiB of the allocator's memory, which a body that never multiplies would
+        # not have. Private, but there since 1.12.
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None:
+            clear()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
 
     def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
         """Return `True` for what is read each time. The allocator has read all of its options."""
@@ -129,12 +142,38 @@ class TorchAdapter(FrameworkAdapter):
     def counters(self) -> Counters | None:
         """Child: read the caching allocator's counters, summed over the devices."""
         cuda = _started_cuda()
-        return None if cuda is None else _read_counters(cuda)
+        if cuda is None:
+            return None
+        stats = [cuda.memory_stats(index) for index in range(cuda.device_count())]
+
+        def total(key: str) -> int:
+            return sum(int(device.get(key, 0)) for device in stats)
+
+        return Counters(
+            live_bytes=total("allocated_bytes.all.current"),
+            reserved_bytes=total("reserved_bytes.all.current"),
+            peak_live_bytes=total("allocated_bytes.all.peak"),
+            peak_reserved_bytes=total("reserved_bytes.all.peak"),
+            alloc_retries=total("num_alloc_retries"),
+            # The driver's own pool does not count it, and reports 0.
+            freed_bytes=(
+                total("reserved_bytes.all.freed")
+                if cuda.get_allocator_backend() == "native"
+                else None
+            ),
+        )
 
     def sample(self) -> tuple[int, int] | None:
         """Child: read two of the counters, without the flattening that `memory_stats` does."""
         cuda = _started_cuda()
-        return None if cuda is None else _sample(cuda)
+        if cuda is None:
+            return None
+        live_bytes = retries = 0
+        for index in range(cuda.device_count()):
+            stats = cuda.memory_stats_as_nested_dict(index)
+            live_bytes += stats["allocated_bytes"]["all"]["current"]
+            retries += stats["num_alloc_retries"]
+        return live_bytes, retries
 
     def begin_trace(self) -> PeakTrace | None:
         """Child: record what the caching allocator does, unless a recording is running."""
@@ -176,7 +215,21 @@ class TorchAdapter(FrameworkAdapter):
 
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, return what it still holds."""
-        return _calibrate(load("torch"))
+        torch = load("torch")
+        functional = torch.nn.functional
+        with torch.device("cuda:0"):
+            for dtype in (torch.float32, torch.bfloat16):
+                a = torch.ones(512, 512, dtype=dtype, requires_grad=True)
+                functional.linear(a @ a, a, a[0]).sum().backward()
+                images = torch.ones(8, 16, 32, 32, dtype=dtype, requires_grad=True)
+                kernel = torch.ones(16, 16, 3, 3, dtype=dtype, requires_grad=True)
+                functional.conv2d(images, kernel, padding=1).sum().backward()
+            torch.fft.rfft2(torch.ones(64, 64)).abs().sum().item()
+        torch.cuda.synchronize()
+        del a, images, kernel
+        gc.collect()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.memory_reserved(0))
 
     def _check_devices(self, torch: Any, allotted: int) -> None:
         # Counts through NVML where it can: no context.
@@ -307,67 +360,6 @@ def _started_cuda() -> Any:
     if torch is None or not hasattr(torch.cuda, "is_initialized"):
         return None
     return torch.cuda if torch.cuda.is_initialized() else None
-
-
-def _sample(cuda: Any) -> tuple[int, int]:  # needs a GPU
-    live_bytes = retries = 0
-    for index in range(cuda.device_count()):
-        stats = cuda.memory_stats_as_nested_dict(index)
-        live_bytes += stats["allocated_bytes"]["all"]["current"]
-        retries += stats["num_alloc_retries"]
-    return live_bytes, retries
-
-
-def _read_counters(cuda: Any) -> Counters:  # needs a GPU
-    stats = [cuda.memory_stats(index) for index in range(cuda.device_count())]
-
-    def total(key: str) -> int:
-        return sum(int(device.get(key, 0)) for device in stats)
-
-    return Counters(
-        live_bytes=total("allocated_bytes.all.current"),
-        reserved_bytes=total("reserved_bytes.all.current"),
-        peak_live_bytes=total("allocated_bytes.all.peak"),
-        peak_reserved_bytes=total("reserved_bytes.all.peak"),
-        alloc_retries=total("num_alloc_retries"),
-        # The driver's own pool does not count it, and reports 0.
-        freed_bytes=(
-            total("reserved_bytes.all.freed") if cuda.get_allocator_backend() == "native" else None
-        ),
-    )
-
-
-def _start_device(torch: Any) -> None:  # needs a GPU
-    torch.cuda.init()
-    a = torch.ones(256, 256, device="cuda:0")
-    (a @ a).sum().item()
-    torch.cuda.synchronize()
-    del a
-    # cuBLAS keeps up to 32 MiB of the allocator's memory, which a body that never multiplies would
-    # not have. Private, but there since 1.12.
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.reset_accumulated_memory_stats()
-
-
-def _calibrate(torch: Any) -> int:  # needs a GPU
-    functional = torch.nn.functional
-    with torch.device("cuda:0"):
-        for dtype in (torch.float32, torch.bfloat16):
-            a = torch.ones(512, 512, dtype=dtype, requires_grad=True)
-            functional.linear(a @ a, a, a[0]).sum().backward()
-            images = torch.ones(8, 16, 32, 32, dtype=dtype, requires_grad=True)
-            kernel = torch.ones(16, 16, 3, 3, dtype=dtype, requires_grad=True)
-            functional.conv2d(images, kernel, padding=1).sum().backward()
-        torch.fft.rfft2(torch.ones(64, 64)).abs().sum().item()
-    torch.cuda.synchronize()
-    del a, images, kernel
-    gc.collect()
-    torch.cuda.empty_cache()
-    return int(torch.cuda.memory_reserved(0))
 
 
 def peak_bytes(live_bytes: int, events: Iterable[Mapping[str, Any]]) -> int:

@@ -2,7 +2,7 @@
 
 A `LaunchSpec` is a value that could travel to another machine; a `Launcher` makes a process of it. The
 protocol contains no process id to steer by, and no descriptors except those of memory files, whose
-bytes a launcher on another machine would send (`transport.FrameTransport` packs without any). The
+bytes a launcher on another machine would send (`transport.pack` packs without any, too). The
 launcher of this machine is in `launcher`; what a child itself sends is in `messages`.
 """
 
@@ -13,10 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prefect_gpu.processes.messages import Prepare
-from prefect_gpu.processes.transport import VALUE, PackedValue, ReceivedValue
-
-#: The call of a calibration, which has none.
-NO_CALL = PackedValue(VALUE, b"")
+from prefect_gpu.processes.transport import PackedValue, ReceivedValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class LaunchSpec:
     environment: Mapping[str, str | None]
     prepare: Prepare
     #: The pickled `messages.Call`.
-    call: PackedValue = NO_CALL
+    call: PackedValue
     #: Like the parent's.
     cwd: str = ""
     argv: tuple[str, ...] = ()

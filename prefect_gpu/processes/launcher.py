@@ -260,7 +260,8 @@ class ProcessLauncher:
             spawn: How this process is started; `None`, or where that fails: as all are.
 
         Raises:
-            CapacityError: The launcher's thread cannot be started; the next call tries again.
+            CapacityError: The launcher's thread cannot be started, or has no descriptor left to wait on;
+                the next call tries again.
         """
         child = LaunchedChild(spec, listener, spawn)
         with self._lock:
@@ -571,7 +572,7 @@ class ProcessLauncher:
         self.kill_child(child, because)
 
     def _take_frame(self, child: LaunchedChild, frame: Frame) -> None:
-        if frame.kind in (transport.VALUE, transport.VALUE_PARTS):
+        if frame.kind == transport.VALUE:
             # Unpacked at once: whatever becomes of the value, its files are closed.
             value = transport.unpack(frame)
             child.value_arrived = True

@@ -71,9 +71,6 @@ class Prepare(Message):
     allocation: Allocation
     #: Seconds between two readings of the frameworks' counters.
     counters_interval_s: float
-    #: "body": a `Call` follows. "calibrate": use the framework named below, and answer.
-    work: str = "body"
-    framework: str = ""
     #: What has changed since a standby was started; `None`: the process was started for this task.
     late: Late | None = None
     #: Modules that the call needs and that are not the user's: imported before the call is read, if
@@ -216,11 +213,11 @@ class BodyEnded(Message):
     #: Last counters, `None` where no framework was used.
     counters: Counters | None = None
     frameworks: tuple[str, ...] = ()
-    #: Largest resident set of the child so far, in bytes; 0: unknown.
-    host_peak_bytes: int = 0
     #: As in `CountersRead`.
     steps: StepFacts | None = None
     marks: tuple[Mark, ...] = ()
+    #: Largest resident set of the child so far, in bytes; 0: unknown.
+    host_peak_bytes: int = 0
 
 
 def encode(message: Message) -> bytes:

@@ -25,7 +25,6 @@ from prefect_gpu.frameworks.adapter import (
     CPU_VARIABLES,
     FrameworkPolicy,
     child_environment,
-    hot_changes,
     late_changes,
 )
 from prefect_gpu.processes import values
@@ -290,13 +289,19 @@ class Standby:
             kind: The task's.
             environment: The whole environment of the task.
         """
-        adapters = tuple(registry.ADAPTERS.values())
-        cpus_stated = kind.cpus_stated or self.kind.cpus_stated
-        before = self.spec.environment
-        if self.device is None:
-            return late_changes(before, environment, adapters, cpus_stated=cpus_stated)
-        before = environment_with(device_environment(self.device), before)
-        return hot_changes(before, environment, self.kind.hot, adapters, cpus_stated=cpus_stated)
+        environment_before, hot = self.spec.environment, ""
+        if self.device is not None:
+            environment_before = environment_with(
+                device_environment(self.device), environment_before
+            )
+            hot = self.kind.hot
+        return late_changes(
+            environment_before,
+            environment,
+            registry.ADAPTERS.values(),
+            cpus_stated=kind.cpus_stated or self.kind.cpus_stated,
+            hot=hot,
+        )
 
 
 def device_environment(device: Device) -> Changes:

@@ -9,8 +9,8 @@ From the bottom up:
   written once, sealed, and mapped privately: what is mapped can be written to, and no other process
   sees the change. When its last descriptor and its last mapping are gone, the memory is freed,
   whichever process died.
-- A *value* is pickled by `values` into a stream and large buffers beside it. A `Transport` packs both
-  into a `PackedValue`, which is one frame and the memory files sent with it. The other side turns it
+- A *value* is pickled by `values` into a stream and large buffers beside it. `pack` makes a
+  `PackedValue` of both, which is one frame and the memory files sent with it. The other side turns it
   into a `ReceivedValue`, which is unpickled in place. Small values are a frame without files; so are
   all values where the system has no memory files (macOS).
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
+import io
 import mmap
 import os
 import socket
@@ -30,7 +31,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
@@ -46,9 +47,9 @@ AVAILABLE = hasattr(os, "memfd_create")
 #: in the way of the seal. Pieces from 256 KiB to 64 MiB take the same time.
 _WRITE_BYTES = 8 << 20
 
-#: Bytes that are compared in one call: both pieces stay in the processor's cache. It takes 1.6 times as
-#: long as `memcmp` on the whole (2 busy cores), and a quarter of the time of writing the file anew.
-_COMPARE_BYTES = 256 << 10
+#: Bytes that are compared in one call: less than `malloc` takes from the system anew each time (128 KiB).
+#: It takes less than half the time of writing the file anew (256 MiB, 2 busy cores: 0.07 and 0.16 s).
+_COMPARE_BYTES = 64 << 10
 
 #: Files that are mapped at a time in one process before Python 3.13, where a mapping keeps a
 #: descriptor: a quarter of the usual limit (1,024). Further files are copied into plain memory.
@@ -61,69 +62,39 @@ _ALIGNMENT = 64
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
-class MemoryFile:
-    """A descriptor of a memory file, closed with the last reference to this object, or by a fork.
+class MemoryFile(io.FileIO):
+    """A memory file, closed with the last reference to this object, or by a fork; mappings stay.
 
     Args:
         descriptor: Of the file; this object owns it.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        super().__init__(descriptor)
         PROCESS_RESOURCES.after_fork(self, MemoryFile.close)
 
-    def fileno(self) -> int:
-        """Return the descriptor.
-
-        Raises:
-            ValueError: It is closed.
-        """
-        if self._descriptor < 0:
-            raise ValueError("the memory file is closed")
-        return self._descriptor
-
-    def close(self) -> None:
-        """Close the descriptor; mappings stay."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
     def __del__(self) -> None:
-        # `os.close` may be gone while the interpreter shuts down; the system closes it then.
-        if os is not None and os.close is not None:
-            self.close()
+        # `FileIO` would warn of a file that was not closed explicitly.
+        self.close()
 
     def map(self) -> mmap.mmap:
         """Map the whole file, copy on write.
 
         Raises:
-            ProtocolError: It is not a sealed memory file, or cannot be mapped.
+            ProtocolError: It cannot be mapped.
         """
         try:
-            # A file that could still shrink would kill its readers where it was cut off.
-            needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
-            if fcntl.fcntl(self.fileno(), fcntl.F_GET_SEALS) & needed != needed:
-                raise ProtocolError("a descriptor was received that is no sealed memory file")
             return _map_privately(self.fileno(), os.fstat(self.fileno()).st_size)
         except (OSError, ValueError, MemoryError) as error:
             raise ProtocolError(f"a memory file cannot be mapped: {error}") from error
 
     def holds(self, parts: Sequence[memoryview]) -> bool:
-        """Return whether the file holds exactly these bytes, as `write_file` lays them out.
-
-        `False` also if it cannot be mapped to be compared: there is no descriptor or memory left.
-        """
+        """Return whether the file holds exactly these bytes, as `write_file` lays them out."""
         offsets, end = lay_out([part.nbytes for part in parts])
-        if os.fstat(self.fileno()).st_size != end:
-            return False
-        try:
-            mapped = self.map()
-        except ProtocolError:
-            return False
         # As bytes: comparing views goes element by element, with the interpreter's lock held throughout.
-        return all(
-            mapped[offset + at : offset + min(at + _COMPARE_BYTES, part.nbytes)]
-            == part[at : at + _COMPARE_BYTES].tobytes()
+        return os.fstat(self.fileno()).st_size == end and all(
+            os.pread(self.fileno(), len(piece := part[at : at + _COMPARE_BYTES]), offset + at)
+            == piece.tobytes()
             for offset, part in zip(offsets, parts, strict=True)
             for at in range(0, part.nbytes, _COMPARE_BYTES)
         )
@@ -184,12 +155,10 @@ HEADER: Final = struct.Struct("!BQ")
 
 #: Kinds of frames: a message of `messages`.
 MESSAGE: Final = 1
-#: A pickled value.
+#: A value in parts: a table of the parts, and those that are not in memory files.
 VALUE: Final = 2
 #: JSON that the child's bootstrap reads before it can import anything; only to a child, and first.
 BOOT: Final = 3
-#: A value in parts: a table of the parts, and those that are not in memory files.
-VALUE_PARTS: Final = 4
 
 #: Length that a frame may have. A longer one is garbage on the stream, not a frame.
 LONGEST_FRAME_BYTES: Final = 1 << 44
@@ -332,7 +301,7 @@ class FrameReader:
             return None
         if self._kind is None:
             kind, length = HEADER.unpack(self._header)
-            if kind not in (MESSAGE, VALUE, BOOT, VALUE_PARTS) or length > LONGEST_FRAME_BYTES:
+            if kind not in (MESSAGE, VALUE, BOOT) or length > LONGEST_FRAME_BYTES:
                 raise ProtocolError(
                     f"a process sent a frame of kind {kind} and length {length}; something "
                     f"other than prefect_gpu wrote to its channel"
@@ -354,8 +323,8 @@ class FrameReader:
 #: descriptor on both sides.
 FILE_BYTES = 1 << 20
 
-#: Memory files of one value at most, each a descriptor. The largest parts have a file each, so that
-#: releasing one frees its memory; the others share the last.
+#: Memory files of one value at most, each a descriptor. Large parts have a file each, so that releasing
+#: one frees its memory; the others share the last.
 MOST_FILES = 16
 
 _COUNT = struct.Struct("!I")
@@ -371,20 +340,18 @@ WriteFile = Callable[[Sequence[memoryview]], MemoryFile]
 class PackedValue:
     """A value to be sent: a frame, and the memory files that go with it."""
 
-    #: `VALUE` or `VALUE_PARTS`.
-    kind: int
     #: The frame's body.
-    body: bytes | bytearray = field(repr=False)
+    body: bytearray = field(repr=False)
     files: tuple[MemoryFile, ...] = ()
 
     @property
     def frame(self) -> tuple[memoryview, ...]:
         """The frame's bytes; `files` are sent with the first of them."""
-        return memoryview(frame_header(self.kind, len(self.body))), memoryview(self.body)
+        return memoryview(frame_header(VALUE, len(self.body))), memoryview(self.body)
 
     def open(self) -> ReceivedValue:
         """Read it in the process that packed it."""
-        return unpack(Frame(self.kind, bytearray(self.body), self.files))
+        return unpack(Frame(VALUE, self.body, self.files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,112 +359,72 @@ class ReceivedValue:
     """A value that was received, still pickled. What is unpickled from it keeps its memory alive."""
 
     #: What pickle reads.
-    stream: FrameBody | memoryview = field(repr=False)
+    stream: memoryview = field(repr=False)
     #: What pickle finds beside the stream.
     buffers: tuple[memoryview, ...] = field(default=(), repr=False)
 
 
-class Transport(Protocol):
-    """Packs what `values` pickled."""
-
-    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
-        """Pack a stream, in pieces, and the buffers beside it. No argument is kept.
-
-        Raises:
-            OSError: There is no memory for it (`ENOMEM`, `ENOSPC`).
-            MemoryError: Likewise.
-        """
-        ...
-
-
-class FrameTransport:
-    """Packs everything into the frame, which every system can send."""
-
-    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
-        """Pack a value, see `Transport.pack`."""
-        if not buffers:
-            return PackedValue(VALUE, b"".join(stream))
-        return _pack_parts(stream, buffers, {}, ())
-
-
-class FileTransport:
-    """Packs large parts into memory files.
+def pack(
+    stream: Sequence[memoryview],
+    buffers: Sequence[memoryview],
+    write: WriteFile | None = write_file,
+) -> PackedValue:
+    """Pack what `values` pickled. Large parts go into memory files, where the system makes them.
 
     Args:
-        write: Makes the files of buffers.
+        stream: What pickle reads, in pieces.
+        buffers: What pickle finds beside the stream.
+        write: Makes the files of buffers; `None`: everything is in the frame.
+
+    Raises:
+        OSError: There is no memory for it (`ENOMEM`, `ENOSPC`).
+        MemoryError: Likewise.
     """
-
-    def __init__(self, write: WriteFile = write_file) -> None:
-        self._write = write
-
-    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
-        """Pack a value, see `Transport.pack`."""
+    if AVAILABLE and write is not None:
         try:
-            return self._pack(stream, buffers)
+            return _pack(stream, buffers, write)
         except OSError as error:
             if error.errno in (errno.ENOMEM, errno.ENOSPC):
                 raise
             # No descriptor left, a limit on the size of files, a sandbox: the frame needs none.
-            return FrameTransport().pack(stream, buffers)
-
-    def _pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
-        files: list[MemoryFile] = []
-        places: dict[int, tuple[int, int]] = {}
-        sizes = [buffer.nbytes for buffer in buffers]
-        for group in group_parts(sizes):
-            offsets, _ = lay_out([sizes[index] for index in group])
-            for index, offset in zip(group, offsets, strict=True):
-                places[1 + index] = (len(files), offset)
-            files.append(self._write([buffers[index] for index in group]))
-        if sum(piece.nbytes for piece in stream) >= FILE_BYTES:
-            # Large `bytes`, and arrays that pickle as such, are in the stream. No other value has the
-            # same stream, so it is always written.
-            places[0] = (len(files), 0)
-            files.append(write_file(stream, alignment=1))
-        if not files:
-            return FrameTransport().pack(stream, buffers)
-        return _pack_parts(stream, buffers, places, tuple(files))
-
-
-def default_transport() -> Transport:
-    """Return the best transport of this system."""
-    return FileTransport() if AVAILABLE else FrameTransport()
+    return _pack(stream, buffers, None)
 
 
 def group_parts(sizes_bytes: Sequence[int]) -> list[list[int]]:
     """Return the numbers of the parts that share each memory file; the others stay in the frame."""
-    large = [index for index, size in enumerate(sizes_bytes) if size >= FILE_BYTES]
-    large.sort(key=lambda index: -sizes_bytes[index])
     # One file is for the stream, and one is shared by the other parts.
-    own = sorted(large[: MOST_FILES - 2])
-    others = sorted(set(range(len(sizes_bytes))).difference(own))
+    own = [index for index, size in enumerate(sizes_bytes) if size >= FILE_BYTES][: MOST_FILES - 2]
+    others = [index for index in range(len(sizes_bytes)) if index not in own]
     groups = [[index] for index in own]
     if sum(sizes_bytes[index] for index in others) >= FILE_BYTES:
         groups.append(others)
     return groups
 
 
-def _pack_parts(
-    stream: Sequence[memoryview],
-    buffers: Sequence[memoryview],
-    places: dict[int, tuple[int, int]],
-    files: tuple[MemoryFile, ...],
+def _pack(
+    stream: Sequence[memoryview], buffers: Sequence[memoryview], write: WriteFile | None
 ) -> PackedValue:
-    """Make the frame of a value in parts: its table, then the parts that are not in files.
-
-    Args:
-        stream: Part 0, in pieces.
-        buffers: Parts 1 and following.
-        places: File and offset of the parts that are in files.
-        files: These files.
-    """
+    # The stream is part 0.
     parts = [stream, *([buffer] for buffer in buffers)]
     sizes = [sum(piece.nbytes for piece in pieces) for pieces in parts]
+    files: list[MemoryFile] = []
+    #: File and offset of each part.
+    places: dict[int, tuple[int, int]] = {}
+    if write is not None:
+        for group in group_parts(sizes[1:]):
+            offsets, _ = lay_out([sizes[1 + index] for index in group])
+            places |= {1 + n: (len(files), at) for n, at in zip(group, offsets, strict=True)}
+            files.append(write([buffers[index] for index in group]))
+        if sizes[0] >= FILE_BYTES:
+            # Large `bytes`, and arrays that pickle as such, are in the stream. No other value has the
+            # same stream, so it is always written.
+            places[0] = (len(files), 0)
+            files.append(write_file(stream, alignment=1))
     inside = [number for number in range(len(parts)) if number not in places]
     # The table is laid out as one more part, so that the parts are aligned as in a file.
     table_bytes = _COUNT.size + _PART.size * len(parts)
     (_, *offsets), end = lay_out([table_bytes, *(sizes[number] for number in inside)])
-    places = places | {n: (-1, offset) for n, offset in zip(inside, offsets, strict=True)}
+    places |= {n: (-1, offset) for n, offset in zip(inside, offsets, strict=True)}
     body = bytearray(end)
     view = memoryview(body)
     _COUNT.pack_into(body, 0, len(parts))
@@ -508,7 +435,7 @@ def _pack_parts(
             for piece in pieces:
                 view[at : at + piece.nbytes] = piece
                 at += piece.nbytes
-    return PackedValue(VALUE_PARTS, body, files)
+    return PackedValue(body, tuple(files))
 
 
 def unpack(frame: Frame) -> ReceivedValue:
@@ -519,8 +446,6 @@ def unpack(frame: Frame) -> ReceivedValue:
     Raises:
         ProtocolError: The parts do not fit the frame, or a file cannot be mapped.
     """
-    if frame.kind == VALUE:
-        return ReceivedValue(frame.body)
     # The frame is the last, so that -1 finds it.
     memory = [*(memoryview(file.map()) for file in frame.files), memoryview(frame.body)]
     parts: list[memoryview] = []

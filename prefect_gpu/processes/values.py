@@ -8,18 +8,16 @@ cannot be pickled is refused with its type and the path to it.
 
 A large argument that several GPU tasks take is written to a memory file once (`ArgumentFiles`). Every
 call of a task has a `Share` from when it begins to wait for a device to its end. A file stays for as
-long as a share that used it, or is known to need it, is open. A share knows what its call will need
-from its arguments: NumPy arrays, PyTorch tensors, and whatever else exposes its memory, in lists,
-tuples and dictionaries too. It does not look into objects of other classes: what only those hold is
-shared by calls that run at the same time, and written again later.
+long as a share that used it is open. The files that were used last also stay while a call waits, since
+it may take the same argument: tasks that run one after another write it once.
 
 How packed values travel is in `transport`; when they are sent is up to the launcher and the child.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
-import itertools
 import os
 import pickle
 import sys
@@ -27,35 +25,23 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import cloudpickle
 
 from prefect_gpu.errors import NO_ROOM, REBUILT, ResultError
+from prefect_gpu.frameworks import registry
 from prefect_gpu.process_resources import PROCESS_RESOURCES
-from prefect_gpu.processes import transport as transports
+from prefect_gpu.processes import transport
 from prefect_gpu.processes.messages import Call
-from prefect_gpu.processes.transport import (
-    FILE_BYTES,
-    FileTransport,
-    FrameBody,
-    FrameTransport,
-    MemoryFile,
-    PackedValue,
-    ReceivedValue,
-    Transport,
-    WriteFile,
-    default_transport,
-    write_file,
-)
+from prefect_gpu.processes.transport import MemoryFile, PackedValue, ReceivedValue, WriteFile
 from prefect_gpu.units import format_bytes
 
 #: A function that returns a pickle reduction for a value, or `NotImplemented`.
 Reducer = Callable[[Any], Any]
 
-#: A pickled value in any of its forms.
-Pickled: TypeAlias = bytes | memoryview | FrameBody | PackedValue | ReceivedValue
+#: Packs a stream, in pieces, and the buffers beside it, as `transport.pack` does.
+Pack = Callable[[Sequence[memoryview], Sequence[memoryview]], PackedValue]
 
 #: Bytes from which a buffer is not copied into the stream. From this size on the pickler writes every
 #: object separately anyway (`FRAME_SIZE_TARGET`).
@@ -93,10 +79,10 @@ def _find(module_name: str) -> bool:
     parent_name, _, _ = module_name.rpartition(".")
     path = None
     if parent_name:
-        path = _stored_attribute(sys.modules.get(parent_name), "__path__")
+        path = registry.look_at(parent_name, "__path__")
         if path is None or not is_importable(parent_name):
             return False
-    file = _stored_attribute(module, "__file__")
+    file: str | None = registry.look_at(module_name, "__file__")
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
         if find_spec is None:
@@ -106,23 +92,10 @@ def _find(module_name: str) -> bool:
         except Exception:  # a finder of another library that does not know the name
             continue
         if spec is not None:
-            return file is None or not spec.has_location or _same_file(spec.origin, file)
+            if file is None or not spec.has_location:
+                return True
+            return os.path.realpath(spec.origin or "") == os.path.realpath(file)
     return False
-
-
-def _stored_attribute(module: object, name: str) -> Any:
-    """Return what a module's namespace holds under a name, or `None`; no code of the module runs."""
-    try:
-        return object.__getattribute__(module, "__dict__").get(name)
-    except AttributeError:
-        # Some libraries put objects without a namespace into `sys.modules`.
-        return None
-
-
-def _same_file(origin: str | None, file: str) -> bool:
-    if origin is None:
-        return False
-    return origin == file or os.path.realpath(origin) == os.path.realpath(file)
 
 
 class _Output:
@@ -146,17 +119,6 @@ class _Output:
         return False
 
 
-class _NoOutput(_Output):
-    """Drops a pickler's output: to see whether a value can be pickled."""
-
-    def write(self, data: bytes | bytearray) -> None:
-        """Drop a piece of the stream."""
-
-    def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Drop a buffer."""
-        return False
-
-
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
     """Pickles by value what cannot be imported, and device memory as host copies."""
 
@@ -168,10 +130,13 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         """Return how one object is pickled; `NotImplemented` leaves it to pickle."""
         # Modules first: asking whether one is a class reads its `__class__`, which loads a lazy one.
         if isinstance(obj, types.ModuleType):
-            name = _stored_attribute(obj, "__name__")
+            name = object.__getattribute__(obj, "__dict__").get("__name__")
         elif isinstance(obj, (type, types.FunctionType)):
             if isinstance(obj, type) and obj in _from_parent:
-                return _own_class, (_tracker_ids()[obj],)
+                # Cloudpickle gives each class that it sends by value an id, so that two copies become one
+                # class where they arrive: here, the parent's own.
+                tracker_id = cloudpickle.cloudpickle._get_or_create_tracker_id(obj)
+                return cloudpickle.cloudpickle._lookup_class_or_track, (tracker_id, None)
             name = getattr(obj, "__module__", None)
         else:
             for reduce in self._reducers:
@@ -180,41 +145,32 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
                     return reduction
             return super().reducer_override(obj)
         if isinstance(name, str) and name in sys.modules and name != "__main__":
+            module = sys.modules[name]
             if not is_importable(name):
-                _register_by_value(sys.modules[name])
-            elif obj is sys.modules[name] and not cloudpickle.list_registry_pickle_by_value():
+                # Cloudpickle accepts only a module that `sys.modules` has under the module's own name.
+                if sys.modules.get(module.__name__) is module:
+                    cloudpickle.register_pickle_by_value(module)
+            elif obj is module and not cloudpickle.list_registry_pickle_by_value():
                 # Cloudpickle would read its attributes.
                 return cloudpickle.cloudpickle.subimport, (name,)
         return super().reducer_override(obj)
 
 
-def _register_by_value(module: types.ModuleType) -> None:
-    # Cloudpickle accepts only a module that `sys.modules` has under the module's own name.
-    if sys.modules.get(module.__name__) is module:
-        cloudpickle.register_pickle_by_value(module)
-
-
-def _tracker_ids() -> Mapping[type, str]:
-    # Cloudpickle keeps one id for each class that it sent by value, so that two copies become one
-    # class where they arrive.
-    return cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # type: ignore[no-any-return]
-
-
-def _own_class(tracker_id: str) -> type:
-    """Return the class of this process that was once sent under `tracker_id`."""
-    found: type = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[tracker_id]
-    return found
-
-
-def load_call(data: Pickled) -> Call:
+def load_call(data: PackedValue | ReceivedValue) -> Call:
     """Return the call that a child received.
 
     Classes in it that the child cannot import exist in the parent: they go back by name alone. Sent by
     value, as cloudpickle would, they would set every attribute of the parent's class anew: its class
     variables to the child's, its methods to copies with other globals.
+
+    Raises:
+        ResultError: The child cannot import a function or an argument.
     """
-    call: Call = _load(data)
-    _from_parent.update(_tracker_ids())
+    try:
+        call: Call = _load(data)
+    except (ImportError, AttributeError, pickle.UnpicklingError) as error:
+        raise ResultError("call", "it", REBUILT, _short(error)) from error
+    _from_parent.update(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
     return call
 
 
@@ -223,7 +179,7 @@ def dumps(
     what: str,
     name: str,
     reducers: tuple[Reducer, ...] = (),
-    transport: Transport | None = None,
+    pack: Pack = transport.pack,
 ) -> PackedValue:
     """Pickle and pack a value for the other process.
 
@@ -232,16 +188,15 @@ def dumps(
         what: "return value", "exception", "argument" or "function", for the error.
         name: How the error calls the value itself: "result".
         reducers: Of the frameworks in use.
-        transport: Packs it; `None`: the best of this system.
+        pack: Packs it.
 
     Raises:
         ResultError: A part of it cannot be pickled (the error names its type and the path to it), or
             there is no memory for it.
     """
-    output = _Output()
-    _pickle(value, output, what, name, reducers)
+    output = _pickle(value, what, name, reducers)
     try:
-        return (transport or default_transport()).pack(output.stream, output.buffers)
+        return pack(output.stream, output.buffers)
     except (OSError, MemoryError) as error:
         size_bytes = sum(part.nbytes for part in (*output.stream, *output.buffers))
         reason = f"{format_bytes(size_bytes)}: {_short(error)}"
@@ -254,22 +209,26 @@ def check(value: Any, what: str, name: str, reducers: tuple[Reducer, ...] = ()) 
     Raises:
         ResultError: As in `dumps`.
     """
-    _pickle(value, _NoOutput(), what, name, reducers)
+    _pickle(value, what, name, reducers)
 
 
 def _pickle(
-    value: Any, output: _Output, what: str, name: str, reducers: tuple[Reducer, ...]
-) -> None:
+    value: Any, what: str, name: str, reducers: tuple[Reducer, ...], depth: int = _LONGEST_PATH
+) -> _Output:
+    output = _Output()
     try:
         ValuePickler(output, reducers).dump(value)
+        return output
     except MemoryError as error:
         raise ResultError(what, name, NO_ROOM, _short(error)) from error
     except Exception as error:
-        where, culprit = _find_culprit(value, name, reducers)
-        raise ResultError(what, where, _type_name(culprit), _short(error)) from error
+        # The smallest part that cannot be pickled is named.
+        for suffix, part in _parts(value) if depth else ():
+            _pickle(part, what, name + suffix, reducers, depth - 1)
+        raise ResultError(what, name, _type_name(value), _short(error)) from error
 
 
-def loads(data: Pickled, what: str) -> Any:
+def loads(data: PackedValue | ReceivedValue, what: str) -> Any:
     """Unpickle a value from the other process, in place: its buffers are those that were received.
 
     Raises:
@@ -281,12 +240,10 @@ def loads(data: Pickled, what: str) -> Any:
         raise ResultError(what, "it", REBUILT, _short(error)) from error
 
 
-def _load(data: Pickled) -> Any:
+def _load(data: PackedValue | ReceivedValue) -> Any:
     if isinstance(data, PackedValue):
         data = data.open()
-    if isinstance(data, ReceivedValue):
-        return pickle.loads(data.stream, buffers=data.buffers)
-    return pickle.loads(data)
+    return pickle.loads(data.stream, buffers=data.buffers)
 
 
 def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> PackedValue:
@@ -326,14 +283,6 @@ def _short(error: BaseException) -> str:
     return text if len(text) <= 500 else text[:500] + "…"
 
 
-def _pickles(value: Any, reducers: tuple[Reducer, ...]) -> bool:
-    try:
-        ValuePickler(_NoOutput(), reducers).dump(value)
-    except Exception:
-        return False
-    return True
-
-
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
@@ -349,26 +298,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".{key}", part
 
 
-def _find_culprit(value: Any, name: str, reducers: tuple[Reducer, ...]) -> tuple[str, Any]:
-    """Return path and value of the smallest part that cannot be pickled."""
-    for _ in range(_LONGEST_PATH):
-        for suffix, part in _parts(value):
-            if not _pickles(part, reducers):
-                name, value = name + suffix, part
-                break
-        else:
-            break
-    return name, value
-
-
 # Large arguments that several calls take.
-
-#: Address and length in bytes.
-Region: TypeAlias = tuple[int, int]
-
-#: Values that a share looks at: enough for any signature, no time for a list of a million numbers.
-_MOST_VALUES = 1000
-_DEEPEST_ARGUMENT = 3
 
 
 class ArgumentFiles:
@@ -378,18 +308,28 @@ class ArgumentFiles:
         write: Makes a file.
     """
 
-    def __init__(self, write: WriteFile = write_file) -> None:
+    def __init__(self, write: WriteFile = transport.write_file) -> None:
         self._write = write
         self._lock = threading.Lock()
+        #: The calls that have not ended.
         self._open: set[Share] = set()
-        self._entries: dict[tuple[Region, ...], _Entry] = {}
+        #: The call that used a file last.
+        self._last: Share | None = None
+        #: By address and length in bytes of what each file holds.
+        self._entries: dict[tuple[tuple[int, int], ...], _Entry] = {}
 
-    def share(self, arguments: Any) -> Share:
-        """Begin a call with these arguments; the context manager that is returned ends it."""
-        share = Share(self, frozenset(find_regions(arguments)))
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Share]:
+        """Begin a call, which ends with the `with` block."""
+        share = Share(self)
         with self._lock:
             self._open.add(share)
-        return share
+        try:
+            yield share
+        finally:
+            with self._lock:
+                self._open.discard(share)
+            self.drop_unneeded()
 
     def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
         """Return a file that holds `parts`: that of another share, or a new one.
@@ -407,6 +347,7 @@ class ArgumentFiles:
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
             entry.users.add(share)
+            self._last = share
         # Other calls with the same argument wait here until it is written, instead of writing it too.
         with entry.lock:
             if entry.file is None or not entry.file.holds(parts):
@@ -415,18 +356,17 @@ class ArgumentFiles:
                 entry.file = self._write(parts)
             return entry.file
 
-    def close(self, share: Share) -> None:
-        """End a call: drop the files that no other call needs."""
-        dropped = []
+    def drop_unneeded(self) -> None:
+        """Drop the files that no call needs, after one has packed its arguments or ended."""
         with self._lock:
-            self._open.discard(share)
-            needed = frozenset[Region]().union(*(other.regions for other in self._open))
-            for key, entry in tuple(self._entries.items()):
-                entry.users.discard(share)
-                if not entry.users and not needed.intersection(key):
-                    dropped.append(self._entries.pop(key))
+            if all(share.packed for share in self._open):
+                self._last = None
+            for entry in self._entries.values():
+                entry.users = {s for s in entry.users if s in self._open or s is self._last}
+            entries = self._entries
+            self._entries = {key: entry for key, entry in entries.items() if entry.users}
         # Gigabytes may go back to the system here: not under the lock.
-        del dropped
+        del entries
 
     def __len__(self) -> int:
         """Return the number of files that are kept."""
@@ -444,66 +384,20 @@ class _Entry:
 
 
 class Share:
-    """The part of one call in the files; ends with the `with` block."""
+    """The part of one call in the files."""
 
-    def __init__(self, files: ArgumentFiles, regions: frozenset[Region]) -> None:
+    def __init__(self, files: ArgumentFiles) -> None:
         self._files = files
-        #: Memory that the call is known to need.
-        self.regions = regions
+        #: Whether the call has packed its arguments: until then it may need any file.
+        self.packed = False
 
-    def transport(self) -> Transport:
-        """Return what packs this call's arguments."""
-        if not transports.AVAILABLE:
-            return FrameTransport()
-        return FileTransport(lambda parts: self._files.file_for(self, parts))
-
-    def __enter__(self) -> Share:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._files.close(self)
-
-
-def find_regions(arguments: Any) -> Iterator[Region]:
-    """Find the large memory of arguments, without looking into objects of unknown classes."""
-    for value in itertools.islice(_walk(arguments, _DEEPEST_ARGUMENT), _MOST_VALUES):
-        region = _region(value)
-        if region is not None and region[1] >= FILE_BYTES:
-            yield region
-
-
-def _walk(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        parts: Any = value
-    elif isinstance(value, Mapping):
-        parts = value.values()
-    else:
-        yield value
-        return
-    if depth:
-        for part in parts:
-            yield from _walk(part, depth - 1)
-
-
-def _region(value: Any) -> Region | None:
-    tensor = _stored_attribute(sys.modules.get("torch"), "Tensor")
-    try:
-        if tensor is not None and isinstance(value, tensor):
-            storage = value.untyped_storage()
-            on_host = storage.device.type == "cpu"
-            return (storage.data_ptr(), storage.nbytes()) if on_host else None
-        # Flat, whatever its shape, format and order; refused where it is not in one piece.
-        view = pickle.PickleBuffer(value).raw()
-        address = _address_of(view)
-        return None if address is None else (address, view.nbytes)
-    except Exception:
-        # It does not expose its memory: most values do not.
-        return None
+    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
+        """Pack the call's arguments, as `transport.pack` does."""
+        try:
+            return transport.pack(stream, buffers, lambda parts: self._files.file_for(self, parts))
+        finally:
+            self.packed = True
+            self._files.drop_unneeded()
 
 
 def _address_of(view: memoryview) -> int | None:

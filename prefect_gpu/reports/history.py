@@ -104,20 +104,20 @@ class PrefectHistory:
     Runs that other processes add later are seen by the next store.
 
     Args:
-        client_factory: Opens a client for the flow's API. It is called in the thread that asks for runs,
-            under the settings that were active when the store was created.
+        lend: Returns a client for the flow's API, for use in a `with` block. It is called in the thread
+            that asks for runs, under the settings that were active when the store was created.
         publisher: Writes runs, and counts those that were lost.
         clock: Measures for how long an API that does not answer is not called.
     """
 
     def __init__(
         self,
-        client_factory: Callable[[], AbstractContextManager[SyncPrefectClient]],
+        lend: Callable[[], AbstractContextManager[SyncPrefectClient]],
         publisher: Publisher,
         *,
         clock: Clock | None = None,
     ) -> None:
-        self._client_factory = client_factory
+        self._lend = lend
         self._publisher = publisher
         self._clock = clock or RealClock()
         self._settings = get_settings_context()
@@ -183,7 +183,7 @@ class PrefectHistory:
         with SettingsContext(profile=self._settings.profile, settings=self._bounded):
             for left in reversed(range(READ_TRIES)):
                 try:
-                    with self._client_factory() as client:
+                    with self._lend() as client:
                         return read_runs(key, client)
                 except Exception as error:
                     if not left or not may_pass(error):

@@ -11,9 +11,8 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
 from prefect.client.schemas.actions import ArtifactCreate
@@ -138,20 +137,21 @@ class Publisher:
     counted, and `close` logs one warning about them.
 
     Args:
-        client_factory: Opens a client for the flow's API. It is called in the publisher's thread, under
-            the settings that were active when the publisher was created.
+        lend: Returns a client for the flow's API, for use in a `with` block. It is called for each
+            try, in the publisher's thread, under the settings that were active when the publisher was
+            created.
         logger: Gets the warning; Prefect's `prefect.gpu` by default.
         retry_delays_s: Seconds between tries.
     """
 
     def __init__(
         self,
-        client_factory: Callable[[], AbstractContextManager[SyncPrefectClient]],
+        lend: Callable[[], AbstractContextManager[SyncPrefectClient]],
         *,
         logger: Any = None,
         retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
     ) -> None:
-        self._client_factory = client_factory
+        self._lend = lend
         self._logger = logger or get_logger("gpu")
         self._retry_delays_s = tuple(retry_delays_s)
         # A thread starts without Prefect's context variables. Without the flow's settings
@@ -161,8 +161,8 @@ class Publisher:
         self._hurry = threading.Event()
         #: Guards everything below; notified when a job is added or the publisher is closed.
         self._changed = threading.Condition()
-        #: Oldest first; the one that is being published is not among them.
-        self._waiting: deque[_Job] = deque()
+        #: Calls and their series (see `put`), oldest first; the one that is being made is not among them.
+        self._waiting: deque[tuple[Callable[[SyncPrefectClient], None], Hashable]] = deque()
         self._busy = False
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -212,10 +212,10 @@ class Publisher:
                 )
                 return
             if series is not None:
-                same = [job for job in self._waiting if job.series == series]
+                same = [job for job in self._waiting if job[1] == series]
                 if len(same) >= most:
                     self._waiting.remove(same[0])
-            self._waiting.append(_Job(call, series))
+            self._waiting.append((call, series))
             self._changed.notify()
             if self._thread is None:
                 self._start()
@@ -253,10 +253,9 @@ class Publisher:
 
     def _run(self) -> None:
         with bounded_settings(self._settings, REQUEST_TIMEOUT_S):
-            connection = _Connection(self._client_factory)
             answers = True
             while (call := self._next()) is not None:
-                error = self._try(call, connection, self._retry_delays_s if answers else ())
+                error = self._try(call, self._retry_delays_s if answers else ())
                 # The call holds its report, which must not stay alive until the next one comes.
                 del call
                 answers = error == ""
@@ -265,7 +264,6 @@ class Publisher:
                     if error:
                         self._lost += 1
                         self._last_error = error
-            connection.close()
 
     def _next(self) -> Callable[[SyncPrefectClient], None] | None:
         """Wait for the next call; return `None` at the end."""
@@ -274,57 +272,22 @@ class Publisher:
             if not self._waiting or self._hurry.is_set():
                 return None
             self._busy = True
-            return self._waiting.popleft().call
+            return self._waiting.popleft()[0]
 
-    def _try(
-        self,
-        call: Callable[[SyncPrefectClient], None],
-        connection: _Connection,
-        delays_s: Sequence[float],
-    ) -> str:
+    def _try(self, call: Callable[[SyncPrefectClient], None], delays_s: Sequence[float]) -> str:
         """Make a call; return the last error, or an empty text."""
         for delay_s in (*delays_s, None):
             try:
-                call(connection.client())
+                with self._lend() as client:
+                    call(client)
                 return ""
             except Exception as error:  # noqa: BLE001
                 # Process boundary: the API, or a report that cannot be drawn, must not fail the flow.
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
-                connection.close()
                 if delay_s is None or not may_pass(error):
                     return text
             self._hurry.wait(delay_s)
         raise AssertionError("the last try has no delay")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    """A call that waits to be made."""
-
-    call: Callable[[SyncPrefectClient], None]
-    #: See `Publisher.put`.
-    series: Hashable
-
-
-class _Connection:
-    """A client that is opened when it is first needed, and again after a failure."""
-
-    def __init__(self, factory: Callable[[], AbstractContextManager[SyncPrefectClient]]) -> None:
-        self._factory = factory
-        self._stack = ExitStack()
-        self._client: SyncPrefectClient | None = None
-
-    def client(self) -> SyncPrefectClient:
-        if self._client is None:
-            self._client = self._stack.enter_context(self._factory())
-        return self._client
-
-    def close(self) -> None:
-        self._client = None
-        try:
-            self._stack.close()
-        except Exception as error:  # noqa: BLE001 - a broken connection may fail to close
-            get_logger("gpu").debug("closing the reports' client: %s", error)
 
 
 def may_pass(error: Exception) -> bool:
@@ -348,8 +311,8 @@ class ReportsInOrder:
     def __init__(self, hand_on: Callable[[TaskReport], None]) -> None:
         self._hand_on = hand_on
         self._lock = threading.Lock()
-        #: In the order of their processes.
-        self._expected: list[_Expected] = []
+        #: By process, in the order in which the processes began. `False`: it has not come yet.
+        self._expected: dict[object, TaskReport | Literal[False] | None] = {}
         self._in_order = True
 
     def expect(self) -> Callable[[TaskReport | None], None]:
@@ -358,10 +321,10 @@ class ReportsInOrder:
         Returns:
             A function to be called once, with the report of the process, or with `None` if it has none.
         """
-        expected = _Expected()
+        process = object()
         with self._lock:
-            self._expected.append(expected)
-        return lambda report: self._take(expected, report)
+            self._expected[process] = False
+        return functools.partial(self._take, process)
 
     def wait_no_longer(self) -> None:
         """Hand on the reports that are there, and from now on each report at once."""
@@ -369,24 +332,16 @@ class ReportsInOrder:
             self._in_order = False
             self._hand_on_ready()
 
-    def _take(self, expected: _Expected, report: TaskReport | None) -> None:
+    def _take(self, process: object, report: TaskReport | None) -> None:
         with self._lock:
-            expected.report, expected.came = report, True
+            self._expected[process] = report
             self._hand_on_ready()
 
     def _hand_on_ready(self) -> None:
-        while candidates := [each for each in self._expected if each.came or self._in_order]:
-            first = candidates[0]
-            if not first.came:
+        for process, report in tuple(self._expected.items()):
+            if report is not False:
+                del self._expected[process]
+                if report is not None:
+                    self._hand_on(report)
+            elif self._in_order:
                 return
-            self._expected.remove(first)
-            if first.report is not None:
-                self._hand_on(first.report)
-
-
-@dataclass(slots=True, eq=False)
-class _Expected:
-    """A process whose report is not handed on yet."""
-
-    report: TaskReport | None = None
-    came: bool = False

@@ -189,8 +189,10 @@ class Attempt:
         try:
             return self._place()
         except BaseException:
-            # Nothing is reserved.
+            # No process came of it. What was reserved before the error is released.
             self._gone = True
+            if self._ticket is not None:
+                self._broker.end(self._ticket)
             raise
 
     def _place(self) -> Placement:
@@ -528,7 +530,7 @@ class Attempt:
             if self._record is not None and self._record.pid is not None:
                 assert self._ticket is not None
                 report = self._record.report(
-                    self._call.facts,
+                    self._call,
                     self._broker.kind,
                     self._number,
                     self._grant.source,

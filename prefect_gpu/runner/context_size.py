@@ -34,7 +34,7 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
 )
 from prefect_gpu.processes.launcher import process_launcher
-from prefect_gpu.processes.messages import BodyEnded, Prepare
+from prefect_gpu.processes.messages import Asked, Call, Prepare
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import format_bytes
 
@@ -155,13 +155,17 @@ class ContextMeter:
             caching=True,
             frameworks=(framework,),
         )
+        # Imported here: most processes measure no context.
+        from prefect_gpu.child.main import calibrate
+
         allocation = Allocation(alone.budget_bytes[0], None, 1, alone.device_uuids, (framework,))
         messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
         handle = self._launcher.start(
             LaunchSpec(
                 task_name=f"calibrate-{framework}",
                 environment=child_environment(alone, registry.adapters_for(alone), os.environ),
-                prepare=Prepare(alone, allocation, 1.0, work="calibrate", framework=framework),
+                prepare=Prepare(alone, allocation, 1.0),
+                call=values.dumps(Call(calibrate, (framework,), {}), "call", "call"),
                 argv=tuple(sys.argv),
                 sys_path=import_paths(),
             ),
@@ -202,9 +206,8 @@ class ContextMeter:
 
     @staticmethod
     def _hear(messages: queues.SimpleQueue[Any], broker: Broker, ticket: Ticket) -> int:
-        """Return the bytes that the framework's allocator holds, as the child says at its end."""
+        """Return the bytes that the framework's allocator holds, as the child says."""
         deadline = time.monotonic() + CALIBRATION_S
-        ended: BodyEnded | None = None
         while True:
             try:
                 message = messages.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -212,13 +215,11 @@ class ContextMeter:
                 raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
             if isinstance(message, ChildStarted):
                 broker.attach(ticket, message.pid)
-            elif isinstance(message, BodyEnded):
-                ended = message
+            elif isinstance(message, Asked):
+                # It is not answered: the child holds its device until it is killed.
+                return int(message.arguments["reserved_bytes"])
             elif isinstance(message, ValueArrived):
-                value = values.loads(message.data, "return value")
-                if ended is None or ended.raised:
-                    raise value
-                return int(value)
+                raise values.loads(message.data, "exception")
             elif isinstance(message, ChildRefused):
                 messages.put(message)
                 raise message.error

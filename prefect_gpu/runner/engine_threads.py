@@ -130,27 +130,25 @@ class StartGate:
     """Lets a few engine threads through at a time. For all engine threads of a runner."""
 
     def __init__(self, starts: int = STARTS, patience_s: float = PATIENCE_S) -> None:
-        self._places = threading.Semaphore(starts)
+        self._places = threading.BoundedSemaphore(starts)
         self._patience_s = patience_s
 
-    def enter(self) -> Passage:
-        """Wait for a place, for `PATIENCE_S` at most."""
-        return Passage(self._places if self._places.acquire(timeout=self._patience_s) else None)
+    def enter(self) -> Callable[[], None]:
+        """Wait for a place, for `PATIENCE_S` at most.
 
+        Returns:
+            A function that gives the place, if there was one, to the next thread. Only the first call has
+            an effect.
+        """
+        held = [self._places] if self._places.acquire(timeout=self._patience_s) else []
 
-class Passage:
-    """A place at the gate, or none. It is given back once, however often `leave` is called."""
+        def leave() -> None:
+            try:
+                held.pop().release()
+            except IndexError:
+                return
 
-    def __init__(self, places: threading.Semaphore | None) -> None:
-        self._places = places
-        self._lock = threading.Lock()
-
-    def leave(self) -> None:
-        """Give the place to the next thread."""
-        with self._lock:
-            places, self._places = self._places, None
-        if places is not None:
-            places.release()
+        return leave
 
 
 class TagLimits:

@@ -26,7 +26,7 @@ from prefect_gpu.measurements import (
 )
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
-from prefect_gpu.runner.task_plan import TaskFacts
+from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
@@ -244,7 +244,7 @@ class ProcessRecord:
 
     def report(
         self,
-        facts: TaskFacts,
+        call: TaskCall,
         kind: DeviceKind,
         number: int,
         budget_source: BudgetSource,
@@ -256,7 +256,7 @@ class ProcessRecord:
         """Make the report, once nothing is left of the process.
 
         Args:
-            facts: Which task run it belonged to.
+            call: Whose body it ran.
             kind: Of its devices.
             number: From 1: which process of the task run.
             budget_source: Where its budget came from.
@@ -275,11 +275,11 @@ class ProcessRecord:
             peak_reserved = largest(self._peak_reserved_bytes, series.peak_reserved_bytes)
             peak_process, context, source = self._add_up(kind, peak_reserved)
             return TaskReport(
-                task_name=facts.task_name,
-                task_key=facts.task_key,
-                task_run_id=facts.task_run_id,
-                task_run_name=facts.task_run_name,
-                flow_run_id=facts.flow_run_id,
+                task_name=call.plan.task_name,
+                task_key=call.plan.task_key,
+                task_run_id=call.run.task_run.id,
+                task_run_name=call.run.task_run.name,
+                flow_run_id=call.run.task_run.flow_run_id,
                 pid=self.pid,
                 devices=self._placement.devices,
                 framework=",".join(frameworks or self._used) or "none",

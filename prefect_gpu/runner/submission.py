@@ -39,7 +39,7 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import ReportsInOrder
 from prefect_gpu.runner.attempt import Attempt, CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.runner.engine_threads import Passage, asked_first
+from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
     ChildCrash,
     EngineRun,
@@ -152,7 +152,10 @@ class BodyRun:
             cause: Cause | Literal[""] = ""
             wanted_bytes: int | None = None
             try:
-                attempt = self._begin(grant)
+                attempt = self._new_attempt(
+                    self._call, grant, next(self._numbers), self._broker, self._launcher
+                )
+                self._add(attempt)
                 placement = attempt.place()
                 # A probe on one model says nothing of others.
                 grant = self._book.keep(grant, placement.devices[0].name)
@@ -185,26 +188,23 @@ class BodyRun:
             grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0)
             self.climb = rung.climb
 
-    def _begin(self, grant: Grant) -> Attempt:
-        attempt = self._new_attempt(
-            self._call, grant, next(self._numbers), self._broker, self._launcher
-        )
+    def _add(self, attempt: Attempt) -> None:
         with self._lock:
             cancelled = self._cancelled
             self._attempts.append(attempt)
         if cancelled:
             attempt.cancel()
-        return attempt
 
     def _first_grant(self) -> Grant:
         policy, broker = self._policy, self._broker
-        devices = broker.eligible(policy.devices)
+        capacities = broker.capacities(policy.devices)
+        by_size = sorted((size, device.name) for device, size in capacities.items())
         grant = self._book.grant(
             self._call.identity,
             policy.memory,
-            [device.name for device in devices],
+            [device.name for device in capacities],
             count=policy.count,
-            capacity_bytes=broker.model_capacities(policy.devices),
+            capacity_bytes={name: size for size, name in by_size},
             limit_s=policy.wait_s,
             on_waiting=self._call.run.show_awaiting,
             cancelled=lambda: self._cancelled,
@@ -225,7 +225,9 @@ class BodyRun:
         if self._policy.oom == "fail":
             return None
         climb = replace(self.climb, whole_device=attempt.whole_device)
-        capacity = self._broker.capacity_bytes(self._policy.devices, self._policy.count)
+        # Each of its devices could give so much.
+        sizes = sorted(self._broker.capacities(self._policy.devices).values())
+        capacity = sizes[-self._policy.count :][0]
         rung = next_rung(climb, cause, evidence, capacity)
         if isinstance(rung, Rung):
             return rung
@@ -297,7 +299,8 @@ class GPUTask:
         self._runner = runner
         self._task = task
         self._plan = plan
-        self._passage = Passage(None)
+        #: Gives back its place at the gate.
+        self._leave_gate: Callable[[], None] = lambda: None
         # Of all calls of the body, which are Prefect's retries.
         self._numbers = itertools.count(1)
         self._climb = Climb()
@@ -327,7 +330,8 @@ class GPUTask:
                 self._hot = announced.kind
         waits = wait_for or any(isinstance(value, PrefectFuture) for value in parameters.values())
         # A task that waits for others must not hold a place that they need.
-        self._passage = Passage(None) if waits else self._runner.gate.enter()
+        if not waits:
+            self._leave_gate = self._runner.gate.enter()
         try:
             with asked_first(self._runner.limits):
                 return run_engine(
@@ -340,18 +344,18 @@ class GPUTask:
                     lambda: None if self._run is None else self._run.task_run,
                 )
         finally:
-            self._passage.leave()
+            self._leave_gate()
             if announced is not None:
                 announced.retract()
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call of the body: the first, or one of Prefect's retries."""
-        self._passage.leave()
+        self._leave_gate()
         if isinstance(self._plan, Exception):
             raise self._plan
         self._run = run = EngineRun(self._task)
         try:
-            with argument_files().share((args, kwargs)) as share:
+            with argument_files().share() as share:
                 identity = self._plan.identity(args, kwargs)
                 call = TaskCall(self._plan, run, identity, args, kwargs, share, self._hot)
                 broker, book = self._runner.broker(), self._runner.book()

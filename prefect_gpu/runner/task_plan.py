@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-from uuid import UUID
 
 from prefect import Task
 
@@ -45,17 +44,6 @@ class TaskIdentity:
     def on(self, device_name: str) -> HistoryKey:
         """Return the key of the history for a GPU model."""
         return HistoryKey(self.task_name, self.qualified_name, device_name, self.learn_by)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskFacts:
-    """Which task run a process belongs to."""
-
-    task_name: str
-    task_key: str
-    task_run_id: UUID
-    task_run_name: str
-    flow_run_id: UUID | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,18 +167,6 @@ class TaskCall:
     #: Kind of the hot standbys that suit it; `None`: none does.
     hot: Hashable = None
 
-    @property
-    def facts(self) -> TaskFacts:
-        """Which task run its processes belong to."""
-        task_run = self.run.task_run
-        return TaskFacts(
-            task_name=self.plan.task_name,
-            task_key=self.plan.task_key,
-            task_run_id=task_run.id,
-            task_run_name=task_run.name,
-            flow_run_id=task_run.flow_run_id,
-        )
-
     def pack(self) -> PackedValue:
         """Pickle the call for a child. On the engine's thread.
 
@@ -199,9 +175,8 @@ class TaskCall:
         """
         context, log_prints = self.run.context_for_child()
         call = Call(self.plan.function, self.args, self.kwargs, context, log_prints)
-        transport = self.share.transport()
         try:
-            return values.dumps(call, "call", "call", _reducers(), transport)
+            return values.dumps(call, "call", "call", _reducers(), self.share.pack)
         except ResultError as error:
             if error.type_name == NO_ROOM:
                 raise
@@ -210,7 +185,7 @@ class TaskCall:
                 raise named from error
         # It is in the context. A flow's own parameters may be of use to the flow alone.
         call = replace(call, context=without_flow_parameters(context))
-        return values.dumps(call, "call", "call", _reducers(), transport)
+        return values.dumps(call, "call", "call", _reducers(), self.share.pack)
 
     def _explain(self, error: ResultError) -> PrefectGPUError:
         """Return an error that names the argument, or the function; else `error` itself."""

@@ -14,13 +14,14 @@ request by what runs on its devices, but never for ever. The order of requests i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import DeviceKey, Request
-from prefect_gpu.scheduling.placement import Board, fits_empty, least_whole_bytes, need_bytes
+from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
+from prefect_gpu.scheduling.placement import Board, least_whole_bytes, need_bytes
 
 #: Seconds after which devices to keep are looked for again, for a request for which there were none.
 RETRY_S = 5.0
@@ -92,22 +93,23 @@ def ready_s(request: Request, state: DeviceState, now_s: float, max_tasks: float
     least = least_whole_bytes(state) if need is None else need
     free = state.free_bytes
     at_s = now_s
-    staying = [r for r in state.reservations if r.ends_s is None]
-    #: As end and reservation, the last to end first: they are taken from the end of the list.
-    ending = sorted(
-        ((r.ends_s, r.reserved_bytes, r) for r in state.reservations if r.ends_s is not None),
-        key=lambda each: -each[0],
-    )
-    while True:
-        held = len(staying) + len(ending)
-        if free >= least and held < max_tasks and not (held and alone):
-            if not any(r.exclusive for r in (*staying, *(r for _, _, r in ending))):
+    # The last to end first: they are taken from the end of the list.
+    held = sorted(state.reservations, key=_end_s, reverse=True)
+    while at_s < math.inf:
+        if free >= least and len(held) < max_tasks and not (held and alone):
+            if not any(reservation.exclusive for reservation in held):
                 return at_s
-        if not ending:
-            return None
-        ends_s, size_bytes, _ = ending.pop()
-        at_s = max(at_s, ends_s)
-        free += size_bytes
+        if not held:
+            break
+        ended = held.pop()
+        at_s = max(at_s, _end_s(ended))
+        free += ended.reserved_bytes
+    return None
+
+
+def _end_s(reservation: Reservation) -> float:
+    """Return when a reservation is expected to end; infinite: not known."""
+    return math.inf if reservation.ends_s is None else reservation.ends_s
 
 
 def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks: float) -> int:
@@ -128,20 +130,23 @@ def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks
     free = state.free_bytes
     tasks = 1
     for reservation in state.reservations:
-        if reservation.ends_s is not None and reservation.ends_s <= starts_s:
+        if _end_s(reservation) <= starts_s:
             free += reservation.reserved_bytes
         else:
             tasks += 1
     return free - need if tasks < max_tasks else -1
 
 
-class _Kept(NamedTuple):
+@dataclass(slots=True)
+class _Kept:
     """Why a device is kept."""
 
     #: Place of the blocked request among the blocked ones of this pass.
     rank: int
     request: Request
     starts_s: float
+    #: What `spare_bytes` says of the device; `None`: it was not asked since the last placement there.
+    spare_bytes: int | None = None
 
 
 class _Passable(NamedTuple):
@@ -149,9 +154,8 @@ class _Passable(NamedTuple):
 
     rank: int
     request: Request
-    status: BlockedStatus
     #: Devices that its tag names; `None`: any.
-    named: Sequence[DeviceState] | None
+    named: Sequence[int] | None
 
 
 class Backfill:
@@ -175,29 +179,18 @@ class Backfill:
         self._before = statuses
         self._patience = patience
         self._now_s = now_s
-        #: Numbers of the groups that drain.
-        self._drained: set[int] = set()
-        #: By position: single devices that are kept, or drain (`None`).
-        self._kept: dict[int, _Kept | None] = {}
-        #: By position, of kept devices: a state, and its `spare_bytes`.
-        self._spare: dict[int, tuple[DeviceState, int]] = {}
+        #: By position: devices that are kept, or drain (`None`). Where all drain it is not asked.
+        self.kept: dict[int, _Kept | None] = {}
+        #: Whether all devices drain, so that no later request can start.
+        self.all_drain = False
         self._passable: list[_Passable] = []
         self._blocked = 0
         #: What has happened to blocked requests in this pass, by id.
         self.statuses: dict[str, BlockedStatus] = {}
 
-    @property
-    def all_drain(self) -> bool:
-        """Whether all devices drain, so that no later request can start."""
-        return len(self._drained) == len(self._board.groups)
-
     def allows(self, at: int, request: Request) -> bool:
-        """Return whether a later request may have the device at a position, as far as it has the memory."""
-        if self._board.group_of(at).number in self._drained:
-            return False
-        if at not in self._kept:
-            return True
-        kept = self._kept[at]
+        """Return whether a later request may have a device of `kept`, as far as it has the memory."""
+        kept = self.kept[at]
         if kept is None:
             return False
         if request.expected_s is not None and self._now_s + request.expected_s <= kept.starts_s:
@@ -207,14 +200,12 @@ class Backfill:
         if need is None or request.exclusive:
             return False
         # It would still run there at that time. Many requests ask this of the same device.
-        known = self._spare.get(at)
-        if known is None or known[0] is not state:
+        if kept.spare_bytes is None:
             most = self._board.max_tasks_on(state)
-            spare = spare_bytes(state, kept.request, kept.starts_s, most)
-            known = self._spare[at] = state, spare
-        return need <= known[1]
+            kept.spare_bytes = spare_bytes(state, kept.request, kept.starts_s, most)
+        return need <= kept.spare_bytes
 
-    def block(self, request: Request, named: Sequence[DeviceState] | None) -> None:
+    def block(self, request: Request, named: Sequence[int] | None) -> None:
         """Note that a request cannot start now. To be called in the order of the queue.
 
         Args:
@@ -224,88 +215,88 @@ class Backfill:
         rank = self._blocked
         self._blocked += 1
         status = self._before.get(request.id, _NEW)
+        if status is _NEW and rank >= self._patience.heads and self._patience.passes:
+            # The most common case.
+            self._passable.append(_Passable(rank, request, named))
+            return
         over = status.is_over(self._patience, self._now_s)
         if status.kept and not over:
             if self._keep(rank, request, status):
                 return
-            status = status._replace(kept=(), starts_s=None, looked_s=None)
-            self.statuses[request.id] = status
+            self.statuses[request.id] = status._replace(kept=(), starts_s=None, looked_s=None)
         elif status.kept:
             self._drain(request, named)
             return
         if (over or rank < self._patience.heads) and self._patience.passes:
-            if self._keep_soonest(rank, request, status, named):
+            if self._keep_soonest(rank, request, named):
                 return
         if over:
             self._drain(request, named)
         else:
-            # That devices were looked for in vain may have been noted.
-            status = self.statuses.get(request.id, status)
-            self._passable.append(_Passable(rank, request, status, named))
+            self._passable.append(_Passable(rank, request, named))
 
-    def count_passes(self, chosen: Sequence[DeviceState]) -> None:
+    def count_passes(self, chosen: Sequence[int]) -> None:
         """Note that a request was placed on some devices: it has passed the blocked ones before it."""
-        positions = [at for state in chosen if (at := self._position(state)) is not None]
-        passable, self._passable = self._passable, []
-        for blocked in passable:
-            if any(self._could_use(blocked, at) for at in positions):
-                status = blocked.status
-                since_s = self._now_s if status.since_s is None else status.since_s
-                status = status._replace(passed=status.passed + 1, since_s=since_s)
-                self.statuses[blocked.request.id] = status
-                if status.passed >= self._patience.passes:
-                    rank, request, _, named = blocked
-                    if not self._keep_soonest(rank, request, status, named):
-                        self._drain(request, named)
-                    continue
-                blocked = blocked._replace(status=status)
-            self._passable.append(blocked)
+        for at in chosen:
+            if (kept := self.kept.get(at)) is not None:
+                kept.spare_bytes = None
+        for blocked in tuple(self._passable):
+            if not self._could_use(blocked, chosen):
+                continue
+            request = blocked.request
+            status = self._status(request)
+            since_s = self._now_s if status.since_s is None else status.since_s
+            # No devices are kept for it.
+            status = BlockedStatus(status.passed + 1, since_s, looked_s=status.looked_s)
+            self.statuses[request.id] = status
+            if status.passed >= self._patience.passes:
+                self._passable.remove(blocked)
+                if not self._keep_soonest(blocked.rank, request, blocked.named):
+                    self._drain(request, blocked.named)
 
-    def _could_use(self, blocked: _Passable, at: int) -> bool:
-        """Return whether a blocked request waits for a device, so that it may be delayed by its use."""
-        kept = self._kept.get(at)
-        if kept is not None and kept.rank < blocked.rank:
-            # It waits in any case for the request that the device is kept for.
-            return False
-        if blocked.named is not None:
-            key = self._board.states[at].device.key
-            if all(key != state.device.key for state in blocked.named):
-                return False
-        return self._board.could_hold(blocked.request, at)
+    def _status(self, request: Request) -> BlockedStatus:
+        """Return what has happened to a blocked request, in this pass too."""
+        return self.statuses.get(request.id) or self._before.get(request.id, _NEW)
+
+    def _could_use(self, blocked: _Passable, chosen: Sequence[int]) -> bool:
+        """Return whether a blocked request waits for one of some devices, so that their use may delay it."""
+        rank, request, named = blocked
+        for at in chosen:
+            kept = self.kept.get(at)
+            if kept is not None and kept.rank < rank:
+                # It waits in any case for the request that the device is kept for.
+                continue
+            if (named is None or at in named) and self._board.could_hold(request, at):
+                return True
+        return False
 
     def _keep(self, rank: int, request: Request, status: BlockedStatus) -> bool:
         """Keep the devices that a status names; return whether they are free to keep and large enough."""
         assert status.starts_s is not None
         found: dict[int, _Kept | None] = {}
         for key in status.kept:
-            at = self._board.position_of(key)
+            at = self._board.positions.get(key)
             if at is None:
                 return False
-            if at in self._kept:
+            if at in self.kept:
                 # A device that drains for a request before this one goes on to.
-                if self._kept[at] is not None:
+                if self.kept[at] is not None:
                     return False
                 continue
-            state = self._board.states[at]
-            if state.snapshot.error or not fits_empty(request, state):
+            if self._board.states[at].snapshot.error or not self._board.could_hold(request, at):
                 return False
             found[at] = _Kept(rank, request, status.starts_s)
-        self._kept.update(found)
+        self.kept.update(found)
         return True
 
-    def _keep_soonest(
-        self,
-        rank: int,
-        request: Request,
-        status: BlockedStatus,
-        named: Sequence[DeviceState] | None,
-    ) -> bool:
+    def _keep_soonest(self, rank: int, request: Request, named: Sequence[int] | None) -> bool:
         """Keep the devices where a request is expected to start first; return whether any are known."""
         now_s = self._now_s
-        if status.looked_s is not None and now_s < status.looked_s + RETRY_S:
+        status = self._status(request)
+        soon = status.looked_s is not None and now_s < status.looked_s + RETRY_S
+        if soon or self.all_drain:
             return False
-        status = status._replace(looked_s=now_s)
-        self.statuses[request.id] = status
+        self.statuses[request.id] = status = status._replace(looked_s=now_s)
         times = sorted(self._ready_times(request, named))[: request.count]
         if len(times) < request.count:
             return False
@@ -317,40 +308,34 @@ class Backfill:
         return self._keep(rank, request, status)
 
     def _ready_times(
-        self, request: Request, named: Sequence[DeviceState] | None
+        self, request: Request, named: Sequence[int] | None
     ) -> list[tuple[float, int]]:
         """Return when and at which positions a request could start, where that is known."""
         board = self._board
         times: list[tuple[float, int]] = []
-        for at in self._positions(named):
+        for at in self._usable(request, named):
             state = board.states[at]
-            if at in self._kept or state.snapshot.error or not board.could_hold(request, at):
-                continue
-            if board.group_of(at).number in self._drained:
+            if at in self.kept or state.snapshot.error:
                 continue
             time_s = ready_s(request, state, self._now_s, board.max_tasks_on(state))
             if time_s is not None:
                 times.append((time_s, at))
         return times
 
-    def _drain(self, request: Request, named: Sequence[DeviceState] | None) -> None:
+    def _drain(self, request: Request, named: Sequence[int] | None) -> None:
         """Let no later request have a device that a request could use."""
-        board = self._board
-        if named is None and not board.held_by_parent:
-            self._drained |= {group.number for group in board.fitting_groups(request)}
-            return
-        for at in self._positions(named):
-            if board.could_hold(request, at):
-                self._kept[at] = None
+        all_devices = len(self._board.states)
+        if self._board.surely_fits(request, all_devices):
+            self.all_drain = True
+        else:
+            self.kept.update(dict.fromkeys(self._usable(request, named)))
+            self.all_drain = list(self.kept.values()).count(None) == all_devices
 
-    def _positions(self, named: Sequence[DeviceState] | None) -> Sequence[int]:
-        """Return the positions of the devices that a tag names; of all, for `None`."""
-        if named is None:
-            return range(len(self._board.states))
-        return [at for state in named if (at := self._position(state)) is not None]
-
-    def _position(self, state: DeviceState) -> int | None:
-        return self._board.position_of(state.device.key)
+    def _usable(self, request: Request, named: Sequence[int] | None) -> Iterable[int]:
+        """Yield the devices that a request could use once they are empty."""
+        for at in range(len(self._board.states)) if named is None else named:
+            if self._board.could_hold(request, at):
+                yield at
 
 
 _NEW = BlockedStatus()

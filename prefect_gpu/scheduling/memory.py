@@ -129,28 +129,28 @@ def device_state(
         measured: Bytes on this device by request id, from `measure`.
         headroom_bytes: Kept free for what is not counted.
     """
-    hot = {r.request_id for r in reservations if r.standby}
-    reserved = {r.request_id: r.reserved_bytes for r in reservations}
-    counts = {
-        request_id: max(reserved.get(request_id, 0), measured.get(request_id, 0))
-        for request_id in reserved.keys() | measured.keys()
-    }
-    counted = sum(counts.values())
-    driver_free = snapshot.free_bytes
-    if hot:
-        counted -= sum(counts[request_id] for request_id in hot)
-        driver_free += sum(measured.get(request_id, 0) for request_id in hot)
-    foreign = max(0, snapshot.used_bytes - sum(measured.values()))
-    free = min(driver_free, snapshot.usable_bytes - foreign - counted) - headroom_bytes
+    counted, driver_free = sum(measured.values()), snapshot.free_bytes
+    usable = snapshot.usable_bytes
+    foreign = max(0, snapshot.used_bytes - counted)
+    staying: list[Reservation] = []
+    standbys: list[StandbyHold] = []
+    for reservation in reservations:
+        held = measured.get(reservation.request_id, 0)
+        if reservation.standby:
+            counted -= held
+            driver_free += held
+            most = max(reservation.reserved_bytes, held)
+            standbys.append(StandbyHold(reservation.request_id, most))
+        else:
+            counted += max(0, reservation.reserved_bytes - held)
+            staying.append(reservation)
     return DeviceState(
-        snapshot=snapshot,
-        free_bytes=free,
-        foreign_bytes=foreign,
-        capacity_bytes=max(0, snapshot.usable_bytes - headroom_bytes),
-        reservations=tuple(r for r in reservations if not r.standby),
-        standbys=tuple(
-            StandbyHold(r.request_id, counts[r.request_id]) for r in reservations if r.standby
-        ),
+        snapshot,
+        min(driver_free, usable - foreign - counted) - headroom_bytes,
+        foreign,
+        max(0, usable - headroom_bytes),
+        tuple(staying),
+        tuple(standbys),
     )
 
 

@@ -36,11 +36,12 @@ class Device:
     #: Version of the driver, by which the sizes of contexts differ: "580.159.04"; empty for host and
     #: simulated devices.
     driver: str = ""
+    #: Host and UUID: a UUID is unique on its host only.
+    key: DeviceKey = field(init=False, repr=False, compare=False)
 
-    @property
-    def key(self) -> DeviceKey:
-        """Host and UUID: a UUID is unique on its host only."""
-        return self.host, self.uuid
+    def __post_init__(self) -> None:
+        # Made once: a scheduling pass looks it up for each device.
+        object.__setattr__(self, "key", (self.host, self.uuid))
 
 
 @dataclass(frozen=True, slots=True)

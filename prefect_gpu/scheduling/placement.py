@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import (
-    Device,
-    DeviceKey,
-    Placement,
-    Request,
-    Reservation,
-)
+from prefect_gpu.scheduling.model import DeviceKey, ModelBudgets, Placement, Request, Reservation
 from prefect_gpu.units import GIB, MIB, format_bytes
 
 #: A device that computes for more of the time than this is chosen only if no other fits: one more task
@@ -31,26 +26,12 @@ BUSY_FRACTION = 0.8
 Allows: TypeAlias = Callable[[int, Request], bool]
 
 
-class Group:
-    """The devices of one model and size: if they were empty, each could hold the same requests."""
-
-    def __init__(self, number: int, example: DeviceState) -> None:
-        self.number = number
-        #: How many devices there are.
-        self.size = 0
-        #: One of them.
-        self.example = example
-        self.least_whole_bytes = least_whole_bytes(example)
-        #: Devices that can take another task, the preferred first, as a sort key and a position. First those
-        #: that are not busy, then those that are.
-        self.open: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-
-
 class Board:
     """All devices as one scheduling pass sees them. It is made anew for each pass.
 
-    Placements of the pass are booked on it. Choosing costs little however many devices there are, since each
-    group keeps its devices sorted by free memory.
+    Placements of the pass are booked on it. Those of its devices that can take another task are sorted by free
+    memory, so that choosing one costs little however many devices there are. A device is named by its position
+    in `states`.
 
     Args:
         states: All devices, from one reading.
@@ -58,6 +39,7 @@ class Board:
             long before memory runs out. `pack` prefers the one with least.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
         held_by_parent: What the GPU task around this process holds. It does not count as a task.
+        least_bytes: No request asks for less; a device with less free is not considered.
     """
 
     def __init__(
@@ -66,57 +48,54 @@ class Board:
         style: PlacementStyle = "spread",
         max_tasks: int | None = None,
         held_by_parent: Iterable[Reservation] = (),
+        least_bytes: int = 0,
     ) -> None:
         self.states = list(states)
         self.held_by_parent = tuple(held_by_parent)
         self._max_tasks = max_tasks
         self._parents = {r.device_key for r in self.held_by_parent}
         self._sign = -1 if style == "spread" else 1
-        self._positions: dict[DeviceKey, int] = {}
-        groups: dict[object, Group] = {}
-        self._group_of: list[Group] = []
+        self._least_bytes = least_bytes
+        #: Devices that can take another task, the preferred first, as a sort key and a position. First those
+        #: that are not busy, then those that are.
+        self._open: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         for at, state in enumerate(self.states):
-            device = state.snapshot.device
-            self._positions[device.key] = at
-            like = device.name, device.total_bytes, state.capacity_bytes
-            group = groups.get(like)
-            if group is None:
-                group = groups[like] = Group(len(groups), state)
-            group.size += 1
-            self._group_of.append(group)
-            if is_open(state) and (max_tasks is None or not self._is_full(state)):
-                group.open[is_busy(state)].append((self._sign * state.free_bytes, at))
-        self.groups = tuple(groups.values())
-        for group in self.groups:
-            for order in group.open:
-                order.sort()
+            if state.free_bytes >= least_bytes and self._takes_more(state):
+                self._open[is_busy(state)].append((self._sign * state.free_bytes, at))
+        for order in self._open:
+            order.sort()
+        #: Bytes that each device could give if it were empty, the largest first.
+        self._capacities = sorted([state.capacity_bytes for state in self.states], reverse=True)
 
-    def position_of(self, key: DeviceKey) -> int | None:
-        """Return a device's position in `states`; `None`: it is not there."""
-        return self._positions.get(key)
+    @cached_property
+    def positions(self) -> Mapping[DeviceKey, int]:
+        """Each device's position in `states`."""
+        return {state.snapshot.device.key: at for at, state in enumerate(self.states)}
 
-    def group_of(self, at: int) -> Group:
-        """Return the group of the device at a position."""
-        return self._group_of[at]
+    def named(self, request: Request) -> list[int] | None:
+        """Return the devices that a request's tag names, in the tag's order; `None`: any.
 
-    def fitting_groups(self, request: Request) -> list[Group]:
-        """Return the groups whose devices could hold a request if they were empty."""
-        return [group for group in self.groups if fits_empty(request, group.example)]
+        Raises:
+            PlacementError: A device that was named is not there.
+        """
+        if not request.devices:
+            return None
+        return [self.positions[s.device.key] for s in select_devices(request, self.states)]
 
-    def could_ever_hold(self, request: Request) -> bool:
-        """Return whether as many devices as a request wants could hold it if they were empty."""
-        missing = request.count
-        for group in self.groups:
-            if fits_empty(request, group.example):
-                missing -= group.size
-        return missing <= 0
+    def surely_fits(self, request: Request, count: int) -> bool:
+        """Return whether `count` devices or more could hold a request if they were empty.
+
+        False where that depends on the device: it has a name, a model, or a task around this process.
+        """
+        memory = request.memory
+        if self.held_by_parent or request.devices or isinstance(memory, ModelBudgets):
+            return False
+        least_bytes = memory if type(memory) is int else 0
+        return count <= len(self._capacities) and least_bytes <= self._capacities[count - 1] > 0
 
     def could_hold(self, request: Request, at: int) -> bool:
         """Return whether a device could hold a request once all but the task around this process has ended."""
-        state = self.states[at]
-        if not self.held_by_parent:
-            return fits_empty(request, state)
-        return could_hold(request, state, self.held_by_parent)
+        return could_hold(request, self.states[at], self.held_by_parent)
 
     def max_tasks_on(self, state: DeviceState) -> float:
         """Return the most reservations that a device may have; infinite: as many as fit."""
@@ -127,105 +106,121 @@ class Board:
     def most_free_bytes(self) -> int:
         """Return the most free bytes of a device that can take another task; less than 0: none can."""
         ends = 0 if self._sign < 0 else -1
-        return max(
-            (self._sign * order[ends][0] for g in self.groups for order in g.open if order),
-            default=-1,
-        )
+        return max((self._sign * order[ends][0] for order in self._open if order), default=-1)
 
     def choose(
         self,
         request: Request,
-        allows: Allows | None = None,
-        named: Sequence[DeviceState] | None = None,
-    ) -> list[DeviceState] | None:
+        named: Sequence[int] | None = None,
+        kept: Container[int] = (),
+        allows: Allows = lambda at, request: False,
+    ) -> list[int] | None:
         """Choose devices that can hold a request now: busy ones only if the others are too few.
 
         Args:
             request: `check_possible` has passed.
-            allows: Returns whether it may have a device; `None`: it may have any.
             named: The devices that its tag names, in the tag's order; `None`: any.
+            kept: Devices that not every request may have.
+            allows: Returns whether it may have one of these.
 
         Returns:
             As many as it asks for, or `None`: it must wait.
         """
-        if named is not None:
-            return self._choose_named(request, allows, named)
-        found: list[int] = []
-        for busy in (0, 1):
-            found += self._prefer(request, allows, busy, request.count - len(found))
-            if len(found) == request.count:
-                return [self.states[at] for at in found]
-        return None
+        count = request.count
+        if named is None:
+            found = self._prefer(request, self._open[False], count, kept, allows)
+            if len(found) < count and self._open[True]:
+                found += self._prefer(request, self._open[True], count - len(found), kept, allows)
+            return found if len(found) == count else None
+        fitting = [
+            at
+            for at in named
+            if (at not in kept or allows(at, request))
+            and fits_now(request, self.states[at])
+            and self._takes_more(self.states[at])
+        ]
+        # Those that are not busy first; the sort is stable.
+        chosen = sorted(fitting, key=lambda at: is_busy(self.states[at]))[:count]
+        return [at for at in fitting if at in chosen] if len(chosen) == count else None
 
-    def book(self, placement: Placement) -> None:
-        """Book the reservations of a placement on its devices, which `choose` has returned."""
-        for reservation in placement.reservations:
-            at = self._positions[reservation.device_key]
+    def place(self, request: Request, chosen: Sequence[int], now_s: float = 0.0) -> Placement:
+        """Book a request on the devices that `choose` has returned, and return its placement.
+
+        Args:
+            request: What is asked.
+            chosen: The devices that it gets, in order; each can hold it now.
+            now_s: Monotonic seconds.
+        """
+        ends_s = None if request.expected_s is None else now_s + request.expected_s
+        reservations: list[Reservation] = []
+        for at in chosen:
             state = self.states[at]
-            order = self._group_of[at].open[is_busy(state)]
-            del order[bisect.bisect_left(order, (self._sign * state.free_bytes, at))]
-            self.states[at] = state = state.after(reservation)
-            if is_open(state) and not self._is_full(state):
-                bisect.insort(order, (self._sign * state.free_bytes, at))
+            need = need_bytes(request, state)
+            device = state.snapshot.device
+            reservation = Reservation(
+                request.id,
+                device.host,
+                device.uuid,
+                state.free_bytes if need is None else need,
+                request.exclusive or need is None,
+                request.task_name,
+                ends_s,
+            )
+            reservations.append(reservation)
+            self._book(at, reservation)
+        return Placement(
+            request.id,
+            tuple(self.states[at].snapshot.device for at in chosen),
+            tuple(reservation.reserved_bytes for reservation in reservations),
+            tuple(reservations),
+        )
 
-    def _prefer(self, request: Request, allows: Allows | None, busy: int, wanted: int) -> list[int]:
-        """Return the positions of up to `wanted` devices that fit, the preferred first."""
-        spread = self._sign < 0
+    def _book(self, at: int, reservation: Reservation) -> None:
+        state = self.states[at]
+        order = self._open[is_busy(state)]
+        place = bisect.bisect_left(order, (self._sign * state.free_bytes, at))
+        if place < len(order) and order[place][1] == at:
+            del order[place]
+        self.states[at] = state = state.after(reservation)
+        if state.free_bytes >= self._least_bytes and self._takes_more(state):
+            bisect.insort(order, (self._sign * state.free_bytes, at))
+
+    def _prefer(
+        self,
+        request: Request,
+        order: Sequence[tuple[int, int]],
+        wanted: int,
+        kept: Container[int],
+        allows: Allows,
+    ) -> list[int]:
+        """Return the positions of up to `wanted` devices of a sorted list that fit, the preferred first."""
+        memory = request.memory
+        # The same bytes of each device: those that fit are all at one end of the list.
+        same = type(memory) is int
+        least_bytes = memory if type(memory) is int else 0
+        first = 0 if self._sign < 0 else bisect.bisect_left(order, (least_bytes, -1))
         found: list[tuple[int, int]] = []
-        for group in self.groups:
-            order = group.open[busy]
-            if not order:
+        for key, at in order[first:] if first else order:
+            if self._sign < 0 and -key < least_bytes:
+                break
+            if at in kept and not allows(at, request):
                 continue
-            need = need_bytes(request, group.example)
-            alone = need is None or request.exclusive
-            least = group.least_whole_bytes if need is None else need
-            left = wanted
-            # With `pack`, the list begins with those that are too full.
-            first = 0 if spread else bisect.bisect_left(order, (least, -1))
-            for key, at in order[first:] if first else order:
-                if spread and -key < least:
-                    break
-                if alone and self.states[at].reservations:
-                    continue
-                if allows is not None and not allows(at, request):
-                    continue
-                # Sorted among groups by what stays free, of which they may need different amounts.
-                found.append((key - self._sign * (need or 0), at))
-                left -= 1
-                if not left:
-                    break
-        if len(self.groups) > 1:
+            state = self.states[at]
+            if not fits_now(request, state):
+                continue
+            # Sorted by what stays free, where devices are asked for different amounts.
+            found.append((key - self._sign * (need_bytes(request, state) or 0), at))
+            if same and len(found) == wanted:
+                break
+        if not same:
             found.sort()
         return [at for _, at in found[:wanted]]
 
-    def _choose_named(
-        self, request: Request, allows: Allows | None, named: Sequence[DeviceState]
-    ) -> list[DeviceState] | None:
-        fitting: list[int] = []
-        for each in named:
-            at = self._positions[each.device.key]
-            state = self.states[at]
-            if fits_now(request, state) and not self._is_full(state):
-                if allows is None or allows(at, request):
-                    fitting.append(at)
-        if len(fitting) < request.count:
-            return None
-        # Those that are not busy first; the sort is stable.
-        chosen = set(sorted(fitting, key=lambda at: is_busy(self.states[at]))[: request.count])
-        return [self.states[at] for at in fitting if at in chosen]
-
-    def _is_full(self, state: DeviceState) -> bool:
-        """Return whether as many tasks run on a device as are allowed."""
-        return len(state.reservations) >= self.max_tasks_on(state)
-
-
-def choose_devices(
-    request: Request, states: Sequence[DeviceState], style: PlacementStyle = "spread"
-) -> Placement | None:
-    """Choose devices for one request alone; see `Board.choose`."""
-    named = select_devices(request, states) if request.devices else None
-    chosen = Board(states, style).choose(request, named=named)
-    return None if chosen is None else place(request, chosen)
+    def _takes_more(self, state: DeviceState) -> bool:
+        """Return whether a device can take another task, as far as its memory allows."""
+        if self._max_tasks is not None and len(state.reservations) >= self.max_tasks_on(state):
+            return False
+        return is_open(state)
 
 
 def is_busy(state: DeviceState) -> bool:
@@ -272,10 +267,7 @@ def select_devices(request: Request, states: Sequence[DeviceState]) -> list[Devi
 
 def _find_named(name: str, states: Sequence[DeviceState]) -> list[DeviceState]:
     if name.isdigit():
-        index = int(name)
-        if index < len(states) and states[index].device.index == index:
-            return [states[index]]
-        return [state for state in states if state.device.index == index]
+        return [state for state in states if state.device.index == int(name)]
     name = name.lower()
     found = [state for state in states if state.device.uuid.lower().startswith(name)]
     # SIM-1 is all of one name and the beginning of SIM-10.
@@ -318,7 +310,7 @@ def check_possible(
             f"count or name other devices",
             tuple(describe_capacity(state) for state in eligible),
         )
-    fitting = [state for state in eligible if fits_empty(request, state)]
+    fitting = [state for state in eligible if could_hold(request, state)]
     if len(fitting) < request.count:
         if request.memory is None and not fitting:
             raise PlacementError(
@@ -341,10 +333,7 @@ def check_possible(
     held = {reservation.device_key: reservation for reservation in held_by_parent}
     if not held:
         return
-    beside = [
-        state for state in fitting if _fits_beside(request, state, held.get(state.device.key))
-    ]
-    if len(beside) < request.count:
+    if sum(could_hold(request, state, held.values()) for state in fitting) < request.count:
         raise PlacementError(
             f"{request.task_name!r} was submitted from inside a GPU task and could never start "
             f"while that one holds what it holds; give the outer task a smaller gpu:memory or "
@@ -363,24 +352,16 @@ def could_hold(
     request: Request, state: DeviceState, held_by_parent: Iterable[Reservation] = ()
 ) -> bool:
     """Return whether a device could hold a request once all has ended there but a task around this process."""
-    if not fits_empty(request, state):
-        return False
-    key = state.device.key
-    return all(_fits_beside(request, state, r) for r in held_by_parent if r.device_key == key)
-
-
-def fits_empty(request: Request, state: DeviceState) -> bool:
-    """Return whether a device could hold a request if it were empty."""
-    return 0 < state.capacity_bytes >= (need_bytes(request, state) or 0)
-
-
-def _fits_beside(request: Request, state: DeviceState, held: Reservation | None) -> bool:
-    if held is None:
-        return True
     need = need_bytes(request, state)
-    if need is None or request.exclusive or held.exclusive:
+    if not 0 < state.capacity_bytes >= (need or 0):
         return False
-    return need + held.reserved_bytes <= state.capacity_bytes
+    for held in held_by_parent:
+        if held.device_key == state.device.key:
+            if need is None or request.exclusive or held.exclusive:
+                return False
+            if need + held.reserved_bytes > state.capacity_bytes:
+                return False
+    return True
 
 
 def fits_now(request: Request, state: DeviceState) -> bool:
@@ -406,38 +387,6 @@ def is_open(state: DeviceState) -> bool:
         if reservation.exclusive:
             return False
     return True
-
-
-def place(request: Request, states: Sequence[DeviceState], now_s: float = 0.0) -> Placement:
-    """Return the placement of a request on some devices.
-
-    Args:
-        request: What is asked.
-        states: The devices that it gets, in order; each can hold it now.
-        now_s: Monotonic seconds.
-    """
-    ends_s = None if request.expected_s is None else now_s + request.expected_s
-    devices: list[Device] = []
-    budgets: list[int] = []
-    reservations: list[Reservation] = []
-    for state in states:
-        need = need_bytes(request, state)
-        device = state.snapshot.device
-        budget = state.free_bytes if need is None else need
-        devices.append(device)
-        budgets.append(budget)
-        reservations.append(
-            Reservation(
-                request.id,
-                device.host,
-                device.uuid,
-                budget,
-                request.exclusive or need is None,
-                request.task_name,
-                ends_s,
-            )
-        )
-    return Placement(request.id, tuple(devices), tuple(budgets), tuple(reservations))
 
 
 def describe_capacity(state: DeviceState) -> str:

@@ -22,7 +22,6 @@ from prefect_gpu.scheduling.placement import (
     Board,
     check_possible,
     describe_wait,
-    place,
     select_devices,
 )
 from prefect_gpu.units import format_bytes, format_seconds
@@ -62,48 +61,13 @@ class Shape(NamedTuple):
         )
 
 
-class Lane:
-    """The waiting requests of one shape, in the order of `order_key`."""
+#: The waiting requests of one shape with their keys, in order.
+Lane: TypeAlias = list[tuple[OrderKey, Request]]
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        #: Bytes that each asks for of a device at least; 0 where it depends on the device.
-        self.least_bytes = shape.memory if type(shape.memory) is int else 0
-        #: Those before `_first` are gone. They are cut off in bulk: moving 100,000 entries for each
-        #: request that starts would be most of its cost.
-        self._requests: list[Request] = []
-        self._first = 0
 
-    def __len__(self) -> int:
-        return len(self._requests) - self._first
-
-    def __getitem__(self, position: int) -> Request:
-        return self._requests[self._first + position]
-
-    def __iter__(self) -> Iterator[Request]:
-        return (self._requests[i] for i in range(self._first, len(self._requests)))
-
-    def add(self, request: Request) -> None:
-        """Put a request in its place."""
-        bisect.insort(self._requests, request, lo=self._first, key=order_key)
-
-    def remove(self, request: Request) -> None:
-        """Take out a request that is there."""
-        place = self._bisect(request)
-        if place > self._first:
-            del self._requests[place]
-            return
-        self._first += 1
-        if self._first * 2 > len(self._requests):
-            del self._requests[: self._first]
-            self._first = 0
-
-    def count_before(self, request: Request) -> int:
-        """Return how many are considered before a request of this lane or another."""
-        return self._bisect(request) - self._first
-
-    def _bisect(self, request: Request) -> int:
-        return bisect.bisect_left(self._requests, order_key(request), lo=self._first, key=order_key)
+def _least_bytes(request: Request) -> int:
+    """Return the bytes that a request asks for of a device at least; 0 where it depends on the device."""
+    return request.memory if type(request.memory) is int else 0
 
 
 class RequestQueue:
@@ -116,40 +80,42 @@ class RequestQueue:
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._lanes: dict[Shape, Lane] = {}
         #: By the id of each request.
-        self._lane_of: dict[str, Lane] = {}
+        self._shapes: dict[str, Shape] = {}
         #: What has happened to blocked requests, by id; those to which nothing has are left out.
         self.statuses: dict[str, BlockedStatus] = {}
         for request in requests:
             self.add(request)
 
     def __len__(self) -> int:
-        return len(self._lane_of)
+        return len(self._shapes)
 
     def __iter__(self) -> Iterator[Request]:
-        return heapq.merge(*self._lanes.values(), key=order_key)
+        return (request for _, request in heapq.merge(*self._lanes.values()))
 
     @property
     def lanes(self) -> Collection[Lane]:
         """One lane for each shape; none is empty."""
         return self._lanes.values()
 
+    @property
+    def least_bytes(self) -> int:
+        """The fewest bytes of a device that a request asks for; 0 where they depend on the device."""
+        return min((_least_bytes(lane[0][1]) for lane in self.lanes), default=0)
+
     def add(self, request: Request) -> None:
         """Let a request wait; its id is that of no other."""
-        shape = Shape.of(request)
-        lane = self._lanes.get(shape)
-        if lane is None:
-            lane = self._lanes[shape] = Lane(shape)
-        self._lane_of[request.id] = lane
-        lane.add(request)
+        shape = self._shapes[request.id] = Shape.of(request)
+        bisect.insort(self._lanes.setdefault(shape, []), (order_key(request), request))
 
     def remove(self, request: Request) -> bool:
         """Take a request out; return whether it was there."""
-        lane = self._lane_of.pop(request.id, None)
-        if lane is None:
+        shape = self._shapes.pop(request.id, None)
+        if shape is None:
             return False
-        lane.remove(request)
+        lane = self._lanes[shape]
+        del lane[bisect.bisect_left(lane, (order_key(request),))]
         if not lane:
-            del self._lanes[lane.shape]
+            del self._lanes[shape]
         self.statuses.pop(request.id, None)
         return True
 
@@ -237,51 +203,49 @@ def decide(
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
     #: The requests that are considered next, one of each shape: its order, its lane, its place there.
-    turns: list[tuple[OrderKey, Lane, int]] = []
+    turns: list[tuple[OrderKey, Request, Lane, int]] = []
     for lane in queue.lanes:
-        if impossible := _refuse(lane, board):
+        key, request = lane[0]
+        possible = board.surely_fits(request, request.count)
+        if not possible and (impossible := _refuse(lane, board)):
             refusals += impossible
         else:
-            turns.append((order_key(lane[0]), lane, 0))
-    heapq.heapify(turns)
+            turns.append((key, request, lane, 0))
+    turns.sort()
     #: Blocked requests that are not noted yet.
-    blocked: list[tuple[Request, list[DeviceState] | None]] = []
+    blocked: list[tuple[Request, list[int] | None]] = []
     most_free_bytes = board.most_free_bytes()
-    while turns and not host.full and most_free_bytes >= 0:
-        _, lane, position = heapq.heappop(turns)
-        request = lane[position]
-        named = select_devices(request, board.states) if request.devices else None
-        chosen: list[DeviceState] | None = None
-        if lane.least_bytes <= most_free_bytes:
+    # Turns are added behind the one that is considered.
+    for number, (_, request, lane, position) in enumerate(turns, 1):
+        if most_free_bytes < 0 or host.full:
+            break
+        named = board.named(request) if request.devices else None
+        chosen: list[int] | None = None
+        if _least_bytes(request) <= most_free_bytes:
             for each in blocked:
                 backfill.block(*each)
             blocked.clear()
             if backfill.all_drain:
                 break
-            chosen = board.choose(request, backfill.allows, named)
+            chosen = board.choose(request, named, backfill.kept, backfill.allows)
         if chosen is None:
             blocked.append((request, named))
             continue
         if host.refusal(request):
             break
-        placement = place(request, chosen, now_s)
-        placements.append((request, placement))
-        board.book(placement)
+        placements.append((request, board.place(request, chosen, now_s)))
         backfill.count_passes(chosen)
         host = host.after(request)
         most_free_bytes = board.most_free_bytes()
         if position + 1 < len(lane):
-            heapq.heappush(turns, (order_key(lane[position + 1]), lane, position + 1))
+            bisect.insort(turns, (*lane[position + 1], lane, position + 1), lo=number)
     return Decisions(tuple(placements), tuple(refusals), backfill.statuses)
 
 
 def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
     """Refuse all requests of a lane if the first of them is impossible."""
-    simple = not (board.held_by_parent or lane.shape.devices)
-    if simple and board.could_ever_hold(lane[0]):
-        return []
     refusals: list[tuple[Request, PlacementError]] = []
-    for request in lane:
+    for _, request in lane:
         try:
             check_possible(request, board.states, board.held_by_parent)
         except PlacementError as error:
@@ -320,7 +284,8 @@ def explain(
     ahead = sum(
         before
         for lane in queue.lanes
-        if (before := lane.count_before(request)) and _may_use_one(lane[0], states, keys)
+        if (before := bisect.bisect_left(lane, (order_key(request),)))
+        and _may_use_one(lane[0][1], states, keys)
     )
     if ahead:
         reason += f"; {ahead} ahead in the queue"

@@ -171,7 +171,7 @@ def settle(
         placements: As decided, in order, on devices counted as if there were no hot standby.
         states: All devices before these placements.
         offers: Hot standbys that a task of their kind may take, and the kind, in order of preference.
-        kinds: By request id: the kind of standby that suits it. One that is missing takes none.
+        kinds: By request id: the kind of standby that suits it. One that is missing, or `None`, takes none.
     """
     free: dict[DeviceKey, int] = {}
     held: dict[DeviceKey, dict[str, StandbyHold]] = {}

@@ -171,7 +171,7 @@ _QUIET = {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL"}
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Give the exit code; `None`: it took too long."""
+    """Return the exit code; `None` after the time limit."""
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -256,7 +256,7 @@ def _answers(url: str) -> bool:
 
 
 def nvml_handles() -> list[Any]:
-    """Give every device's handle; none where no driver answers."""
+    """Return the handle of every device; empty if no driver answers."""
     try:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
@@ -320,7 +320,7 @@ class Observer(threading.Thread):
                 self.peaks[pid] = max(self.peaks.get(pid, 0), held)
 
     def peak_of(self, process: Process | None) -> int | None:
-        """Give the most that NVML showed for a process; `None`: it never showed it."""
+        """Return the peak that NVML listed for a process; `None` if it was never listed."""
         return None if process is None else self.peaks.get(process.pid)
 
 
@@ -419,7 +419,7 @@ class Process:
         return self.fields.get(name, "?")
 
     def bytes(self, name: str) -> int | None:
-        """Give a number of bytes; `None`: it is not known."""
+        """Return a number of bytes; `None` if it is not known."""
         value = self.fields.get(name, "")
         return int(value) if value.lstrip("-").isdigit() else None
 
@@ -504,7 +504,7 @@ def _read_all(
 
 
 def last_of(processes: Mapping[str, list[Process]], ended: Ended) -> Process | None:
-    """Give the report of a task run's last process; `None`: there is none."""
+    """Return the report of the last process of a task run; `None` if there is none."""
     reports = processes.get(ended.task_run_id)
     return reports[-1] if reports else None
 

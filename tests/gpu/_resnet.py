@@ -21,7 +21,7 @@ EXPANSION = 4
 
 
 def convolve(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    """Give a convolution and its normalisation."""
+    """Return a convolution followed by its normalisation."""
     padding = kernel // 2
     return [
         nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False),

@@ -40,7 +40,7 @@ def main() -> None:
 
     def show(what: str) -> None:
         size, count = ownerless()
-        print(f"{what:<28} {count} listed, {size:7.1f} MiB that nobody owns", flush=True)
+        print(f"{what:<28} {count} listed, {size:7.1f} MiB not owned by a process", flush=True)
 
     extremes: dict[int, list[float]] = {}
     stop = threading.Event()

@@ -370,7 +370,7 @@ def cells(ended: Ended, report: Process | None, shown: int | None) -> tuple[str,
 def judge(
     allocation: str, number: int, ended: Ended, report: Process | None, shown: int | None
 ) -> list[str]:
-    """Say what is not as it should be with one run."""
+    """Return the faults of one run."""
     if ended.value is None or report is None:
         return [ended.words or "no report"]
     problems = []

@@ -3,9 +3,9 @@
     python -m tests.gpu.check_ladder
 
 - own cap: its tag is too small. It gets more.
-- crowded: a task of ours without a cap took more than it had reserved, while another asked for what it
+- crowded: a task of the runner without a cap took more than it had reserved, while another asked for what it
   was promised. The other gets the same again, once there is room.
-- foreign: a process that is not ours took the memory. The task waits until it lets go.
+- foreign: a process outside the runner took the memory. The task waits until it lets go.
 - host: the machine's own memory, here that of a control group. No more of a device would help.
 - killed: a bare SIGKILL, of unknown cause. It is Prefect's to retry, if there are retries.
 
@@ -50,7 +50,7 @@ from tests.gpu._checks import (
     table,
 )
 
-#: What the filler leaves of the device at first, and what is left once it, or one of ours, has taken
+#: What the filler leaves of the device at first, and what is left once it, or a task of the runner, has taken
 #: more than it should.
 ROOM_BYTES = 9 * GIB
 LITTLE_BYTES = 1 * GIB
@@ -84,7 +84,7 @@ for line in sys.stdin:
 
 
 class Filler:
-    """The process that is not ours."""
+    """A process outside the runner that allocates device memory."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -92,10 +92,10 @@ class Filler:
         )
 
     def leave(self, left_bytes: int) -> None:
-        """Have it leave so much of the device free.
+        """Allocate or free until this many bytes of the device are free.
 
         Raises:
-            RuntimeError: It has ended.
+            RuntimeError: The process has ended.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -124,15 +124,15 @@ class Filler:
 
 
 def wait_for(file: str | Path, patience_s: float = PATIENCE_S) -> None:
-    """Wait until somebody has made a file.
+    """Wait until a file exists.
 
     Raises:
-        RuntimeError: Nobody did.
+        RuntimeError: The file does not exist after `patience_s`.
     """
     deadline = time.monotonic() + patience_s
     while not Path(file).exists():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"nobody made {Path(file).name} within {patience_s:g} s")
+            raise RuntimeError(f"{Path(file).name} did not appear within {patience_s:g} s")
         time.sleep(0.02)
 
 
@@ -170,7 +170,7 @@ def free_bytes() -> int:
 
 @task(name="own-cap", tags=gpu(memory="2GiB", framework="torch"), timeout_seconds=BODY_S)
 def take_too_much() -> int:
-    """Take 3 GiB of a budget of 2."""
+    """Allocate 3 GiB with a budget of 2 GiB."""
     from prefect_gpu import current_allocation
 
     held = take(3 * GIB)
@@ -198,7 +198,7 @@ def take_others_share(folder: str) -> None:
 
 @task(name="victim", tags=gpu(memory=SHARE, framework="torch"), timeout_seconds=BODY_S)
 def ask_for_share(folder: str) -> int:
-    """Ask for what it was promised, the first time only after somebody else has taken it."""
+    """Allocate the reserved memory; the first attempt waits until another process took it."""
     from prefect_gpu import current_allocation
 
     allocation = current_allocation()
@@ -369,7 +369,7 @@ def run_quick_ones(options: argparse.Namespace, processes_file: Path | None) -> 
 
 
 def run_crowded(options: argparse.Namespace, folder: str) -> list[Case]:
-    """Run one of ours that takes another's share."""
+    """Run a task of the runner that takes the memory reserved for another task."""
 
     def body() -> dict[str, Ended]:
         hog = take_others_share.submit(folder)
@@ -388,7 +388,7 @@ def run_crowded(options: argparse.Namespace, folder: str) -> list[Case]:
 
 
 def run_foreign(options: argparse.Namespace, folder: str, filler: Filler) -> list[Case]:
-    """Have the filler take what a task was promised, and let go of it later."""
+    """Let the filler take the memory reserved for a task, and free it later."""
     problems: list[BaseException] = []
 
     def act() -> None:

@@ -130,7 +130,7 @@ BODIES: dict[str, Callable[[str, int], None]] = {
 
 
 def choose_ends(count: int, seed: int, kinds: list[str]) -> list[str]:
-    """Say how each of so many tasks ends: two thirds return, in an order that the seed gives."""
+    """Return how each task ends: two thirds return, in an order set by the seed."""
     bad = [how for how in kinds if how != "return"]
     ends = [bad[index % len(bad)] if index < count // 3 else "return" for index in range(count)]
     random.Random(seed).shuffle(ends)

@@ -139,7 +139,7 @@ def judge(
     observer: Observer,
     step_s: dict[str, float],
 ) -> list[str]:
-    """Say what is not as it should be."""
+    """Return the faults that were found."""
     problems = [f"{name}: {e.words}" for name, e in ended.items() if e.error is not None]
     reports = {name: last_of(processes, e) for name, e in ended.items()}
     if problems or None in reports.values():

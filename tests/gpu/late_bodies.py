@@ -31,7 +31,7 @@ def devices(framework: str) -> tuple[str, int]:
 
 
 def fill(framework: str, sizes: tuple[int, ...]) -> list[str]:
-    """Take each of some sizes, one after the other, and say what came of it."""
+    """Allocate each size in turn and return the results."""
     found = []
     for size in sizes:
         try:

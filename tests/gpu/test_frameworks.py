@@ -33,7 +33,7 @@ def needs(framework: str) -> pytest.MarkDecorator:
 
 
 def has_cuda_provider() -> bool:
-    """Tell onnxruntime-gpu from onnxruntime by a file, importing neither."""
+    """Return whether onnxruntime-gpu is installed, without importing it."""
     (folder,) = importlib.util.find_spec("onnxruntime").submodule_search_locations
     return (Path(folder) / "capi" / "libonnxruntime_providers_cuda.so").exists()
 
@@ -52,7 +52,7 @@ def device() -> tuple[str, int]:
 
 @pytest.fixture
 def fields(device: tuple[str, int]) -> Any:
-    """Give a policy's fields with a budget that leaves 2 GiB to each framework."""
+    """Return the fields of a policy whose budget leaves 2 GiB to each framework."""
 
     def make(framework: str, **changes: Any) -> dict[str, Any]:
         return {
@@ -470,7 +470,7 @@ out["types"] = [type(back["x"][0]).__name__, type(back["v"]).__name__]
     assert found["types"] == ["ndarray", "float32"]
 
 
-#: The model repeats its input as often as it is told to, so that one run can take any size.
+#: The model repeats its input a given number of times, so that one run can need any amount of memory.
 #: `onnx.save(onnx.parser.parse_model(TEXT), ...)` made it from this text:
 #:
 #:     <ir_version: 8, opset_import: ["": 17]>

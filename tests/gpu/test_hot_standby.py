@@ -49,7 +49,7 @@ def driver_shows(pid: int) -> int:
 
 
 def measure_context(framework: str) -> None:
-    """Have the context measured, which gives up the hot standby of the task that needs it first."""
+    """Measure the context; the first task that needs it gives up its hot standby."""
 
     @task(name=f"measures-{framework}", tags=gpu(memory="4GiB", framework=framework))
     def nothing() -> None:

@@ -72,9 +72,9 @@ def test_emit_event_knows_the_forwarding_client() -> None:
     assert "ProcessPoolForwardingEventsClient" in source, "events of children would be dropped"
     assert next(iter(inspect.signature(ProcessPoolForwardingEventsClient).parameters)) == (
         "event_queue"
-    ), "see prefect_context._EventQueue"
+    ), "see prefect_context.event_queue"
     sent: list[Any] = []
-    client = ProcessPoolForwardingEventsClient(prefect_context._EventQueue(sent.append))
+    client = ProcessPoolForwardingEventsClient(prefect_context.event_queue(sent.append))
     event = Event(event="test", resource={"prefect.resource.id": "test"})
 
     async def emit() -> None:

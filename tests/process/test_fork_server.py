@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import pickle
 import selectors
 import signal
 import socket
@@ -66,7 +65,7 @@ class Fork:
             except (EOFError, ConnectionResetError):
                 raise AssertionError(self.printed()) from None
             if frame is not None and frame.kind == transport.VALUE:
-                return pickle.loads(frame.body)
+                return values.loads(transport.unpack(frame), "return value")
 
     def end(self) -> int:
         """Wait for its end, as the launcher does."""

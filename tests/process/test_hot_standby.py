@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.child.warm_up import apply_to_started, heat
+from prefect_gpu.child.warm_up import heat
 from prefect_gpu.processes import standby_kind
 from prefect_gpu.processes.launch_spec import ChildStarted
 from prefect_gpu.processes.messages import Heat, Heated
@@ -319,9 +319,6 @@ class Framework:
     def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
         return False
 
-    def apply_hot(self, policy: object) -> None:
-        self.said.append(policy)
-
 
 @pytest.fixture
 def framework(monkeypatch: pytest.MonkeyPatch) -> Framework:
@@ -333,8 +330,7 @@ def framework(monkeypatch: pytest.MonkeyPatch) -> Framework:
 
 def test_the_device_is_set_before_a_framework_starts_ahead(framework: Framework) -> None:
     assert heat(Heat("made-up", {"A_DEVICE": "GPU-1"})) == Heated()
-    apply_to_started("made-up", "a policy")  # type: ignore[arg-type]
-    assert framework.said == ["GPU-1", "a policy"]
+    assert framework.said == ["GPU-1"]
 
 
 def test_a_framework_that_does_not_start_ahead_reports_the_problem(framework: Framework) -> None:

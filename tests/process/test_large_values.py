@@ -84,11 +84,9 @@ def shared_with(launch: Callable[[LaunchSpec], Any], *calls: tuple[Any, ...]) ->
     files = ArgumentFiles()
     started = []
     with contextlib.ExitStack() as stack:
-        shares = [stack.enter_context(files.share(args)) for _, *args in calls]
+        shares = [stack.enter_context(files.share()) for _, *args in calls]
         for share, (function, *args) in zip(shares, calls, strict=True):
-            call = values.dumps(
-                Call(function, tuple(args), {}), "call", "call", transport=share.transport()
-            )
+            call = values.dumps(Call(function, tuple(args), {}), "call", "call", pack=share.pack)
             spec = spec_of(function)
             started.append(launch(LaunchSpec(*_replaced(spec, call))))
         assert len(files) == 1
@@ -286,7 +284,7 @@ def test_a_killed_parent_leaves_no_memory(tmp_path: Path) -> None:
 
 
 _FORKED = """
-import os, sys, warnings
+import contextlib, os, sys, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
 import numpy as np
 from prefect_gpu.processes import values
@@ -300,8 +298,9 @@ def held():
     return sum("memfd:prefect-gpu" in link for link in links)
 
 array = np.arange(1 << 20)
-share = argument_files().share([array])
-parcel = values.dumps(array, "argument", "x", transport=share.transport())
+calls = contextlib.ExitStack()
+share = calls.enter_context(argument_files().share())
+parcel = values.dumps(array, "argument", "x", pack=share.pack)
 rig = Rig()
 # Far more than is read before the fork: it waits in the launcher.
 spec = spec_of(bodies.length, [bytes(500_000), array])

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import queue
+import resource
 import selectors
 import signal
 import socket
@@ -23,10 +24,11 @@ import cloudpickle
 import psutil
 import pytest
 
+from prefect_gpu.child.main import calibrate
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import CapacityError, FrameworkError, ProtocolError, ResultError
 from prefect_gpu.processes import launcher as launching
-from prefect_gpu.processes import messages, transport, values
+from prefect_gpu.processes import messages, transport
 from prefect_gpu.processes.interpreter import (
     Interpreter,
     Process,
@@ -34,14 +36,13 @@ from prefect_gpu.processes.interpreter import (
     start_interpreter,
 )
 from prefect_gpu.processes.launch_spec import (
-    NO_CALL,
     ChildExited,
     ChildRefused,
     ChildStarted,
     ValueArrived,
 )
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted
-from prefect_gpu.processes.transport import VALUE, PackedValue, frame_header
+from prefect_gpu.processes.transport import frame_header, pack
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, spec_of
 
@@ -135,7 +136,7 @@ def test_a_value_whose_pickling_exits_is_an_answer_and_no_death(rig: Rig) -> Non
 
 def test_a_call_that_cannot_be_read_there_is_an_error(rig: Rig) -> None:
     child = rig.launch(
-        replace(spec_of(bodies.add), call=PackedValue(VALUE, b"cno_such_module\nname\n."))
+        replace(spec_of(bodies.add), call=pack([memoryview(b"cno_such_module\nname\n.")], ()))
     )
     with pytest.raises(ResultError, match="no_such_module"):
         child.value()
@@ -155,33 +156,19 @@ def test_a_framework_that_refuses_its_policy_is_an_error_and_no_death(
 
 
 def test_a_calibration_that_fails_says_why(rig: Rig) -> None:
-    spec = spec_of(bodies.add)
-    spec = replace(
-        spec,
-        call=NO_CALL,
-        prepare=replace(spec.prepare, work="calibrate", framework="no"),
-    )
-    child = rig.launch(spec)
+    child = rig.start(calibrate, "no")
     with pytest.raises(FrameworkError, match="cannot be calibrated"):
         child.value()
 
 
-def test_a_calibration_holds_its_device_until_the_parent_closes_the_channel(
-    rig: Rig, importable: str
-) -> None:
+def test_a_calibration_holds_its_device_until_the_parent_ends_it(rig: Rig, importable: str) -> None:
     Path(importable, "calibration_stub.py").write_text(
         "from prefect_gpu.frameworks import context\ncontext.run_calibration = lambda name: 5\n"
     )
-    spec = spec_of(bodies.add)
-    spec = replace(
-        spec,
-        call=NO_CALL,
-        prepare=replace(spec.prepare, work="calibrate", framework="x"),
-    )
     Path(importable, "sitecustomize.py").write_text("import calibration_stub\n")
     path = f"{importable}:{os.getcwd()}"
-    child = rig.launch(replace(spec, environment={"PYTHONPATH": path}))
-    assert values.loads(child.until(ValueArrived).data, "return value") == 5
+    child = rig.launch(replace(spec_of(calibrate, "x"), environment={"PYTHONPATH": path}))
+    assert child.until(Asked) == Asked("calibrated", {"reserved_bytes": 5})
     assert is_alive(child.pid)
     child.handle.kill()
     assert child.exit().code == -signal.SIGKILL
@@ -401,6 +388,17 @@ def test_a_launcher_without_a_thread_refuses_one_task_and_the_next_one_runs(
         with pytest.raises(CapacityError, match="ulimit -u"):
             rig.start(bodies.add, 1)
     assert psutil.Process().num_fds() == before
+    assert rig.call(bodies.add, 1) == 1
+
+
+def test_a_launcher_without_a_descriptor_refuses_one_task_and_the_next_one_runs(rig: Rig) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() // 2, limits[1]))
+    try:
+        with pytest.raises(CapacityError, match="ulimit -n"):
+            rig.start(bodies.add, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert rig.call(bodies.add, 1) == 1
 
 

@@ -15,7 +15,6 @@ from prefect_gpu.policy import (
     gpu,
     is_gpu_tag,
     parse_tags,
-    tag_table_markdown,
 )
 from prefect_gpu.units import GIB, KIB
 
@@ -382,13 +381,3 @@ def test_gpu_returns_the_tags_of_its_arguments(tags: list[str], written: list[st
 def test_gpu_refuses_bad_arguments(arguments: dict[str, object]) -> None:
     with pytest.raises(PolicyError):
         gpu(**arguments)  # type: ignore[arg-type]
-
-
-# -- the table ---------------------------------------------------------------------------------
-
-
-def test_the_table_has_a_row_for_every_key() -> None:
-    rows = tag_table_markdown().splitlines()
-    assert rows[:2] == ["| tag | meaning | default |", "|---|---|---|"]
-    assert len(rows) == 3 + 14
-    assert all(row.count(" | ") == 2 for row in rows if not row.startswith(("|---", "| `gpu` ")))

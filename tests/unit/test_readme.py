@@ -1,13 +1,31 @@
 """The README says what the code says."""
 
+import re
 from pathlib import Path
 
-from prefect_gpu.policy import tag_table_markdown
+import pytest
+
+from prefect_gpu.errors import PolicyError
+from prefect_gpu.policy import ALLOCATOR_OPTIONS, FRAMEWORKS, parse_tags
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_readme_has_the_tag_table_of_the_parser() -> None:
+def _rows() -> list[list[str]]:
+    """Return the cells of the README's table of tags."""
     text = README.read_text(encoding="utf-8")
     table = text.partition("<!-- tags -->\n")[2].partition("<!-- /tags -->")[0]
-    assert table.strip() == tag_table_markdown().strip()
+    return [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
+
+
+def test_the_readme_has_a_row_for_every_key_that_the_parser_accepts() -> None:
+    with pytest.raises(PolicyError) as unknown:
+        parse_tags(["gpu:no_such_key=1"])
+    accepted = set(re.findall(r"gpu:(\w+)", unknown.value.accepted))
+    shown = [match[1] for row in _rows() if (match := re.match(r"`gpu:(\w+)", row[0]))]
+    assert sorted(shown) == sorted(accepted)
+
+
+def test_the_readme_names_every_framework_and_allocator_option() -> None:
+    text = " ".join(cell for row in _rows() for cell in row)
+    assert [name for name in (*FRAMEWORKS, *ALLOCATOR_OPTIONS) if name not in text] == []

@@ -71,10 +71,9 @@ def test_the_parent_counts_the_same_allocations(task: FakeChannel) -> None:
 
 def test_a_refusal_counts_nothing_and_names_its_device() -> None:
     testing.allocate("2GiB")
-    assert testing.refused_uuid() == ""
-    with pytest.raises(testing.SimulatedOutOfMemoryError):
+    with pytest.raises(testing.SimulatedOutOfMemoryError) as refused:
         testing.allocate("7GiB", device=1)
-    assert testing.refused_uuid() == "SIM-0"
+    assert refused.value.device_uuid == "SIM-0"
     assert testing.tally() == Counters(2 * GIB, 2 * GIB, 2 * GIB, 2 * GIB, 0)
 
 

@@ -328,7 +328,6 @@ def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
     rig.broker.settle()
     broker, waiting = rig.broker, rig.broker._waiting
     assert not waiting._queue and not waiting._tickets and not broker._placed
-    assert not waiting._kinds
     assert not broker._recovery.ending and not broker._calls
     assert rig.ledger.view().reservations == () and not rig.ledger.view().processes
 

@@ -14,7 +14,7 @@ from prefect_gpu.child.channel import Channel, current_channel, set_current_chan
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import messages, transport, values
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted
-from prefect_gpu.processes.transport import Frame, FrameReader, PackedValue, frame_header
+from prefect_gpu.processes.transport import Frame, FrameReader, PackedValue
 from tests.fakes.frames import feed
 
 
@@ -43,7 +43,7 @@ def pair() -> Iterator[Pair]:
 
 def test_a_message_and_its_value_arrive_together(pair: Pair) -> None:
     pair.channel.send(BodyStarted())
-    pair.channel.send_with_value(BodyEnded(raised=False), PackedValue(transport.VALUE, b"value"))
+    pair.channel.send_with_value(BodyEnded(raised=False), PackedValue(bytearray(b"value")))
     (_, started), (_, ended), value = pair.heard()
     assert messages.decode(started) == BodyStarted()
     assert messages.decode(ended) == BodyEnded(raised=False)
@@ -72,17 +72,19 @@ def test_a_value_whose_files_may_not_pass_goes_through_the_frame(
     assert values.loads(contents, "return value") == ["x", bytes(2 << 20)]
 
 
+def packed(data: bytes) -> PackedValue:
+    return transport.pack([memoryview(data)], (), None)
+
+
 def test_messages_and_values_from_the_parent_are_received(pair: Pair) -> None:
-    pair.parent.sendall(messages.encode(BodyStarted()) + frame_header(transport.VALUE, 0))
+    pair.parent.sendall(messages.encode(BodyStarted()) + b"".join(packed(b"call").frame))
     assert pair.channel.receive() == BodyStarted()
-    assert pair.channel.receive_value().stream == b""
+    assert pair.channel.receive_value().stream == b"call"
 
 
 def test_a_large_body_is_received_whole(pair: Pair) -> None:
     body = os.urandom(transport.MAPPED_BYTES + 1)
-    thread = threading.Thread(
-        target=pair.parent.sendall, args=(frame_header(transport.VALUE, len(body)) + body,)
-    )
+    thread = threading.Thread(target=pair.parent.sendall, args=(b"".join(packed(body).frame),))
     thread.start()
     assert bytes(memoryview(pair.channel.receive_value().stream)) == body
     thread.join()
@@ -128,7 +130,7 @@ def test_a_channel_that_the_body_closed_is_an_error(pair: Pair) -> None:
 def test_a_fork_of_the_child_sends_nothing(pair: Pair) -> None:
     pair.channel.forget()
     pair.channel.send(BodyStarted())
-    pair.channel.send_with_value(BodyEnded(raised=False), PackedValue(transport.VALUE, b""))
+    pair.channel.send_with_value(BodyEnded(raised=False), PackedValue(bytearray()))
     with pytest.raises(RuntimeError, match="forked"):
         pair.channel.ask("sum")
     assert pair.parent.recv(10) == b"", "closed, and nothing was said"

@@ -51,14 +51,12 @@ def test_the_tally_is_read_for_simulated_devices(monkeypatch: pytest.MonkeyPatch
     tally = testing._Tally()
     monkeypatch.setattr(testing, "_tally", tally)
     asked = readings("simulated")
-    assert (asked.sample(), asked.counters(), asked.refused_uuid()) == (None, None, "")
+    assert (asked.sample(), asked.counters()) == (None, None)
     assert asked.begin_trace() is None
     tally.count("SIM-0", 5)
     testing.note_allocation_retry()
-    tally.refused_uuid = "SIM-0"
     assert asked.sample() == (5, 1)
     assert asked.counters() == Counters(5, 5, 5, 5, 1)
-    assert asked.refused_uuid() == "SIM-0"
 
 
 def test_a_body_without_simulated_memory_need_not_import_it(
@@ -66,7 +64,7 @@ def test_a_body_without_simulated_memory_need_not_import_it(
 ) -> None:
     monkeypatch.delitem(sys.modules, "prefect_gpu.testing")
     asked = readings("simulated")
-    assert (asked.sample(), asked.refused_uuid()) == (None, "")
+    assert asked.sample() is None
 
 
 def test_counters_that_cannot_be_read_are_reported_once_and_fail_nothing(
@@ -104,4 +102,4 @@ def test_simulated_memory_that_is_half_imported_tells_nothing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prefect_gpu.testing", ModuleType("prefect_gpu.testing"))
     asked = readings("simulated")
-    assert (asked.sample(), asked.counters(), asked.refused_uuid()) == (None, None, "")
+    assert (asked.sample(), asked.counters()) == (None, None)

@@ -20,7 +20,7 @@ class Rig:
     def __init__(self) -> None:
         self.source = FakeSource()
         self.clock = FakeClock()
-        self.recorder = Recorder(self.source, self.clock)
+        self.recorder = Recorder(self.source, self.clock)  # type: ignore[arg-type]
         self.recorder.begin()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -317,7 +317,7 @@ def test_a_fork_leaves_the_trace_to_its_parent(rig: Rig) -> None:
     rig.source.traceable = True
     rig.recorder.step()
     (trace,) = rig.source.traces
-    rig.recorder.renew_lock()
+    rig.recorder.forget()
     rig.recorder.stop()
     assert rig.source.traces == [trace]
 
@@ -405,7 +405,7 @@ def test_a_lock_held_at_a_fork_is_left_behind(rig: Rig) -> None:
     held = threading.Thread(target=rig.recorder._lock.acquire)
     held.start()
     held.join()
-    rig.recorder.renew_lock()
+    rig.recorder.forget()
     rig.recorder.step()
     assert rig.steps().count == 1
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.child.shortage import Refusal, find_shortage, parse_refusal
+from prefect_gpu.child.shortage import find_shortage, parse_refusal
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.devices.simulated import SimulatedOutOfMemoryError
 from prefect_gpu.frameworks.adapter import Counters
@@ -22,18 +22,15 @@ class FakeAdapter:
 
 
 class FakeReadings:
-    def __init__(self, *uses: OwnUse, counters: Counters | None = None, refused: str = "") -> None:
+    def __init__(self, *uses: OwnUse, counters: Counters | None = None) -> None:
         self.device_uuids = tuple(use.device_uuid for use in uses) or ("GPU-a",)
-        self._uses, self._counters, self._refused = uses, counters, refused
+        self._uses, self._counters = uses, counters
 
     def counters(self) -> Counters | None:
         return self._counters
 
     def own(self) -> tuple[OwnUse, ...]:
         return self._uses
-
-    def refused_uuid(self) -> str:
-        return self._refused
 
 
 class Wordless(Exception):
@@ -82,7 +79,8 @@ def test_a_simulated_out_of_memory_says_whether_the_cap_refused(
     cap: int | None, own_cap: bool
 ) -> None:
     error = SimulatedOutOfMemoryError(4 * GIB, 2 * GIB, 24 * GIB, cap, 3 * GIB)
-    assert find(error, refused="SIM-1") == OutOfMemory(
+    error.device_uuid = "SIM-1"
+    assert find(error) == OutOfMemory(
         framework="",
         wanted_bytes=4 * GIB,
         held_bytes=3 * GIB,
@@ -169,14 +167,17 @@ def torch_text(
 def test_the_numbers_in_pytorchs_text_show_whether_its_cap_refused(
     text: str, own_cap: bool | None
 ) -> None:
-    refusal = parse_refusal(text)
-    assert (refusal.device, refusal.own_cap) == (1, own_cap)
+    found, device = parse_refusal("torch", text)
+    assert (device, found.says_own_cap) == (1, own_cap)
 
 
 def test_pytorchs_text_without_a_cap_does_not_say_what_refused() -> None:
     text = torch_text("1.00 GiB", "17.69 GiB", "17.00 GiB", "512.00 MiB")
-    refusal = parse_refusal(text.replace("17.69 GiB allowed; ", ""))
-    assert refusal == Refusal(1, 17 * GIB + 512 * MIB, 70 * GIB, None)
+    found, device = parse_refusal("torch", text.replace("17.69 GiB allowed; ", ""))
+    assert device == 1
+    assert found == OutOfMemory(
+        "torch", GIB, held_bytes=17 * GIB + 512 * MIB, free_bytes=70 * GIB, says_own_cap=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,29 +186,29 @@ def test_pytorchs_text_without_a_cap_does_not_say_what_refused() -> None:
         pytest.param(
             "Out of memory allocating 1,024 bytes (allocated so far: 512 bytes, limit set to: 1,535 "
             "bytes).",
-            Refusal(held_bytes=512, own_cap=True),
+            OutOfMemory("cupy", 1024, 512, says_own_cap=True),
             id="its limit, by one byte",
         ),
         pytest.param(
             "Out of memory allocating 1,024 bytes (allocated so far: 512 bytes, limit set to: 1,536 "
             "bytes).",
-            Refusal(held_bytes=512, own_cap=False),
+            OutOfMemory("cupy", 1024, 512, says_own_cap=False),
             id="the device",
         ),
         pytest.param(
             "Out of memory allocating 1,024 bytes (allocated so far: 512 bytes).",
-            Refusal(held_bytes=512),
+            OutOfMemory("cupy", 1024, 512),
             id="no limit",
         ),
         pytest.param(
             "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes.",
-            Refusal(),
+            OutOfMemory("cupy", 7),
             id="of a framework that says nothing of a limit",
         ),
     ],
 )
-def test_texts_of_other_frameworks_are_read(text: str, expected: Refusal) -> None:
-    assert parse_refusal(text) == expected
+def test_texts_of_other_frameworks_are_read(text: str, expected: OutOfMemory) -> None:
+    assert parse_refusal("cupy", text) == (expected, None)
 
 
 def test_an_out_of_memory_is_found_in_the_members_of_a_group() -> None:

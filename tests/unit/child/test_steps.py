@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_gpu.child.recorder import KEPT_SECONDS, LEAST_FOR_SLOPE, StepBook
+from prefect_gpu.child.recorder import KEPT_STEPS, LEAST_FOR_SLOPE, StepBook
 from prefect_gpu.measurements import StepFacts
 
 
@@ -35,7 +35,7 @@ def book_of(*steps: Sequence[int], tail: Sequence[int] = ()) -> StepFacts | None
 def test_a_peak_counts_in_the_step_that_is_open(peak: int, steady: int) -> None:
     book = StepBook()
     book.boundary(0.0, 2, 0)
-    book.peak(peak)
+    book.reading(peak)
     book.boundary(1.0, 5, 0)
     facts = book.facts()
     assert facts is not None
@@ -119,10 +119,10 @@ def test_the_median_is_of_the_last_steps() -> None:
     book = StepBook()
     for number in range(5000):
         book.boundary(float(number))
-    for number in range(KEPT_SECONDS):
+    for number in range(KEPT_STEPS):
         book.boundary(5000.0 + 3 * number)
     facts = book.facts()
-    assert facts is not None and (facts.count, facts.step_s) == (5000 + KEPT_SECONDS, 3.0)
+    assert facts is not None and (facts.count, facts.step_s) == (5000 + KEPT_STEPS, 3.0)
 
 
 @pytest.mark.parametrize("growth", [0, 7, -3])

@@ -5,7 +5,6 @@ import pytest
 from prefect_gpu.frameworks.adapter import (
     THREAD_VARIABLES,
     child_environment,
-    hot_changes,
     late_changes,
 )
 from prefect_gpu.frameworks.registry import ADAPTERS, adapters_for
@@ -221,7 +220,7 @@ TOO_LATE_AFTER_START = {
 
 
 def after_start(hot, name, before, after):
-    return hot_changes(*pair(name, before, after), hot, ALL, cpus_stated=False)
+    return late_changes(*pair(name, before, after), ALL, cpus_stated=False, hot=hot)
 
 
 @pytest.mark.parametrize("case", AFTER_START.values(), ids=list(AFTER_START))

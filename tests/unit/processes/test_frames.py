@@ -17,7 +17,7 @@ from tests.fakes.frames import feed
 
 FRAMES = st.lists(
     st.tuples(
-        st.sampled_from([transport.MESSAGE, transport.VALUE, transport.VALUE_PARTS]),
+        st.sampled_from([transport.MESSAGE, transport.VALUE, transport.BOOT]),
         st.binary(max_size=60),
     ),
     max_size=6,
@@ -58,7 +58,7 @@ def test_a_stream_that_is_closed_is_at_its_end() -> None:
         FrameReader().receive(right)
 
 
-@given(st.binary(min_size=9, max_size=40).filter(lambda b: b[0] not in (1, 2, 3, 4)))
+@given(st.binary(min_size=9, max_size=40).filter(lambda b: b[0] not in (1, 2, 3)))
 def test_bytes_that_are_no_frame_are_refused(garbage: bytes) -> None:
     with pytest.raises(ProtocolError, match="something other than prefect_gpu"):
         feed(FrameReader(), garbage)

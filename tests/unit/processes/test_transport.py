@@ -19,16 +19,14 @@ from prefect_gpu.processes.transport import (
     FILE_BYTES,
     MOST_FILES,
     VALUE,
-    VALUE_PARTS,
-    FileTransport,
     Frame,
-    FrameTransport,
     PackedValue,
-    Transport,
-    default_transport,
+    WriteFile,
     frame_header,
     group_parts,
+    pack,
     unpack,
+    write_file,
 )
 
 np = pytest.importorskip("numpy")
@@ -54,15 +52,14 @@ def test_parts_are_in_few_files_and_little_stays_in_the_frame(sizes: list[int]) 
     assert sum(size for i, size in enumerate(sizes) if i not in placed) < FILE_BYTES
 
 
-def test_the_largest_parts_have_files_of_their_own() -> None:
+def test_large_parts_have_files_of_their_own_and_the_rest_shares_one() -> None:
     assert group_parts([MIB, 10, 3 * MIB]) == [[0], [2]]
-    sizes = [MIB] * 20 + [2 * MIB] * 3
-    groups = group_parts(sizes)
-    assert [g for g in groups if sizes[g[0]] == 2 * MIB] == [[20], [21], [22]]
-    assert len(groups[-1]) == 23 - (MOST_FILES - 2)
+    groups = group_parts([10] + [MIB] * 20)
+    assert groups[:-1] == [[index] for index in range(1, MOST_FILES - 1)]
+    assert groups[-1] == [0, *range(MOST_FILES - 1, 21)]
 
 
-@pytest.mark.parametrize("carrier", [FrameTransport(), default_transport()])
+@pytest.mark.parametrize("write", [None, write_file], ids=["in the frame", "in files"])
 @pytest.mark.parametrize(
     ("stream", "buffers"),
     [
@@ -74,20 +71,17 @@ def test_the_largest_parts_have_files_of_their_own() -> None:
     ],
 )
 def test_what_is_packed_is_unpacked(
-    carrier: Transport, stream: list[bytes], buffers: list[bytes]
+    write: WriteFile | None, stream: list[bytes], buffers: list[bytes]
 ) -> None:
-    contents = carrier.pack(views(*stream), views(*buffers)).open()
+    contents = pack(views(*stream), views(*buffers), write).open()
     assert bytes(contents.stream) == b"".join(stream)
     assert [bytes(buffer) for buffer in contents.buffers] == buffers
     assert not any(buffer.readonly for buffer in contents.buffers)
 
 
-def test_small_values_are_a_frame_of_plain_pickle() -> None:
-    parcel = values.dumps({"a": 1}, "return value", "result")
-    assert (parcel.kind, parcel.files) == (VALUE, ())
-    assert pickle.loads(parcel.body) == {"a": 1}
-    small = values.dumps(np.zeros(20_000), "return value", "result")
-    assert (small.kind, small.files) == (VALUE_PARTS, ())
+def test_small_values_are_in_the_frame() -> None:
+    assert values.dumps({"a": 1}, "return value", "result").files == ()
+    assert values.dumps(np.zeros(20_000), "return value", "result").files == ()
 
 
 @needs_files
@@ -98,7 +92,7 @@ def test_large_bytes_are_not_held_twice() -> None:
     assert values.loads(parcel, "return value") == {"blob": bytes(3 * MIB), "n": 5}
 
 
-@pytest.mark.parametrize("carrier", [FrameTransport(), default_transport()])
+@pytest.mark.parametrize("write", [None, write_file], ids=["in the frame", "in files"])
 @pytest.mark.parametrize(
     "array",
     [
@@ -112,8 +106,8 @@ def test_large_bytes_are_not_held_twice() -> None:
     ],
     ids=["plain", "fortran", "every second", "dates", "records", "objects", "read-only"],
 )
-def test_arrays_arrive_as_they_were(carrier: Transport, array: Any) -> None:
-    parcel = values.dumps([array], "return value", "result", transport=carrier)
+def test_arrays_arrive_as_they_were(write: WriteFile | None, array: Any) -> None:
+    parcel = values.dumps([array], "return value", "result", pack=packer(write))
     (back,) = values.loads(parcel, "return value")
     assert back.dtype == array.dtype and np.array_equal(back, array)
     assert back.flags.writeable == array.flags.writeable
@@ -137,6 +131,10 @@ def test_a_part_of_a_value_keeps_its_memory_alive() -> None:
     assert back[0] == 6 and back.sum() == (first[5:] + 1).sum()
 
 
+def packer(write: WriteFile | None) -> values.Pack:
+    return lambda stream, buffers: pack(stream, buffers, write)
+
+
 def failing(number: int) -> Any:
     def write(parts: Sequence[memoryview]) -> Any:
         raise OSError(number, os.strerror(number))
@@ -147,7 +145,7 @@ def failing(number: int) -> Any:
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSYS, errno.EFBIG, errno.EPERM])
 def test_without_a_memory_file_the_frame_carries_everything(number: int) -> None:
     array = np.arange(300_000)
-    parcel = values.dumps(array, "argument", "x", transport=FileTransport(failing(number)))
+    parcel = values.dumps(array, "argument", "x", pack=packer(failing(number)))
     assert parcel.files == ()
     assert np.array_equal(values.loads(parcel, "argument"), array)
 
@@ -157,9 +155,7 @@ def test_no_memory_is_one_clear_error(number: int) -> None:
     with pytest.raises(
         ResultError, match=r"return value of a GPU task finds no memory.*2\.3MiB"
     ) as e:
-        values.dumps(
-            np.arange(300_000), "return value", "result", transport=FileTransport(failing(number))
-        )
+        values.dumps(np.arange(300_000), "return value", "result", pack=packer(failing(number)))
     assert e.value.type_name == NO_ROOM
 
 
@@ -179,9 +175,11 @@ def test_checking_a_value_names_what_cannot_be_pickled() -> None:
         values.check([1, (i for i in "")], "argument", "x")
 
 
-def test_without_memory_files_the_frame_is_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_files_the_frame_carries_large_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(transport, "AVAILABLE", False)
-    assert isinstance(default_transport(), FrameTransport)
+    assert values.dumps(np.arange(300_000), "return value", "result").files == ()
 
 
 def table(*parts: tuple[int, int, int], count: int | None = None) -> bytearray:
@@ -206,10 +204,9 @@ def table(*parts: tuple[int, int, int], count: int | None = None) -> bytearray:
 )
 def test_a_table_that_does_not_fit_is_refused(body: bytearray) -> None:
     with pytest.raises(ProtocolError):
-        unpack(Frame(VALUE_PARTS, body))
+        unpack(Frame(VALUE, body))
 
 
 def test_a_packed_value_is_a_frame() -> None:
-    header, body = PackedValue(VALUE, b"abc").frame
+    header, body = PackedValue(bytearray(b"abc")).frame
     assert bytes(header) + bytes(body) == frame_header(VALUE, 3) + b"abc"
-    assert unpack(Frame(VALUE, bytearray(b"abc"))).buffers == ()

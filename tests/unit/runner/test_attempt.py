@@ -153,7 +153,7 @@ class Scene:
         self.reports: list[TaskReport | None] = []
         policy = GPUPolicy(memory=6 * GIB, **asks)
         plan = TaskPlan("task", "task-1a", body, policy, (), (), (), timeout_s, 0)
-        with argument_files().share(((), {})) as share:
+        with argument_files().share() as share:
             call = TaskCall(plan, self.run, TaskIdentity("task", "body"), (), {}, share)  # type: ignore[arg-type]
             self.attempt = Attempt(call, Grant(6 * GIB, "tag"), 1, self.broker, self.child)  # type: ignore[arg-type]
 
@@ -295,6 +295,26 @@ def test_an_attempt_that_is_not_placed_in_time_has_no_report_even_if_a_device_co
         scene.go()
     scene.broker.end(scene.broker.ticket)
     assert scene.reports == [None]
+
+
+def test_an_error_after_the_placement_releases_the_reservation() -> None:
+    scene = Scene()
+    released: list[Ticket] = []
+
+    def end(ticket: Ticket) -> None:
+        released.append(ticket)
+        FakeBroker.end(scene.broker, ticket)
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no memory for its simulated device")
+
+    scene.broker.end = end  # type: ignore[method-assign]
+    scene.broker.reader.process_memory = fail  # type: ignore[assignment, method-assign]
+    with pytest.raises(MemoryError):
+        scene.go()
+    assert released == [scene.broker.ticket]
+    assert scene.reports == [None]
+    assert scene.attempt.finished.is_set()
 
 
 def test_memory_of_simulated_devices_is_given_to_a_process_on_them() -> None:

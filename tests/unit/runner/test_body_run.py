@@ -127,9 +127,7 @@ class Scene:
         self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
         left = list(ends)
         broker = SimpleNamespace(
-            eligible=lambda names: (device(),),
-            capacity_bytes=lambda names, count: CAPACITY,
-            model_capacities=lambda names: {device().name: CAPACITY},
+            capacities=lambda names: {device(): CAPACITY},
         )
 
         def new_attempt(call: Any, grant: Grant, number: int, *services: Any) -> Any:
@@ -163,6 +161,20 @@ def test_a_body_that_answers_has_one_process() -> None:
     assert scene.budgets == [2 * GIB]
     assert [report.cause for report in scene.reports] == [""]
     assert scene.call.finished and not scene.told
+
+
+def test_a_body_whose_attempt_cannot_be_cancelled_is_still_finished() -> None:
+    scene = Scene(7)
+
+    def fail(attempt: FakeAttempt) -> None:
+        raise RuntimeError("no place")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeAttempt, "cancel", fail)
+        scene.call.cancel()
+        with pytest.raises(RuntimeError, match="no place"):
+            scene.call.run()
+    assert scene.call.finished
 
 
 def test_a_cap_that_was_too_small_is_raised_until_it_is_not() -> None:

@@ -23,7 +23,7 @@ from prefect_gpu.processes.launch_spec import (
     Listener,
     ValueArrived,
 )
-from prefect_gpu.processes.messages import BodyEnded
+from prefect_gpu.processes.messages import Asked, BodyEnded
 from prefect_gpu.runner import context_size as contexts
 from prefect_gpu.runner.context_size import ContextMeter
 from prefect_gpu.scheduling.model import Placement
@@ -88,9 +88,13 @@ class Broker:
         threading.Thread(target=read).start()
 
 
-def said(value: Any, raised: bool = False) -> list[Any]:
-    data = values.dumps(value, "return value", "result")
-    return [ChildStarted(77), BodyEnded(raised), ValueArrived(data.open())]
+def said(reserved_bytes: int) -> list[Any]:
+    return [ChildStarted(77), Asked("calibrated", {"reserved_bytes": reserved_bytes})]
+
+
+def raised(error: Exception) -> list[Any]:
+    data = values.dump_exception(error)
+    return [ChildStarted(77), BodyEnded(raised=True), ValueArrived(data.open())]
 
 
 @pytest.fixture
@@ -135,7 +139,7 @@ def test_other_frameworks_get_the_figure_that_is_documented(store: ContextStore)
         pytest.param(
             [ChildStarted(77), ChildExited(-11, "boom")], "it ended with -11: boom", id="it dies"
         ),
-        pytest.param(said(ValueError("no GPU"), raised=True), "no GPU", id="it raises"),
+        pytest.param(raised(ValueError("no GPU")), "no GPU", id="it raises"),
     ],
 )
 def test_what_cannot_be_measured_is_assumed_and_said(

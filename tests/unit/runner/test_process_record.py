@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -14,13 +16,17 @@ from prefect_gpu.measurements import Mark, StepFacts
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.process_record import Overshoot, ProcessRecord, Verdict
-from prefect_gpu.runner.task_plan import TaskFacts
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 from prefect_gpu.units import GIB, MIB
 from tests.unit.scheduling.values import device
 
-FACTS = TaskFacts("evaluate", "evaluate-1a", UUID(int=1), "evaluate-0", UUID(int=2))
+CALL: Any = SimpleNamespace(
+    plan=SimpleNamespace(task_name="evaluate", task_key="evaluate-1a"),
+    run=SimpleNamespace(
+        task_run=SimpleNamespace(id=UUID(int=1), name="evaluate-0", flow_run_id=UUID(int=2))
+    ),
+)
 
 DIED = Verdict("died")
 
@@ -32,7 +38,7 @@ def record() -> ProcessRecord:
 def made_of(
     learned: ProcessRecord, kind: DeviceKind = "nvml", verdict: Verdict = DIED
 ) -> TaskReport:
-    return learned.report(FACTS, kind, 2, "tag", ("torch",), verdict, 0, None)
+    return learned.report(CALL, kind, 2, "tag", ("torch",), verdict, 0, None)
 
 
 def counters(live: int, reserved: int | None) -> Counters:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import ModelBudgets, Placement, Request
-from prefect_gpu.scheduling.placement import Board, PlacementStyle, fits_now, need_bytes, place
+from prefect_gpu.scheduling.placement import Board, PlacementStyle, fits_now, need_bytes
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import request, reserved, state
 
@@ -21,18 +21,14 @@ def busy(fraction: float | None, index: int = 0, **of_room: object) -> DeviceSta
 
 
 def choose(board: Board, asked: Request) -> Placement | None:
-    among = None
-    if asked.devices:
-        among = [board.states[int(name)] for name in asked.devices]
-    chosen = board.choose(asked, named=among)
-    return None if chosen is None else place(asked, chosen)
+    chosen = board.choose(asked, board.named(asked))
+    return None if chosen is None else board.place(asked, chosen)
 
 
 def take(board: Board, asked: Request) -> list[int] | None:
     placement = choose(board, asked)
     if placement is None:
         return None
-    board.book(placement)
     return [device.index for device in placement.devices]
 
 
@@ -130,4 +126,3 @@ def test_the_sorted_lists_choose_what_comparing_all_devices_would(
             continue
         assert placement is not None
         assert [device.index for device in placement.devices] == expected
-        board.book(placement)

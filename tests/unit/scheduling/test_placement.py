@@ -10,9 +10,9 @@ from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.scheduling.placement import (
+    Board,
     PlacementStyle,
     check_possible,
-    choose_devices,
     could_hold,
     describe_wait,
     select_devices,
@@ -173,7 +173,9 @@ def test_choice(
     indices: list[int] | None,
     budgets_gib: list[float],
 ) -> None:
-    placement = choose_devices(asked, states, style)
+    board = Board(states, style)
+    chosen = board.choose(asked, board.named(asked))
+    placement = None if chosen is None else board.place(asked, chosen)
     if indices is None:
         assert placement is None
         return

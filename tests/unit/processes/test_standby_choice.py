@@ -98,6 +98,7 @@ def test_a_stated_number_of_threads_cannot_be_set_late(
 def test_the_one_that_is_kept_is_taken_before_others_unless_it_is_on_another_device() -> None:
     here = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PREFECT_A": "1"}
     elsewhere = {**here, "CUDA_VISIBLE_DEVICES": "GPU-2"}
-    kept, other = standby(stage=Stage.HOT, device=GPU), standby()
+    kept = standby(replace(KIND, hot="torch"), stage=Stage.HOT, device=GPU)
+    other = standby()
     assert choose_standby([other, kept], KIND, here, kept.id) == ((kept, {"PREFECT_A": "1"}), [])
     assert choose_standby([other, kept], KIND, elsewhere, kept.id) == ((other, elsewhere), [kept])

@@ -35,7 +35,7 @@ from prefect_gpu.runner import prefect_engine
 from tests.integration import engine_api as api
 
 
-def test_run_task_sync_takes_what_we_give_it() -> None:
+def test_run_task_sync_accepts_the_runners_arguments() -> None:
     parameters = set(inspect.signature(run_task_sync).parameters)
     assert parameters >= {
         "task", "task_run_id", "parameters", "wait_for", "return_type", "dependencies"
@@ -154,7 +154,7 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_a_state_of_our_own_counts_no_run_and_no_time() -> None:
+def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time() -> None:
     seen: dict[str, Any] = {}
 
     @task

@@ -61,7 +61,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_an_array_that_several_tasks_take_is_written_once_and_is_nobody_elses(
+def test_an_array_that_several_tasks_take_is_written_once_and_is_private(
     written: list[int],
 ) -> None:
     array = np.arange(COUNT, dtype=np.float64)

@@ -119,7 +119,7 @@ def fill_when_told(folder: str) -> int:
             return allocation.attempt
 
 
-def test_memory_that_somebody_else_took_is_waited_for(tmp_path: Path) -> None:
+def test_memory_that_another_program_took_is_waited_for(tmp_path: Path) -> None:
     futures: list[Any] = []
 
     def foreign() -> Any:
@@ -168,7 +168,7 @@ def test_memory_that_another_task_took_is_waited_for_too(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("enforce", ["kill", "warn"])
-def test_a_process_that_passes_its_budget_is_ended_or_told_of(enforce: Any) -> None:
+def test_a_process_above_its_budget_is_killed_or_reported(enforce: Any) -> None:
     futures: list[Any] = []
     tags = gpu(memory="1GiB", allocation="growth", enforce=enforce)
 

@@ -84,7 +84,7 @@ def _has_driver() -> bool:
     return True
 
 
-def test_a_constructor_or_decorator_says_so_at_once() -> None:
+def test_a_constructor_or_decorator_raises_at_once() -> None:
     with pytest.raises(DeviceError, match="simulated devices 'two'"):
         GPUTaskRunner(devices="simulated:two")
     with pytest.raises(ValueError, match="placement"):

@@ -32,7 +32,7 @@ def test_the_version_is_that_of_the_project_file_whatever_is_installed(
     assert _common.release() == ("7.8.9", "0123abc")
 
 
-def test_a_copy_without_a_repository_must_be_told_its_commit(copied: Path) -> None:
+def test_a_copy_without_a_repository_takes_its_commit_from_the_environment(copied: Path) -> None:
     with pytest.raises(SystemExit, match="set PREFECT_GPU_COMMIT"):
         _common.release()
 

@@ -43,7 +43,7 @@ def stream(
     return told, why
 
 
-def test_all_that_was_told_arrives_and_the_rest_is_passed_on(
+def test_messages_before_a_death_arrive_and_other_output_is_passed_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = """
@@ -59,7 +59,7 @@ def test_all_that_was_told_arrives_and_the_rest_is_passed_on(
     assert capfd.readouterr().out == "on the way\n"
 
 
-def test_one_that_dies_says_with_what(tmp_path: Path) -> None:
+def test_a_dead_calibration_is_reported_with_its_signal(tmp_path: Path) -> None:
     told, why = stream(tmp_path, "import _common; _common.tell({'a': 1}); raise SystemExit(3)")
     assert told == [{"a": 1}]
     assert why == "its process ended with 3"

@@ -74,7 +74,7 @@ def test_tasks_that_cannot_run_have_no_bound(costs: list[Cost], says: str) -> No
     ("measured", "at_least", "verdict"),
     [(1.2, False, "PASS"), (1.21, False, "MISSED"), (1.2, True, "PASS"), (1.19, True, "MISSED")],
 )
-def test_a_check_says_its_verdict_first(measured: float, at_least: bool, verdict: str) -> None:
+def test_check_prints_its_verdict_first(measured: float, at_least: bool, verdict: str) -> None:
     check = _bound.Check("as fast", measured, 1.2, "s", at_least)
     assert str(check).split()[0] == verdict
     assert str(check).endswith(f"(aim {'≥' if at_least else '≤'} 1.2 s)")

@@ -43,7 +43,7 @@ def test_the_sampler_keeps_the_most_that_was_seen(nvml: FakeBusyNvml) -> None:
     assert sampler.used_peaks[0] == empty + 300 * MIB
 
 
-def test_the_sampler_tells_how_busy_devices_were_in_a_time(nvml: FakeBusyNvml) -> None:
+def test_the_sampler_returns_the_utilization_of_a_period(nvml: FakeBusyNvml) -> None:
     sampler = _devices.Sampler(on_gpu=True)
     nvml.busy_percent = 30
     sampler.read()

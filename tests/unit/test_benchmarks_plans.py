@@ -149,7 +149,7 @@ def test_reports_are_counted_and_what_is_unknown_is_not_zero() -> None:
         ("ValueError: no room", False),
     ],
 )
-def test_out_of_memory_is_told_by_its_words(error: str, expected: bool) -> None:
+def test_out_of_memory_is_recognised_by_its_message(error: str, expected: bool) -> None:
     assert _common.says_out_of_memory(error) is expected
 
 

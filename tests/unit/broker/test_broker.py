@@ -76,7 +76,7 @@ def test_the_impossible_is_refused(rig: Rig) -> None:
     assert "larger than any device" in str(result)
 
 
-def test_a_device_tells_later_what_its_driver_keeps(rig: Rig) -> None:
+def test_memory_that_the_driver_keeps_is_learned_later(rig: Rig) -> None:
     rig.reader.fail("SIM-0")
     waiting = rig.submit("a", 24)
     rig.broker.read()
@@ -249,7 +249,9 @@ class NvmlLike(Reader):
         return tuple(replace(s, processes=(own,)) for s in super().read(roots))
 
 
-def test_a_context_in_this_process_is_told_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_context_in_the_flows_process_is_logged_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     rig.reader = NvmlLike(SimulatedDevices("1x24GiB"), rig.clock)
     broker = rig.another()
     rig.place("a", 1, broker=broker)
@@ -291,7 +293,7 @@ def test_a_callback_that_fails_harms_no_other_request(
     assert "a fault of the task's" in caplog.text
 
 
-def test_a_fault_of_ours_does_not_end_the_thread(
+def test_an_internal_error_does_not_end_the_thread(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:

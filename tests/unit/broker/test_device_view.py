@@ -87,7 +87,7 @@ def test_without_a_good_reading_there_is_no_state(rig: Rig) -> None:
     assert rig.states() == []
 
 
-def test_what_a_process_of_ours_holds_is_its_requests_and_not_foreign(rig: Rig) -> None:
+def test_memory_of_a_child_belongs_to_its_request_and_is_not_foreign(rig: Rig) -> None:
     rig.reserve("r", 4, pid=7)
     uses = (ProcessUse(7, 7, 3 * GIB), ProcessUse(8, None, 2 * GIB))
     rig.take(replace(ALL_FREE, free_bytes=19 * GIB, processes=uses))

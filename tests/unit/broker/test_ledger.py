@@ -30,7 +30,7 @@ def test_a_view_is_one_moment() -> None:
     assert ledger.view() != before
 
 
-def test_a_release_tells_the_watchers_once() -> None:
+def test_a_release_calls_each_watcher_once() -> None:
     ledger, told = ProcessLedger(), list[str]()
     end = ledger.watch(lambda: told.append("one"))
     ledger.watch(lambda: told.append("two"))

@@ -26,7 +26,7 @@ def test_without_a_process_there_is_nothing_to_wait_for(rig: Rig) -> None:
     assert rig.recovered.empty(), "told once"
 
 
-def test_memory_is_looked_for_every_20_ms_until_it_is_back(rig: Rig) -> None:
+def test_released_memory_is_read_every_20_ms_until_it_is_back(rig: Rig) -> None:
     ticket = rig.place("a", 20)
     rig.start(ticket, gib=20)
     behind = rig.submit("b", 20)
@@ -90,7 +90,7 @@ def test_of_two_that_end_together_one_is_blamed(rig: Rig) -> None:
     assert [rig.next_recovered() for _ in tickets] == [("a", 2 * GIB), ("b", 0)]
 
 
-def test_others_who_come_and_go_are_no_leak(rig: Rig) -> None:
+def test_memory_of_other_programs_that_changes_is_no_leak(rig: Rig) -> None:
     rig.reader.occupy("SIM-0", 5 * GIB)
     first = rig.place("a", 6)
     rig.start(first, gib=4)
@@ -138,9 +138,7 @@ def test_a_process_that_left_the_list_before_its_end_was_heard_hides_nothing(rig
     assert rig.next_recovered() == ("a", 0)
 
 
-def test_where_a_device_is_lost_nothing_can_be_told(
-    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_device_shows_no_leak(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     rig = make_rig("2x24GiB")
     first = rig.place("a", 20)

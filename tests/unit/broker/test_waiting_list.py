@@ -19,7 +19,7 @@ from tests.unit.broker.broker_rig import rig as rig
 # Waiting.
 
 
-def test_a_waiter_is_told_why_and_again_when_it_changes(
+def test_a_waiting_request_gets_its_reason_and_each_change_of_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.place("a", 20)
@@ -140,7 +140,7 @@ def test_before_the_first_reading(rig: Rig) -> None:
 # What standbys must know.
 
 
-def test_what_was_promised_of_the_machines_memory_is_told_until_it_is_taken(rig: Rig) -> None:
+def test_reserved_host_memory_is_reported_until_it_is_used(rig: Rig) -> None:
     ticket = rig.place("one", 1, host_bytes=3 * GIB)
     assert rig.broker.host_promised_bytes == 3 * GIB
     ticket.running = True
@@ -148,7 +148,7 @@ def test_what_was_promised_of_the_machines_memory_is_told_until_it_is_taken(rig:
     rig.broker.end(ticket)
 
 
-def test_a_request_that_the_machines_memory_holds_up_is_told(rig: Rig) -> None:
+def test_a_request_that_waits_for_host_memory_gets_that_reason(rig: Rig) -> None:
     first = rig.place("first", 1)
     assert not rig.broker.wants_host_memory
     rig.host_available_bytes = 2 * GIB

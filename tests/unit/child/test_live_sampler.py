@@ -135,7 +135,7 @@ def _fail() -> None:
 
 
 @pytest.mark.parametrize("asked", ["on_sample", "on_counters"])
-def test_a_sampler_that_fails_says_so_once_and_ends(
+def test_a_sampler_that_fails_logs_once_and_ends(
     asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rig = Rig()

@@ -97,7 +97,7 @@ def test_the_driver_reports_the_memory_of_the_process(
     assert readings(kind, *uses).process_bytes() == expected
 
 
-def test_simulated_memory_that_is_half_imported_tells_nothing(
+def test_a_half_imported_simulated_device_reports_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "prefect_gpu.testing", ModuleType("prefect_gpu.testing"))

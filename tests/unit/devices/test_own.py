@@ -42,7 +42,7 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
 
 
-def test_each_device_tells_what_the_process_and_its_own_hold(rig: Rig) -> None:
+def test_each_device_lists_the_memory_of_the_process_and_its_children(rig: Rig) -> None:
     rig.nvml.gpus[0].compute = {PID: 3 * GIB, PID + 1: GIB, 4242: 9 * GIB}
     rig.nvml.gpus[1].compute = {PID: 2 * GIB}
     assert rig.own.read() == (
@@ -64,7 +64,7 @@ def test_a_driver_that_gives_no_bytes_or_other_numbers_leaves_them_unknown(rig: 
     assert [use.process_bytes for use in rig.own.read()] == [None, None]
 
 
-def test_in_a_container_a_number_is_ours_only_with_the_gpu_open(rig: Rig) -> None:
+def test_in_a_container_a_process_id_counts_only_with_the_gpu_open(rig: Rig) -> None:
     rig.processes.initial_namespace = False
     rig.nvml.gpus[0].compute = {PID: GIB}
     rig.nvml.gpus[1].compute = {PID + 1: GIB}

@@ -168,7 +168,9 @@ def test_repeated_failures_back_off_to_a_limit(rig: Rig) -> None:
     assert rig.next().error == ""
 
 
-def test_a_fault_of_ours_is_an_error_too(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_reported_as_an_error(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     def raises() -> int:
         raise ZeroDivisionError("oops")
 
@@ -244,7 +246,7 @@ def test_a_reader_that_hangs_blocks_no_caller(
     assert published.empty()
 
 
-def test_readings_tell_how_busy_devices_were_over_the_last_of_them(rig: Rig) -> None:
+def test_readings_have_the_utilization_since_the_last_one(rig: Rig) -> None:
     rig.device.compute("SIM-0", 1.0)
     rig.sampler.set_active(True)
     assert rig.next().snapshots[0].busy_fraction == 1.0

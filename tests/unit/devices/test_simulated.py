@@ -116,7 +116,7 @@ def test_the_device_refuses_what_others_hold(reader: SimulatedReader) -> None:
     assert "cap" not in str(caught.value)
 
 
-def test_a_device_of_somebody_else_is_refused(reader: SimulatedReader) -> None:
+def test_a_device_outside_the_runner_is_refused(reader: SimulatedReader) -> None:
     reader.attach(10, ["SIM-0"])
 
     with pytest.raises(DeviceError, match="not a device of process 10"):
@@ -143,13 +143,13 @@ def test_other_peoples_memory_comes_and_goes(reader: SimulatedReader) -> None:
     assert read(reader)[0].processes == ()
 
 
-def test_a_process_that_ended_but_holds_memory_is_not_ours(reader: SimulatedReader) -> None:
+def test_an_ended_process_that_holds_memory_is_foreign(reader: SimulatedReader) -> None:
     reader.attach(10, ["SIM-0"])
 
     assert read(reader)[0].processes == (ProcessUse(10, None, 512 * MIB),)
 
 
-def test_a_leak_is_nobodys(reader: SimulatedReader) -> None:
+def test_a_leak_is_blamed_on_no_task(reader: SimulatedReader) -> None:
     reader.leave_behind("SIM-0", 9 * GIB)
     assert read(reader)[0].free_bytes == 0
     assert read(reader)[0].processes == ()

@@ -19,7 +19,7 @@ def test_one_instant_does_not_decide() -> None:
     assert told == [0.0, 0.5, 0.5, pytest.approx(0.7)], "readings of the window only"
 
 
-def test_devices_are_told_apart_and_silence_begins_anew() -> None:
+def test_devices_are_distinguished_and_log_again_after_a_recovery() -> None:
     utilisation = Utilisation()
 
     def smooth(*busy: float | None) -> list[float | None]:
@@ -31,7 +31,7 @@ def test_devices_are_told_apart_and_silence_begins_anew() -> None:
     assert smooth(0.2, None) == [0.2, None]
 
 
-def test_a_lost_device_tells_nothing() -> None:
+def test_a_lost_device_has_no_processes() -> None:
     utilisation = Utilisation()
     utilisation.smooth((replace(snapshot(), busy_fraction=1.0),))
     lost = replace(snapshot(error="lost"), busy_fraction=1.0)

@@ -178,7 +178,7 @@ def import_from(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> str
     ],
 )
 @pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py", "{}/part.py"])
-def test_whose_a_module_is_its_place_tells(
+def test_a_modules_file_shows_whether_it_is_the_users(
     tmp_path: Path, folder: str, users: bool, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A name of its own: what is known of a folder is kept.

@@ -156,7 +156,7 @@ def test_what_the_body_switched_off_stays_off(torch: FakeTorch) -> None:
     assert torch.log == ["on", "off"]
 
 
-def test_what_somebody_put_over_a_switch_stays(torch: FakeTorch) -> None:
+def test_a_value_set_over_a_switch_stays(torch: FakeTorch) -> None:
     trace = begin_trace(torch)
     assert trace is not None
     inner = torch._C._cuda_record_memory_history

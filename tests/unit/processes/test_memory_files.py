@@ -136,7 +136,7 @@ class Full:
         self.number = number
 
 
-def test_too_many_descriptors_in_flight_are_told_from_a_closed_socket() -> None:
+def test_too_many_descriptors_in_flight_differ_from_a_closed_socket() -> None:
     file = write_file([memoryview(b"x")])
     with pytest.raises(ProtocolError, match="ulimit"):
         transport.send(Full(errno.ETOOMANYREFS), memoryview(b"1"), [file])  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ def kind(fn: Any, policy: FrameworkPolicy = NVML, **changes: Any) -> Any:
     return kind_of(fn, policy, **{**given, **changes})
 
 
-def test_what_is_imported_ahead() -> None:
+def test_the_modules_that_a_standby_imports() -> None:
     found = kind(kind_bodies.imports_inside)
     assert found.always == (*OWN_MODULES, "torch")
     # Its own module is imported first, as unpickling the call would.
@@ -80,7 +80,7 @@ def test_without_what_is_the_users() -> None:
     assert found.modules == (*OWN_MODULES, "torch")
 
 
-def test_a_framework_that_the_tags_do_not_name_is_not_imported_ahead() -> None:
+def test_a_standby_does_not_import_a_framework_that_the_tags_leave_out() -> None:
     found = kind(kind_bodies.imports_either)
     assert "torch.nn" in found.users and "tensorflow" not in str(found.modules)
     none = kind(kind_bodies.imports_either, replace(NVML, frameworks=("none",)))
@@ -97,7 +97,7 @@ def test_a_framework_that_the_tags_do_not_name_is_not_imported_ahead() -> None:
         ((), ""),
     ],
 )
-def test_the_framework_that_is_started_ahead(frameworks: tuple[str, ...], hot: str) -> None:
+def test_the_framework_that_a_hot_standby_starts(frameworks: tuple[str, ...], hot: str) -> None:
     policy = replace(NVML, frameworks=frameworks, detected=())
     assert kind(kind_bodies.imports_inside, policy, hot=True).hot == hot
     assert kind(kind_bodies.imports_inside, policy).hot == "", "only if it was asked for"

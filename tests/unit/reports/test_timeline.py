@@ -91,7 +91,7 @@ def test_the_same_report_makes_the_same_chart() -> None:
         "two devices",
     ],
 )
-def test_a_timeline_says_what_its_numbers_are(changes: dict[str, Any], says: str) -> None:
+def test_a_timeline_labels_its_numbers(changes: dict[str, Any], says: str) -> None:
     assert any(says in text for text in words(task_timeline_svg(task_report(**changes))))
 
 

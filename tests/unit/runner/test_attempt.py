@@ -218,7 +218,7 @@ def test_a_process_that_dies_sending_its_value_has_died() -> None:
     assert (scene.report.outcome, scene.report.error) == ("died", "was killed by SIGSEGV")
 
 
-def test_a_sigkill_that_is_not_ours_has_an_unknown_cause() -> None:
+def test_a_sigkill_from_outside_has_an_unknown_cause() -> None:
     scene = Scene(ChildExited(-9, "last words"))
     with pytest.raises(ChildDiedError, match="cause unknown") as caught:
         scene.go()

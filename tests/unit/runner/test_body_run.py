@@ -224,7 +224,7 @@ def test_oom_fail_fails_at_once_and_the_report_still_says_why() -> None:
     assert [report.cause for report in scene.reports] == ["own_cap"]
 
 
-def test_others_who_filled_the_device_cost_no_budget_and_then_it_gets_a_device_to_itself() -> None:
+def test_an_out_of_memory_caused_by_others_keeps_the_budget_and_then_gets_a_whole_device() -> None:
     scene = Scene(*[device_full()] * 3, "done", foreign=4 * GIB)
     assert scene.call.run() == "done"
     assert scene.budgets == [2 * GIB, 2 * GIB, 2 * GIB, None]

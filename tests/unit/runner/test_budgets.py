@@ -197,7 +197,7 @@ class Unreachable(MemoryHistory):
         raise OSError("no route to host")
 
 
-def test_histories_that_cannot_be_read_are_told_once_and_the_task_probes(
+def test_unreadable_histories_are_logged_once_and_the_task_probes(
     books: Books, caplog: pytest.LogCaptureFixture
 ) -> None:
     book = books.book(Unreachable())
@@ -218,7 +218,7 @@ def test_runs_of_this_process_count_at_once_for_other_runners(books: Books) -> N
     assert granted is not None and granted.source == "learned"
 
 
-def test_a_cancellation_between_the_look_and_the_wait_is_not_lost(books: Books) -> None:
+def test_a_cancellation_between_the_check_and_the_wait_is_not_lost(books: Books) -> None:
     assert books.grant() is not None
     over = threading.Event()
     # Cancelled while it says why it waits, before it waits again.
@@ -238,7 +238,7 @@ def test_no_more_is_waited_for_than_a_device_had_left_beside_others(books: Books
 
 
 @pytest.mark.parametrize("memory", [None, GIB])
-def test_a_grant_says_how_long_the_task_is_expected_to_take(
+def test_a_placement_has_the_expected_duration_of_its_task(
     books: Books, memory: int | None
 ) -> None:
     for seconds in (4.0, 8.0, 9.0):

@@ -126,7 +126,7 @@ def test_a_resident_set_that_no_reading_saw_is_the_childs_own() -> None:
     assert (report.peak_process_bytes, report.source) == (2 * GIB, "host")
 
 
-def test_the_last_reading_is_what_a_death_is_told_with() -> None:
+def test_a_death_is_reported_with_the_last_reading() -> None:
     learned = record()
     assert learned.last_process_bytes is None
     learned.add_reading(1.0, (GIB,))
@@ -151,7 +151,7 @@ def test_a_killed_process_is_not_said_to_have_held_nothing() -> None:
     assert learned.last_process_bytes == GIB
 
 
-def test_marks_are_told_in_seconds_since_the_placement() -> None:
+def test_marks_are_in_seconds_since_the_placement() -> None:
     learned = record()
     learned.started_s = 4.0
     learned.add_steps(None, [Mark(2.0, "b", 0.5), Mark(1.0, "a")])
@@ -177,7 +177,7 @@ def test_the_last_that_is_known_of_steps_counts() -> None:
     assert made_of(learned).steps == StepFacts(count=3)
 
 
-def test_an_out_of_memory_is_told_with_what_is_made_of_it() -> None:
+def test_an_out_of_memory_is_logged_with_the_decision_about_it() -> None:
     learned = record()
     shortage = OutOfMemory("torch", wanted_bytes=GIB)
     learned.add_end(BodyEnded(True, shortage))
@@ -211,7 +211,7 @@ def test_an_allocator_that_keeps_no_reserved_bytes_leaves_them_unknown() -> None
         pytest.param(("torch", "tensorflow"), None, id="one of two"),
     ],
 )
-def test_steady_memory_is_told_only_where_looking_sees_it(
+def test_steady_memory_is_reported_only_where_samples_can_see_it(
     used: tuple[str, ...], seen: int | None
 ) -> None:
     learned = record()

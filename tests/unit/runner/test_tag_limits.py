@@ -140,7 +140,7 @@ def test_a_task_without_tags_asks_nothing() -> None:
     assert api.asked == 0
 
 
-def test_the_engine_is_told_only_in_threads_of_ours() -> None:
+def test_tag_limits_are_filtered_only_in_engine_threads() -> None:
     told: list[Any] = []
     ask = engine_threads._only_limited(lambda names, **rest: told.append((names, rest)))
     ask(["tag:a"], occupy=1)

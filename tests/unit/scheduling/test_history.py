@@ -159,7 +159,7 @@ def test_the_least_margin_is_a_few_segments() -> None:
     assert lesson and lesson.budget_bytes == LIVE_MARGIN_BYTES + 2 * MIB  # 65 MiB, rounded
 
 
-def test_what_no_framework_tells_is_taken_from_the_whole_process() -> None:
+def test_memory_that_no_framework_reports_is_taken_from_the_process() -> None:
     lesson = learn([run(None, process_bytes=10 * GIB, budget_bytes=20 * GIB)])
     assert lesson and lesson.budget_bytes == 13 * GIB
 

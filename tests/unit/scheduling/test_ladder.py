@@ -133,7 +133,7 @@ def test_the_cause_of_an_out_of_memory(evidence: Evidence, cause: Cause) -> None
 
 
 @given(evidences)
-def test_only_others_who_grew_are_blamed(evidence: Evidence) -> None:
+def test_only_processes_that_grew_are_blamed(evidence: Evidence) -> None:
     cause = classify(evidence)
     assert cause in ("own_cap", "foreign", "crowded")
     if cause == "foreign":
@@ -203,7 +203,7 @@ def test_its_own_fault_in_between_begins_the_count_anew() -> None:
     assert isinstance(rung, Rung) and rung.climb.shared == 0
 
 
-def test_a_probe_that_other_people_crowd_out_gets_another_whole_device() -> None:
+def test_a_probe_displaced_by_other_programs_gets_another_whole_device() -> None:
     # Its first process had a whole device; others filled it once.
     rung = next_rung(Climb(whole_device=True), "foreign", seen(budget_bytes=70 * GIB), CAPACITY)
     assert isinstance(rung, Rung) and rung.budget_bytes is None
@@ -217,7 +217,7 @@ def test_what_no_device_memory_can_help_never_climbs(cause: Cause) -> None:
     )
 
 
-def test_the_reason_says_who_filled_the_device() -> None:
+def test_the_reason_names_the_processes_that_filled_the_device() -> None:
     foreign = next_rung(Climb(), "foreign", seen(), CAPACITY)
     crowded = next_rung(Climb(), "crowded", seen(), CAPACITY)
     assert isinstance(foreign, Rung) and foreign.reason.startswith("other people's processes")

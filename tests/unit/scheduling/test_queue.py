@@ -272,7 +272,7 @@ def test_the_reason_of_a_wait_is_said(
 # The queue itself.
 
 
-def test_a_queue_gives_its_requests_in_order() -> None:
+def test_a_queue_yields_its_requests_in_order() -> None:
     waiting = [
         request(1, sequence=5, name="e"),
         request(2, sequence=1, name="b"),
@@ -289,7 +289,7 @@ def test_a_queue_gives_its_requests_in_order() -> None:
     assert (len(queue), len(queue.lanes), bool(queue)) == (0, 0, False)
 
 
-def test_requests_of_one_sequence_are_told_apart() -> None:
+def test_requests_with_one_sequence_number_are_distinguished() -> None:
     one, two, three = (request(1, sequence=4, name=n) for n in "abc")
     queue = RequestQueue([one, two])
     assert not queue.remove(three)

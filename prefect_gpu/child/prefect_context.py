@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from prefect._internal.plugins.collections import load_prefect_collections
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import hydrated_context
+from prefect.events import Event
 from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
 from prefect.logging.handlers import set_api_log_sink
 from prefect.logging.loggers import patch_print
@@ -24,9 +24,18 @@ from prefect.logging.loggers import patch_print
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
 
 
-def event_queue(send: Callable[[Any], None]) -> Any:
-    """Return the queue on which Prefect's forwarding client puts events: it sends them to the parent."""
-    return types.SimpleNamespace(put=lambda item: send(EventEmitted(item[1].model_dump_json())))
+class EventQueue:
+    """The queue on which Prefect's forwarding client puts events: it sends them to the parent.
+
+    Prefect's `EventsWorker` uses its arguments as a key, so the queue must be hashable.
+    """
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self._send = send
+
+    def put(self, item: tuple[str, Event]) -> None:
+        """Send an event to the parent."""
+        self._send(EventEmitted(item[1].model_dump_json()))
 
 
 @contextlib.contextmanager
@@ -44,7 +53,7 @@ def child_context(
     set_api_log_sink(lambda log: send(LogEmitted(json.loads(json.dumps(log, default=str)))))
     # The client must be Prefect's own class: `emit_event` drops events of classes that it does not know.
     EventsWorker.set_client_override(
-        ProcessPoolForwardingEventsClient, event_queue=event_queue(send)
+        ProcessPoolForwardingEventsClient, event_queue=EventQueue(send)
     )
     with contextlib.ExitStack() as stack:
         stack.callback(_flush_events)

@@ -137,6 +137,8 @@ class StandbyPool:
         self._announced: dict[Announcement, None] = {}
         #: All that no task has.
         self._standbys: list[Standby] = []
+        #: Those that were given a task whose body has not begun, and the task's kind.
+        self._beginning: dict[Standby, Kind] = {}
         self._records: dict[Kind, KindRecord] = {}
         self._uses = itertools.count(1)
         #: Monotonic seconds since when a task has waited for host memory; `None`: none does.
@@ -221,7 +223,7 @@ class StandbyPool:
                 self._record(standby.kind).take_misfit(standby, time.monotonic())
                 self._end(standby)
             if found is not None:
-                return self._give(*found, spec, listener)
+                return self._give(*found, kind, spec, listener)
             self._check_soon()
         return self._launcher.start(spec, listener)
 
@@ -246,7 +248,7 @@ class StandbyPool:
     # With the lock.
 
     def _give(
-        self, standby: Standby, changes: Changes, spec: LaunchSpec, listener: Listener
+        self, standby: Standby, changes: Changes, kind: Kind, spec: LaunchSpec, listener: Listener
     ) -> ChildHandle:
         assert standby.handle is not None
         self._standbys.remove(standby)
@@ -256,10 +258,15 @@ class StandbyPool:
             hot = standby.kind.hot
             # Its place on the device is free for another.
             self._record(standby.kind).hot_after_s = 0.0
-        if not standby.ready:
+        if standby.ready:
+            # The next one would take the cores that this task begins with.
+            self._beginning[standby] = kind
+        else:
             self._check_soon()
         late = Late(changes, spec.cwd, spec.argv, spec.sys_path, hot)
-        return standby.handle.give(spec, late, lambda message: self._pass_on(listener, message))
+        return standby.handle.give(
+            spec, late, lambda message: self._pass_on(standby, listener, message)
+        )
 
     def _check_soon(self) -> None:
         """Have the pool's thread start and end standbys, and start the thread if there is none."""
@@ -309,7 +316,7 @@ class StandbyPool:
             with self._changed:
                 if not self._dirty:
                     # While none is wanted there is nothing to check.
-                    busy = bool(self._standbys or self._announced)
+                    busy = bool(self._standbys or self._announced or self._beginning)
                     self._changed.wait(CHECK_S if busy else None)
                 self._dirty = False
                 if self._shut:
@@ -359,7 +366,7 @@ class StandbyPool:
         if plan.short_of_memory:
             self._hold_until_s = now + SHORTAGE_S
         for kind in plan.starts:
-            if now >= self._hold_until_s:
+            if now >= self._hold_until_s and kind not in self._beginning.values():
                 assert isinstance(kind, Kind)
                 self._start(kind, now)
 
@@ -429,17 +436,15 @@ class StandbyPool:
 
     # The launcher's thread.
 
-    def _pass_on(self, listener: Listener, message: Any) -> None:
-        """Pass a message of a task's process on; the next standby is started once the body has begun.
-
-        Before, it would take the cores that the task begins with.
-        """
+    def _pass_on(self, standby: Standby, listener: Listener, message: Any) -> None:
+        """Pass a message of a task's process on; the next standby is started once the body has begun."""
         try:
             listener(message)
         finally:
             if isinstance(message, (BodyStarted, ValueArrived, ChildRefused, ChildExited)):
                 with self._changed:
-                    self._check_soon()
+                    if self._beginning.pop(standby, None) is not None:
+                        self._check_soon()
 
     def _hear(self, standby: Standby, message: Any) -> None:
         """Take a message of a standby, up to its `Accepted`."""

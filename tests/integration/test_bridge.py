@@ -72,9 +72,11 @@ def test_emit_event_knows_the_forwarding_client() -> None:
     assert "ProcessPoolForwardingEventsClient" in source, "events of children would be dropped"
     assert next(iter(inspect.signature(ProcessPoolForwardingEventsClient).parameters)) == (
         "event_queue"
-    ), "see prefect_context.event_queue"
+    ), "see prefect_context.EventQueue"
     sent: list[Any] = []
-    client = ProcessPoolForwardingEventsClient(prefect_context.event_queue(sent.append))
+    queue = prefect_context.EventQueue(sent.append)
+    assert hash(queue), "the worker of events uses it as a key"
+    client = ProcessPoolForwardingEventsClient(queue)
     event = Event(event="test", resource={"prefect.resource.id": "test"})
 
     async def emit() -> None:

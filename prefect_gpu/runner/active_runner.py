@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import itertools
 import logging
 import os
 import sys
@@ -41,7 +42,7 @@ from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.engine_threads import EngineThreads, StartGate, TagLimits
+from prefect_gpu.runner.engine_threads import StartGate, TagLimits, start_engine
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
 from prefect_gpu.scheduling.model import Reservation
@@ -80,7 +81,7 @@ class ActiveRunner:
         self._configuration = configuration
         self._threads: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=sys.maxsize)
         self._threads_started = False
-        self._engines = EngineThreads()
+        self._numbers = itertools.count()
         self._client = prefect_engine.SharedClient()
         self.limits = TagLimits(self._client.lend)
         self.gate = StartGate()
@@ -129,7 +130,7 @@ class ActiveRunner:
             dependencies,
         )
         try:
-            future = self._engines.submit(engine)
+            future = start_engine(engine, next(self._numbers))
         except CapacityError as error:
             # Without a thread there is no engine. The next task may have one.
             future = concurrent.futures.Future()
@@ -353,7 +354,6 @@ class ActiveRunner:
         self._end_what_waits()
         if self._threads_started:
             self._threads.__exit__(None, None, None)
-        self._engines.close(wait=not failed)
         with self._lock:
             bodies = (*self._bodies, *self._ending)
         for body in bodies:

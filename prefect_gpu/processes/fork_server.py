@@ -77,17 +77,13 @@ REFUSED = {
 }
 
 
-def check_modules(names: Iterable[str]) -> tuple[str, ...]:
+def check_modules(names: Iterable[str]) -> None:
     """Make sure that a fork server may import some libraries.
-
-    Returns:
-        The names, sorted.
 
     Raises:
         PolicyError: One of them is not known to survive a fork.
     """
-    chosen = tuple(sorted(set(names)))
-    for name in chosen:
+    for name in sorted(names):
         root = name.partition(".")[0]
         if root not in TESTED and root != "prefect_gpu":
             why = REFUSED.get(root, "nobody has tested a fork of a process that has imported it")
@@ -96,7 +92,6 @@ def check_modules(names: Iterable[str]) -> tuple[str, ...]:
                 why,
                 f'{", ".join(TESTED)}; or start_method="spawn"',
             )
-    return chosen
 
 
 class ForkServer:
@@ -368,7 +363,7 @@ class ForkServerPool:
         """Start the server for tasks of a kind, if there is none, since one will come."""
         kind = kind.without_users()
         self.server(kind)
-        return ForkLauncher(self, kind)
+        return ForkLauncher(self, self._launcher, kind)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -400,23 +395,6 @@ class ForkServerPool:
         self._failures[kind] = self._failures.get(kind, 0) + counts
         logger.warning("the fork server of GPU tasks is given up: %s", problem)
 
-    def start(self, kind: Kind, spec: LaunchSpec, listener: Listener) -> Handle:
-        """Start a task's process: a fork if it can be one, else a fresh interpreter."""
-        server = self.server(kind)
-        while server is not None and server.wait_ready(READY_S):
-            server = self.server(kind)
-        if server is None:
-            return self._launcher.start(spec, listener)
-        late = late_changes(
-            server.environment,
-            environment_with(spec.environment),
-            registry.ADAPTERS.values(),
-            cpus_stated=kind.cpus_stated,
-        )
-        if late is None:
-            return self._launcher.start(spec, listener)
-        return self._launcher.start(spec, listener, server.fork)
-
     def _forget(self) -> None:
         """Hold nothing of the servers in a fork of the parent."""
         for server in self._servers.values():
@@ -425,15 +403,28 @@ class ForkServerPool:
 
 
 class ForkLauncher:
-    """The `Launcher` of one task."""
+    """The `Launcher` of one task: its process is a fork if it can be one, else a fresh interpreter."""
 
-    def __init__(self, pool: ForkServerPool, kind: Kind) -> None:
+    def __init__(self, pool: ForkServerPool, launcher: ProcessLauncher, kind: Kind) -> None:
         self._pool = pool
+        self._launcher = launcher
         self._kind = kind
 
     def start(self, spec: LaunchSpec, listener: Listener) -> Handle:
         """Start the task's process; waits while its server imports."""
-        return self._pool.start(self._kind, spec, listener)
+        server = self._pool.server(self._kind)
+        while server is not None and server.wait_ready(READY_S):
+            server = self._pool.server(self._kind)
+        if server is not None:
+            changes = late_changes(
+                server.environment,
+                environment_with(spec.environment),
+                registry.ADAPTERS.values(),
+                cpus_stated=self._kind.cpus_stated,
+            )
+            if changes is not None:
+                return self._launcher.start(spec, listener, server.fork)
+        return self._launcher.start(spec, listener)
 
     def retract(self) -> None:
         """Do nothing: a server is not kept for one task."""

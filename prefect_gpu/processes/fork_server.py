@@ -299,15 +299,10 @@ class ForkedProcess:
         """See `Process.has_ended`."""
         return self.returncode is not None or self._await_end(0.0)
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its exit code.
-
-        Raises:
-            TimeoutError: It has not ended in time.
-        """
+    def wait(self) -> int:
+        """Wait for its end and return its exit code."""
         if self.returncode is None:
-            if not self._await_end(timeout):
-                raise TimeoutError(f"process {self.pid} has not ended")
+            self._await_end(None)
             self.returncode = self._server.read_exit_code(self._reply)
             self.close()
         return self.returncode

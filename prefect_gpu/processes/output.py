@@ -173,10 +173,6 @@ class ChildOutput:
             for _ in range(_LAST_PIECES):
                 if not self._read(name, last=True):
                     break
-        self.close()
-
-    def close(self) -> None:
-        """Close the streams."""
         self._unwatch()
         self.close_in_fork()
 

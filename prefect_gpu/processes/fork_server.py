@@ -18,7 +18,6 @@ import importlib.util
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -281,46 +280,29 @@ class ForkedProcess:
     ) -> None:
         self._server = server
         self.pid = pid
-        #: Closed, and the descriptor set to -1, once the exit code is known.
         self._pidfd, self._reply = pidfd, reply
         self.stdout: IO[bytes] | None
         self.stderr: IO[bytes] | None
         self.stdout, self.stderr = streams
         self.returncode: int | None = None
 
-    def open_pidfd(self) -> int | None:
-        """See `Process.open_pidfd`."""
-        try:
-            return os.dup(self._pidfd)
-        except OSError:
-            return None
+    def open_pidfd(self) -> int:
+        """Hand over the descriptor that the process opened on itself; to be called once."""
+        return self._pidfd
 
     def has_ended(self) -> bool:
         """See `Process.has_ended`."""
-        return self.returncode is not None or self._await_end(0.0)
+        return self.returncode is not None
 
     def wait(self) -> int:
-        """Wait for its end and return its exit code."""
+        """Return its exit code, as its server reports it; to be called once it has ended."""
         if self.returncode is None:
-            self._await_end(None)
-            self.returncode = self._server.read_exit_code(self._reply)
-            self.close()
+            with self._reply:
+                self.returncode = self._server.read_exit_code(self._reply)
         return self.returncode
 
-    def _await_end(self, timeout_s: float | None) -> bool:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
-
     def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the descriptors by which its end is seen."""
         self._reply.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-        self._pidfd = -1
 
 
 class ForkServerPool:

@@ -368,9 +368,19 @@ class Broker:
         avoid: Container[str] = (),
         patience_s: float = 0.5,
     ) -> Device | None:
-        """Reserve a context for a hot standby; see `processes.standby_kind.DeviceBroker`.
+        """Reserve a framework's context on a device for a hot standby. May wait for a reading of the devices.
 
-        Args other than those: `patience_s` is how many seconds to wait for a reading of the devices.
+        Args:
+            standby_id: What `LaunchSpec.standby` of the task that gets it will be.
+            kind: Tasks of this kind may take it.
+            framework: As in `gpu:framework=`.
+            pid: Its process.
+            give_up: Ends it, when its memory is needed. Called without locks.
+            avoid: UUIDs of devices where the framework does not start.
+            patience_s: Seconds to wait for a reading.
+
+        Returns:
+            The device; `None`: there is no room now.
         """
         known = self.reader.process_memory((), None).context_bytes
         sizes = {

@@ -220,7 +220,8 @@ class StandbyPool:
                 self._record(kind).last_used = next(self._uses)
             found, misfits = choose_standby(self._standbys, kind, environment, spec.standby)
             for standby in misfits:
-                self._record(standby.kind).take_misfit(standby, time.monotonic())
+                why = "the environment changes from task to task"
+                self._record(standby.kind).take_failure(standby, time.monotonic(), why)
                 self._end(standby)
             if found is not None:
                 return self._give(*found, kind, spec, listener)
@@ -452,7 +453,7 @@ class StandbyPool:
             record, now = self._record(standby.kind), time.monotonic()
             if isinstance(message, Accepted):
                 # Not before: some die of the imports, and some when they are given a task.
-                record.take_success(standby)
+                record.take_success()
                 return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
@@ -470,7 +471,7 @@ class StandbyPool:
                     self._take_refusal(message.error)
                     self._drop(standby)
                 else:
-                    record.take_death(standby, now, str(message.error))
+                    record.take_failure(standby, now, str(message.error))
                     self._end(standby)
             elif isinstance(message, ChildExited):
                 if standby.stage is Stage.STARTING:
@@ -495,7 +496,7 @@ class StandbyPool:
                 "what it had imported was not what its task would import: files of modules, sys.path or "
                 "the working folder had changed"
             )
-        counts = self._record(standby.kind).take_death(standby, now, why, message.stderr_tail)
+        counts = self._record(standby.kind).take_failure(standby, now, why, message.stderr_tail)
         if unsuited and counts:
             # The others have imported the same.
             for other in self._standbys:

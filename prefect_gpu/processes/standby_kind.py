@@ -363,6 +363,8 @@ class KindRecord:
     failed_s: float = float("-inf")
     #: Why none is started any more; empty: they are.
     given_up: str = ""
+    #: Hot standbys in a row that did not suit the task that they were kept for.
+    hot_misfits: int = 0
     #: Monotonic seconds before which no device is asked for: none was had, or one had to be given back.
     hot_after_s: float = 0.0
     #: Modules of the user's do something at their import that must not be done before the task.
@@ -403,9 +405,18 @@ class KindRecord:
             self.given_up = warmed.problem
             logger.debug("no standbys are kept for %s: %s", self.kind.modules, warmed.problem)
 
-    def take_success(self) -> None:
+    def take_misfit(self, standby: Standby, now_s: float) -> None:
+        """Note that one does not suit the task that it was made for, or kept for on its device."""
+        if standby.device is None:
+            self.take_failure(standby, now_s, "the environment changes from task to task")
+        else:
+            self.hot_misfits += 1
+
+    def take_success(self, standby: Standby) -> None:
         """Note that one has accepted its task: failures count anew."""
         self.failures, self.failed_s, self.given_up = 0, float("-inf"), ""
+        if standby.device is not None:
+            self.hot_misfits = 0
 
     def take_failed_start(self, uuid: str, problem: str) -> None:
         """Note that the framework does not start on a device; it is not tried there again."""
@@ -499,8 +510,8 @@ def choose_to_start(
     waiting: Counter[Kind] = Counter()
     for standby in standbys:
         record = records[standby.kind]
-        asks = record.broker is not None and now_s >= record.hot_after_s
-        if asks and standby.stage is Stage.WAITING:
+        asks = record.broker is not None and record.hot_misfits < MOST_FAILURES
+        if asks and now_s >= record.hot_after_s and standby.stage is Stage.WAITING:
             waiting[standby.kind] += 1
             if waiting[standby.kind] > record.spare:
                 chosen.append(standby)

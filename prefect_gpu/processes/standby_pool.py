@@ -220,8 +220,7 @@ class StandbyPool:
                 self._record(kind).last_used = next(self._uses)
             found, misfits = choose_standby(self._standbys, kind, environment, spec.standby)
             for standby in misfits:
-                why = "the environment changes from task to task"
-                self._record(standby.kind).take_failure(standby, time.monotonic(), why)
+                self._record(standby.kind).take_misfit(standby, time.monotonic())
                 self._end(standby)
             if found is not None:
                 return self._give(*found, kind, spec, listener)
@@ -453,7 +452,7 @@ class StandbyPool:
             record, now = self._record(standby.kind), time.monotonic()
             if isinstance(message, Accepted):
                 # Not before: some die of the imports, and some when they are given a task.
-                record.take_success()
+                record.take_success(standby)
                 return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid

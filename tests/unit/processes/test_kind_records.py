@@ -104,7 +104,7 @@ def test_one_takes_what_was_measured_last(record: KindRecord) -> None:
 def test_a_success_makes_failures_count_anew(record: KindRecord) -> None:
     for now_s in (1.0, 2.0, 3.0, 4.0):
         record.take_failure(standby(started_s=now_s - 0.5), now_s, "it died")
-        record.take_success()
+        record.take_success(standby())
     assert not record.given_up
 
 
@@ -140,6 +140,13 @@ def test_a_kind_is_left_alone_after_some_deaths_and_it_is_said_once(
     assert record.given_up == "it ended at 10" and not demand.useful
 
 
+def test_a_kind_is_left_alone_after_some_that_did_not_suit(record: KindRecord) -> None:
+    for number in range(MOST_FAILURES):
+        assert not record.given_up
+        record.take_misfit(standby(started_s=number), number + 0.5)
+    assert "environment" in record.given_up
+
+
 # Which start their framework on a device.
 
 
@@ -159,6 +166,15 @@ def test_with_several_devices_the_first_of_a_kind_is_kept_from_them(record: Kind
     assert demands_of({KIND: record}, [KIND], [])[0].spare == 1
     waiting = [standby(stage=Stage.HOT), standby(), standby(), standby()]
     assert choose_to_start({KIND: record}, waiting, 0.0) == waiting[2:]
+
+
+def test_no_device_is_asked_for_where_hot_ones_never_suit(record: KindRecord) -> None:
+    record.broker = Broker()  # type: ignore[assignment]
+    for number in range(MOST_FAILURES):
+        assert choose_to_start({KIND: record}, [standby()], number)
+        record.take_misfit(standby(started_s=number, device=GPU), number + 0.5)
+    assert choose_to_start({KIND: record}, [standby()], 99.0) == []
+    assert not record.given_up, "standbys that only import go on"
 
 
 def test_a_device_where_a_framework_does_not_start_is_said_once(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import psutil
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.process_tree import ProcessTable
-from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot
 
 #: Version 1 of control groups writes "no limit" as the largest page-aligned signed 64-bit number. No
@@ -247,7 +247,7 @@ def host_uuid(hostname: str) -> str:
     return "HOST-" + (re.sub(r"[^A-Za-z0-9]+", "-", hostname).strip("-") or "localhost")
 
 
-class HostReader:
+class HostReader(DeviceReader):
     """The host's memory as one device; a process counts with its resident set.
 
     Args:
@@ -298,12 +298,3 @@ class HostReader:
                 processes=self._table.resident(roots),
             ),
         )
-
-    def process_memory(
-        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
-    ) -> ProcessMemory:
-        """Return an empty account of a new process; see `DeviceReader.process_memory`."""
-        return ProcessMemory(self.kind)
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""

@@ -78,19 +78,19 @@ def note_allocation_retry() -> None:
 class SimulatedAllocation:
     """Memory of a simulated device, held until `free`, the end of a `with` block or of the process."""
 
-    def __init__(self, allocation_id: int, size_bytes: int, device_uuid: str) -> None:
-        self._id: int | None = allocation_id
+    def __init__(self, device_uuid: str, size_bytes: int) -> None:
         self._device_uuid = device_uuid
+        self._held = True
         #: Bytes held.
         self.size_bytes = size_bytes
 
     def free(self) -> None:
         """Release the memory. A second call does nothing."""
         channel = current_channel()
-        if self._id is not None and channel is not None:
-            channel.ask("simulated_free", allocation_id=self._id)
+        if self._held and channel is not None:
+            channel.ask("simulated_free", device_uuid=self._device_uuid, size_bytes=self.size_bytes)
             _tally.count(self._device_uuid, -self.size_bytes)
-        self._id = None
+        self._held = False
 
     def __enter__(self) -> SimulatedAllocation:
         return self
@@ -104,7 +104,7 @@ class SimulatedAllocation:
         self.free()
 
     def __repr__(self) -> str:
-        state = "freed" if self._id is None else format_bytes(self.size_bytes)
+        state = format_bytes(self.size_bytes) if self._held else "freed"
         return f"<SimulatedAllocation {state}>"
 
 
@@ -133,11 +133,9 @@ def allocate(size: str | int, device: int = 0) -> SimulatedAllocation:
     size_bytes = parse_bytes(size) if isinstance(size, str) else size
     device_uuid = allocation.device_uuids[device]
     try:
-        allocation_id = channel.ask(
-            "simulated_allocate", device_uuid=device_uuid, size_bytes=size_bytes
-        )
+        channel.ask("simulated_allocate", device_uuid=device_uuid, size_bytes=size_bytes)
     except SimulatedOutOfMemoryError as error:
         error.device_uuid = device_uuid
         raise
     _tally.count(device_uuid, size_bytes)
-    return SimulatedAllocation(allocation_id, size_bytes, device_uuid)
+    return SimulatedAllocation(device_uuid, size_bytes)

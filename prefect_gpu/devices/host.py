@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import psutil
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.process_tree import ProcessTable
-from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot
 
 #: Version 1 of control groups writes "no limit" as the largest page-aligned signed 64-bit number. No
@@ -40,100 +40,65 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupMemory:
-    """The memory of one control group."""
+class _GroupFiles:
+    """The names of a control group's files, which differ between the versions of control groups."""
 
-    #: Most that its processes may hold together; `None`: no limit.
-    limit_bytes: int | None
+    #: Most that its processes may hold together. Above `memory.high` the kernel slows them down
+    #: severely, so it counts as a limit.
+    limits: tuple[str, ...]
     #: Held now, page cache included.
-    used_bytes: int = 0
-    #: Page cache that the kernel frees before it refuses memory.
-    reclaimable_bytes: int = 0
-
-    @property
-    def available_bytes(self) -> int | None:
-        """Return the bytes left below the limit; `None`: no limit."""
-        if self.limit_bytes is None:
-            return None
-        return max(0, self.limit_bytes - self.used_bytes + self.reclaimable_bytes)
+    used: str
+    #: In `memory.stat`: page cache that the kernel frees before it refuses memory.
+    reclaimable: str
+    #: Has the count of kills.
+    kills: str
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFolder:
-    """The folder of a control group's memory files."""
+_VERSION_1 = _GroupFiles(
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+    "memory.oom_control",
+)
+_VERSION_2 = _GroupFiles(
+    ("memory.max", "memory.high"), "memory.current", "inactive_file", "memory.events"
+)
 
-    path: Path
-    #: 1 or 2: which file names it uses.
-    version: int
 
+def _find_groups(root: Path) -> tuple[tuple[Path, _GroupFiles], ...]:
+    """Return the control groups whose memory limits hold for this process: its own, then the ancestors.
 
-def parse_group_folders(cgroup_text: str, mountinfo_text: str) -> tuple[GroupFolder, ...]:
-    """Return the control groups whose memory limits hold for a process: its own, then the ancestors.
-
-    Args:
-        cgroup_text: `/proc/self/cgroup`.
-        mountinfo_text: `/proc/self/mountinfo`.
+    They are looked for where systemd and container runtimes mount them. A container may see only its
+    own part of the tree there, so the folders of its ancestors need not exist.
     """
-    paths: dict[int, str] = {}
-    for line in cgroup_text.splitlines():
-        parts = line.split(":", 2)
-        if len(parts) == 3 and parts[1] == "":
-            paths[2] = parts[2]
-        elif len(parts) == 3 and "memory" in parts[1].split(","):
-            paths[1] = parts[2]
-    folders: list[GroupFolder] = []
-    for line in mountinfo_text.splitlines():
-        mount, _, filesystem = line.partition(" - ")
-        fields, (kind, *rest) = mount.split(), (filesystem.split() or [""])
-        if kind == "cgroup2":
-            version = 2
-        elif kind == "cgroup" and rest and "memory" in rest[-1].split(","):
-            version = 1
+    mounts = root / "sys" / "fs" / "cgroup"
+    groups: list[tuple[Path, _GroupFiles]] = []
+    for line in _text(root / "proc" / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, files = mounts, _VERSION_2
+        elif "memory" in controllers.split(","):
+            top, files = mounts / "memory", _VERSION_1
         else:
             continue
-        if version in paths and len(fields) > 4:
-            folders += _ancestry(paths.pop(version), _unescape(fields[3]), fields[4], version)
-    return tuple(folders)
+        own = Path(path.lstrip("/"))
+        groups += [(top / group, files) for group in (own, *own.parents)]
+    return tuple(groups)
 
 
-def _ancestry(group: str, root: str, mount_point: str, version: int) -> list[GroupFolder]:
-    # In a container the mount's root is the group's own path, or a namespace has made both "/".
-    top = Path(_unescape(mount_point))
-    relative = Path(group.removeprefix(root if root != "/" else "").lstrip("/"))
-    if ".." in relative.parts:
-        relative = Path()
-    folder = top / relative
-    return [
-        GroupFolder(path, version)
-        for path in (folder, *folder.parents)
-        if path == top or top in path.parents
-    ]
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def parse_group_v2(limit: str, high: str, current: str, stat: str) -> GroupMemory:
-    """Parse `memory.max`, `memory.high`, `memory.current` and `memory.stat`; empty: no such file.
-
-    `memory.high` counts as a limit: above it the kernel slows the group down severely.
-    """
-    limits = [bound for text in (limit, high) if (bound := _number(text)) is not None]
-    return GroupMemory(
-        limit_bytes=min(limits, default=None),
-        used_bytes=_number(current) or 0,
-        reclaimable_bytes=_stat_value(stat, "inactive_file"),
+def _read_group(folder: Path, files: _GroupFiles) -> HostMemory | None:
+    """Return what a control group allows and has left; `None`: it has no limit."""
+    found = [_number(_text(folder / name)) for name in files.limits]
+    limits = [limit for limit in found if limit is not None]
+    # Most groups have none, and reading `memory.stat` takes longest.
+    if not limits:
+        return None
+    used_bytes = _number(_text(folder / files.used)) or 0
+    match = re.search(
+        rf"^{files.reclaimable} ([0-9]+)$", _text(folder / "memory.stat"), re.MULTILINE
     )
-
-
-def parse_group_v1(limit: str, usage: str, stat: str) -> GroupMemory:
-    """Parse `memory.limit_in_bytes`, `memory.usage_in_bytes` and `memory.stat`."""
-    return GroupMemory(
-        limit_bytes=_number(limit),
-        used_bytes=_number(usage) or 0,
-        reclaimable_bytes=_stat_value(stat, "total_inactive_file"),
-    )
+    reclaimable_bytes = int(match[1]) if match else 0
+    return HostMemory(min(limits), max(0, min(limits) - used_bytes + reclaimable_bytes))
 
 
 def _number(text: str) -> int | None:
@@ -143,40 +108,27 @@ def _number(text: str) -> int | None:
     return int(text)
 
 
-def _stat_value(stat: str, key: str) -> int:
-    match = re.search(rf"^{key} ([0-9]+)$", stat, re.MULTILINE)
-    return int(match[1]) if match else 0
-
-
-def bound_by_groups(machine: HostMemory, groups: Collection[GroupMemory]) -> HostMemory:
-    """Return the host's figures, bounded by what its control groups leave."""
-    totals = [group.limit_bytes for group in groups if group.limit_bytes is not None]
-    available = [left for group in groups if (left := group.available_bytes) is not None]
-    total_bytes = min([machine.total_bytes, *totals])
-    return HostMemory(
-        total_bytes=total_bytes,
-        available_bytes=min([machine.available_bytes, total_bytes, *available]),
-    )
-
-
 class HostMemoryReader:
     """Reads how much of the host's memory this process may use. Any thread may use it.
 
     Args:
-        proc: The folder `/proc`, which says where the control groups are.
+        root: The folder that has `proc` and `sys`, which say what the control groups allow.
         read_machine: Returns the host's figures, without control groups; `None`: psutil does.
     """
 
     def __init__(
-        self, proc: Path = Path("/proc"), read_machine: Callable[[], HostMemory] | None = None
+        self, root: Path = Path("/"), read_machine: Callable[[], HostMemory] | None = None
     ) -> None:
         self._read_machine = read_machine or _read_machine
         # A process is hardly ever moved to another group: read once.
-        self._folders = _read_group_folders(proc)
+        self._groups = _find_groups(root)
 
     def read(self) -> HostMemory:
         """Read it now."""
-        return bound_by_groups(self._read_machine(), [_read_group(f) for f in self._folders])
+        groups = (_read_group(folder, files) for folder, files in self._groups)
+        bounds = [self._read_machine(), *(group for group in groups if group is not None)]
+        total_bytes = min(bound.total_bytes for bound in bounds)
+        return HostMemory(total_bytes, min(total_bytes, *(b.available_bytes for b in bounds)))
 
 
 class OomKills:
@@ -186,13 +138,14 @@ class OomKills:
     are read. The counters do not say which processes were killed.
 
     Args:
-        proc: The folder `/proc`, which says where the control groups are.
+        root: As of `HostMemoryReader`.
     """
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
-        self._files = [proc / "vmstat"] + [
-            folder.path / ("memory.events" if folder.version == 2 else "memory.oom_control")
-            for folder in _read_group_folders(proc)
+    def __init__(self, root: Path = Path("/")) -> None:
+        groups = _find_groups(root)
+        self._files = [
+            root / "proc" / "vmstat",
+            *(folder / files.kills for folder, files in groups),
         ]
 
     def read(self) -> int:
@@ -205,23 +158,9 @@ class OomKills:
         return sum(int(match[1]) for match in matches if match is not None)
 
 
-def _read_group_folders(proc: Path) -> tuple[GroupFolder, ...]:
-    return parse_group_folders(_text(proc / "self" / "cgroup"), _text(proc / "self" / "mountinfo"))
-
-
 def _read_machine() -> HostMemory:
     memory = psutil.virtual_memory()
     return HostMemory(total_bytes=memory.total, available_bytes=memory.available)
-
-
-def _read_group(folder: GroupFolder) -> GroupMemory:
-    limits = ("memory.max", "memory.high") if folder.version == 2 else ("memory.limit_in_bytes",)
-    use = "memory.current" if folder.version == 2 else "memory.usage_in_bytes"
-    found = [_text(folder.path / name) for name in limits]
-    # Most groups have no limit, and reading `memory.stat` takes longest.
-    limited = any(_number(text) is not None for text in found)
-    found += [_text(folder.path / name) if limited else "" for name in (use, "memory.stat")]
-    return parse_group_v2(*found) if folder.version == 2 else parse_group_v1(*found)
 
 
 def _text(path: Path) -> str:
@@ -247,7 +186,7 @@ def host_uuid(hostname: str) -> str:
     return "HOST-" + (re.sub(r"[^A-Za-z0-9]+", "-", hostname).strip("-") or "localhost")
 
 
-class HostReader:
+class HostReader(DeviceReader):
     """The host's memory as one device; a process counts with its resident set.
 
     Args:
@@ -298,12 +237,3 @@ class HostReader:
                 processes=self._table.resident(roots),
             ),
         )
-
-    def process_memory(
-        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
-    ) -> ProcessMemory:
-        """Return an empty account of a new process; see `DeviceReader.process_memory`."""
-        return ProcessMemory(self.kind)
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""

@@ -15,7 +15,7 @@ from typing import Any
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import HostMemoryReader, default_host_memory
 from prefect_gpu.devices.process_tree import ProcessTable
-from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
@@ -57,7 +57,7 @@ class _Memory:
     unified: bool = False
 
 
-class NvmlReader:
+class NvmlReader(DeviceReader):
     """Reads NVIDIA devices. Used by one thread at a time.
 
     Args:
@@ -119,12 +119,6 @@ class NvmlReader:
         elif self._reopen_due_s is None:
             self._reopen_due_s = self._clock.now() + REOPEN_INTERVAL_S
         return snapshots
-
-    def process_memory(
-        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
-    ) -> ProcessMemory:
-        """Return an empty account of a new process; see `DeviceReader.process_memory`."""
-        return ProcessMemory(self.kind)
 
     def close(self) -> None:
         """Shut NVML down for this reader; reading again starts it."""

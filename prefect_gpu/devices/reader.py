@@ -1,4 +1,4 @@
-"""The protocol of a device reader: which devices exist, and a snapshot of each.
+"""The base class of device readers: which devices exist, and a snapshot of each.
 
 It does not choose devices, and it keeps no history. Implementations: `nvml`, `host`, `simulated`.
 """
@@ -6,7 +6,7 @@ It does not choose devices, and it keeps no history. Implementations: `nvml`, `h
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot
@@ -52,7 +52,7 @@ class ProcessMemory:
         raise ProtocolError(f"{method} is for simulated devices; these are {self._kind}")
 
 
-class DeviceReader(Protocol):
+class DeviceReader:
     """Reads the devices of one specification. Used by one thread at a time."""
 
     #: Which kind of device it reads.
@@ -64,7 +64,7 @@ class DeviceReader(Protocol):
         Raises:
             DeviceError: There is no driver, or a device that was named is not there.
         """
-        ...
+        raise NotImplementedError
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read every device once, in the order of `devices()`.
@@ -78,7 +78,7 @@ class DeviceReader(Protocol):
         Raises:
             DeviceError: No device can be read.
         """
-        ...
+        raise NotImplementedError
 
     def process_memory(
         self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
@@ -89,8 +89,7 @@ class DeviceReader(Protocol):
             device_uuids: Its devices.
             budget_bytes: Budget on each of them, where the process has a cap; `None`: it has none.
         """
-        ...
+        return ProcessMemory(self.kind)
 
     def close(self) -> None:
         """Close what the reader has opened; reading again opens it."""
-        ...

@@ -1,7 +1,7 @@
 """Devices that exist only in this process: for tests, and to try out a schedule.
 
-Covers the arithmetic of a device's memory: contexts, caps, foreign processes, leaks, and failures on
-demand. How a task in a child requests memory is in `prefect_gpu.testing`.
+Covers the arithmetic of a device's memory: contexts, allocations and caps. How a task in a child
+requests memory is in `prefect_gpu.testing`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.errors import DeviceError, ProtocolError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
 from prefect_gpu.units import format_bytes, parse_bytes
@@ -23,9 +23,6 @@ SIMULATED_ACCEPTED = "a number of devices and their size, as in 2x24GiB or 1x80G
 
 #: A larger number is a typing error.
 MAX_DEVICES = 1024
-
-#: The foreign process on a device: process 1 always exists and is never one of our children.
-FOREIGN_PID = 1
 
 _GROUP = re.compile(r"\s*(?:([0-9]+)\s*[x×]\s*)?(.+)", re.IGNORECASE)
 
@@ -141,28 +138,8 @@ def _parse_context(text: str) -> int:
         raise DeviceError(f"context of simulated devices: {error}; accepted: 512MiB") from error
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedCounters:
-    """What one process has allocated on one device, without its context."""
-
-    #: Bytes now.
-    live_bytes: int = 0
-    #: Most bytes at once.
-    peak_live_bytes: int = 0
-
-
-@dataclass
-class _Attached:
-    """A process on the devices."""
-
-    #: Cap in bytes by UUID; `None`: no cap.
-    caps: dict[str, int | None]
-    #: What it has allocated, by UUID.
-    counters: dict[str, SimulatedCounters]
-
-
-class SimulatedReader:
-    """Reads simulated devices, and keeps account of their memory. Any thread may use it.
+class SimulatedReader(DeviceReader):
+    """Reads simulated devices. Any thread may use it.
 
     Args:
         spec: The devices.
@@ -174,46 +151,40 @@ class SimulatedReader:
     def __init__(self, spec: SimulatedDevices, clock: Clock | None = None) -> None:
         self.spec = spec
         self._clock: Clock = clock or RealClock()
-        self._lock = threading.Lock()
         host = socket.gethostname()
-        self._devices = {
-            device.uuid: device
-            for device in (
-                Device(f"SIM-{i}", i, f"simulated {format_bytes(size)}", size, self.kind, host)
-                for i, size in enumerate(spec.sizes_bytes)
+        #: By UUID.
+        self.by_uuid = {
+            f"SIM-{i}": Device(
+                f"SIM-{i}", i, f"simulated {format_bytes(size)}", size, self.kind, host
             )
+            for i, size in enumerate(spec.sizes_bytes)
         }
-        self._attached: dict[int, _Attached] = {}
-        #: Allocation id to process, device and bytes.
-        self._allocations: dict[int, tuple[int, str, int]] = {}
-        self._next_id = 1
-        self._foreign = dict.fromkeys(self._devices, 0)
-        self._leaked = dict.fromkeys(self._devices, 0)
-        self._failed: dict[str, str] = {}
-        self._busy: dict[str, float] = {}
-        self._broken = ""
+        #: Guards `attached` and what the processes in it hold.
+        self.lock = threading.Lock()
+        #: The processes on the devices.
+        self.attached: dict[int, SimulatedMemory] = {}
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices; see `DeviceReader.devices`."""
-        with self._lock:
-            self._check_driver()
-            return tuple(self._devices.values())
+        return tuple(self.by_uuid.values())
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read every device once; see `DeviceReader.read`."""
-        with self._lock:
-            self._check_driver()
+        with self.lock:
             at_s = self._clock.now()
             return tuple(
                 DeviceSnapshot(
                     device=device,
                     at_s=at_s,
-                    free_bytes=self._free_bytes(uuid),
-                    processes=self._processes(uuid, roots),
-                    error=self._failed.get(uuid, ""),
-                    busy_fraction=self._busy.get(uuid),
+                    free_bytes=self.free_bytes(uuid),
+                    processes=tuple(
+                        # A process that is not among the roots any more may still hold memory.
+                        ProcessUse(pid, pid if pid in roots else None, held_bytes)
+                        for pid, memory in self.attached.items()
+                        if (held_bytes := memory.held_bytes(uuid)) > 0
+                    ),
                 )
-                for uuid, device in self._devices.items()
+                for uuid, device in self.by_uuid.items()
             )
 
     def process_memory(
@@ -222,197 +193,14 @@ class SimulatedReader:
         """Return the account of a new process; see `DeviceReader.process_memory`."""
         return SimulatedMemory(self, device_uuids, budget_bytes)
 
-    def close(self) -> None:
-        """Do nothing: memory stays allocated."""
-
-    # Called for processes.
-
-    def attach(
-        self, root_pid: int, device_uuids: Sequence[str], cap_bytes: Sequence[int] | None = None
-    ) -> None:
-        """Add a process to its devices, on which its context counts from now on.
-
-        Args:
-            root_pid: The process.
-            device_uuids: Its devices.
-            cap_bytes: What it may allocate on each, without the context; `None`: no cap.
-
-        Raises:
-            DeviceError: There is no such device.
-        """
-        with self._lock:
-            for uuid in device_uuids:
-                self._device(uuid)
-            caps: Sequence[int | None] = (
-                cap_bytes if cap_bytes is not None else [None] * len(device_uuids)
-            )
-            self._attached[root_pid] = _Attached(
-                caps=dict(zip(device_uuids, caps, strict=True)),
-                counters={uuid: SimulatedCounters() for uuid in device_uuids},
-            )
-
-    def detach(self, root_pid: int) -> dict[str, SimulatedCounters]:
-        """Remove a process from its devices and free all that it held. Ignore an unknown process.
-
-        Returns:
-            Its last counters, by device UUID.
-        """
-        with self._lock:
-            owned = [key for key, entry in self._allocations.items() if entry[0] == root_pid]
-            for key in owned:
-                del self._allocations[key]
-            attached = self._attached.pop(root_pid, None)
-            return attached.counters if attached else {}
-
-    def allocate(self, root_pid: int, device_uuid: str, size_bytes: int) -> int:
-        """Allocate memory for a process.
-
-        Returns:
-            An id for `free`.
-
-        Raises:
-            SimulatedOutOfMemoryError: Its cap or the device has less.
-            DeviceError: The device failed, is unknown, or is not one of the process's.
-        """
-        with self._lock:
-            device = self._device(device_uuid)
-            if device_uuid in self._failed:
-                raise DeviceError(f"{device_uuid}: {self._failed[device_uuid]}")
-            attached = self._attached.get(root_pid)
-            if attached is None or device_uuid not in attached.caps:
-                raise DeviceError(f"{device_uuid} is not a device of process {root_pid}")
-            if size_bytes < 0:
-                raise ValueError(f"cannot allocate {size_bytes} bytes")
-            live_bytes = attached.counters[device_uuid].live_bytes
-            cap_bytes = attached.caps[device_uuid]
-            free_bytes = self._free_bytes(device_uuid)
-            capped = cap_bytes is not None and live_bytes + size_bytes > cap_bytes
-            if capped or size_bytes > free_bytes:
-                raise SimulatedOutOfMemoryError(
-                    size_bytes, free_bytes, device.total_bytes, cap_bytes, live_bytes
-                )
-            self._count(attached, device_uuid, size_bytes)
-            allocation_id = self._next_id
-            self._next_id += 1
-            self._allocations[allocation_id] = (root_pid, device_uuid, size_bytes)
-            return allocation_id
-
-    def free(self, allocation_id: int) -> None:
-        """Free an allocation; ignore one that is already free."""
-        with self._lock:
-            entry = self._allocations.pop(allocation_id, None)
-            if entry is not None:
-                root_pid, device_uuid, size_bytes = entry
-                self._count(self._attached[root_pid], device_uuid, -size_bytes)
-
-    def root_counters(self, root_pid: int) -> dict[str, SimulatedCounters]:
-        """Return what a process has allocated, by device UUID; empty if it is not attached."""
-        with self._lock:
-            attached = self._attached.get(root_pid)
-            return dict(attached.counters) if attached else {}
-
-    # Called by tests.
-
-    def occupy(self, device_uuid: str, size_bytes: int) -> None:
-        """Allocate memory for the foreign process, in addition to what it has.
-
-        Raises:
-            SimulatedOutOfMemoryError: The device has less.
-        """
-        with self._lock:
-            device = self._device(device_uuid)
-            free_bytes, held_bytes = self._free_bytes(device_uuid), self._foreign[device_uuid]
-            if size_bytes > free_bytes:
-                raise SimulatedOutOfMemoryError(
-                    size_bytes, free_bytes, device.total_bytes, None, held_bytes
-                )
-            self._foreign[device_uuid] += size_bytes
-
-    def vacate(self, device_uuid: str, size_bytes: int | None = None) -> None:
-        """Free memory of the foreign process; `None`: all of it."""
-        with self._lock:
-            self._device(device_uuid)
-            held_bytes = self._foreign[device_uuid]
-            left_bytes = 0 if size_bytes is None else held_bytes - size_bytes
-            self._foreign[device_uuid] = max(0, left_bytes)
-
-    def leave_behind(self, device_uuid: str, size_bytes: int) -> None:
-        """Leak memory, so that no process holds it. A negative size returns it."""
-        with self._lock:
-            self._device(device_uuid)
-            self._leaked[device_uuid] = max(0, self._leaked[device_uuid] + size_bytes)
-
-    def compute(self, device_uuid: str, busy_fraction: float | None) -> None:
-        """Make a device report that it computes this fraction of the time; `None`: no report."""
-        with self._lock:
-            self._device(device_uuid)
-            self._busy.pop(device_uuid, None)
-            if busy_fraction is not None:
-                self._busy[device_uuid] = busy_fraction
-
-    def fail(self, device_uuid: str, reason: str = "GPU is lost") -> None:
-        """Make one device fall off the bus."""
-        with self._lock:
-            self._device(device_uuid)
-            self._failed[device_uuid] = reason
-
-    def recover(self, device_uuid: str) -> None:
-        """Make a failed device work again."""
-        with self._lock:
-            self._failed.pop(device_uuid, None)
-
-    def break_driver(self, reason: str = "driver does not answer") -> None:
-        """Make every reading raise `DeviceError`."""
-        with self._lock:
-            self._broken = reason
-
-    def mend_driver(self) -> None:
-        """Make readings work again."""
-        with self._lock:
-            self._broken = ""
-
-    def _check_driver(self) -> None:
-        if self._broken:
-            raise DeviceError(f"simulated driver: {self._broken}")
-
-    def _device(self, uuid: str) -> Device:
-        try:
-            return self._devices[uuid]
-        except KeyError:
-            known = ", ".join(self._devices)
-            raise DeviceError(f"{uuid} is no simulated device; there are {known}") from None
-
-    def _held_bytes(self, attached: _Attached, uuid: str) -> int:
-        if uuid not in attached.counters:
-            return 0
-        return self.spec.context_bytes + attached.counters[uuid].live_bytes
-
-    def _free_bytes(self, uuid: str) -> int:
-        held_bytes = sum(self._held_bytes(attached, uuid) for attached in self._attached.values())
-        taken_bytes = held_bytes + self._foreign[uuid] + self._leaked[uuid]
-        return max(0, self._devices[uuid].total_bytes - taken_bytes)
-
-    def _processes(self, uuid: str, roots: Collection[int]) -> tuple[ProcessUse, ...]:
-        uses = [
-            # A process that is not among the roots any more may still hold memory.
-            ProcessUse(pid, pid if pid in roots else None, held_bytes)
-            for pid, attached in self._attached.items()
-            if (held_bytes := self._held_bytes(attached, uuid)) > 0
-        ]
-        if self._foreign[uuid]:
-            uses.append(ProcessUse(FOREIGN_PID, None, self._foreign[uuid]))
-        return tuple(uses)
-
-    def _count(self, attached: _Attached, uuid: str, change_bytes: int) -> None:
-        before = attached.counters[uuid]
-        live_bytes = before.live_bytes + change_bytes
-        attached.counters[uuid] = SimulatedCounters(
-            live_bytes, max(before.peak_live_bytes, live_bytes)
-        )
+    def free_bytes(self, device_uuid: str) -> int:
+        """Return what processes may still allocate of a device. Called with the lock."""
+        held_bytes = sum(memory.held_bytes(device_uuid) for memory in self.attached.values())
+        return max(0, self.by_uuid[device_uuid].total_bytes - held_bytes)
 
 
 class SimulatedMemory(ProcessMemory):
-    """One process and what it holds of simulated devices.
+    """One process and what it holds of simulated devices. Its context counts while it is attached.
 
     Args:
         reader: The devices.
@@ -428,39 +216,81 @@ class SimulatedMemory(ProcessMemory):
     ) -> None:
         super().__init__(reader.kind)
         self._reader = reader
-        self._device_uuids = tuple(device_uuids)
         self._pid: int | None = None
         context = self.context_bytes = reader.spec.context_bytes
+        #: Bytes that it may allocate, by UUID; empty: no cap.
+        self._caps: dict[str, int] = {}
         if budget_bytes is not None:
             self.cap_bytes = tuple(max(1, budget - context) for budget in budget_bytes)
+            self._caps = dict(zip(device_uuids, self.cap_bytes, strict=True))
+        #: Bytes that it has allocated, by UUID: now, and the most at once.
+        self._live = dict.fromkeys(device_uuids, 0)
+        self._peak = dict(self._live)
 
     def attach(self, pid: int) -> None:
         """See `ProcessMemory.attach`."""
-        if self._pid is not None:
-            self._reader.detach(self._pid)
-        self._pid = pid
-        self._reader.attach(pid, self._device_uuids, self.cap_bytes)
+        self.detach()
+        with self._reader.lock:
+            self._pid = pid
+            self._live = dict.fromkeys(self._live, 0)
+            self._peak = dict(self._live)
+            # A hot standby's account is replaced by that of its task.
+            self._reader.attached[pid] = self
 
     def live_bytes(self) -> int | None:
         """See `ProcessMemory.live_bytes`."""
-        if self._pid is None:
-            return None
-        return sum(c.live_bytes for c in self._reader.root_counters(self._pid).values())
+        return None if self._pid is None else sum(self._live.values())
 
     def detach(self) -> tuple[int, int] | None:
         """See `ProcessMemory.detach`."""
-        if self._pid is None:
-            return None
-        left = self._reader.detach(self._pid)
-        return sum(counters.peak_live_bytes for counters in left.values()), len(left)
+        with self._reader.lock:
+            if self._pid is None:
+                return None
+            if self._reader.attached.get(self._pid) is self:
+                del self._reader.attached[self._pid]
+            return sum(self._peak.values()), len(self._peak)
 
     def answer(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """See `ProcessMemory.answer`."""
         if self._pid is None:
             raise ProtocolError(f"{method} was asked for before there was a process")
         if method == "simulated_allocate":
-            return self._reader.allocate(self._pid, **arguments)
+            return self._allocate(**arguments)
         if method == "simulated_free":
-            self._reader.free(**arguments)
-            return None
+            return self._free(**arguments)
         raise ProtocolError(f"a child asked for {method!r}, which is unknown")
+
+    def held_bytes(self, device_uuid: str) -> int:
+        """Return what it takes of a device, its context included."""
+        if device_uuid not in self._live:
+            return 0
+        return self._reader.spec.context_bytes + self._live[device_uuid]
+
+    def _allocate(self, device_uuid: str, size_bytes: int) -> None:
+        """Allocate memory.
+
+        Raises:
+            SimulatedOutOfMemoryError: Its cap or the device has less.
+            DeviceError: The device is not one of the process's.
+        """
+        if device_uuid not in self._live:
+            raise DeviceError(f"{device_uuid} is not a device of process {self._pid}")
+        if size_bytes < 0:
+            raise ValueError(f"cannot allocate {size_bytes} bytes")
+        with self._reader.lock:
+            free_bytes = self._reader.free_bytes(device_uuid)
+            refusal = SimulatedOutOfMemoryError(
+                size_bytes,
+                free_bytes,
+                self._reader.by_uuid[device_uuid].total_bytes,
+                self._caps.get(device_uuid),
+                self._live[device_uuid],
+            )
+            if refusal.hit_cap or size_bytes > free_bytes:
+                raise refusal
+            live_bytes = self._live[device_uuid] = self._live[device_uuid] + size_bytes
+            self._peak[device_uuid] = max(self._peak[device_uuid], live_bytes)
+
+    def _free(self, device_uuid: str, size_bytes: int) -> None:
+        with self._reader.lock:
+            self._live[device_uuid] -= size_bytes

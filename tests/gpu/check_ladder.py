@@ -301,7 +301,8 @@ def try_counter() -> list[str]:
     from prefect_gpu.devices.host import OomKills
 
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "vmstat")
+        file = Path(folder, "proc", "vmstat")
+        file.parent.mkdir()
         reader = OomKills(Path(folder))
         found = []
         for count in (3, 4):

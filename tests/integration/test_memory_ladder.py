@@ -126,11 +126,14 @@ def test_memory_that_another_program_took_is_waited_for(tmp_path: Path) -> None:
         futures.append(fill_when_told.submit(str(tmp_path)))
         api.until((tmp_path / "holds-1").exists)
         devices = machine()
-        devices.occupy("SIM-0", int(13.5 * GIB))
+        other = devices.process_memory(["SIM-0"], None)
+        other.attach(1)
+        # It has a context too.
+        other.answer("simulated_allocate", {"device_uuid": "SIM-0", "size_bytes": 13 * GIB})
         (tmp_path / "go").touch()
         # It waits with the same budget, and says so.
         api.until(lambda: futures[0].state.name == "AwaitingGPU", "AwaitingGPU")
-        devices.vacate("SIM-0")
+        other.detach()
         return futures[0].result()
 
     assert run(foreign) == 2

@@ -8,7 +8,6 @@ from typing import Any
 from prefect_gpu.devices.simulated import (
     SimulatedDevices,
     SimulatedOutOfMemoryError,
-    SimulatedReader,
 )
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
@@ -17,6 +16,7 @@ from prefect_gpu.measurements import Mark
 from prefect_gpu.processes.launch_spec import ChildExited
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, CountersRead, Prepare
 from prefect_gpu.units import GIB
+from tests.fakes.fake_devices import FakeDevices
 from tests.process import step_bodies
 from tests.process.rig import Heard, Rig, spec_of
 
@@ -34,7 +34,7 @@ class Simulated:
     """Answers a child as `attempt` does."""
 
     def __init__(self, rig: Rig, function: Any, *args: Any) -> None:
-        self.reader = SimulatedReader(SimulatedDevices("2x24GiB"))
+        self.reader = FakeDevices(SimulatedDevices("2x24GiB"))
         self.child: Heard = rig.launch(replace(spec_of(function, *args), prepare=PREPARE))
         self.reader.attach(self.child.pid, UUIDS, (CAP, CAP))
 
@@ -49,10 +49,8 @@ class Simulated:
 
     def answer(self, asked: Asked) -> None:
         try:
-            if asked.method == "simulated_free":
-                result: Any = self.reader.free(**asked.arguments)
-            else:
-                result = self.reader.allocate(self.child.pid, **asked.arguments)
+            memory = self.reader.attached[self.child.pid]
+            result = memory.answer(asked.method, asked.arguments)
         except SimulatedOutOfMemoryError as error:
             self.child.handle.answer(Answered(error=error))
         else:

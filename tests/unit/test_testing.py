@@ -10,9 +10,10 @@ import pytest
 from prefect_gpu import in_task as inside
 from prefect_gpu import testing
 from prefect_gpu.child import channel
-from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
+from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.units import GIB
+from tests.fakes.fake_devices import FakeDevices
 
 UUIDS = ("SIM-1", "SIM-0")
 
@@ -21,13 +22,11 @@ class FakeChannel:
     """Answers as the parent does."""
 
     def __init__(self) -> None:
-        self.reader = SimulatedReader(SimulatedDevices("2x8GiB"))
-        self.reader.attach(1, UUIDS, (6 * GIB, 6 * GIB))
+        self.reader = FakeDevices(SimulatedDevices("2x8GiB"))
+        self.reader.attach(10, UUIDS, (6 * GIB, 6 * GIB))
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        if method == "simulated_free":
-            return self.reader.free(**arguments)
-        return self.reader.allocate(1, **arguments)
+        return self.reader.attached[10].answer(method, arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +61,11 @@ def test_the_parent_counts_the_same_allocations(task: FakeChannel) -> None:
     testing.allocate("2GiB")
     with testing.allocate("3GiB", device=1):
         pass
-    counters = task.reader.root_counters(1).values()
+    memory = task.reader.attached[10]
     tally = testing.tally()
     assert tally is not None
-    assert tally.live_bytes == sum(c.live_bytes for c in counters)
-    assert tally.peak_live_bytes == sum(c.peak_live_bytes for c in counters)
+    assert tally.live_bytes == memory.live_bytes()
+    assert (tally.peak_live_bytes, len(UUIDS)) == memory.detach()
 
 
 def test_a_refusal_counts_nothing_and_names_its_device() -> None:

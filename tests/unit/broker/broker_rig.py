@@ -14,13 +14,14 @@ import pytest
 from prefect_gpu.broker.broker import Broker, Ticket
 from prefect_gpu.broker.ledger import ProcessLedger
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
-from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedMemory, SimulatedReader
+from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedMemory
 from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     Placement,
     Reading,
 )
 from prefect_gpu.units import GIB
+from tests.fakes.fake_devices import FakeDevices
 
 
 class WatchedBroker(Broker):
@@ -63,7 +64,7 @@ class WatchedBroker(Broker):
         self.settle()
 
 
-class Reader(SimulatedReader):
+class Reader(FakeDevices):
     """Does on demand what drivers do."""
 
     #: Called within each reading.

@@ -60,7 +60,7 @@ def test_the_first_decision_waits_for_a_reading_and_later_ones_for_a_fresh_one(r
     late = rig.submit("b", 20)
     rig.broker.read()
     assert rig.waits(late)
-    rig.reader.vacate("SIM-0")
+    rig.reader.vacate()
     rig.broker.read()
     decided(late)
 
@@ -77,7 +77,7 @@ def test_the_impossible_is_refused(rig: Rig) -> None:
 
 
 def test_memory_that_the_driver_keeps_is_learned_later(rig: Rig) -> None:
-    rig.reader.fail("SIM-0")
+    rig.reader.failed["SIM-0"] = "GPU is lost"
     waiting = rig.submit("a", 24)
     rig.broker.read()
     assert rig.waits(waiting)
@@ -86,7 +86,7 @@ def test_memory_that_the_driver_keeps_is_learned_later(rig: Rig) -> None:
     def with_reserved(roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         return tuple(replace(s, system_reserved_bytes=GIB) for s in read(rig.reader, roots))
 
-    rig.reader.recover("SIM-0")
+    rig.reader.failed.clear()
     rig.reader.read = with_reserved  # type: ignore[method-assign]
     rig.broker.read()
     decided(waiting)
@@ -152,7 +152,7 @@ def test_max_tasks_per_device(make_rig: MakeRig) -> None:
 
 def test_a_busy_device_is_passed_over_while_another_fits(make_rig: MakeRig) -> None:
     rig = make_rig("2x24GiB")
-    rig.reader.compute("SIM-0", 0.95)
+    rig.reader.busy["SIM-0"] = 0.95
     assert [indices(rig.place(name, 6)) for name in "abcde"] == [[1], [1], [1], [1], [0]]
 
 

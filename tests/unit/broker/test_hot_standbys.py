@@ -102,7 +102,7 @@ def test_a_device_has_a_limited_number_of_hot_standbys_of_a_kind_and_none_withou
 
 
 def test_no_hot_standby_starts_while_the_driver_does_not_answer(rig: Rig, hot: Hot) -> None:
-    rig.reader.break_driver()
+    rig.reader.broken = "gone"
     assert hot.lend("s", patience_s=0) is None
     assert hot.reserved() == {}
 
@@ -139,7 +139,7 @@ def test_the_context_of_a_taken_hot_standby_leaks_if_it_does_not_come_back(
     ticket = rig.place("a", 4, standby=KIND)
     rig.broker.attach(ticket, hot.pids["s"])
     rig.reader.detach(hot.pids["s"])
-    rig.reader.leave_behind("SIM-0", GIB)
+    rig.reader.leaked_bytes["SIM-0"] = GIB
     rig.broker.end(ticket)
     rig.broker.read()
     rig.clock.advance(6)
@@ -241,7 +241,7 @@ def test_a_task_gets_a_whole_device_though_the_driver_keeps_memory_for_a_hot_sta
     ticket = rig.submit("a", 24)
     rig.broker.read()
     assert rig.waits(ticket) and hot.asked == ["s"]
-    rig.reader.vacate("SIM-0")
+    rig.reader.vacate()
     hot.end("s")
     decided(ticket)
     assert ticket.placement is not None

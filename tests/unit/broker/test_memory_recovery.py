@@ -50,7 +50,7 @@ def leak(rig: Rig, ticket: Ticket, gib: float) -> None:
     """End its process, leaving something behind."""
     assert ticket.pid is not None and ticket.placement is not None
     rig.reader.detach(ticket.pid)
-    rig.reader.leave_behind(ticket.placement.devices[0].uuid, int(gib * GIB))
+    rig.reader.leaked_bytes[ticket.placement.devices[0].uuid] = int(gib * GIB)
     rig.broker.end(ticket)
     rig.broker.read()
 
@@ -99,7 +99,7 @@ def test_memory_of_other_programs_that_changes_is_no_leak(rig: Rig) -> None:
     assert rig.next_recovered() == ("a", 0)
     second = rig.place("b", 6)
     rig.start(second, gib=4)
-    rig.reader.vacate("SIM-0")
+    rig.reader.vacate()
     rig.exit(second)
     assert rig.next_recovered() == ("b", 0)
 
@@ -143,7 +143,7 @@ def test_a_lost_device_shows_no_leak(make_rig: MakeRig, caplog: pytest.LogCaptur
     rig = make_rig("2x24GiB")
     first = rig.place("a", 20)
     rig.start(first, gib=4)
-    rig.reader.fail("SIM-0", "fell off the bus")
+    rig.reader.failed["SIM-0"] = "fell off the bus"
     rig.exit(first)
     assert indices(rig.place("b", 20)) == [1]
     waiting = rig.submit("c", 20)
@@ -153,7 +153,7 @@ def test_a_lost_device_shows_no_leak(make_rig: MakeRig, caplog: pytest.LogCaptur
     give_up(rig)
     assert rig.next_recovered() == ("a", None)
     assert rig.waits(waiting)
-    rig.reader.recover("SIM-0")
+    rig.reader.failed.clear()
     rig.broker.read()
     decided(waiting)
     assert indices(waiting) == [0]
@@ -163,7 +163,7 @@ def test_a_lost_device_shows_no_leak(make_rig: MakeRig, caplog: pytest.LogCaptur
 def test_a_driver_that_stops_answering_is_waited_for(rig: Rig) -> None:
     first = rig.place("a", 6)
     rig.start(first, gib=4)
-    rig.reader.break_driver("gone")
+    rig.reader.broken = "gone"
     rig.broker.read()
     waiting = rig.submit("b", 6)
     assert rig.waits(waiting)
@@ -171,7 +171,7 @@ def test_a_driver_that_stops_answering_is_waited_for(rig: Rig) -> None:
     rig.exit(first)
     give_up(rig)
     assert rig.next_recovered() == ("a", None)
-    rig.reader.mend_driver()
+    rig.reader.broken = ""
     rig.broker.read()
     decided(waiting)
 

@@ -13,8 +13,9 @@ from prefect_gpu.devices.host import HostReader
 from prefect_gpu.devices.nvml import NvmlReader
 from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
-from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
+from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.errors import DeviceError, ProtocolError
+from tests.fakes.fake_devices import FakeDevices
 from tests.fakes.fake_nvml import FakeGpu, FakeNvml, FakePart
 from tests.fakes.fake_processes import FakeProcesses
 
@@ -22,10 +23,10 @@ ME = os.getpid()
 
 
 def _simulated(folder: Path) -> DeviceReader:
-    reader = SimulatedReader(SimulatedDevices("1x80GiB,2x24GiB", context="512MiB"))
+    reader = FakeDevices(SimulatedDevices("1x80GiB,2x24GiB", context="512MiB"))
     reader.attach(ME, ["SIM-0"])
     reader.occupy("SIM-1", 2**30)
-    reader.fail("SIM-2")
+    reader.failed["SIM-2"] = "GPU is lost"
     return reader
 
 

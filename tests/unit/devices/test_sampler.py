@@ -13,6 +13,7 @@ from prefect_gpu.devices.host import HostMemory, HostMemoryReader, HostReader
 from prefect_gpu.devices.sampler import MAX_BACK_OFF_S, Sampler
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Reading
+from tests.fakes.fake_devices import FakeDevices
 
 
 class GateReader:
@@ -42,7 +43,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.device = SimulatedReader(SimulatedDevices("1x8GiB"), self.clock)
+        self.device = FakeDevices(SimulatedDevices("1x8GiB"), self.clock)
         self.published: queue.Queue[Reading] = queue.Queue()
         self.available: Callable[[], int] = lambda: 5
         self.roots: tuple[int, ...] = (10,)
@@ -138,19 +139,19 @@ def test_refresh_reads_at_once_even_when_idle(rig: Rig) -> None:
 
 
 def test_no_driver_is_a_reading_with_an_error_and_recovers(rig: Rig) -> None:
-    rig.device.break_driver("gone")
+    rig.device.broken = "gone"
     rig.sampler.set_active(True)
     reading = rig.next()
     assert (reading.snapshots, reading.error) == ((), "simulated driver: gone")
     assert reading.host_available_bytes == 5
 
-    rig.device.mend_driver()
+    rig.device.broken = ""
     rig.clock.advance(0.25)
     assert rig.next().error == ""
 
 
 def test_repeated_failures_back_off_to_a_limit(rig: Rig) -> None:
-    rig.device.break_driver("gone")
+    rig.device.broken = "gone"
     rig.sampler.set_active(True)
     pauses_s = []
     last_s = rig.next().at_s
@@ -161,7 +162,7 @@ def test_repeated_failures_back_off_to_a_limit(rig: Rig) -> None:
         last_s = at_s
     assert pauses_s == [0.25, 0.5, 1.0, 2.0, 4.0, MAX_BACK_OFF_S, MAX_BACK_OFF_S]
 
-    rig.device.mend_driver()
+    rig.device.broken = ""
     rig.sampler.refresh()
     assert rig.next().error == ""
     rig.clock.advance(0.25)
@@ -247,12 +248,12 @@ def test_a_reader_that_hangs_blocks_no_caller(
 
 
 def test_readings_have_the_utilization_since_the_last_one(rig: Rig) -> None:
-    rig.device.compute("SIM-0", 1.0)
+    rig.device.busy["SIM-0"] = 1.0
     rig.sampler.set_active(True)
     assert rig.next().snapshots[0].busy_fraction == 1.0
-    rig.device.compute("SIM-0", 0.0)
+    rig.device.busy["SIM-0"] = 0.0
     rig.sampler.refresh()
     assert rig.next().snapshots[0].busy_fraction == 0.5
-    rig.device.compute("SIM-0", None)
+    rig.device.busy.clear()
     rig.sampler.refresh()
     assert rig.next().snapshots[0].busy_fraction is None

@@ -317,10 +317,6 @@ class FrameworkAdapter:
         Does nothing before the framework used a device, or where it never returns memory.
         """
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether `error` itself (not its causes) says that device memory ran out."""
-        raise NotImplementedError
-
     def reduce_to_host(self, value: Any) -> Any:
         """Child: return a pickle reduction (tuple) that rebuilds `value` from host memory.
 

@@ -1,4 +1,4 @@
-"""CuPy: its pool is capped through the environment; counters, out-of-memory, arrays to NumPy."""
+"""CuPy: its pool is capped through the environment; counters, arrays to NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from prefect_gpu.frameworks.adapter import (
     imported,
     load,
 )
-from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory, says
 
 
 class CupyAdapter(FrameworkAdapter):
@@ -81,17 +80,6 @@ class CupyAdapter(FrameworkAdapter):
         cupy = imported("cupy", "get_default_memory_pool")
         if cupy is not None and _read_counters(cupy) is not None:
             _release(cupy)
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise the pool's error and the driver's."""
-        roots = ("cupy", "cupy_backends")
-        if is_named(error, roots, ("OutOfMemoryError",)):
-            return True
-        if looks_out_of_memory(error) == self.name:
-            return True
-        return is_named(
-            error, roots, ("CUDARuntimeError", "CUBLASError", "CUDADriverError")
-        ) and says(error, "MemoryAllocation", "out of memory", "ALLOC_FAILED")
 
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce arrays to NumPy."""

@@ -1,4 +1,4 @@
-"""JAX: capped through its environment; counters, out-of-memory, arrays to NumPy.
+"""JAX: capped through its environment; counters, arrays to NumPy.
 
 XLA reads a fraction of the device's total, and whether to take that fraction whole. Under a cap it
 takes it whole. Regions that grow are never merged: a program ran out of memory with 30 % more than
@@ -19,7 +19,6 @@ from prefect_gpu.frameworks.adapter import (
     imported,
     load,
 )
-from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory, says
 
 
 class JaxAdapter(FrameworkAdapter):
@@ -116,14 +115,6 @@ class JaxAdapter(FrameworkAdapter):
         jax = _started_jax()
         if jax is not None:
             jax.clear_caches()
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise XLA's error by its status, since its class covers every failure."""
-        if looks_out_of_memory(error) == self.name:
-            return True
-        return is_named(error, ("jax", "jaxlib"), ("JaxRuntimeError", "XlaRuntimeError")) and says(
-            error, "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY", "ALLOC_FAILED"
-        )
 
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce arrays to NumPy, on the CPU too, so that flows see one type."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from prefect_gpu import in_task
 from prefect_gpu.devices.own import OwnMemory
 from prefect_gpu.frameworks.adapter import FrameworkAdapter
-from prefect_gpu.frameworks.out_of_memory import causes
+from prefect_gpu.frameworks.out_of_memory import find_out_of_memory
 from prefect_gpu.frameworks.registry import ADAPTERS
 
 #: Returns the bytes that the driver shows for this process by device UUID, for the devices that it
@@ -85,24 +85,11 @@ def find_batch_size(fn: Callable[[int], object], start: int, *, least: int = 1) 
             fn(size)
             return size
         except Exception as error:
-            if size == least or not _says_out_of_memory(error, handled):
+            if size == least or find_out_of_memory(error, until=handled) is None:
                 raise
         # Outside the handler the error is gone, and with it the frames that hold `fn`'s tensors.
         release_cached()
         size = max(least, size // 2)
-
-
-def _says_out_of_memory(error: BaseException, handled: BaseException | None) -> bool:
-    for cause in causes(error, until=handled):
-        try:
-            # Errors of simulated devices have this mark.
-            if getattr(cause, "__prefect_gpu_out_of_memory__", False):
-                return True
-            if any(adapter.is_out_of_memory(cause) for adapter in ADAPTERS.values()):
-                return True
-        except Exception:  # noqa: BLE001 - the text or attributes of a user's error may raise
-            continue
-    return False
 
 
 def _read_own() -> dict[str, int]:

@@ -15,7 +15,6 @@ from typing import Any
 from prefect_gpu import in_task
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy, load
-from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory, says
 from prefect_gpu.units import MIB
 
 #: Bytes that the arena of a calibration may take: many times what its model needs, so that cuDNN
@@ -82,17 +81,6 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
                 f"{len(policy.device_uuids)} GPU(s) allotted, but no CUDAExecutionProvider among "
                 f"{', '.join(providers)}; install onnxruntime-gpu",
             )
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise the arena's message and the driver's, which have no error class of their own.
-
-        An arena in the machine's own memory says the same. In a GPU task it is taken for a device's.
-        """
-        if looks_out_of_memory(error) == self.name:
-            return True
-        return is_named(error, "onnxruntime", ("Fail", "RuntimeException", "EPFail")) and says(
-            error, "Failed to allocate memory", "out of memory"
-        )
 
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuDNN and cuFFT with a small model.

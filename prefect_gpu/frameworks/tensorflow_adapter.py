@@ -1,4 +1,4 @@
-"""TensorFlow and Keras on it: cap or growth, threads, counters, out-of-memory, arrays to NumPy.
+"""TensorFlow and Keras on it: cap or growth, threads, counters, arrays to NumPy.
 
 TensorFlow fixes its devices when its runtime starts (the first operation), and a device can have
 growth or a limit, never both. A limit is taken whole at the first operation, so `allocation=limit`
@@ -20,12 +20,6 @@ from prefect_gpu.frameworks.adapter import (
     host_value,
     imported,
     load,
-)
-from prefect_gpu.frameworks.out_of_memory import (
-    is_named,
-    looks_out_of_memory,
-    says,
-    says_host_memory,
 )
 from prefect_gpu.units import MIB
 
@@ -95,18 +89,6 @@ class TensorFlowAdapter(FrameworkAdapter):
             reserved_bytes=None,
             peak_live_bytes=sum(int(info["peak"]) for info in infos),
             peak_reserved_bytes=None,
-        )
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise `ResourceExhaustedError` of a device, and the driver's errors in other classes."""
-        if says_host_memory(error):
-            return False
-        if is_named(error, "tensorflow", ("ResourceExhaustedError",)):
-            return True
-        if looks_out_of_memory(error) == self.name:
-            return True
-        return is_named(error, "tensorflow", ("OpError",)) and says(
-            error, "out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED", "RESOURCE_EXHAUSTED"
         )
 
     def reduce_to_host(self, value: Any) -> Any:

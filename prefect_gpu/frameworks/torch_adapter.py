@@ -1,4 +1,4 @@
-"""PyTorch: cap, allocator options, threads, counters, traces, out-of-memory, storages to the host.
+"""PyTorch: cap, allocator options, threads, counters, traces, storages to the host.
 
 Caps hold for PyTorch's caching allocator alone. The context, NCCL and extensions take memory from
 the driver directly, so a cap is the budget less the context. The module is not called `torch`: a
@@ -22,7 +22,6 @@ from prefect_gpu.frameworks.adapter import (
     imported,
     load,
 )
-from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory
 from prefect_gpu.units import MIB
 
 #: Bytes that `allocation=all` leaves of the cap. Without them the first small tensor would need a
@@ -184,11 +183,6 @@ class TorchAdapter(FrameworkAdapter):
         cuda = _started_cuda()
         if cuda is not None:
             cuda.empty_cache()
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise the errors of the allocator, the driver and the CUDA libraries."""
-        named = is_named(error, "torch", ("OutOfMemoryError",))
-        return named or looks_out_of_memory(error) == self.name
 
     def reduce_to_host(self, value: Any) -> Any:
         """Child: copy a CUDA storage to the host; reduce a bare or a large one better than pickle.

@@ -25,6 +25,7 @@ import cloudpickle
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
 from prefect_gpu.frameworks.registry import ADAPTERS, adapters_for
 
 GIB, MIB = 1024**3, 1024**2

@@ -25,8 +25,8 @@ from prefect_gpu.child.channel import Channel, current_channel, set_current_chan
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.child.shortage import find_shortage
-from prefect_gpu.errors import ProtocolError
-from prefect_gpu.frameworks import context, hooks, registry
+from prefect_gpu.errors import FrameworkError, ProtocolError
+from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes import values
@@ -182,9 +182,14 @@ def calibrate(framework: str) -> None:
         framework: As in `gpu:framework=`.
 
     Raises:
-        FrameworkError: There is no such framework here, or it failed on the device.
+        FrameworkError: It is not installed, or failed on the device.
     """
-    reserved_bytes = context.run_calibration(framework)
+    try:
+        reserved_bytes = registry.ADAPTERS[framework].calibrate()
+    except Exception as error:
+        raise FrameworkError(
+            framework, f"calibration failed: {type(error).__name__}: {error}"
+        ) from error
     channel = current_channel()
     assert channel is not None
     channel.ask("calibrated", reserved_bytes=reserved_bytes)

@@ -8,6 +8,7 @@ first array, `all` at once.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
@@ -17,7 +18,6 @@ from prefect_gpu.frameworks.adapter import (
     FrameworkPolicy,
     host_value,
     imported,
-    load,
 )
 
 
@@ -58,7 +58,7 @@ class JaxAdapter(FrameworkAdapter):
         """
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
             return
-        jax = load("jax")
+        jax = import_module("jax")
         if policy.allocation == "all":
             # Its allocator takes its region with the first array, not when the backend starts.
             _start_devices(jax)
@@ -125,12 +125,12 @@ class JaxAdapter(FrameworkAdapter):
             return NotImplemented
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
-        return host_value, (load("numpy").asarray(value),)
+        return host_value, (import_module("numpy").asarray(value),)
 
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuDNN and cuFFT; needs preallocation off."""
-        jax = load("jax")
-        jnp = load("jax.numpy")
+        jax = import_module("jax")
+        jnp = import_module("jax.numpy")
         for dtype in (jnp.float32, jnp.bfloat16):
             a = jnp.ones((512, 512), dtype)
             (a @ a).block_until_ready()

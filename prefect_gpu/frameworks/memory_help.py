@@ -12,17 +12,12 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 from prefect_gpu import in_task
 from prefect_gpu.devices.own import OwnMemory
-from prefect_gpu.frameworks.adapter import FrameworkAdapter
 from prefect_gpu.frameworks.out_of_memory import find_out_of_memory
 from prefect_gpu.frameworks.registry import ADAPTERS
-
-#: Returns the bytes that the driver shows for this process by device UUID, for the devices that it
-#: reports.
-ReadOwn = Callable[[], Mapping[str, int]]
 
 
 def release_cached() -> int:
@@ -36,18 +31,13 @@ def release_cached() -> int:
         Bytes by which the driver's figure for this process fell, over the task's devices; 0 outside
         a GPU task, where the driver does not report it, and where nothing was freed.
     """
-    return release(ADAPTERS.values(), _read_own)
-
-
-def release(adapters: Iterable[FrameworkAdapter], read_own: ReadOwn) -> int:
-    """Do what `release_cached` does, for these frameworks and with this way to read the driver."""
-    before = read_own()
+    before = _read_own()
     gc.collect()
-    for adapter in adapters:
+    for adapter in ADAPTERS.values():
         if adapter.module in sys.modules:
             adapter.release_cached()
     gc.collect()
-    after = read_own()
+    after = _read_own()
     return sum(max(0, size - after.get(uuid, size)) for uuid, size in before.items())
 
 

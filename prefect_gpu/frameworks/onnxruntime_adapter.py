@@ -10,11 +10,12 @@ Arenas cannot be read from Python: there are no counters, and reports show what 
 from __future__ import annotations
 
 import importlib.resources
+from importlib import import_module
 from typing import Any
 
 from prefect_gpu import in_task
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy, load
+from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy
 from prefect_gpu.units import MIB
 
 #: Bytes that the arena of a calibration may take: many times what its model needs, so that cuDNN
@@ -74,7 +75,7 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
         _applied = policy
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
             return
-        providers = load("onnxruntime").get_available_providers()
+        providers = import_module("onnxruntime").get_available_providers()
         if "CUDAExecutionProvider" not in providers:
             raise FrameworkError(
                 self.name,
@@ -89,7 +90,7 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
             Bytes of the model's inputs and outputs, which the arena holds. What else it holds
             (workspaces, 128 MiB at most) is unknown and counts as context, on the safe side.
         """
-        onnxruntime = load("onnxruntime")
+        onnxruntime = import_module("onnxruntime")
         session, inputs = calibration_session(
             onnxruntime, provider_options(0, CALIBRATION_ARENA_BYTES)
         )
@@ -122,7 +123,7 @@ def onnxruntime_provider_options(device: int = 0) -> dict[str, str]:
     if allocation is None:
         return provider_options(device, None)
     # The first import applies the policy.
-    load("onnxruntime")
+    import_module("onnxruntime")
     if _applied is None:
         # Tags name other frameworks only.
         return provider_options(device, allocation.cap_bytes)
@@ -158,5 +159,5 @@ def calibration_session(onnxruntime: Any, provider: dict[str, str]) -> tuple[Any
     session = onnxruntime.InferenceSession(
         calibration_model(), options, providers=[("CUDAExecutionProvider", provider)]
     )
-    numpy = load("numpy")
+    numpy = import_module("numpy")
     return session, {i.name: numpy.ones(i.shape, numpy.float32) for i in session.get_inputs()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
@@ -19,7 +20,6 @@ from prefect_gpu.frameworks.adapter import (
     FrameworkPolicy,
     host_value,
     imported,
-    load,
 )
 from prefect_gpu.units import MIB
 
@@ -52,7 +52,7 @@ class TensorFlowAdapter(FrameworkAdapter):
             FrameworkError: It sees other devices than were allotted (it would silently use the
                 CPU), or its runtime has started already.
         """
-        tf = load("tensorflow")
+        tf = import_module("tensorflow")
         try:
             _bound_threads(tf, policy.cpus)
             if policy.device_kind == "nvml":
@@ -114,7 +114,7 @@ class TensorFlowAdapter(FrameworkAdapter):
             The peak in use, rounded up to the 2 MiB regions that growth takes. TensorFlow reports
             nothing else, and never returns memory.
         """
-        tf = load("tensorflow")
+        tf = import_module("tensorflow")
         with tf.device("GPU:0"):
             for dtype in (tf.float32, tf.bfloat16):
                 a = tf.ones([512, 512], dtype)

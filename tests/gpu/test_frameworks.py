@@ -91,7 +91,7 @@ TORCH_TAKE = """
 import torch
 out["initialized"] = torch.cuda.is_initialized()
 out["before"] = counters()
-out["sample_before"] = hooks.sample()
+out["sample_before"] = hooks.sample(ADAPTERS.values())
 
 def take(size):
     try:
@@ -112,7 +112,7 @@ torch.cuda.empty_cache()
 out["over"] = take(2 * GIB + 2 * MIB)
 out["counters"] = counters()
 x = torch.ones(1024, 1024, device="cuda")
-out["sample"] = hooks.sample()
+out["sample"] = hooks.sample(ADAPTERS.values())
 """,
         fields("torch"),
     )
@@ -349,7 +349,7 @@ out["platform"] = jax.devices()[0].platform
 out["within"] = take(GIB)
 out["counters"] = counters()
 x = jnp.ones(MIB, jnp.float32).block_until_ready()
-out["sample"] = hooks.sample()
+out["sample"] = hooks.sample(ADAPTERS.values())
 ADAPTERS["jax"].release_cached()
 out["kept"] = float(x.sum())
 out["over"] = take(3 * GIB)
@@ -397,7 +397,7 @@ out["before"] = counters()
 x = cupy.ones(4)
 out["within"] = take(GIB)
 out["counters"] = counters()
-out["sample"] = hooks.sample()
+out["sample"] = hooks.sample(ADAPTERS.values())
 out["over"] = take(3 * GIB)
 out["types"] = [type(pickle.loads(dumps([x]))[0]).__name__]
 cupy.fft.fft(x)
@@ -448,7 +448,7 @@ out["within"] = take(GIB)
 out["counters"] = counters()
 with tf.device("GPU:0"):
     kept = tf.ones([MIB])
-out["sample"] = hooks.sample()
+out["sample"] = hooks.sample(ADAPTERS.values())
 out["over"] = take(3 * GIB)
 out["process"] = process_bytes()
 with tf.device("GPU:0"):
@@ -522,7 +522,7 @@ out["within"] = take(GIB)
 out["over"] = take(3 * GIB)
 out["wanted"] = parse_wanted_bytes(out["over"][1]) if out["over"] else None
 out["process"] = process_bytes()
-out["counters"] = [counters(), hooks.sample()]
+out["counters"] = [counters(), hooks.sample(ADAPTERS.values())]
 out["freed"] = release_cached()
 """,
         fields("onnxruntime", allocation=allocation),
@@ -552,8 +552,7 @@ def test_calibration_leaves_a_plausible_context(fields, framework, record_proper
     found = run_child(
         NVML
         + f"""
-from prefect_gpu.frameworks.context import run_calibration
-out["reserved"] = run_calibration("{framework}")
+out["reserved"] = ADAPTERS["{framework}"].calibrate()
 out["process"] = process_bytes()
 out["modules"] = hooks.frameworks_in_use()
 """,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 #: Seconds after which a `FakeClock` that waits for other threads gives up. Reached only in a
@@ -122,9 +121,6 @@ class FakeClock:
         Raises:
             TimeoutError: They did not within `DEADLOCK_S` real seconds.
         """
-        self._block_until(lambda: len(self._waiters) >= count, f"{count} waiting threads")
-
-    def _block_until(self, reached: Callable[[], bool], what: str) -> None:
         with self._lock:
-            if not self._lock.wait_for(reached, DEADLOCK_S):
-                raise TimeoutError(f"no {what} after {DEADLOCK_S:g}s")
+            if not self._lock.wait_for(lambda: len(self._waiters) >= count, DEADLOCK_S):
+                raise TimeoutError(f"no {count} waiting threads after {DEADLOCK_S:g}s")

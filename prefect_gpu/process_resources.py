@@ -37,22 +37,19 @@ class ProcessResources:
         )
         os.register_at_fork(after_in_child=self._begin_anew)
 
-    def get(
-        self, key: Hashable, make: Callable[[], T], usable: Callable[[T], bool] = lambda _: True
-    ) -> T:
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object of a key; make it if there is none.
 
         Args:
             key: Equal for callers that share the object.
             make: Makes it, under a lock of the key. It may ask for the object of another key. What it raises
                 is raised, and the next caller tries again.
-            usable: Returns whether an object that exists can still be used; if not, another is made.
         """
         with self._lock:
             making = self._making.setdefault(key, threading.RLock())
         with making:
             found = self._shared.get(key)
-            if found is None or not usable(found):
+            if found is None:
                 found = self._shared[key] = make()
             return cast("T", found)
 

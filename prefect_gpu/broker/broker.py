@@ -112,8 +112,7 @@ class Broker:
         #: ledger's watchers) are not called under it but put into `_calls`.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        #: Whether `close` was called.
-        self.closed = False
+        self._closed = False
         #: Something has changed that may let a request start.
         self._dirty = False
         #: Readings that the thread has not taken in.
@@ -145,7 +144,7 @@ class Broker:
             clock=self._clock,
             read_host_available=read_host_available,
         )
-        self._end_watch = ledger.watch(self._look_again)
+        ledger.watch(self._look_again)
 
     # Any thread.
 
@@ -214,9 +213,6 @@ class Broker:
             standby,
         )
         with self._changed:
-            if self.closed:
-                ticket.decide()
-                return ticket
             self._start()
             self._sampler.set_active(True)
             self._waiting.add(ticket)
@@ -249,7 +245,7 @@ class Broker:
 
         Raises:
             PlacementError: It can never be placed, or was not in time.
-            Withdrawn: `withdraw` or `close` was called.
+            Withdrawn: `withdraw` was called.
         """
         now = self._clock.now
         until_s = None if limit_s is None else now() - waited_s + limit_s
@@ -353,15 +349,12 @@ class Broker:
             self._call_later(self._hot.leave(ticket))
             ticket.ended_s = self._clock.now()
             ticket.ended_pid, ticket.pid = ticket.pid, None
-            if not self.closed:
-                if ticket.ended_pid is None:
-                    # No process ever came: no memory is missing.
-                    self._calls.append(partial(self._release, ticket, 0))
-                else:
-                    self._recovery.begin(ticket, ticket.ended_s)
-                self._wake()
-                return
-        self._release(ticket, None if ticket.ended_pid else 0)
+            if ticket.ended_pid is None:
+                # No process ever came: no memory is missing.
+                self._calls.append(partial(self._release, ticket, 0))
+            else:
+                self._recovery.begin(ticket, ticket.ended_s)
+            self._wake()
 
     # Hot standbys. The pool of standbys may call these with its own lock.
 
@@ -375,9 +368,19 @@ class Broker:
         avoid: Container[str] = (),
         patience_s: float = 0.5,
     ) -> Device | None:
-        """Reserve a context for a hot standby; see `processes.standby_kind.DeviceBroker`.
+        """Reserve a framework's context on a device for a hot standby. May wait for a reading of the devices.
 
-        Args other than those: `patience_s` is how many seconds to wait for a reading of the devices.
+        Args:
+            standby_id: What `LaunchSpec.standby` of the task that gets it will be.
+            kind: Tasks of this kind may take it.
+            framework: As in `gpu:framework=`.
+            pid: Its process.
+            give_up: Ends it, when its memory is needed. Called without locks.
+            avoid: UUIDs of devices where the framework does not start.
+            patience_s: Seconds to wait for a reading.
+
+        Returns:
+            The device; `None`: there is no room now.
         """
         known = self.reader.process_memory((), None).context_bytes
         sizes = {
@@ -387,7 +390,7 @@ class Broker:
         standby = HotStandby(standby_id, kind, pid, give_up)
         with self._changed:
             reading = self._fresh_reading(patience_s)
-            if reading is None or self.closed:
+            if reading is None:
                 return None
             view = self._ledger.view()
             states = self._states(view)
@@ -404,13 +407,8 @@ class Broker:
     def end_standby(self, standby_id: str) -> None:
         """Note that the process of a hot standby is gone; without effect where a task has it."""
         with self._changed:
-            release = self._hot.end(standby_id, self.closed)
-            if not self.closed:
-                self._call_later(release)
-                self._wake()
-                return
-        if release is not None:
-            release()
+            self._call_later(self._hot.end(standby_id))
+            self._wake()
 
     def leave_standby(self, ticket: Ticket) -> None:
         """End the hot standby that was kept for a request, which will not use it."""
@@ -425,18 +423,13 @@ class Broker:
             give_up()
 
     def close(self) -> None:
-        """Stop the threads. Waiting requests are withdrawn, and memory is waited for no longer."""
+        """End the threads of a broker that nothing uses any more."""
         with self._changed:
-            self.closed = True
-            thread = self._thread
-            standbys = self._hot.without_task
+            self._closed = True
             self._changed.notify_all()
-        for standby in standbys:
-            standby.give_up()
-        self._end_watch()
         self._sampler.stop()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _look_again(self) -> None:
         """Request another scheduling pass from the thread."""
@@ -486,8 +479,6 @@ class Broker:
 
     def _fresh_reading(self, patience_s: float) -> Reading | None:
         """Wait for a reading to decide on; `None`: none came, or it failed."""
-        if self.closed:
-            return None
         asked_s = self._clock.now()
         try:
             self._start()
@@ -505,7 +496,7 @@ class Broker:
         """Wait for a reading that began after it was asked for; return whether one came in time."""
         while (reading := self._view.reading) is None or reading.at_s < asked_s:
             left_s = asked_s + patience_s - self._clock.now()
-            if left_s <= 0 or self.closed:
+            if left_s <= 0:
                 return False
             self._clock.wait(self._changed, left_s)
         return True
@@ -516,19 +507,18 @@ class Broker:
         while True:
             with self._changed:
                 self._wait_for_work()
-                closed = self.closed
-                self._attempt(self._shut_down if closed else self._take_readings)
+                if self._closed:
+                    return
+                self._attempt(self._take_readings)
             # Reservations whose memory is back are released first, all that came together: so they are
             # one scheduling pass.
             self._make_calls()
-            if closed:
-                return
             with self._changed:
                 self._attempt(self._schedule)
             self._make_calls()
 
     def _wait_for_work(self) -> None:
-        while not (self._arrived or self._dirty or self.closed):
+        while not (self._arrived or self._dirty or self._closed):
             left_s: float | None = None
             poll_s = self._recovery.poll_s
             if poll_s is not None:
@@ -552,11 +542,6 @@ class Broker:
             except Exception:
                 # A function of one task may fail; those of the others must be called all the same.
                 logger.exception("a GPU task could not take what it was told of its memory")
-
-    def _shut_down(self) -> None:
-        for ticket in self._waiting.clear():
-            ticket.decide()
-        self._release_all(self._recovery.end_all())
 
     # Readings.
 
@@ -599,7 +584,7 @@ class Broker:
     def _schedule(self) -> None:
         """Make one scheduling pass, and carry out what it decides."""
         self._dirty = False
-        if not self.closed and self._waiting:
+        if self._waiting:
             reading = self._view.reading
             if reading is None or not self._view.fresh:
                 if not self._wants_reading:
@@ -648,4 +633,4 @@ def shared_broker(key: object, make: Callable[[], Broker]) -> Broker:
         key: Equal for runners that share devices, reservations and sampler.
         make: Makes it; what it raises is raised, and the next caller tries again.
     """
-    return PROCESS_RESOURCES.get(("broker", key), make, lambda broker: not broker.closed)
+    return PROCESS_RESOURCES.get(("broker", key), make)

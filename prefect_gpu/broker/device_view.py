@@ -131,12 +131,6 @@ class RecoveryWatch:
                 self._warn_of_leak(ticket, reading, (*placed, *self._ending.values()))
         return done
 
-    def end_all(self) -> list[Ticket]:
-        """Stop waiting for all tickets, and return them."""
-        done = list(self._ending.values())
-        self._ending.clear()
-        return done
-
     def poll(self, now_s: float) -> bool:
         """Return whether a reading is due now, and set the time of the next."""
         if not self._ending or now_s < self._poll_s:

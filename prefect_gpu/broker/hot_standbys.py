@@ -190,19 +190,14 @@ class HotStandbys:
         standby.ending = True
         return standby.give_up
 
-    def end(self, standby_id: str, closed: bool) -> Call:
-        """Note that a process is gone; without effect where a task has it.
-
-        Args:
-            standby_id: Which.
-            closed: The broker is closed, so no memory is waited for.
-        """
+    def end(self, standby_id: str) -> Call:
+        """Note that a process is gone; without effect where a task has it."""
         standby = self._standbys.pop(standby_id, None)
         if standby is None:
             return None
         self._take_back(standby)
         standby.memory.detach()
-        if closed or not standby.started:
+        if not standby.started:
             return partial(self._ledger.release, standby_id)
         # Its reservation stands until the device shows the memory back.
         ticket = standby.ticket

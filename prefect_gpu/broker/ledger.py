@@ -136,17 +136,10 @@ class ProcessLedger:
                 self._by_device[key] = left
         return devices is not None
 
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call `changed` after every release, from any thread; return a function that ends that."""
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call `changed` after every release, from any thread."""
         with self._lock:
             self._watchers.append(changed)
-
-        def end() -> None:
-            with self._lock:
-                if changed in self._watchers:
-                    self._watchers.remove(changed)
-
-        return end
 
 
 #: The one ledger of this process: runners whose device specifications differ see each other's reservations.

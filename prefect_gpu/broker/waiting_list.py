@@ -158,13 +158,6 @@ class WaitingList:
         self._tickets.pop(ticket.request.id, None)
         return self._queue.remove(ticket.request)
 
-    def clear(self) -> Sequence[Ticket]:
-        """Remove all requests and return them."""
-        tickets = tuple(self._tickets.values())
-        for ticket in tickets:
-            self.remove(ticket)
-        return tickets
-
     def wants_host_bytes(self, left_bytes: int) -> bool:
         """Return whether a request needs more of the machine's memory than is left."""
         return any(ticket.request.host_bytes > left_bytes for ticket in self._tickets.values())

@@ -20,14 +20,12 @@ if __name__ == "__main__" and sys.path[:1] in (
 import contextlib
 import fcntl
 import gc
-import importlib
 import json
 import select
 import signal
 import socket
 import threading
 import traceback
-from collections.abc import Iterable
 
 #: Bytes of the longest first message: paths and names of modules.
 _BOOT_BYTES = 1 << 20
@@ -43,7 +41,9 @@ def main() -> None:
     boot = json.loads(control.recv(_BOOT_BYTES))
     end_with_parent(control, True)
     sys.path[:] = boot["sys_path"]
-    failed = import_all(boot["modules"])
+    from prefect_gpu.child import warm_up
+
+    failed = warm_up.import_all(boot["modules"])
     # What is still buffered here would be printed again by each fork.
     sys.stdout.flush()
     # The collector never looks at what was made so far: that would copy its pages in each fork.
@@ -108,20 +108,6 @@ def serve(control: socket.socket) -> None:
             poll.register(pidfd, select.POLLIN)
 
 
-def import_all(names: Iterable[str]) -> dict[str, str]:
-    """Import modules; return those that could not be imported, with the reason."""
-    failed = {}
-    for name in names:
-        try:
-            module = importlib.import_module(name)
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}"
-        else:
-            if name == "prefect_gpu.child.prefect_context":
-                module.rehearse()
-    return failed
-
-
 def end_with_parent(control: socket.socket, on: bool) -> None:
     """Make the kernel end this process when the parent closes its end of `control`, or stop that.
 
@@ -148,9 +134,9 @@ def find_problem() -> str:
     names = [thread.name for thread in threading.enumerate()]
     if len(names) > 1:
         return f"its libraries have started threads ({', '.join(names[1:])})"
-    from prefect_gpu.child import warm_up
+    from prefect_gpu.child.warm_up import find_started
 
-    return warm_up.find_started()
+    return find_started()
 
 
 if __name__ == "__main__":

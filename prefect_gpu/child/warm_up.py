@@ -64,9 +64,9 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
     libraries = tuple(itertools.takewhile(_is_library, entries))
     with inside.before_the_task() as asked:
-        failed = _import_all(libraries)
+        failed = import_all(libraries)
         gc.freeze()
-        failed += _import_all(entries[len(libraries) :])
+        failed |= import_all(entries[len(libraries) :])
     # Now, or the body's first objects would cause a collection of all that the user's imports made.
     gc.collect()
     started = find_started()
@@ -76,12 +76,12 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     files = frozenset(_users_files() if has_users else ())
     _origin = _Origin(began_ns, sys_path, cwd, files)
-    return Warmed(failed, started, private_bytes())
+    return Warmed(tuple(failed), started, private_bytes())
 
 
-def _import_all(entries: Iterable[str]) -> tuple[str, ...]:
-    """Import modules; return those that could not be imported."""
-    failed = []
+def import_all(entries: Iterable[str]) -> dict[str, str]:
+    """Import modules; return those that could not be imported, each with the reason."""
+    failed = {}
     for entry in entries:
         module, _, names = entry.partition(":")
         try:
@@ -89,10 +89,10 @@ def _import_all(entries: Iterable[str]) -> tuple[str, ...]:
             __import__(module, fromlist=names.split(",") if names else ())
             if module == "prefect_gpu.child.prefect_context":
                 sys.modules[module].rehearse()
-        except BaseException:
+        except BaseException as error:
             # Of any kind: the body gets it, in a process that has not imported half of the module.
-            failed.append(entry)
-    return tuple(failed)
+            failed[entry] = f"{type(error).__name__}: {error}"
+    return failed
 
 
 def find_started() -> str:

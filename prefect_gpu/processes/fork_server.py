@@ -18,7 +18,6 @@ import importlib.util
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -77,17 +76,13 @@ REFUSED = {
 }
 
 
-def check_modules(names: Iterable[str]) -> tuple[str, ...]:
+def check_modules(names: Iterable[str]) -> None:
     """Make sure that a fork server may import some libraries.
-
-    Returns:
-        The names, sorted.
 
     Raises:
         PolicyError: One of them is not known to survive a fork.
     """
-    chosen = tuple(sorted(set(names)))
-    for name in chosen:
+    for name in sorted(names):
         root = name.partition(".")[0]
         if root not in TESTED and root != "prefect_gpu":
             why = REFUSED.get(root, "nobody has tested a fork of a process that has imported it")
@@ -96,7 +91,6 @@ def check_modules(names: Iterable[str]) -> tuple[str, ...]:
                 why,
                 f'{", ".join(TESTED)}; or start_method="spawn"',
             )
-    return chosen
 
 
 class ForkServer:
@@ -286,51 +280,29 @@ class ForkedProcess:
     ) -> None:
         self._server = server
         self.pid = pid
-        #: Closed, and the descriptor set to -1, once the exit code is known.
         self._pidfd, self._reply = pidfd, reply
         self.stdout: IO[bytes] | None
         self.stderr: IO[bytes] | None
         self.stdout, self.stderr = streams
         self.returncode: int | None = None
 
-    def open_pidfd(self) -> int | None:
-        """See `Process.open_pidfd`."""
-        try:
-            return os.dup(self._pidfd)
-        except OSError:
-            return None
+    def open_pidfd(self) -> int:
+        """Hand over the descriptor that the process opened on itself; to be called once."""
+        return self._pidfd
 
     def has_ended(self) -> bool:
         """See `Process.has_ended`."""
-        return self.returncode is not None or self._await_end(0.0)
+        return self.returncode is not None
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its exit code.
-
-        Raises:
-            TimeoutError: It has not ended in time.
-        """
+    def wait(self) -> int:
+        """Return its exit code, as its server reports it; to be called once it has ended."""
         if self.returncode is None:
-            if not self._await_end(timeout):
-                raise TimeoutError(f"process {self.pid} has not ended")
-            self.returncode = self._server.read_exit_code(self._reply)
-            self.close()
+            with self._reply:
+                self.returncode = self._server.read_exit_code(self._reply)
         return self.returncode
 
-    def _await_end(self, timeout_s: float | None) -> bool:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
-
     def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the descriptors by which its end is seen."""
         self._reply.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-        self._pidfd = -1
 
 
 class ForkServerPool:
@@ -368,7 +340,7 @@ class ForkServerPool:
         """Start the server for tasks of a kind, if there is none, since one will come."""
         kind = kind.without_users()
         self.server(kind)
-        return ForkLauncher(self, kind)
+        return ForkLauncher(self, self._launcher, kind)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -400,23 +372,6 @@ class ForkServerPool:
         self._failures[kind] = self._failures.get(kind, 0) + counts
         logger.warning("the fork server of GPU tasks is given up: %s", problem)
 
-    def start(self, kind: Kind, spec: LaunchSpec, listener: Listener) -> Handle:
-        """Start a task's process: a fork if it can be one, else a fresh interpreter."""
-        server = self.server(kind)
-        while server is not None and server.wait_ready(READY_S):
-            server = self.server(kind)
-        if server is None:
-            return self._launcher.start(spec, listener)
-        late = late_changes(
-            server.environment,
-            environment_with(spec.environment),
-            registry.ADAPTERS.values(),
-            cpus_stated=kind.cpus_stated,
-        )
-        if late is None:
-            return self._launcher.start(spec, listener)
-        return self._launcher.start(spec, listener, server.fork)
-
     def _forget(self) -> None:
         """Hold nothing of the servers in a fork of the parent."""
         for server in self._servers.values():
@@ -425,15 +380,28 @@ class ForkServerPool:
 
 
 class ForkLauncher:
-    """The `Launcher` of one task."""
+    """The `Launcher` of one task: its process is a fork if it can be one, else a fresh interpreter."""
 
-    def __init__(self, pool: ForkServerPool, kind: Kind) -> None:
+    def __init__(self, pool: ForkServerPool, launcher: ProcessLauncher, kind: Kind) -> None:
         self._pool = pool
+        self._launcher = launcher
         self._kind = kind
 
     def start(self, spec: LaunchSpec, listener: Listener) -> Handle:
         """Start the task's process; waits while its server imports."""
-        return self._pool.start(self._kind, spec, listener)
+        server = self._pool.server(self._kind)
+        while server is not None and server.wait_ready(READY_S):
+            server = self._pool.server(self._kind)
+        if server is not None:
+            changes = late_changes(
+                server.environment,
+                environment_with(spec.environment),
+                registry.ADAPTERS.values(),
+                cpus_stated=self._kind.cpus_stated,
+            )
+            if changes is not None:
+                return self._launcher.start(spec, listener, server.fork)
+        return self._launcher.start(spec, listener)
 
     def retract(self) -> None:
         """Do nothing: a server is not kept for one task."""

@@ -65,10 +65,10 @@ class Process(Protocol):
         ...
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, if possible without reaping it."""
+        """Return whether the process has ended."""
         ...
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self) -> int:
         """Wait for the end of the process and return its exit code."""
         ...
 
@@ -89,16 +89,7 @@ class Interpreter(subprocess.Popen[bytes]):
 
     def has_ended(self) -> bool:
         """See `Process.has_ended`."""
-        try:
-            waitid = os.waitid
-        except AttributeError:
-            # macOS before Python 3.13.
-            return self.poll() is not None
-        try:
-            return waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            # Reaped already.
-            return self.poll() is not None
+        return self.poll() is not None
 
 
 def start_interpreter(request: SpawnRequest) -> Interpreter:

@@ -153,24 +153,22 @@ class LaunchedChild:
         Raises:
             Exception: No process can be started; the caller closes what was opened.
         """
-        if self.spawn is not None:
-            try:
-                self._open(self.spawn, title, environment, cwd)
-                return
-            except OSError as error:
-                logger.debug("a GPU task gets a fresh interpreter: %s", error)
-                # If a process was started all the same, it must not hear what is meant for the other:
-                # it sees its channel close, and ends.
-                if self.channel is not None:
+        while self.process is None:
+            self.channel, theirs = socket.socketpair()
+            with theirs:
+                for end in (self.channel, theirs):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+                request = SpawnRequest(title, theirs.fileno(), environment, cwd)
+                try:
+                    self.process = (self.spawn or spawn)(request)
+                except OSError as error:
+                    if self.spawn is None:
+                        raise
+                    logger.debug("a GPU task gets a fresh interpreter: %s", error)
+                    self.spawn = None
+                    # If a process was started all the same, it must not hear what is meant for the other:
+                    # it sees its channel close, and ends.
                     self.channel.close()
-        self._open(spawn, title, environment, cwd)
-
-    def _open(self, spawn: Spawner, title: str, environment: Mapping[str, str], cwd: str) -> None:
-        self.channel, theirs = socket.socketpair()
-        with theirs:
-            for end in (self.channel, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            self.process = spawn(SpawnRequest(title, theirs.fileno(), environment, cwd))
 
     def queue(self, *pieces: memoryview, files: tuple[MemoryFile, ...] = ()) -> None:
         """Add bytes to what is to be sent, and memory files that go with the first piece."""

@@ -151,7 +151,9 @@ class ChildOutput:
         self._streams = dict(streams)
         self._selector = selector
         self._forwarder = forwarder
-        self._decoders = {name: decoder() for name in streams}
+        # Characters may be cut between two pieces.
+        decoder = codecs.getincrementaldecoder("utf-8")
+        self._decoders = {name: decoder(errors="replace") for name in streams}
         #: Whether it waits until the forwarder has room.
         self.held_back = False
         #: End of standard error.
@@ -173,10 +175,6 @@ class ChildOutput:
             for _ in range(_LAST_PIECES):
                 if not self._read(name, last=True):
                     break
-        self.close()
-
-    def close(self) -> None:
-        """Close the streams."""
         self._unwatch()
         self.close_in_fork()
 
@@ -233,8 +231,3 @@ def unwatch(selector: selectors.BaseSelector, file: Any) -> None:
         selector.unregister(file)
     except (KeyError, ValueError):
         return
-
-
-def decoder() -> codecs.IncrementalDecoder:
-    """Return a decoder for one stream of one child; characters may be cut between pieces."""
-    return codecs.getincrementaldecoder("utf-8")(errors="replace")

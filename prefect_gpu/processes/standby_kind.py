@@ -179,7 +179,7 @@ def _can_import(module: str) -> bool:
 
 
 class DeviceBroker(Protocol):
-    """What the pool of standbys asks of a broker. Safe to use from several threads."""
+    """What the pool of standbys asks of a broker; see `broker.Broker`. Safe to use from several threads."""
 
     @property
     def devices(self) -> Sequence[Device]:
@@ -187,7 +187,7 @@ class DeviceBroker(Protocol):
 
     @property
     def host_promised_bytes(self) -> int:
-        """Host memory that was promised to processes of tasks and that they have not taken yet."""
+        """Host memory promised to processes of tasks that they have not taken yet."""
 
     @property
     def wants_host_memory(self) -> bool:
@@ -202,25 +202,13 @@ class DeviceBroker(Protocol):
         give_up: Callable[[], object],
         avoid: Container[str],
     ) -> Device | None:
-        """Reserve a framework's context on a device for a standby. May wait for a reading of the devices.
-
-        Args:
-            standby_id: What `LaunchSpec.standby` of the task that gets it will be.
-            kind: Tasks of this kind may take it.
-            framework: As in `gpu:framework=`.
-            pid: Its process.
-            give_up: Ends it, when its memory is needed. Called without locks.
-            avoid: UUIDs of devices where the framework does not start.
-
-        Returns:
-            The device; `None`: there is no room now.
-        """
+        """Reserve a framework's context on a device for a standby."""
 
     def offer_standby(self, standby_id: str) -> None:
-        """Allow tasks to take a standby that is about to start its framework. The pool's lock may be held."""
+        """Allow tasks to take a standby that is about to start its framework."""
 
     def end_standby(self, standby_id: str) -> None:
-        """Note that its process is gone; without effect once a task has it. The pool's lock may be held."""
+        """Note that its process is gone; without effect once a task has it."""
 
 
 # How far a standby is.
@@ -362,39 +350,6 @@ def choose_standby(
 # What is known of each kind.
 
 
-@dataclass(slots=True)
-class Failures:
-    """Failures in a row of one thing; after `MOST_FAILURES` it is not tried again.
-
-    Several that were started before a failure fail for the same reason, so they count once.
-    """
-
-    count: int = 0
-    #: Why it is not tried any more; empty: it is.
-    given_up: str = ""
-    #: Monotonic seconds of the last one.
-    last_s: float = float("-inf")
-
-    def add(self, started_s: float, now_s: float, why: str) -> bool:
-        """Count a failure.
-
-        Args:
-            started_s: Monotonic seconds when what failed was started.
-            now_s: Monotonic seconds.
-            why: In words that follow "since".
-
-        Returns:
-            Whether it counts.
-        """
-        if started_s <= self.last_s or self.given_up:
-            return False
-        self.last_s = now_s
-        self.count += 1
-        if self.count >= MOST_FAILURES:
-            self.given_up = why
-        return True
-
-
 @dataclass(eq=False)
 class KindRecord:
     """What is known of a kind."""
@@ -402,10 +357,14 @@ class KindRecord:
     kind: Kind
     #: Host memory that one takes (bytes): as the kind says until one was measured.
     size_bytes: int
-    #: Of standbys that died before they had taken a task, or did not suit it.
-    starts: Failures = field(default_factory=Failures)
-    #: Of hot standbys that did not suit the task that they were kept for.
-    hot_starts: Failures = field(default_factory=Failures)
+    #: Standbys in a row that ended without a task, or did not suit it.
+    failures: int = 0
+    #: Monotonic seconds of the last of them.
+    failed_s: float = float("-inf")
+    #: Why none is started any more; empty: they are.
+    given_up: str = ""
+    #: Hot standbys in a row that did not suit the task that they were kept for.
+    hot_misfits: int = 0
     #: Monotonic seconds before which no device is asked for: none was had, or one had to be given back.
     hot_after_s: float = 0.0
     #: Modules of the user's do something at their import that must not be done before the task.
@@ -442,24 +401,22 @@ class KindRecord:
             # Judged by what this one imported: several may have been started before the first reported.
             self.without_users = True
             logger.debug("standbys import nothing of the user's from now on: %s", warmed.problem)
-        elif not self.starts.given_up:
-            self.starts.given_up = warmed.problem
+        elif not self.given_up:
+            self.given_up = warmed.problem
             logger.debug("no standbys are kept for %s: %s", self.kind.modules, warmed.problem)
 
     def take_misfit(self, standby: Standby, now_s: float) -> None:
         """Note that one does not suit the task that it was made for, or kept for on its device."""
-        failures, what = (
-            (self.starts, "made") if standby.device is None else (self.hot_starts, "hot")
-        )
-        why = "the environment changes from task to task"
-        if failures.add(standby.started_s, now_s, why) and failures.given_up:
-            logger.debug("no standbys for %s are %s any more: %s", self.kind.modules, what, why)
+        if standby.device is None:
+            self.take_failure(standby, now_s, "the environment changes from task to task")
+        else:
+            self.hot_misfits += 1
 
     def take_success(self, standby: Standby) -> None:
         """Note that one has accepted its task: failures count anew."""
-        self.starts = Failures()
+        self.failures, self.failed_s, self.given_up = 0, float("-inf"), ""
         if standby.device is not None:
-            self.hot_starts = Failures()
+            self.hot_misfits = 0
 
     def take_failed_start(self, uuid: str, problem: str) -> None:
         """Note that the framework does not start on a device; it is not tried there again."""
@@ -472,8 +429,10 @@ class KindRecord:
                 problem,
             )
 
-    def take_death(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> bool:
-        """Note that one died before it had taken a task; return whether it counts.
+    def take_failure(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> bool:
+        """Note that one ended before it had taken a task, or does not suit it; return whether it counts.
+
+        Several that were started before a failure fail for the same reason, so they count once.
 
         Args:
             standby: Which.
@@ -481,17 +440,21 @@ class KindRecord:
             why: In words that follow "since".
             stderr_tail: The end of what it printed there.
         """
-        counts = self.starts.add(standby.started_s, now_s, why)
-        if counts and self.starts.given_up:
+        if standby.started_s <= self.failed_s or self.given_up:
+            return False
+        self.failed_s = now_s
+        self.failures += 1
+        if self.failures == MOST_FAILURES:
+            self.given_up = why
             logger.warning(
-                "no process is started ahead of its task any more for %s: %d in a row died before "
-                "they had taken one, the last since %s%s",
+                "no process is started ahead of its task any more for %s: %d in a row ended without a "
+                "task, the last since %s%s",
                 ", ".join(standby.spec.modules),
-                self.starts.count,
+                self.failures,
                 why,
                 f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
             )
-        return counts
+        return True
 
 
 def demands_of(
@@ -526,7 +489,7 @@ def demands_of(
                 size_bytes=record.size_bytes,
                 ready=len(stages) - importing - stages.count(Stage.ENDING),
                 importing=importing,
-                useful=not record.starts.given_up,
+                useful=not record.given_up,
                 spare=record.spare,
             )
         )
@@ -547,7 +510,7 @@ def choose_to_start(
     waiting: Counter[Kind] = Counter()
     for standby in standbys:
         record = records[standby.kind]
-        asks = record.broker is not None and not record.hot_starts.given_up
+        asks = record.broker is not None and record.hot_misfits < MOST_FAILURES
         if asks and now_s >= record.hot_after_s and standby.stage is Stage.WAITING:
             waiting[standby.kind] += 1
             if waiting[standby.kind] > record.spare:

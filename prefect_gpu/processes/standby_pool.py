@@ -470,7 +470,7 @@ class StandbyPool:
                     self._take_refusal(message.error)
                     self._drop(standby)
                 else:
-                    record.take_death(standby, now, str(message.error))
+                    record.take_failure(standby, now, str(message.error))
                     self._end(standby)
             elif isinstance(message, ChildExited):
                 if standby.stage is Stage.STARTING:
@@ -495,7 +495,7 @@ class StandbyPool:
                 "what it had imported was not what its task would import: files of modules, sys.path or "
                 "the working folder had changed"
             )
-        counts = self._record(standby.kind).take_death(standby, now, why, message.stderr_tail)
+        counts = self._record(standby.kind).take_failure(standby, now, why, message.stderr_tail)
         if unsuited and counts:
             # The others have imported the same.
             for other in self._standbys:

@@ -194,7 +194,7 @@ def dumps(
         ResultError: A part of it cannot be pickled (the error names its type and the path to it), or
             there is no memory for it.
     """
-    output = _pickle(value, what, name, reducers)
+    output = check(value, what, name, reducers)
     try:
         return pack(output.stream, output.buffers)
     except (OSError, MemoryError) as error:
@@ -203,18 +203,18 @@ def dumps(
         raise ResultError(what, name, NO_ROOM, reason) from error
 
 
-def check(value: Any, what: str, name: str, reducers: tuple[Reducer, ...] = ()) -> None:
-    """Check that a value can be pickled, without keeping the result.
+def check(
+    value: Any,
+    what: str,
+    name: str,
+    reducers: tuple[Reducer, ...] = (),
+    depth: int = _LONGEST_PATH,
+) -> _Output:
+    """Pickle a value without packing it; `depth` is how far to look for what cannot be pickled.
 
     Raises:
         ResultError: As in `dumps`.
     """
-    _pickle(value, what, name, reducers)
-
-
-def _pickle(
-    value: Any, what: str, name: str, reducers: tuple[Reducer, ...], depth: int = _LONGEST_PATH
-) -> _Output:
     output = _Output()
     try:
         ValuePickler(output, reducers).dump(value)
@@ -224,7 +224,7 @@ def _pickle(
     except Exception as error:
         # The smallest part that cannot be pickled is named.
         for suffix, part in _parts(value) if depth else ():
-            _pickle(part, what, name + suffix, reducers, depth - 1)
+            check(part, what, name + suffix, reducers, depth - 1)
         raise ResultError(what, name, _type_name(value), _short(error)) from error
 
 

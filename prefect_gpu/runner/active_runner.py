@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import itertools
 import logging
 import os
 import sys
@@ -41,7 +42,7 @@ from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.engine_threads import EngineThreads, StartGate, TagLimits
+from prefect_gpu.runner.engine_threads import StartGate, TagLimits, start_engine
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
 from prefect_gpu.scheduling.model import Reservation
@@ -79,8 +80,8 @@ class ActiveRunner:
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
         self._threads: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=sys.maxsize)
-        self._threads_started = False
-        self._engines = EngineThreads()
+        self._threads.__enter__()
+        self._numbers = itertools.count()
         self._client = prefect_engine.SharedClient()
         self.limits = TagLimits(self._client.lend)
         self.gate = StartGate()
@@ -98,7 +99,7 @@ class ActiveRunner:
         self._plans = PlanMaker()
         #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
         self.flow: FlowRunContext | None = None
-        self._told: set[str] = set()
+        self._told_not_hot = False
         #: By the identity of a function, which is kept so that the identity stays its own.
         self._kinds: dict[int, tuple[TaskPlan, Kind]] = {}
 
@@ -129,7 +130,7 @@ class ActiveRunner:
             dependencies,
         )
         try:
-            future = self._engines.submit(engine)
+            future = start_engine(engine, next(self._numbers))
         except CapacityError as error:
             # Without a thread there is no engine. The next task may have one.
             future = concurrent.futures.Future()
@@ -172,10 +173,6 @@ class ActiveRunner:
         wait_for: Iterable[PrefectFuture[Any]] | None,
         dependencies: dict[str, set[Any]] | None,
     ) -> PrefectConcurrentFuture[Any]:
-        with self._lock:
-            if not self._threads_started:
-                self._threads.__enter__()
-                self._threads_started = True
         future = self._threads.submit(task, parameters, wait_for, dependencies)
         self._remember(future.wrapped_future)
         return future
@@ -251,9 +248,10 @@ class ActiveRunner:
             size_bytes=plan.host_bytes,
             hot=wants_hot,
         )
-        if wants_hot and not kind.hot:
+        if wants_hot and not kind.hot and not self._told_not_hot:
+            self._told_not_hot = True
             what = "NVIDIA devices" if broker.kind == "host" else "PyTorch or CuPy in a task"
-            self._log_once(f"standby='hot' needs {what}: without, standbys only import ahead")
+            logger.info("standby='hot' needs %s: without, standbys only import ahead", what)
         self._kinds[id(plan.function)] = plan, kind
         return kind
 
@@ -276,13 +274,8 @@ class ActiveRunner:
             DeviceError: The devices cannot be opened.
         """
         given = self._configuration
-        key = (
-            given.devices,
-            given.placement,
-            given.max_processes,
-            given.max_tasks_per_device,
-            given.headroom_bytes,
-        )
+        # Runners share a broker whatever else they do with their tasks.
+        key = replace(given, reports=True, standby=0, start_method="spawn")
         return shared_broker(key, lambda: _make_broker(given))
 
     def report(self, report: TaskReport) -> None:
@@ -301,13 +294,6 @@ class ActiveRunner:
         with self._lock:
             if self._configuration.reports and self._publisher is None:
                 self._publisher = Publisher(self._client.lend)
-
-    def _log_once(self, text: str) -> None:
-        with self._lock:
-            is_new = text not in self._told
-            self._told.add(text)
-        if is_new:
-            logger.info(text)
 
     def cancel(self) -> None:
         """End all processes of this runner, and let no new one start."""
@@ -335,8 +321,7 @@ class ActiveRunner:
         if failed:
             self.cancel()
             self._end_what_waits()
-            if self._threads_started:
-                self._threads.cancel_all()
+            self._threads.cancel_all()
             # All must reach their state. An engine that sleeps until its next retry is left behind: its
             # process is gone.
             concurrent.futures.wait(self._unfinished(), CLOSING_S)
@@ -351,9 +336,7 @@ class ActiveRunner:
                 self._close(failed=True)
                 raise
         self._end_what_waits()
-        if self._threads_started:
-            self._threads.__exit__(None, None, None)
-        self._engines.close(wait=not failed)
+        self._threads.__exit__(None, None, None)
         with self._lock:
             bodies = (*self._bodies, *self._ending)
         for body in bodies:

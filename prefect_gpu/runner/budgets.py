@@ -8,6 +8,7 @@ gets after an out-of-memory is in `submission`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,11 +71,6 @@ class ProbeGate:
         self._changed = threading.Condition()
         self._claimed: set[HistoryKey] = set()
 
-    @property
-    def changed(self) -> threading.Condition:
-        """Condition that is notified when a claim ends; to be held while waiting."""
-        return self._changed
-
     def is_claimed(self, key: HistoryKey) -> bool:
         """Return whether there is a probe for a history."""
         return key in self._claimed
@@ -86,16 +82,20 @@ class ProbeGate:
             self._claimed |= free
             return free
 
-    def release(self, keys: Iterable[HistoryKey]) -> None:
-        """End claims, and wake the tasks that wait for a probe."""
+    def release(self, keys: Iterable[HistoryKey] = ()) -> None:
+        """End claims, and wake all tasks that wait for a probe."""
         with self._changed:
             self._claimed.difference_update(keys)
             self._changed.notify_all()
 
-    def wake(self) -> None:
-        """Wake the tasks that wait for a probe."""
+    def wait(
+        self, keys: Iterable[HistoryKey], timeout_s: float | None, cancelled: Callable[[], bool]
+    ) -> None:
+        """Wait until a claim ends, if all of some histories are claimed; at most `timeout_s` seconds."""
         with self._changed:
-            self._changed.notify_all()
+            # A claim that ended, or a cancellation, before this lock was taken has woken nothing.
+            if not cancelled() and self._claimed.issuperset(keys):
+                self._changed.wait(timeout_s)
 
 
 #: Of this Python process: the next flow learns from the runs of one at once, whichever store keeps them.
@@ -191,8 +191,9 @@ class BudgetBook:
             if waited_s >= TELL_S and not told:
                 told = True
                 on_waiting(f"the first run of {identity.task_name!r} to show what it needs")
-            left_s = None if limit_s is None else limit_s - waited_s
-            self._wait(unknown, left_s, told, cancelled)
+            left_s = math.inf if limit_s is None else limit_s - waited_s
+            left_s = left_s if told else min(left_s, TELL_S)
+            self._gate.wait(unknown, None if left_s == math.inf else left_s, cancelled)
         return None
 
     def take(self, identity: TaskIdentity, report: TaskReport) -> None:
@@ -219,20 +220,7 @@ class BudgetBook:
 
     def wake(self) -> None:
         """Have all tasks that wait for probes check whether they were cancelled."""
-        self._gate.wake()
-
-    def _wait(
-        self,
-        keys: Sequence[HistoryKey],
-        left_s: float | None,
-        told: bool,
-        cancelled: Callable[[], bool],
-    ) -> None:
-        patience = [s for s in (left_s, None if told else TELL_S) if s is not None]
-        with self._gate.changed:
-            # A claim that ended, or a cancellation, before this lock was taken has woken nothing.
-            if not cancelled() and all(self._gate.is_claimed(key) for key in keys):
-                self._gate.changed.wait(min(patience) if patience else None)
+        self._gate.release()
 
     @staticmethod
     def _from_lessons(

@@ -66,64 +66,30 @@ _PAGE = 200
 Lend = Callable[[], AbstractContextManager[SyncPrefectClient]]
 
 
-class EngineThreads:
-    """Runs each call in a thread of its own. Safe to use from several threads."""
+def start_engine(call: Callable[[], Any], number: int) -> Future[Any]:
+    """Run a call in a new thread; return the future of its result, which cannot be cancelled.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
-        self._closed = False
-        self._started = 0
+    Args:
+        call: What to run.
+        number: Ends the name of the thread.
 
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run a call in a new thread; return the future of its result.
+    Raises:
+        CapacityError: The system starts no more threads.
+    """
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    start_thread(functools.partial(_run, future, call), f"{NAME}_{number}", daemon=False)
+    return future
 
-        Raises:
-            RuntimeError: `close` was called.
-            CapacityError: The system starts no more threads.
-        """
-        future: Future[Any] = Future()
-        # From now on it cannot be cancelled.
-        future.set_running_or_notify_cancel()
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the task runner has ended; it takes no more tasks")
-            # `_run` waits for the lock before it takes the thread out again.
-            thread = start_thread(
-                functools.partial(self._run, future, call),
-                f"{NAME}_{self._started}",
-                daemon=False,
-            )
-            self._started += 1
-            self._threads.add(thread)
-        return future
 
-    def _run(self, future: Future[Any], call: Callable[[], Any]) -> None:
-        try:
-            try:
-                result = call()
-            except BaseException as error:  # noqa: BLE001 - the thread's last frame
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-        finally:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
-            # What it raised holds this frame.
-            del future, call
-
-    def close(self, wait: bool) -> None:
-        """Take no more calls.
-
-        Args:
-            wait: Until those that run are over; else they continue.
-        """
-        with self._lock:
-            self._closed = True
-            threads = tuple(self._threads)
-        if wait:
-            for thread in threads:
-                thread.join()
+def _run(future: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - the thread's last frame
+        future.set_exception(error)
+    finally:
+        # What it raised holds this frame.
+        del future, call
 
 
 class StartGate:

@@ -134,7 +134,7 @@ class SharedClient:
         """
         with self._lock:
             if self._closed:
-                raise RuntimeError("the client of this task runner is closed")
+                raise RuntimeError("the task runner has ended; it takes no more tasks")
             if self._context is None:
                 self._context = SyncClientContext.get()
             if self._context is None:

@@ -130,13 +130,7 @@ class ProcessRecord:
     def set_caps(
         self, cap_bytes: int | None, context_bytes: int, known_contexts: Mapping[str, int]
     ) -> None:
-        """Note what its frameworks may take.
-
-        Args:
-            cap_bytes: That a framework may allocate at most on a device; `None`: no cap.
-            context_bytes: Bytes of context left out of the cap.
-            known_contexts: Contexts as they are known on its device, in bytes by framework.
-        """
+        """Note what its frameworks may take; the attributes of these names say what each is."""
         with self._lock:
             self.cap_bytes, self.context_bytes = cap_bytes, context_bytes
             self.known_contexts = known_contexts

@@ -286,18 +286,6 @@ def test_servers_end_with_the_last_runner(make_pool: Callable[[], Pool]) -> None
     assert pool.pool.pids == ()
 
 
-def test_the_end_of_a_fork_is_seen_without_a_watched_descriptor(
-    make_pool: Callable[[], Pool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(fork_server.ForkedProcess, "open_pidfd", lambda process: None)
-    pool = make_pool()
-    child = pool.start(spec_of(_wait_for, str(tmp_path)))
-    assert eventually((tmp_path / "begun").exists)
-    (tmp_path / "go").touch()
-    assert child.value() == "went on"
-    assert child.exit().code == 0
-
-
 def test_a_fork_that_came_too_late_receives_nothing_of_the_call(rig: Rig) -> None:
     """A server may have forked before it was found not to answer."""
     orphans: list[Process] = []

@@ -266,7 +266,7 @@ def test_where_a_hot_standby_dies_as_it_starts_no_other_is_started_on_that_devic
     assert waits != pid and warm.lender.uuids == ["GPU-1"]
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "on device GPU-1" in told.getMessage()
-    assert warm.pool._record(HOT).starts.count == 0
+    assert warm.pool._record(HOT).failures == 0
 
 
 def test_a_task_that_was_given_to_a_hot_standby_that_dies_gets_a_fresh_process(

@@ -451,8 +451,6 @@ def test_it_works_without_pidfds(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
     """As on macOS."""
     monkeypatch.setattr(Interpreter, "open_pidfd", lambda process: None)
     assert rig.call(bodies.add, 1) == 1
-    monkeypatch.delattr(os, "waitid")
-    assert rig.call(bodies.add, 2) == 2
 
 
 def test_children_that_have_ended_leave_no_descriptor_open(rig: Rig) -> None:

@@ -181,7 +181,7 @@ def test_where_no_standby_ever_suits_no_more_are_made(warm: Warm) -> None:
         assert warm.run(announced, spec_of(bodies.add, 1, environment=changes)).value() == 1
     warm.announce()
     assert eventually(lambda: warm.pool.pids == ())
-    assert warm.pool._record(KIND).starts.given_up
+    assert warm.pool._record(KIND).given_up
 
 
 def test_a_task_does_not_get_a_standby_that_imported_what_the_task_would_not(
@@ -229,7 +229,7 @@ def test_several_standbys_with_a_module_that_acts_are_judged_by_what_each_import
     for _ in range(2):
         warm.announce(kind)
     warm.wait_ready(2)
-    assert not warm.pool._record(kind).starts.given_up
+    assert not warm.pool._record(kind).given_up
 
 
 def test_a_task_that_was_given_to_a_standby_whose_import_fails_gets_a_fresh_process(
@@ -310,9 +310,9 @@ def test_a_kind_whose_standbys_die_is_given_up_with_one_warning(
     )
     kind = kind_with("test_standby_dies")
     announced = warm.announce(kind)
-    assert eventually(lambda: bool(warm.pool._record(kind).starts.given_up))
+    assert eventually(lambda: bool(warm.pool._record(kind).given_up))
     assert eventually(lambda: warm.pool.pids == ())
-    assert warm.pool._record(kind).starts.count == standby_kind.MOST_FAILURES
+    assert warm.pool._record(kind).failures == standby_kind.MOST_FAILURES
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "ended with 4" in told.getMessage() and "oh" in told.getMessage()
     assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
@@ -325,10 +325,10 @@ def test_a_standby_that_accepts_its_task_makes_deaths_count_anew(warm: Warm) -> 
         for count in range(1, standby_kind.MOST_FAILURES):
             (waited,) = warm.wait_ready()
             os.kill(waited, signal.SIGKILL)
-            assert eventually(lambda count=count: record.starts.count == count)  # type: ignore[misc]
+            assert eventually(lambda count=count: record.failures == count)  # type: ignore[misc]
         warm.wait_ready()
         assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
-        assert record.starts.count == 0
+        assert record.failures == 0
     warm.wait_ready()
 
 
@@ -343,7 +343,7 @@ def test_a_kind_whose_standbys_die_of_their_tasks_is_given_up_however_well_they_
         os.kill(waited, signal.SIGKILL)
         # By a process of its own, which says nothing of those that wait.
         assert child.value() == 1
-    assert eventually(lambda: bool(warm.pool._record(KIND).starts.given_up))
+    assert eventually(lambda: bool(warm.pool._record(KIND).given_up))
     assert eventually(lambda: warm.pool.pids == ())
 
 

@@ -120,7 +120,7 @@ def test_one_change_of_a_module_counts_once_however_many_had_imported_it(
     for one in announced[:3]:
         assert warm.run(one, spec_of(bodies.add, 1)).value() == 1
     assert eventually(lambda: warm.pool.ready > 0 and not set(before) & set(warm.pool.pids))
-    assert warm.pool._record(kind).starts.count <= 1
+    assert warm.pool._record(kind).failures <= 1
     child = warm.run(announced[3], spec_of(bodies.add, 1))
     assert child.value() == 1 and child.pid not in before
 
@@ -135,6 +135,6 @@ def test_a_kind_whose_modules_never_suit_its_tasks_is_given_up_with_the_reason(
         announced = warm.announce(kind)
         warm.wait_ready()
         assert warm.run(announced, spec).value() == 1
-    assert eventually(lambda: bool(warm.pool._record(kind).starts.given_up))
+    assert eventually(lambda: bool(warm.pool._record(kind).given_up))
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "not what its task would import" in told.getMessage()

@@ -41,13 +41,6 @@ def test_callers_of_one_key_share_one_object() -> None:
     assert resources.get("another key", Held) is not first
 
 
-def test_an_object_that_can_no_longer_be_used_is_replaced() -> None:
-    resources = ProcessResources()
-    first = resources.get("key", Held, lambda held: not held.reset)
-    first.begin_anew()
-    assert resources.get("key", Held, lambda held: not held.reset) is not first
-
-
 def test_one_that_cannot_be_made_is_tried_again() -> None:
     resources = ProcessResources()
     with pytest.raises(ZeroDivisionError):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import prefect_gpu.broker.waiting_list
-from prefect_gpu.broker.broker import Broker, Withdrawn, shared_broker
+from prefect_gpu.broker.broker import Broker, shared_broker
 from prefect_gpu.broker.ledger import ProcessLedger
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
@@ -334,39 +334,8 @@ def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
     assert rig.ledger.view().reservations == () and not rig.ledger.view().processes
 
 
-# The end.
-
-
-def test_closing_ends_every_wait(rig: Rig) -> None:
-    running, ending = rig.place("running", 10), rig.place("ending", 10)
-    for ticket in (running, ending):
-        rig.start(ticket, gib=4)
-    rig.broker.end(ending)
-    rig.broker.read()
-    waiters = [Waiter(rig, rig.submit(name, 10)) for name in "ab"]
-    rig.broker.settle()
-    rig.broker.close()
-    assert all(isinstance(waiter.result(), Withdrawn) for waiter in waiters)
-    # What was still there at the last reading.
-    assert rig.next_recovered() == ("ending", 4 * GIB)
-    late = rig.submit("late", 1)
-    assert isinstance(Waiter(rig, late).result(), Withdrawn)
-    assert not rig.broker.withdraw(late)
-    rig.broker.end(running)
-    assert rig.next_recovered() == ("running", None)
-    assert rig.ledger.view().reservations == ()
-    rig.broker.close()
-
-
-def test_a_broker_that_was_never_used_closes(rig: Rig) -> None:
-    rig.broker.close()
-    assert rig.broker.closed
-
-
 def test_a_process_has_one_broker_for_each_specification(rig: Rig) -> None:
     key = object()
     broker = shared_broker(key, rig.another)
     assert shared_broker(key, rig.another) is broker
     assert shared_broker(object(), rig.another) is not broker
-    broker.close()
-    assert shared_broker(key, rig.another) is not broker

@@ -316,15 +316,6 @@ def test_hot_standbys_on_other_devices_stay(make_rig: MakeRig) -> None:
     assert indices(ticket) == [1]
 
 
-def test_a_broker_that_closes_ends_its_hot_standbys(rig: Rig, hot: Hot) -> None:
-    hot.make("s")
-    rig.broker.close()
-    assert hot.asked == ["s"]
-    hot.end("s")
-    assert hot.reserved() == {}
-    assert hot.lend("t") is None
-
-
 def test_a_hot_standby_counts_as_reserved_where_a_device_lists_no_process(
     rig: Rig, hot: Hot
 ) -> None:

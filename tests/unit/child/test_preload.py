@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from prefect_gpu.child import exit as process_exit
-from prefect_gpu.child import preload
+from prefect_gpu.child import preload, warm_up
 
 
 class Ended(BaseException):
@@ -80,6 +80,6 @@ def test_a_parent_that_has_ended_before_the_imports_ends_the_server() -> None:
 
 
 def test_a_module_that_cannot_be_imported_is_reported_with_the_reason() -> None:
-    failed = preload.import_all(["json", "prefect_gpu.no_such_module"])
+    failed = warm_up.import_all(["json", "prefect_gpu.no_such_module"])
     assert list(failed) == ["prefect_gpu.no_such_module"]
     assert failed["prefect_gpu.no_such_module"].startswith("ModuleNotFoundError: ")

@@ -14,7 +14,6 @@ from prefect_gpu.processes.messages import Warmed
 from prefect_gpu.processes.standby_kind import (
     MOST_FAILURES,
     SIMULATED,
-    Failures,
     Kind,
     KindRecord,
     Stage,
@@ -102,27 +101,19 @@ def test_one_takes_what_was_measured_last(record: KindRecord) -> None:
 # Failures.
 
 
-def test_what_fails_some_times_in_a_row_is_given_up() -> None:
-    failures, said = Failures(), []
-    for now_s in (1.0, 2.0, 10.0):
-        assert failures.add(now_s - 0.5, now_s, "it died")
-        said.append(failures.given_up)
-    assert said == ["", "", "it died"]
-    assert not failures.add(11.0, 12.0, "it died again")
-
-
 def test_a_success_makes_failures_count_anew(record: KindRecord) -> None:
     for now_s in (1.0, 2.0, 3.0, 4.0):
-        record.take_death(standby(started_s=now_s - 0.5), now_s, "it died")
+        record.take_failure(standby(started_s=now_s - 0.5), now_s, "it died")
         record.take_success(standby())
-    assert not record.starts.given_up
+    assert not record.given_up
 
 
-def test_those_that_were_started_before_a_failure_fail_for_the_same_reason() -> None:
-    failures = Failures()
-    assert failures.add(started_s=1.0, now_s=5.0, why="a module was edited")
-    assert not failures.add(started_s=2.0, now_s=6.0, why="a module was edited")
-    assert failures.count == 1
+def test_those_that_were_started_before_a_failure_fail_for_the_same_reason(
+    record: KindRecord,
+) -> None:
+    assert record.take_failure(standby(started_s=1.0), 5.0, "a module was edited")
+    assert not record.take_failure(standby(started_s=2.0), 6.0, "a module was edited")
+    assert record.failures == 1
 
 
 def test_a_problem_is_first_laid_to_the_users_modules(record: KindRecord) -> None:
@@ -130,30 +121,30 @@ def test_a_problem_is_first_laid_to_the_users_modules(record: KindRecord) -> Non
     for _ in range(2):
         # Two were started before the first reported.
         record.take_imports(Warmed(touched="it opened a file"), ("ours", "users"))
-    assert record.modules == ("ours",) and not record.starts.given_up
+    assert record.modules == ("ours",) and not record.given_up
     record.take_imports(Warmed(touched="it started a thread"), ("ours",))
-    assert "it started a thread" in record.starts.given_up
+    assert "it started a thread" in record.given_up
 
 
 def test_a_kind_is_left_alone_after_some_deaths_and_it_is_said_once(
     record: KindRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(MOST_FAILURES - 1):
-        record.take_death(standby(started_s=number), number + 0.5, "it ended with 4")
-    assert not record.starts.given_up
+        record.take_failure(standby(started_s=number), number + 0.5, "it ended with 4")
+    assert not record.given_up
     for now_s in (10.0, 20.0):
-        record.take_death(standby(started_s=now_s - 1), now_s, f"it ended at {now_s:g}", "oh")
+        record.take_failure(standby(started_s=now_s - 1), now_s, f"it ended at {now_s:g}", "oh")
     (said,) = caplog.messages
     assert "for ours, users: 3 in a row" in said and said.endswith("its stderr:\noh")
     (demand,) = demands_of({KIND: record}, [KIND], [])
-    assert record.starts.given_up == "it ended at 10" and not demand.useful
+    assert record.given_up == "it ended at 10" and not demand.useful
 
 
 def test_a_kind_is_left_alone_after_some_that_did_not_suit(record: KindRecord) -> None:
     for number in range(MOST_FAILURES):
-        assert not record.starts.given_up
+        assert not record.given_up
         record.take_misfit(standby(started_s=number), number + 0.5)
-    assert "environment" in record.starts.given_up
+    assert "environment" in record.given_up
 
 
 # Which start their framework on a device.
@@ -183,7 +174,7 @@ def test_no_device_is_asked_for_where_hot_ones_never_suit(record: KindRecord) ->
         assert choose_to_start({KIND: record}, [standby()], number)
         record.take_misfit(standby(started_s=number, device=GPU), number + 0.5)
     assert choose_to_start({KIND: record}, [standby()], 99.0) == []
-    assert not record.starts.given_up, "standbys that only import go on"
+    assert not record.given_up, "standbys that only import go on"
 
 
 def test_a_device_where_a_framework_does_not_start_is_said_once(

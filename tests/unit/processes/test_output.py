@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import selectors
 import sys
 import threading
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.processes import output
-from prefect_gpu.processes.output import OutputForwarder
+from prefect_gpu.processes.output import ChildOutput, OutputForwarder
 
 
 class Gate:
@@ -124,9 +127,18 @@ def test_flush_returns_whether_it_was_in_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_character_that_is_cut_between_two_reads_is_decoded() -> None:
-    decode = output.decoder().decode
-    data = "grün".encode()
-    assert decode(data[:3]) + decode(data[3:]) == "grün"
+    reading, writing = os.pipe()
+    offered: list[str] = []
+    forwarder = SimpleNamespace(full=False, offer=lambda name, text: offered.append(text))
+    with selectors.DefaultSelector() as selector, open(reading, "rb", buffering=0) as stream:
+        child = ChildOutput({"stdout": stream}, selector, cast(OutputForwarder, forwarder))
+        for piece in ("grün".encode()[:3], "grün".encode()[3:]):
+            os.write(writing, piece)
+            ((key, mask),) = selector.select(DEADLOCK_S)
+            key.data(mask)
+        os.close(writing)
+        child.finish()
+    assert offered == ["gr", "ün", ""]
 
 
 def test_output_for_which_no_thread_starts_is_written_with_the_next(

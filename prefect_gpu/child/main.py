@@ -25,8 +25,8 @@ from prefect_gpu.child.channel import Channel, current_channel, set_current_chan
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.child.shortage import find_shortage
-from prefect_gpu.errors import ProtocolError
-from prefect_gpu.frameworks import context, hooks, registry
+from prefect_gpu.errors import FrameworkError, ProtocolError
+from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes import values
@@ -96,6 +96,7 @@ def _report(channel: Channel, done: Warmed | Heated) -> None:
 def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
     adapters = registry.adapters_for(prepare.policy)
+    names = [adapter.name for adapter in adapters]
     readings = Readings(prepare.policy, adapters)
     recorder = Recorder(readings)
     in_task.set_current_recorder(recorder)
@@ -127,7 +128,7 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
                 result = run_body(call)
             except BaseException as error:
                 # At once: other processes take memory, and the body's frames are released.
-                shortage = find_shortage(error, adapters, readings)
+                shortage = find_shortage(error, names, readings)
                 raise
             finally:
                 sampler.stop()
@@ -139,7 +140,7 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
         raised, text = True, _format_traceback(error)
         # An error while the call was read, a framework was set up for it, or its result was copied to
         # the host, counts as well.
-        shortage = shortage or find_shortage(error, adapters, readings)
+        shortage = shortage or find_shortage(error, names, readings)
         data = values.dump_exception(error, reducers)
     ended = BodyEnded(raised, shortage, text, *sampler.last(), _host_peak_bytes())
     channel.send_with_value(ended, data)
@@ -181,9 +182,14 @@ def calibrate(framework: str) -> None:
         framework: As in `gpu:framework=`.
 
     Raises:
-        FrameworkError: There is no such framework here, or it failed on the device.
+        FrameworkError: It is not installed, or failed on the device.
     """
-    reserved_bytes = context.run_calibration(framework)
+    try:
+        reserved_bytes = registry.ADAPTERS[framework].calibrate()
+    except Exception as error:
+        raise FrameworkError(
+            framework, f"calibration failed: {type(error).__name__}: {error}"
+        ) from error
     channel = current_channel()
     assert channel is not None
     channel.ask("calibrated", reserved_bytes=reserved_bytes)

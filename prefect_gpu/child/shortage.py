@@ -1,19 +1,22 @@
 """What a child knows when device memory has run out, read while the body's frames still hold theirs.
 
-Each adapter says which errors mean an out-of-memory. What follows from it is decided in
-`prefect_gpu.scheduling.ladder`.
+Which errors mean an out-of-memory is decided in `frameworks.out_of_memory`, what follows from it in
+`scheduling.ladder`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.devices.own import OwnUse
-from prefect_gpu.frameworks.adapter import FrameworkAdapter
-from prefect_gpu.frameworks.out_of_memory import OutOfMemory, causes, parse_wanted_bytes
+from prefect_gpu.frameworks.out_of_memory import (
+    OutOfMemory,
+    find_out_of_memory,
+    parse_wanted_bytes,
+)
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"([0-9]+(?:\.[0-9]+)?) (bytes|[KMG]iB)"
@@ -82,29 +85,23 @@ def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
 
 
 def find_shortage(
-    error: BaseException, adapters: Sequence[FrameworkAdapter], readings: Readings
+    error: BaseException, frameworks: Collection[str], readings: Readings
 ) -> OutOfMemory | None:
     """Find an out-of-memory in an error and its causes, and read what the process holds.
 
     Args:
         error: What the body raised.
-        adapters: Recognise their frameworks' errors.
+        frameworks: Those whose errors count, as in `gpu:framework=`.
         readings: Of the process's memory now.
 
     Returns:
         What is known of it; `None`: the error is no out-of-memory.
     """
-    for current in causes(error):
-        try:
-            if getattr(current, "__prefect_gpu_out_of_memory__", False):
-                return _read_simulated(current)
-            for adapter in adapters:
-                if adapter.is_out_of_memory(current):
-                    return _read_state(adapter.name, str(current), readings)
-        except Exception:
-            # An error of the user whose own text or attributes raise: no framework's.
-            pass
-    return None
+    found = find_out_of_memory(error, frameworks)
+    if found is None:
+        return None
+    cause, framework = found
+    return _read_state(framework, str(cause), readings) if framework else _read_simulated(cause)
 
 
 def _read_state(framework: str, text: str, readings: Readings) -> OutOfMemory:

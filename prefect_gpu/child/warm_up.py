@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from prefect_gpu import in_task as inside
 from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
@@ -180,7 +181,7 @@ def _check_modules(late: Late) -> None:
 def _users_files() -> Iterator[tuple[str, str]]:
     """Yield the name and the file of the user's modules that are loaded."""
     for name in tuple(sys.modules):
-        path = registry.look_at(name, "__file__")
+        path = look_at(name, "__file__")
         # Some modules name a file that never existed.
         if isinstance(path, str) and registry.is_users(name) and os.path.exists(path):
             yield name, path

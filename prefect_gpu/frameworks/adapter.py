@@ -11,11 +11,10 @@ shows on real devices that these rules hold. The environment of this process is 
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol
 
 from prefect_gpu.scheduling.model import DeviceKind
 
@@ -125,8 +124,6 @@ def _applies_late(name: str, old: str | None) -> bool:
 
 
 AllocationMode = Literal["limit", "growth", "all"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,10 +314,6 @@ class FrameworkAdapter:
         Does nothing before the framework used a device, or where it never returns memory.
         """
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether `error` itself (not its causes) says that device memory ran out."""
-        raise NotImplementedError
-
     def reduce_to_host(self, value: Any) -> Any:
         """Child: return a pickle reduction (tuple) that rebuilds `value` from host memory.
 
@@ -339,25 +332,29 @@ class FrameworkAdapter:
         raise NotImplementedError
 
 
-def load(name: str) -> Any:
-    """Import a framework's module. It is `Any`, since frameworks are untyped here."""
-    return importlib.import_module(name)
+def look_at(module: str, attribute: str) -> Any:
+    """Return an attribute of a module in `sys.modules` without importing anything.
 
+    `getattr` would load a module of `importlib.util.LazyLoader`: Ray, as `prefect_ray` imports it.
 
-def imported(name: str, attribute: str, *more: str) -> Any:
-    """Return a module that is imported and has these attributes, else `None`; never import one.
-
-    Attributes are looked up in the module's dictionary. `getattr` would load a module of
-    `importlib.util.LazyLoader`, and a module that another thread is importing may lack some.
+    Returns:
+        `None`: there is no such module, or it has no such attribute.
     """
-    module = sys.modules.get(name)
     try:
-        found = object.__getattribute__(module, "__dict__")
+        return object.__getattribute__(sys.modules.get(module), attribute)
     except AttributeError:
         return None
-    return module if all(wanted in found for wanted in (attribute, *more)) else None
 
 
-def host_value(value: T) -> T:
+def imported(name: str, *attributes: str) -> Any:
+    """Return a module that is imported and has these attributes, else `None`; never import one.
+
+    A module that another thread is importing may lack some.
+    """
+    found = look_at(name, "__dict__") or ()
+    return sys.modules.get(name) if all(wanted in found for wanted in attributes) else None
+
+
+def host_value(value: Any) -> Any:
     """Return the value. Pickled host copies name this function, and rebuild through it."""
     return value

@@ -1,8 +1,7 @@
 """What a framework takes of a device outside its own allocator: its context.
 
-Contexts are measured once and stored on disk. `run_calibration` is the part of the measurement that
-runs in a child process; `runner.context_size` starts that child. The broker chooses which figure a
-budget uses.
+Contexts are measured once and stored on disk. `runner.context_size` starts the child that an adapter
+calibrates. The broker chooses which figure a budget uses.
 """
 
 from __future__ import annotations
@@ -13,27 +12,22 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
-from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.units import GIB, MIB
 
 #: Bytes used where a calibration failed: NVML's figure less the allocator's, one process on an H200,
 #: driver 580, CUDA 13, 2026-11-20. Other GPUs and drivers showed 290 to 670 MiB.
-FALLBACK_CONTEXT_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        # torch 2.11 after `calibrate`, which loads cuBLASLt and cuFFT too; 676 with cuBLAS alone.
-        "torch": 766 * MIB,
-        # TensorFlow 2.21: 3260 MiB shown for a limit of 2048 MiB (FACTS.md).
-        "tensorflow": int(1.2 * GIB),
-        "jax": 636 * MIB,  # JAX 0.11 after `calibrate`; 602 to 618 in a plain program (FACTS.md)
-        "cupy": 594 * MIB,  # CuPy 14 after `calibrate`; 588 in a plain program (FACTS.md)
-        # ONNX Runtime 1.31: 680 after a small product (FACTS.md), and 90 for cuDNN and cuFFT, as
-        # they added to torch.
-        "onnxruntime": 770 * MIB,
-    }
-)
+FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
+    # torch 2.11 after `calibrate`, which loads cuBLASLt and cuFFT too; 676 with cuBLAS alone.
+    "torch": 766 * MIB,
+    # TensorFlow 2.21: 3260 MiB shown for a limit of 2048 MiB (FACTS.md).
+    "tensorflow": int(1.2 * GIB),
+    "jax": 636 * MIB,  # JAX 0.11 after `calibrate`; 602 to 618 in a plain program (FACTS.md)
+    "cupy": 594 * MIB,  # CuPy 14 after `calibrate`; 588 in a plain program (FACTS.md)
+    # ONNX Runtime 1.31: 680 after a small product (FACTS.md), and 90 for cuDNN and cuFFT, as
+    # they added to torch.
+    "onnxruntime": 770 * MIB,
+}
 
 #: For any other framework.
 DEFAULT_CONTEXT_BYTES = 700 * MIB
@@ -60,35 +54,6 @@ class ContextKey:
 def fallback_context_bytes(framework: str) -> int:
     """Return the context to assume where none could be measured, in bytes."""
     return FALLBACK_CONTEXT_BYTES.get(framework, DEFAULT_CONTEXT_BYTES)
-
-
-def run_calibration(framework: str) -> int:
-    """Child: use device 0 through a framework, and keep what it loaded.
-
-    The parent process reads the driver's figure for the child meanwhile. The difference to what this
-    returns is the context.
-
-    Args:
-        framework: As in `gpu:framework=`.
-
-    Returns:
-        Bytes that its allocator still holds on device 0. The process must live until the driver's
-        figure has been read.
-
-    Raises:
-        FrameworkError: There is no such framework here, or it failed on the device.
-    """
-    adapter = ADAPTERS.get(framework)
-    if adapter is None:
-        raise FrameworkError(framework, f"cannot be calibrated; can: {', '.join(ADAPTERS)}")
-    try:
-        return adapter.calibrate()
-    except FrameworkError:
-        raise
-    except Exception as error:
-        raise FrameworkError(
-            framework, f"calibration failed: {type(error).__name__}: {error}"
-        ) from error
 
 
 class ContextStore:

@@ -1,7 +1,8 @@
-"""CuPy: its pool is capped through the environment; counters, out-of-memory, arrays to NumPy."""
+"""CuPy: its pool is capped through the environment; counters, arrays to NumPy."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
@@ -11,9 +12,7 @@ from prefect_gpu.frameworks.adapter import (
     FrameworkPolicy,
     host_value,
     imported,
-    load,
 )
-from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory, says
 
 
 class CupyAdapter(FrameworkAdapter):
@@ -39,7 +38,7 @@ class CupyAdapter(FrameworkAdapter):
         """
         if policy.device_kind != "nvml":
             return
-        cupy = load("cupy")
+        cupy = import_module("cupy")
         _check_devices(cupy, len(policy.device_uuids))
         caps = policy.cap_bytes(self.name)
         if caps is not None and policy.allocation == "all":
@@ -51,7 +50,7 @@ class CupyAdapter(FrameworkAdapter):
 
     def start_device(self) -> None:
         """Child: create the context and load cuBLAS."""
-        cupy = load("cupy")
+        cupy = import_module("cupy")
         a = cupy.ones((256, 256), dtype=cupy.float32)
         float((a @ a).sum())
         del a
@@ -65,7 +64,7 @@ class CupyAdapter(FrameworkAdapter):
         """Child: limit the pool, which has read its variable with the first allocation."""
         caps = policy.cap_bytes(self.name)
         # 0: no limit.
-        load("cupy").get_default_memory_pool().set_limit(size=min(caps) if caps else 0)
+        import_module("cupy").get_default_memory_pool().set_limit(size=min(caps) if caps else 0)
 
     def counters(self) -> Counters | None:
         """Child: read the default pool on the calling thread's device.
@@ -82,17 +81,6 @@ class CupyAdapter(FrameworkAdapter):
         if cupy is not None and _read_counters(cupy) is not None:
             _release(cupy)
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise the pool's error and the driver's."""
-        roots = ("cupy", "cupy_backends")
-        if is_named(error, roots, ("OutOfMemoryError",)):
-            return True
-        if looks_out_of_memory(error) == self.name:
-            return True
-        return is_named(
-            error, roots, ("CUDARuntimeError", "CUBLASError", "CUDADriverError")
-        ) and says(error, "MemoryAllocation", "out of memory", "ALLOC_FAILED")
-
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce arrays to NumPy."""
         cupy = imported("cupy", "ndarray")
@@ -102,7 +90,7 @@ class CupyAdapter(FrameworkAdapter):
 
     def calibrate(self) -> int:
         """Child: load cuBLAS and cuFFT, empty the pool, return what it still holds."""
-        cupy = load("cupy")
+        cupy = import_module("cupy")
         a = cupy.ones((512, 512), dtype=cupy.float32)
         float((a @ a).sum())
         float(cupy.abs(cupy.fft.rfft2(a)).sum())

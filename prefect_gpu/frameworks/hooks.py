@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.abc
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import _LazyModule  # type: ignore[attr-defined]
 from types import ModuleType
@@ -114,14 +113,11 @@ def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> Af
 
 def frameworks_in_use() -> tuple[str, ...]:
     """Return the names of the frameworks that this process has imported."""
-    return tuple(adapter.name for adapter in _in_use(None))
+    return tuple(adapter.name for adapter in _in_use(ADAPTERS.values()))
 
 
-def collect_counters(adapters: Iterable[FrameworkAdapter] | None = None) -> Counters | None:
+def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
     """Sum the counters of the frameworks that are imported; safe while one is being imported.
-
-    Args:
-        adapters: Which to read; `None`: all.
 
     Returns:
         The sum. A field is `None` where no framework knows it. A framework that does not count
@@ -141,13 +137,10 @@ def collect_counters(adapters: Iterable[FrameworkAdapter] | None = None) -> Coun
     )
 
 
-def sample(adapters: Iterable[FrameworkAdapter] | None = None) -> tuple[int, int] | None:
+def sample(adapters: Iterable[FrameworkAdapter]) -> tuple[int, int] | None:
     """Read what the frameworks have allocated now, and their allocation retries so far.
 
     It reads less than `collect_counters`, for a thread that calls it every few milliseconds.
-
-    Args:
-        adapters: Which to read; `None`: all.
 
     Returns:
         The sums; a framework that does not count retries adds none. `None`: no framework has used
@@ -157,37 +150,19 @@ def sample(adapters: Iterable[FrameworkAdapter] | None = None) -> tuple[int, int
     return (sum(live for live, _ in found), sum(n for _, n in found)) if found else None
 
 
-def begin_trace(adapters: Iterable[FrameworkAdapter] | None = None) -> PeakTrace | None:
-    """Begin to trace the frameworks that can be traced.
+def begin_trace(adapters: Iterable[FrameworkAdapter]) -> PeakTrace | None:
+    """Begin to trace what is allocated; `None`: no framework can be traced now.
 
-    Args:
-        adapters: Which to trace; `None`: all.
-
-    Returns:
-        A trace whose end returns the sum of their peaks. If a framework cannot be traced, that is
-        the least that was allocated at the peak. `None`: none can be traced now.
+    Of several frameworks the first that can be traced is.
     """
-    traces = [t for adapter in _in_use(adapters) if (t := adapter.begin_trace()) is not None]
-    return _Traces(tuple(traces)) if traces else None
+    traces = (adapter.begin_trace() for adapter in _in_use(adapters))
+    return next((trace for trace in traces if trace is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Traces:
-    """The traces of several frameworks."""
-
-    traces: tuple[PeakTrace, ...]
-
-    def end(self) -> int | None:
-        # Every trace must end, whatever the others return.
-        peaks = [trace.end() for trace in self.traces]
-        known = [peak for peak in peaks if peak is not None]
-        return sum(known) if len(known) == len(peaks) else None
-
-
-def _in_use(adapters: Iterable[FrameworkAdapter] | None) -> list[FrameworkAdapter]:
+def _in_use(adapters: Iterable[FrameworkAdapter]) -> list[FrameworkAdapter]:
     return [
         adapter
-        for adapter in (ADAPTERS.values() if adapters is None else adapters)
+        for adapter in adapters
         if adapter.module in sys.modules and not _is_lazy(sys.modules.get(adapter.module))
     ]
 

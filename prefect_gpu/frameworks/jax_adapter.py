@@ -1,4 +1,4 @@
-"""JAX: capped through its environment; counters, out-of-memory, arrays to NumPy.
+"""JAX: capped through its environment; counters, arrays to NumPy.
 
 XLA reads a fraction of the device's total, and whether to take that fraction whole. Under a cap it
 takes it whole. Regions that grow are never merged: a program ran out of memory with 30 % more than
@@ -8,6 +8,7 @@ first array, `all` at once.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
@@ -17,9 +18,7 @@ from prefect_gpu.frameworks.adapter import (
     FrameworkPolicy,
     host_value,
     imported,
-    load,
 )
-from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory, says
 
 
 class JaxAdapter(FrameworkAdapter):
@@ -59,7 +58,7 @@ class JaxAdapter(FrameworkAdapter):
         """
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
             return
-        jax = load("jax")
+        jax = import_module("jax")
         if policy.allocation == "all":
             # Its allocator takes its region with the first array, not when the backend starts.
             _start_devices(jax)
@@ -117,14 +116,6 @@ class JaxAdapter(FrameworkAdapter):
         if jax is not None:
             jax.clear_caches()
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise XLA's error by its status, since its class covers every failure."""
-        if looks_out_of_memory(error) == self.name:
-            return True
-        return is_named(error, ("jax", "jaxlib"), ("JaxRuntimeError", "XlaRuntimeError")) and says(
-            error, "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY", "ALLOC_FAILED"
-        )
-
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce arrays to NumPy, on the CPU too, so that flows see one type."""
         jax = imported("jax", "Array")
@@ -134,12 +125,12 @@ class JaxAdapter(FrameworkAdapter):
             return NotImplemented
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
-        return host_value, (load("numpy").asarray(value),)
+        return host_value, (import_module("numpy").asarray(value),)
 
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuDNN and cuFFT; needs preallocation off."""
-        jax = load("jax")
-        jnp = load("jax.numpy")
+        jax = import_module("jax")
+        jnp = import_module("jax.numpy")
         for dtype in (jnp.float32, jnp.bfloat16):
             a = jnp.ones((512, 512), dtype)
             (a @ a).block_until_ready()

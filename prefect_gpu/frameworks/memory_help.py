@@ -12,17 +12,12 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 from prefect_gpu import in_task
 from prefect_gpu.devices.own import OwnMemory
-from prefect_gpu.frameworks.adapter import FrameworkAdapter
-from prefect_gpu.frameworks.out_of_memory import causes
+from prefect_gpu.frameworks.out_of_memory import find_out_of_memory
 from prefect_gpu.frameworks.registry import ADAPTERS
-
-#: Returns the bytes that the driver shows for this process by device UUID, for the devices that it
-#: reports.
-ReadOwn = Callable[[], Mapping[str, int]]
 
 
 def release_cached() -> int:
@@ -36,18 +31,13 @@ def release_cached() -> int:
         Bytes by which the driver's figure for this process fell, over the task's devices; 0 outside
         a GPU task, where the driver does not report it, and where nothing was freed.
     """
-    return release(ADAPTERS.values(), _read_own)
-
-
-def release(adapters: Iterable[FrameworkAdapter], read_own: ReadOwn) -> int:
-    """Do what `release_cached` does, for these frameworks and with this way to read the driver."""
-    before = read_own()
+    before = _read_own()
     gc.collect()
-    for adapter in adapters:
+    for adapter in ADAPTERS.values():
         if adapter.module in sys.modules:
             adapter.release_cached()
     gc.collect()
-    after = read_own()
+    after = _read_own()
     return sum(max(0, size - after.get(uuid, size)) for uuid, size in before.items())
 
 
@@ -85,24 +75,11 @@ def find_batch_size(fn: Callable[[int], object], start: int, *, least: int = 1) 
             fn(size)
             return size
         except Exception as error:
-            if size == least or not _says_out_of_memory(error, handled):
+            if size == least or find_out_of_memory(error, until=handled) is None:
                 raise
         # Outside the handler the error is gone, and with it the frames that hold `fn`'s tensors.
         release_cached()
         size = max(least, size // 2)
-
-
-def _says_out_of_memory(error: BaseException, handled: BaseException | None) -> bool:
-    for cause in causes(error, until=handled):
-        try:
-            # Errors of simulated devices have this mark.
-            if getattr(cause, "__prefect_gpu_out_of_memory__", False):
-                return True
-            if any(adapter.is_out_of_memory(cause) for adapter in ADAPTERS.values()):
-                return True
-        except Exception:  # noqa: BLE001 - the text or attributes of a user's error may raise
-            continue
-    return False
 
 
 def _read_own() -> dict[str, int]:

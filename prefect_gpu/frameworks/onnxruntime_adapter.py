@@ -10,12 +10,12 @@ Arenas cannot be read from Python: there are no counters, and reports show what 
 from __future__ import annotations
 
 import importlib.resources
+from importlib import import_module
 from typing import Any
 
 from prefect_gpu import in_task
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy, load
-from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory, says
+from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy
 from prefect_gpu.units import MIB
 
 #: Bytes that the arena of a calibration may take: many times what its model needs, so that cuDNN
@@ -75,24 +75,13 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
         _applied = policy
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
             return
-        providers = load("onnxruntime").get_available_providers()
+        providers = import_module("onnxruntime").get_available_providers()
         if "CUDAExecutionProvider" not in providers:
             raise FrameworkError(
                 self.name,
                 f"{len(policy.device_uuids)} GPU(s) allotted, but no CUDAExecutionProvider among "
                 f"{', '.join(providers)}; install onnxruntime-gpu",
             )
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise the arena's message and the driver's, which have no error class of their own.
-
-        An arena in the machine's own memory says the same. In a GPU task it is taken for a device's.
-        """
-        if looks_out_of_memory(error) == self.name:
-            return True
-        return is_named(error, "onnxruntime", ("Fail", "RuntimeException", "EPFail")) and says(
-            error, "Failed to allocate memory", "out of memory"
-        )
 
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuDNN and cuFFT with a small model.
@@ -101,7 +90,7 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
             Bytes of the model's inputs and outputs, which the arena holds. What else it holds
             (workspaces, 128 MiB at most) is unknown and counts as context, on the safe side.
         """
-        onnxruntime = load("onnxruntime")
+        onnxruntime = import_module("onnxruntime")
         session, inputs = calibration_session(
             onnxruntime, provider_options(0, CALIBRATION_ARENA_BYTES)
         )
@@ -134,7 +123,7 @@ def onnxruntime_provider_options(device: int = 0) -> dict[str, str]:
     if allocation is None:
         return provider_options(device, None)
     # The first import applies the policy.
-    load("onnxruntime")
+    import_module("onnxruntime")
     if _applied is None:
         # Tags name other frameworks only.
         return provider_options(device, allocation.cap_bytes)
@@ -170,5 +159,5 @@ def calibration_session(onnxruntime: Any, provider: dict[str, str]) -> tuple[Any
     session = onnxruntime.InferenceSession(
         calibration_model(), options, providers=[("CUDAExecutionProvider", provider)]
     )
-    numpy = load("numpy")
+    numpy = import_module("numpy")
     return session, {i.name: numpy.ones(i.shape, numpy.float32) for i in session.get_inputs()}

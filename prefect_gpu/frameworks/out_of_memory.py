@@ -1,74 +1,95 @@
 """Recognise an out-of-memory error of a device, its framework, and the size that was requested.
 
 Only classes and texts are read, so it works on errors that crossed a pipe and imports no framework.
-Each adapter adds its own error classes (`is_out_of_memory`). What follows from an out-of-memory is
-decided in `scheduling.ladder`. Host memory (`MemoryError`, `std::bad_alloc`) is not covered: more
-memory on a device would not help.
+What follows from an out-of-memory is decided in `scheduling.ladder`. Host memory (`MemoryError`,
+`std::bad_alloc`) is not covered: more memory on a device would not help.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from prefect_gpu.units import parse_bytes
 
 #: The framework of an error class, by the root of its module. The text of such an error is compared
 #: with the texts of that framework only.
-_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "torch": "torch",
-        "tensorflow": "tensorflow",
-        "jax": "jax",
-        "jaxlib": "jax",
-        "cupy": "cupy",
-        "cupy_backends": "cupy",
-        "onnxruntime": "onnxruntime",
-    }
-)
+_OWNERS: Final[Mapping[str, str]] = {
+    "torch": "torch",
+    "tensorflow": "tensorflow",
+    "jax": "jax",
+    "jaxlib": "jax",
+    "cupy": "cupy",
+    "cupy_backends": "cupy",
+    "onnxruntime": "onnxruntime",
+}
+
+#: Texts by framework and its error class, in lower case. One of them must occur; any text has the
+#: empty one.
+_CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "torch": {"OutOfMemoryError": ("",)},
+    "tensorflow": {
+        "ResourceExhaustedError": ("",),
+        "OpError": ("out of memory", "out_of_memory", "alloc_failed", "resource_exhausted"),
+    },
+    # Its class covers every failure, so the status counts.
+    "jax": dict.fromkeys(
+        ("JaxRuntimeError", "XlaRuntimeError"),
+        ("resource_exhausted", "cuda_error_out_of_memory", "alloc_failed"),
+    ),
+    "cupy": {
+        "OutOfMemoryError": ("",),
+        **dict.fromkeys(
+            ("CUDARuntimeError", "CUBLASError", "CUDADriverError"),
+            ("memoryallocation", "out of memory", "alloc_failed"),
+        ),
+    },
+    # The arena and the driver have no error class of their own. An arena in the machine's own memory
+    # says the same. In a GPU task it is taken for a device's.
+    "onnxruntime": dict.fromkeys(
+        ("Fail", "RuntimeException", "EPFail"), ("failed to allocate memory", "out of memory")
+    ),
+}
 
 #: Texts by framework, in lower case; all parts of one must occur. Errors of other classes are compared
 #: in this order: messages of ONNX Runtime and TensorFlow quote those of others.
-_TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = MappingProxyType(
-    {
-        "onnxruntime": (
-            ("bfc_arena",),
-            ("bfcarena",),
-            # As ONNX Runtime writes CUDA's error 2, `cudaErrorMemoryAllocation`.
-            ("cuda failure 2:", "out of memory"),
-            ("onnxruntime", "failed to allocate memory"),
-            ("onnxruntime", "_alloc_failed"),
-        ),
-        "tensorflow": (("oom when allocating tensor",),),
-        # The status alone is gRPC's too, for a message that is too long.
-        "jax": (
-            ("resource_exhausted", "out of memory"),
-            ("resource_exhausted", "failed to allocate"),
-        ),
-        "cupy": (
-            ("out of memory allocating", "allocated so far"),
-            ("cudaerrormemoryallocation",),
-        ),
-        "torch": (
-            ("cuda out of memory",),
-            ("cuda error: out of memory",),
-            # With expandable segments the driver is asked directly.
-            ("cuda driver error: out of memory",),
-            ("triton error [cuda]: out of memory",),
-            ("cublas_status_alloc_failed",),
-            ("cudnn_status_alloc_failed",),
-            # cuDNN 9's name for it.
-            ("cudnn_status_internal_error_device_allocation_failed",),
-            ("cusolver_status_alloc_failed",),
-            ("cusparse_status_alloc_failed",),
-            ("cufft_alloc_failed",),
-        ),
-    }
-)
+_TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
+    "onnxruntime": (
+        ("bfc_arena",),
+        ("bfcarena",),
+        # As ONNX Runtime writes CUDA's error 2, `cudaErrorMemoryAllocation`.
+        ("cuda failure 2:", "out of memory"),
+        ("onnxruntime", "failed to allocate memory"),
+        ("onnxruntime", "_alloc_failed"),
+    ),
+    "tensorflow": (("oom when allocating tensor",),),
+    # The status alone is gRPC's too, for a message that is too long.
+    "jax": (
+        ("resource_exhausted", "out of memory"),
+        ("resource_exhausted", "failed to allocate"),
+    ),
+    "cupy": (
+        ("out of memory allocating", "allocated so far"),
+        ("cudaerrormemoryallocation",),
+    ),
+    "torch": (
+        ("cuda out of memory",),
+        ("cuda error: out of memory",),
+        # With expandable segments the driver is asked directly.
+        ("cuda driver error: out of memory",),
+        ("triton error [cuda]: out of memory",),
+        ("cublas_status_alloc_failed",),
+        ("cudnn_status_alloc_failed",),
+        # cuDNN 9's name for it.
+        ("cudnn_status_internal_error_device_allocation_failed",),
+        ("cusolver_status_alloc_failed",),
+        ("cusparse_status_alloc_failed",),
+        ("cufft_alloc_failed",),
+    ),
+}
 
 #: Texts of errors about host memory, pinned memory included. TensorFlow names the allocator: `cpu`,
 #: `mklcpu`, `gpu_host_bfc`; that of a device is `GPU_0_bfc`.
@@ -114,6 +135,34 @@ def _members(error: BaseException) -> list[BaseException]:
     return [member for member in found if isinstance(member, BaseException)]
 
 
+def find_out_of_memory(
+    error: BaseException,
+    frameworks: Collection[str] = _TEXTS.keys(),
+    until: BaseException | None = None,
+) -> tuple[BaseException, str] | None:
+    """Find an out-of-memory of a device in an error, its members and its causes.
+
+    Args:
+        error: What a body raised.
+        frameworks: Those whose errors count.
+        until: As for `causes`.
+
+    Returns:
+        The error that says it, and its framework as in `gpu:framework=` (empty: a simulated device).
+        `None`: none does.
+    """
+    for cause in causes(error, until):
+        try:
+            if getattr(cause, "__prefect_gpu_out_of_memory__", False):
+                return cause, ""
+            framework = looks_out_of_memory(cause)
+        except Exception:  # noqa: BLE001 - the text or attributes of a user's error may raise
+            continue
+        if framework in frameworks:
+            return cause, framework
+    return None
+
+
 def looks_out_of_memory(error: BaseException) -> str:
     """Return the framework whose device ran out of memory, by an error's class and text.
 
@@ -123,42 +172,23 @@ def looks_out_of_memory(error: BaseException) -> str:
     Returns:
         The framework, as in `gpu:framework=`; empty: it is another error.
     """
-    bases = type(error).__mro__
-    if any(base.__module__ == "builtins" and base not in _PLAIN for base in bases):
-        return ""
     text = str(error).lower()
     if _HOST.search(text):
         return ""
-    owners = (_OWNERS.get(base.__module__.partition(".")[0]) for base in bases)
-    owner = next((name for name in owners if name is not None), None)
+    bases = type(error).__mro__
+    owner = None
+    for base in bases:
+        framework = _OWNERS.get(base.__module__.partition(".")[0])
+        if framework is not None:
+            owner = owner or framework
+            if any(part in text for part in _CLASSES[framework].get(base.__name__, ())):
+                return framework
+    if any(base.__module__ == "builtins" and base not in _PLAIN for base in bases):
+        return ""
     for name, texts in _TEXTS.items():
         if owner in (None, name) and any(all(part in text for part in parts) for parts in texts):
             return name
     return ""
-
-
-def is_named(error: BaseException, root: str | tuple[str, ...], names: Iterable[str]) -> bool:
-    """Return whether an error's class, or a base of it, has one of `names` in a root module.
-
-    Compares names, so that the parent process need not import the framework.
-    """
-    roots = (root,) if isinstance(root, str) else root
-    wanted = frozenset(names)
-    return any(
-        base.__name__ in wanted and base.__module__.partition(".")[0] in roots
-        for base in type(error).__mro__
-    )
-
-
-def says(error: BaseException, *texts: str) -> bool:
-    """Return whether an error's text contains one of `texts`, in any case."""
-    message = str(error).lower()
-    return any(text.lower() in message for text in texts)
-
-
-def says_host_memory(error: BaseException) -> bool:
-    """Return whether an error's text says that host memory ran out."""
-    return _HOST.search(str(error)) is not None
 
 
 #: The size in each framework's message: torch "Tried to allocate 2.00 GiB", JAX and TensorFlow
@@ -175,16 +205,14 @@ _WANTED = re.compile(
 _WANTED_TENSOR = re.compile(r"allocating tensor with shape\s*\[([0-9, ]*)\] and type (\w+)")
 
 #: Bytes of one element by TensorFlow's name of its type.
-_ELEMENT_BYTES: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        **dict.fromkeys(("bool", "int8", "uint8", "qint8", "quint8"), 1),
-        **dict.fromkeys(("float8_e5m2", "float8_e4m3fn"), 1),
-        **dict.fromkeys(("half", "bfloat16", "int16", "uint16", "qint16", "quint16"), 2),
-        **dict.fromkeys(("float", "int32", "uint32", "qint32"), 4),
-        **dict.fromkeys(("double", "int64", "uint64", "complex64"), 8),
-        "complex128": 16,
-    }
-)
+_ELEMENT_BYTES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("bool", "int8", "uint8", "qint8", "quint8"), 1),
+    **dict.fromkeys(("float8_e5m2", "float8_e4m3fn"), 1),
+    **dict.fromkeys(("half", "bfloat16", "int16", "uint16", "qint16", "quint16"), 2),
+    **dict.fromkeys(("float", "int32", "uint32", "qint32"), 4),
+    **dict.fromkeys(("double", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
 
 
 def parse_wanted_bytes(text: str) -> int | None:

@@ -17,10 +17,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy
+from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy, look_at
 from prefect_gpu.frameworks.cupy_adapter import CupyAdapter
 from prefect_gpu.frameworks.jax_adapter import JaxAdapter
 from prefect_gpu.frameworks.onnxruntime_adapter import OnnxRuntimeAdapter
@@ -35,18 +35,16 @@ HOST_BYTES = {"torch": 1048 * MIB, "tensorflow": 1776 * MIB, "jax": 1264 * MIB, 
 HOST_BYTES_LEAST = 78 * MIB
 
 #: Every adapter by its name in `gpu:framework=`; the name `none` has no adapter.
-ADAPTERS: Mapping[str, FrameworkAdapter] = MappingProxyType(
-    {
-        adapter.name: adapter
-        for adapter in (
-            TorchAdapter(),
-            TensorFlowAdapter(),
-            JaxAdapter(),
-            CupyAdapter(),
-            OnnxRuntimeAdapter(),
-        )
-    }
-)
+ADAPTERS: Mapping[str, FrameworkAdapter] = {
+    adapter.name: adapter
+    for adapter in (
+        TorchAdapter(),
+        TensorFlowAdapter(),
+        JaxAdapter(),
+        CupyAdapter(),
+        OnnxRuntimeAdapter(),
+    )
+}
 
 #: Frameworks whose memory can be followed by samples every few milliseconds: they allocate and free at
 #: the pace of the host's code. XLA and TensorFlow free what an operation used as soon as it is queued,
@@ -60,33 +58,29 @@ WITHOUT_PEAK = frozenset({"cupy"})
 NO_FRAMEWORK = "none"
 
 #: The framework of an import root. Libraries that always compute on one framework count as it.
-FRAMEWORK_BY_ROOT: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                "torch", "torchvision", "torchaudio", "torchmetrics", "torch_geometric", "lightning",
-                "pytorch_lightning", "transformers", "diffusers", "accelerate", "peft", "timm",
-                "sentence_transformers", "botorch", "gpytorch",
-            ),
-            "torch",
+FRAMEWORK_BY_ROOT: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "torch", "torchvision", "torchaudio", "torchmetrics", "torch_geometric", "lightning",
+            "pytorch_lightning", "transformers", "diffusers", "accelerate", "peft", "timm",
+            "sentence_transformers", "botorch", "gpytorch",
         ),
-        **dict.fromkeys(("tensorflow", "tf_keras", "tensorflow_hub"), "tensorflow"),
-        **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "numpyro"), "jax"),
-        **dict.fromkeys(("cupy", "cupyx"), "cupy"),
-        "onnxruntime": "onnxruntime",
-    }
-)  # fmt: skip
+        "torch",
+    ),
+    **dict.fromkeys(("tensorflow", "tf_keras", "tensorflow_hub"), "tensorflow"),
+    **dict.fromkeys(("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "numpyro"), "jax"),
+    **dict.fromkeys(("cupy", "cupyx"), "cupy"),
+    "onnxruntime": "onnxruntime",
+}  # fmt: skip
 
 #: Names under which each framework is published, first match wins.
-DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "torch": ("torch",),
-        "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
-        "jax": ("jax",),
-        "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
-        "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
-    }
-)
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
+    "jax": ("jax",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
+    "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
+}
 
 
 def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
@@ -107,21 +101,18 @@ def framework_version(framework: str) -> str:
     return ""
 
 
-def detect_frameworks(
-    fn: Any, environ: Mapping[str, str] | None = None, *, whole_modules: bool = True
-) -> tuple[str, ...]:
+def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]:
     """Return which frameworks a function uses, by reading it.
 
     Args:
         fn: A function, method, partial, callable object or Prefect task.
-        environ: For `KERAS_BACKEND`; `None`: this process's environment.
         whole_modules: Count all imports of the functions' modules, used or not: a child imports
             whole modules.
 
     Returns:
         Names as in `gpu:framework=`, sorted; empty: none found.
     """
-    backend = (os.environ if environ is None else environ).get("KERAS_BACKEND", "tensorflow")
+    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     found = set()
     for module in _Walk(whole_modules).modules(fn):
         root = _root(module)
@@ -285,20 +276,6 @@ def is_users(module: str | None) -> bool:
     # A package's folders, or a module's file.
     places = getattr(spec, "submodule_search_locations", None) or [getattr(spec, "origin", None)]
     return not any(_is_installed(root, str(place)) for place in places if place)
-
-
-def look_at(module: str, attribute: str) -> Any:
-    """Return an attribute of a module in `sys.modules` without importing anything.
-
-    `getattr` would load a module of `importlib.util.LazyLoader`: Ray, as `prefect_ray` imports it.
-
-    Returns:
-        `None`: there is no such module, or it has no such attribute.
-    """
-    try:
-        return object.__getattribute__(sys.modules.get(module), attribute)
-    except AttributeError:
-        return None
 
 
 def _is_installed(root: str, place: str) -> bool:

@@ -1,4 +1,4 @@
-"""TensorFlow and Keras on it: cap or growth, threads, counters, out-of-memory, arrays to NumPy.
+"""TensorFlow and Keras on it: cap or growth, threads, counters, arrays to NumPy.
 
 TensorFlow fixes its devices when its runtime starts (the first operation), and a device can have
 growth or a limit, never both. A limit is taken whole at the first operation, so `allocation=limit`
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
@@ -19,13 +20,6 @@ from prefect_gpu.frameworks.adapter import (
     FrameworkPolicy,
     host_value,
     imported,
-    load,
-)
-from prefect_gpu.frameworks.out_of_memory import (
-    is_named,
-    looks_out_of_memory,
-    says,
-    says_host_memory,
 )
 from prefect_gpu.units import MIB
 
@@ -58,7 +52,7 @@ class TensorFlowAdapter(FrameworkAdapter):
             FrameworkError: It sees other devices than were allotted (it would silently use the
                 CPU), or its runtime has started already.
         """
-        tf = load("tensorflow")
+        tf = import_module("tensorflow")
         try:
             _bound_threads(tf, policy.cpus)
             if policy.device_kind == "nvml":
@@ -97,18 +91,6 @@ class TensorFlowAdapter(FrameworkAdapter):
             peak_reserved_bytes=None,
         )
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise `ResourceExhaustedError` of a device, and the driver's errors in other classes."""
-        if says_host_memory(error):
-            return False
-        if is_named(error, "tensorflow", ("ResourceExhaustedError",)):
-            return True
-        if looks_out_of_memory(error) == self.name:
-            return True
-        return is_named(error, "tensorflow", ("OpError",)) and says(
-            error, "out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED", "RESOURCE_EXHAUSTED"
-        )
-
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce eager tensors and variables to NumPy, on the CPU too, so that flows see one type.
 
@@ -132,7 +114,7 @@ class TensorFlowAdapter(FrameworkAdapter):
             The peak in use, rounded up to the 2 MiB regions that growth takes. TensorFlow reports
             nothing else, and never returns memory.
         """
-        tf = load("tensorflow")
+        tf = import_module("tensorflow")
         with tf.device("GPU:0"):
             for dtype in (tf.float32, tf.bfloat16):
                 a = tf.ones([512, 512], dtype)

@@ -1,4 +1,4 @@
-"""PyTorch: cap, allocator options, threads, counters, traces, out-of-memory, storages to the host.
+"""PyTorch: cap, allocator options, threads, counters, traces, storages to the host.
 
 Caps hold for PyTorch's caching allocator alone. The context, NCCL and extensions take memory from
 the driver directly, so a cap is the budget less the context. The module is not called `torch`: a
@@ -11,6 +11,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
@@ -20,9 +21,7 @@ from prefect_gpu.frameworks.adapter import (
     FrameworkPolicy,
     PeakTrace,
     imported,
-    load,
 )
-from prefect_gpu.frameworks.out_of_memory import is_named, looks_out_of_memory
 from prefect_gpu.units import MIB
 
 #: Bytes that `allocation=all` leaves of the cap. Without them the first small tensor would need a
@@ -79,7 +78,7 @@ class TorchAdapter(FrameworkAdapter):
         Raises:
             FrameworkError: PyTorch sees other devices than were allotted, or refuses the policy.
         """
-        torch = load("torch")
+        torch = import_module("torch")
         _bound_threads(torch, policy.cpus)
         if policy.device_kind != "nvml":
             return
@@ -116,7 +115,7 @@ class TorchAdapter(FrameworkAdapter):
 
     def start_device(self) -> None:
         """Child: create the context and load cuBLAS; free its workspace and reset the peaks."""
-        torch = load("torch")
+        torch = import_module("torch")
         torch.cuda.init()
         a = torch.ones(256, 256, device="cuda:0")
         (a @ a).sum().item()
@@ -177,18 +176,13 @@ class TorchAdapter(FrameworkAdapter):
 
     def begin_trace(self) -> PeakTrace | None:
         """Child: record what the caching allocator does, unless a recording is running."""
-        return None if _started_cuda() is None else begin_trace(load("torch"))
+        return None if _started_cuda() is None else begin_trace(import_module("torch"))
 
     def release_cached(self) -> None:
         """Child: empty the caching allocator's cache, what `allocation=all` took included."""
         cuda = _started_cuda()
         if cuda is not None:
             cuda.empty_cache()
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Recognise the errors of the allocator, the driver and the CUDA libraries."""
-        named = is_named(error, "torch", ("OutOfMemoryError",))
-        return named or looks_out_of_memory(error) == self.name
 
     def reduce_to_host(self, value: Any) -> Any:
         """Child: copy a CUDA storage to the host; reduce a bare or a large one better than pickle.
@@ -215,7 +209,7 @@ class TorchAdapter(FrameworkAdapter):
 
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, return what it still holds."""
-        torch = load("torch")
+        torch = import_module("torch")
         functional = torch.nn.functional
         with torch.device("cuda:0"):
             for dtype in (torch.float32, torch.bfloat16):
@@ -273,7 +267,7 @@ def reduce_storage(storage: Any) -> tuple[Any, ...]:
     host = storage.cpu()
     if host.nbytes() == 0:
         return _rebuild_untyped, (b"",)
-    torch = load("torch")
+    torch = import_module("torch")
     view = torch.empty(0, dtype=torch.uint8).set_(host)
     return _rebuild_untyped, (view.numpy(),)
 
@@ -283,7 +277,7 @@ def _rebuild_untyped(data: Any) -> Any:
 
     Its type is `uint8`, as PyTorch rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
     """
-    torch = load("torch")
+    torch = import_module("torch")
     if len(data) == 0:
         return _typed(torch, torch.UntypedStorage(0), torch.uint8)
     if not data.flags.writeable:  # An out-of-band buffer; PyTorch has no read-only storages.
@@ -293,7 +287,7 @@ def _rebuild_untyped(data: Any) -> Any:
 
 def _rebuild_typed(storage: Any, dtype: Any) -> Any:
     """Parent: return what `_rebuild_tensor_v2` expects, over the memory of a rebuilt storage."""
-    return _typed(load("torch"), storage._untyped_storage, dtype)
+    return _typed(import_module("torch"), storage._untyped_storage, dtype)
 
 
 def _typed(torch: Any, untyped: Any, dtype: Any) -> Any:

@@ -30,7 +30,7 @@ from typing import Any
 import cloudpickle
 
 from prefect_gpu.errors import NO_ROOM, REBUILT, ResultError
-from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes import transport
 from prefect_gpu.processes.messages import Call
@@ -79,10 +79,10 @@ def _find(module_name: str) -> bool:
     parent_name, _, _ = module_name.rpartition(".")
     path = None
     if parent_name:
-        path = registry.look_at(parent_name, "__path__")
+        path = look_at(parent_name, "__path__")
         if path is None or not is_importable(parent_name):
             return False
-    file: str | None = registry.look_at(module_name, "__file__")
+    file: str | None = look_at(module_name, "__file__")
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
         if find_spec is None:

@@ -81,6 +81,7 @@ def fill(
     import time
 
     from prefect_gpu import current_allocation, release_cached
+    from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
     from prefect_gpu.frameworks.registry import ADAPTERS
 
     adapter = ADAPTERS[framework]
@@ -104,7 +105,7 @@ def fill(
         if cap is not None:
             kept.append(take(cap - held + piece))
     except Exception as error:
-        refused, is_oom = type(error).__name__, adapter.is_out_of_memory(error)
+        refused, is_oom = type(error).__name__, looks_out_of_memory(error) == framework
     time.sleep(HOLD_S)
     return {
         "at_start_bytes": at_start_bytes,

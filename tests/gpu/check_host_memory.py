@@ -28,10 +28,10 @@ def show(what):
 if sys.argv[1] == "none":
     show("imported")
 else:
-    from prefect_gpu.frameworks.context import run_calibration
+    from prefect_gpu.frameworks.registry import ADAPTERS
     __import__(sys.argv[1])
     show("imported")
-    run_calibration(sys.argv[1])
+    ADAPTERS[sys.argv[1]].calibrate()
     show("on device")
 """
 

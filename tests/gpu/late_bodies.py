@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
 
 
 def devices(framework: str) -> tuple[str, int]:
@@ -38,8 +38,7 @@ def fill(framework: str, sizes: tuple[int, ...]) -> list[str]:
             _take(framework, size)
             found.append("had")
         except Exception as error:
-            adapter = registry.ADAPTERS[framework]
-            found.append("out of memory" if adapter.is_out_of_memory(error) else repr(error))
+            found.append("out of memory" if looks_out_of_memory(error) else repr(error))
     return found
 
 

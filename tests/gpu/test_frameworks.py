@@ -91,13 +91,13 @@ TORCH_TAKE = """
 import torch
 out["initialized"] = torch.cuda.is_initialized()
 out["before"] = counters()
-out["sample_before"] = hooks.sample()
+out["sample_before"] = hooks.sample(ADAPTERS.values())
 
 def take(size):
     try:
         torch.empty(size, dtype=torch.uint8, device="cuda")
     except Exception as error:
-        return [ADAPTERS["torch"].is_out_of_memory(error), str(error)]
+        return [looks_out_of_memory(error) == "torch", str(error)]
     return None
 """
 
@@ -112,7 +112,7 @@ torch.cuda.empty_cache()
 out["over"] = take(2 * GIB + 2 * MIB)
 out["counters"] = counters()
 x = torch.ones(1024, 1024, device="cuda")
-out["sample"] = hooks.sample()
+out["sample"] = hooks.sample(ADAPTERS.values())
 """,
         fields("torch"),
     )
@@ -333,7 +333,7 @@ def take(size):
         x = jnp.ones(size, jnp.uint8).block_until_ready()
         x.delete()
     except Exception as error:
-        return [ADAPTERS["jax"].is_out_of_memory(error), str(error)]
+        return [looks_out_of_memory(error) == "jax", str(error)]
     return None
 """
 
@@ -349,7 +349,7 @@ out["platform"] = jax.devices()[0].platform
 out["within"] = take(GIB)
 out["counters"] = counters()
 x = jnp.ones(MIB, jnp.float32).block_until_ready()
-out["sample"] = hooks.sample()
+out["sample"] = hooks.sample(ADAPTERS.values())
 ADAPTERS["jax"].release_cached()
 out["kept"] = float(x.sum())
 out["over"] = take(3 * GIB)
@@ -380,7 +380,7 @@ def take(size):
     try:
         cupy.zeros(size, cupy.uint8)
     except Exception as error:
-        return [ADAPTERS["cupy"].is_out_of_memory(error), str(error)]
+        return [looks_out_of_memory(error) == "cupy", str(error)]
     return None
 """
 
@@ -397,7 +397,7 @@ out["before"] = counters()
 x = cupy.ones(4)
 out["within"] = take(GIB)
 out["counters"] = counters()
-out["sample"] = hooks.sample()
+out["sample"] = hooks.sample(ADAPTERS.values())
 out["over"] = take(3 * GIB)
 out["types"] = [type(pickle.loads(dumps([x]))[0]).__name__]
 cupy.fft.fft(x)
@@ -431,7 +431,7 @@ def take(size):
             x = tf.zeros([size], tf.uint8)
             x[0].numpy()
     except Exception as error:
-        return [ADAPTERS["tensorflow"].is_out_of_memory(error), str(error)]
+        return [looks_out_of_memory(error) == "tensorflow", str(error)]
     return None
 """
 
@@ -448,7 +448,7 @@ out["within"] = take(GIB)
 out["counters"] = counters()
 with tf.device("GPU:0"):
     kept = tf.ones([MIB])
-out["sample"] = hooks.sample()
+out["sample"] = hooks.sample(ADAPTERS.values())
 out["over"] = take(3 * GIB)
 out["process"] = process_bytes()
 with tf.device("GPU:0"):
@@ -502,7 +502,7 @@ def take(size):
     try:
         (first,) = session.run(None, given)
     except Exception as error:
-        return [ADAPTERS["onnxruntime"].is_out_of_memory(error), str(error)]
+        return [looks_out_of_memory(error) == "onnxruntime", str(error)]
     assert first.tolist() == [1]
     return None
 """
@@ -522,7 +522,7 @@ out["within"] = take(GIB)
 out["over"] = take(3 * GIB)
 out["wanted"] = parse_wanted_bytes(out["over"][1]) if out["over"] else None
 out["process"] = process_bytes()
-out["counters"] = [counters(), hooks.sample()]
+out["counters"] = [counters(), hooks.sample(ADAPTERS.values())]
 out["freed"] = release_cached()
 """,
         fields("onnxruntime", allocation=allocation),
@@ -552,8 +552,7 @@ def test_calibration_leaves_a_plausible_context(fields, framework, record_proper
     found = run_child(
         NVML
         + f"""
-from prefect_gpu.frameworks.context import run_calibration
-out["reserved"] = run_calibration("{framework}")
+out["reserved"] = ADAPTERS["{framework}"].calibrate()
 out["process"] = process_bytes()
 out["modules"] = hooks.frameworks_in_use()
 """,

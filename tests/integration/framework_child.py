@@ -25,6 +25,7 @@ import cloudpickle
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
 from prefect_gpu.frameworks.registry import ADAPTERS, adapters_for
 
 GIB, MIB = 1024**3, 1024**2
@@ -35,7 +36,7 @@ def threads():
     return len(os.listdir("/proc/self/task"))
 
 def counters():
-    found = hooks.collect_counters()
+    found = hooks.collect_counters(ADAPTERS.values())
     return None if found is None else {name: getattr(found, name) for name in found.__slots__}
 
 class ToHost(cloudpickle.Pickler):

@@ -184,7 +184,7 @@ out["left"] = ADAPTERS["tensorflow"].reduce_to_host(keras.Sequential()) is NotIm
 try:
     tf.zeros([1 << 45])
 except Exception as error:
-    out["oom"] = [type(error).__name__, ADAPTERS["tensorflow"].is_out_of_memory(error)]
+    out["oom"] = [type(error).__name__, looks_out_of_memory(error) == "tensorflow"]
 # Too late now: the runtime has started.
 from dataclasses import replace
 try:

@@ -156,18 +156,19 @@ def test_a_framework_that_refuses_its_policy_is_an_error_and_no_death(
 
 
 def test_a_calibration_that_fails_says_why(rig: Rig) -> None:
-    child = rig.start(calibrate, "no")
-    with pytest.raises(FrameworkError, match="cannot be calibrated"):
+    child = rig.start(calibrate, "cupy")
+    with pytest.raises(FrameworkError, match="calibration failed: ModuleNotFoundError"):
         child.value()
 
 
 def test_a_calibration_holds_its_device_until_the_parent_ends_it(rig: Rig, importable: str) -> None:
     Path(importable, "calibration_stub.py").write_text(
-        "from prefect_gpu.frameworks import context\ncontext.run_calibration = lambda name: 5\n"
+        "from prefect_gpu.frameworks.registry import ADAPTERS\n"
+        "ADAPTERS['torch'].calibrate = lambda: 5\n"
     )
     Path(importable, "sitecustomize.py").write_text("import calibration_stub\n")
     path = f"{importable}:{os.getcwd()}"
-    child = rig.launch(replace(spec_of(calibrate, "x"), environment={"PYTHONPATH": path}))
+    child = rig.launch(replace(spec_of(calibrate, "torch"), environment={"PYTHONPATH": path}))
     assert child.until(Asked) == Asked("calibrated", {"reserved_bytes": 5})
     assert is_alive(child.pid)
     child.handle.kill()

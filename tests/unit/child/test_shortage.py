@@ -14,13 +14,6 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.units import GIB, MIB
 
 
-class FakeAdapter:
-    name = "fake"
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return "out of memory" in str(error).lower()
-
-
 class FakeReadings:
     def __init__(self, *uses: OwnUse, counters: Counters | None = None) -> None:
         self.device_uuids = tuple(use.device_uuid for use in uses) or ("GPU-a",)
@@ -39,9 +32,8 @@ class Wordless(Exception):
 
 
 def find(error: BaseException, *uses: OwnUse, **known: Any) -> OutOfMemory | None:
-    adapters: Any = (FakeAdapter(),)
     readings: Any = FakeReadings(*uses, **known)
-    return find_shortage(error, adapters, readings)
+    return find_shortage(error, ("torch",), readings)
 
 
 # Which error it is.
@@ -49,9 +41,10 @@ def find(error: BaseException, *uses: OwnUse, **known: Any) -> OutOfMemory | Non
 
 def test_an_out_of_memory_is_found_in_an_error_and_in_its_causes() -> None:
     outer = ValueError("step failed")
-    outer.__cause__ = RuntimeError("out of memory: trying to allocate 7 bytes")
-    assert find(outer) == OutOfMemory("fake", wanted_bytes=7)
+    outer.__cause__ = RuntimeError("CUDA out of memory: trying to allocate 7 bytes")
+    assert find(outer) == OutOfMemory("torch", wanted_bytes=7)
     assert find(ValueError("other")) is None
+    assert find(RuntimeError("OOM when allocating tensor")) is None, "of another framework"
 
 
 def test_circular_errors_and_errors_without_text_are_no_out_of_memory() -> None:
@@ -92,7 +85,7 @@ def test_a_simulated_out_of_memory_says_whether_the_cap_refused(
 
 # What is there then.
 
-PLAIN = RuntimeError("out of memory")
+PLAIN = RuntimeError("CUDA out of memory")
 
 
 @pytest.mark.parametrize(
@@ -103,13 +96,13 @@ def test_the_held_bytes_are_those_that_the_framework_reports(
     reserved: int | None, held: int
 ) -> None:
     found = find(PLAIN, OwnUse("GPU-a", 11, 2), counters=Counters(5, reserved, 5, reserved))
-    assert found == OutOfMemory("fake", None, held, 11, 2, "GPU-a")
+    assert found == OutOfMemory("torch", None, held, 11, 2, "GPU-a")
 
 
 def test_of_several_devices_the_fullest_is_reported() -> None:
     uses = OwnUse("GPU-a", 11, 7), OwnUse("GPU-b", 12, 2), OwnUse("GPU-c")
     found = find(PLAIN, *uses, counters=Counters(5, 9, 5, 9))
-    assert found == OutOfMemory("fake", None, None, 12, 2, "GPU-b")
+    assert found == OutOfMemory("torch", None, None, 12, 2, "GPU-b")
 
 
 def test_the_device_that_the_error_names_is_reported() -> None:
@@ -121,14 +114,14 @@ def test_the_device_that_the_error_names_is_reported() -> None:
     found = find(
         error, OwnUse("GPU-a", 11, 7), OwnUse("GPU-b", 12, 2), counters=Counters(5, 9, 5, 9)
     )
-    assert found == OutOfMemory("fake", 2 * GIB, 3 * GIB + 512 * MIB, 11, 7, "GPU-a")
+    assert found == OutOfMemory("torch", 2 * GIB, 3 * GIB + 512 * MIB, 11, 7, "GPU-a")
     without_driver = find(error, OwnUse("GPU-a"))
     assert without_driver is not None
     assert (without_driver.device_uuid, without_driver.free_bytes) == ("GPU-a", 3 * GIB // 2)
 
 
 def test_without_counters_and_driver_only_the_text_is_known() -> None:
-    assert find(PLAIN) == OutOfMemory("fake")
+    assert find(PLAIN) == OutOfMemory("torch")
 
 
 # What the text of one tells.
@@ -213,5 +206,5 @@ def test_texts_of_other_frameworks_are_read(text: str, expected: OutOfMemory) ->
 
 def test_an_out_of_memory_is_found_in_the_members_of_a_group() -> None:
     group = ValueError("unhandled errors in a TaskGroup")
-    group.exceptions = (KeyError("a"), RuntimeError("out of memory"))  # type: ignore[attr-defined]
-    assert find(group) == OutOfMemory("fake")
+    group.exceptions = (KeyError("a"), RuntimeError("CUDA out of memory"))  # type: ignore[attr-defined]
+    assert find(group) == OutOfMemory("torch")

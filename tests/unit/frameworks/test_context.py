@@ -1,7 +1,5 @@
 import pytest
 
-from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks import context
 from prefect_gpu.frameworks.context import (
     ContextKey,
     ContextStore,
@@ -67,10 +65,3 @@ def test_fallbacks():
     assert fallback_context_bytes("tensorflow") > 1200 * MIB
     assert fallback_context_bytes("onnxruntime") == 770 * MIB
     assert fallback_context_bytes("something else") == 700 * MIB
-
-
-def test_calibration_refuses_by_name():
-    with pytest.raises(FrameworkError, match="cannot be calibrated; can: torch, tensorflow"):
-        context.run_calibration("mxnet")
-    with pytest.raises(FrameworkError, match="calibration failed: ModuleNotFoundError"):
-        context.run_calibration("cupy")

@@ -192,51 +192,31 @@ def test_samples_are_summed_over_frameworks_that_touched_a_device(monkeypatch):
     assert hooks.sample([idle, missing]) is None
 
 
-class FakeTrace:
-    def __init__(self, peak):
-        self.peak = peak
-        self.ended = False
-
-    def end(self):
-        self.ended = True
-        return self.peak
-
-
 class FakeTracing(FakeAdapter):
-    def __init__(self, *peaks, module=NAME):
+    def __init__(self, trace, module=NAME):
         super().__init__(module)
-        self.traces = [FakeTrace(peak) for peak in peaks]
+        self.trace = trace
 
     def begin_trace(self):
-        return self.traces[0] if self.traces else None
+        return self.trace
 
 
-@pytest.mark.parametrize(
-    ("peaks", "total"),
-    [
-        pytest.param((5,), 5, id="one framework"),
-        pytest.param((5, 7), 12, id="the sum of two"),
-        pytest.param((None, 7), None, id="one does not know"),
-    ],
-)
-def test_traces_are_summed_and_all_of_them_end(monkeypatch, peaks, total):
+def test_the_first_framework_that_can_be_traced_is(monkeypatch):
     monkeypatch.setitem(sys.modules, NAME, object())
-    tracing = [FakeTracing(peak) for peak in peaks]
-    trace = hooks.begin_trace([*tracing, FakeAdapter()])
-    assert trace.end() == total
-    assert all(adapter.traces[0].ended for adapter in tracing)
+    trace = object()
+    assert hooks.begin_trace([FakeTracing(None), FakeTracing(trace), FakeAdapter()]) is trace
 
 
 def test_what_cannot_be_traced_is_not(monkeypatch):
     monkeypatch.setitem(sys.modules, NAME, object())
-    missing = FakeTracing(5, module="framework_not_there")
-    assert hooks.begin_trace([FakeAdapter(), FakeTracing(), missing]) is None
+    missing = FakeTracing(object(), module="framework_not_there")
+    assert hooks.begin_trace([FakeAdapter(), FakeTracing(None), missing]) is None
 
 
 def test_frameworks_that_have_not_started_are_not_traced(monkeypatch):
     for adapter in hooks.ADAPTERS.values():
         monkeypatch.setitem(sys.modules, adapter.module, object())
-    assert hooks.begin_trace() is None
+    assert hooks.begin_trace(hooks.ADAPTERS.values()) is None
 
 
 def test_frameworks_in_use_are_those_imported(monkeypatch):

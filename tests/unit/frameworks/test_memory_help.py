@@ -14,7 +14,7 @@ import prefect_gpu
 from prefect_gpu import in_task as inside
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.frameworks import memory_help as remedies
-from prefect_gpu.frameworks.memory_help import find_batch_size, release, release_cached
+from prefect_gpu.frameworks.memory_help import find_batch_size, release_cached
 from prefect_gpu.units import GIB
 
 NAME = "framework_for_remedies"
@@ -45,9 +45,17 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, NAME, object())  # type: ignore[arg-type]
 
 
-def readings(*held: dict[str, int]) -> Callable[[], dict[str, int]]:
-    left = list(held)
-    return lambda: left.pop(0)
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Release what some frameworks cache; the driver shows one size after the other."""
+
+    def act(adapters: list[Any], *shown: dict[str, int]) -> int:
+        left = list(shown) or [{}, {}]
+        monkeypatch.setattr(remedies, "ADAPTERS", dict(enumerate(adapters)))
+        monkeypatch.setattr(remedies, "_read_own", lambda: left.pop(0))
+        return release_cached()
+
+    return act
 
 
 @pytest.mark.parametrize(
@@ -62,18 +70,26 @@ def readings(*held: dict[str, int]) -> Callable[[], dict[str, int]]:
     ],
 )
 def test_freed_is_what_the_driver_shows_less(
-    loaded: None, before: dict[str, int], after: dict[str, int], freed: int
+    loaded: None,
+    release: Callable[..., int],
+    before: dict[str, int],
+    after: dict[str, int],
+    freed: int,
 ) -> None:
-    assert release([FakeAdapter()], readings(before, after)) == freed  # type: ignore[list-item]
+    assert release([FakeAdapter()], before, after) == freed
 
 
-def test_only_frameworks_that_are_imported_are_asked(loaded: None) -> None:
+def test_only_frameworks_that_are_imported_are_asked(
+    loaded: None, release: Callable[..., int]
+) -> None:
     there, missing = FakeAdapter(), FakeAdapter("framework_not_there")
-    release([there, missing], readings({}, {}))  # type: ignore[list-item]
+    release([there, missing])
     assert (there.released, missing.released) == (1, 0)
 
 
-def test_garbage_goes_before_the_caches_and_what_they_held_after(loaded: None) -> None:
+def test_garbage_goes_before_the_caches_and_what_they_held_after(
+    loaded: None, release: Callable[..., int]
+) -> None:
     seen: list[bool] = []
 
     class Cache(FakeAdapter):
@@ -84,7 +100,7 @@ def test_garbage_goes_before_the_caches_and_what_they_held_after(loaded: None) -
     gc.disable()
     try:
         garbage, cache = circle(), Cache()
-        release([cache], readings({}, {}))  # type: ignore[list-item]
+        release([cache])
         assert seen == [True]
         assert cache.held() is None
     finally:

@@ -6,11 +6,14 @@ The only module that imports `pynvml`. It creates no CUDA context and changes no
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import pynvml
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import HostMemoryReader, default_host_memory
@@ -39,16 +42,6 @@ class NvmlMissingError(DeviceError):
 
 
 @dataclass(frozen=True, slots=True)
-class NvmlSelection:
-    """Which of the host's devices to read."""
-
-    #: Text of `CUDA_VISIBLE_DEVICES`; `None`: it is not set.
-    visible: str | None = None
-    #: Indices among the visible ones or UUID prefixes, in this order; empty: all visible ones.
-    chosen: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class _Memory:
     total_bytes: int
     free_bytes: int
@@ -61,8 +54,9 @@ class NvmlReader(DeviceReader):
     """Reads NVIDIA devices. Used by one thread at a time.
 
     Args:
-        library: `pynvml` or a fake of it; `None`: import it at first use.
-        selection: Which devices.
+        library: A fake of `pynvml`; `None`: itself.
+        visible: Text of `CUDA_VISIBLE_DEVICES`; `None`: it is not set.
+        chosen: Which of these devices: indices or UUID prefixes, in this order; empty: all of them.
         clock: Sets the time of the snapshots.
         table: Finds the root of a process.
         memory: The host's memory, for GPUs that have none of their own.
@@ -73,13 +67,15 @@ class NvmlReader(DeviceReader):
     def __init__(
         self,
         library: NvmlLibrary | None = None,
-        selection: NvmlSelection | None = None,
+        visible: str | None = None,
+        chosen: Sequence[str] = (),
         clock: Clock | None = None,
         table: ProcessTable | None = None,
         memory: HostMemoryReader | None = None,
     ) -> None:
-        self._given_library = library
-        self._selection = selection or NvmlSelection()
+        self._pynvml = library or pynvml
+        self._visible = visible
+        self._chosen = chosen
         self._clock: Clock = clock or RealClock()
         self._table = table or ProcessTable(clock=self._clock)
         self._memory = memory
@@ -90,7 +86,6 @@ class NvmlReader(DeviceReader):
         self._library: NvmlLibrary | None = None
         self._devices: tuple[Device, ...] | None = None
         self._handles: dict[str, Handle] = {}
-        self._memory_version: int | None = None
         self._reopen_due_s: float | None = None
 
     def devices(self) -> tuple[Device, ...]:
@@ -126,15 +121,13 @@ class NvmlReader(DeviceReader):
         self._handles.clear()
         self._reopen_due_s = None
         if library is not None:
-            try:
+            with contextlib.suppress(library.NVMLError):
                 library.nvmlShutdown()
-            except library.NVMLError as error:
-                logger.debug("nvmlShutdown: %s", error)
 
     def _open(self) -> NvmlLibrary:
         if self._library is not None:
             return self._library
-        library = self._given_library if self._given_library is not None else _import_pynvml()
+        library = self._pynvml
         try:
             library.nvmlInit()
         except library.NVMLError as error:
@@ -144,20 +137,18 @@ class NvmlReader(DeviceReader):
                 f"or use devices='host'"
             ) from error
         self._library = library
-        # Version 2 reports separately what the driver keeps for itself.
-        self._memory_version = getattr(library, "nvmlMemory_v2", None)
         return library
 
     def _enumerate(self, library: NvmlLibrary) -> Iterator[tuple[Device, Candidate]]:
-        driver = _text(library.nvmlSystemGetDriverVersion())
+        driver = library.nvmlSystemGetDriverVersion()
         host = socket.gethostname()
         for gpu_index in range(library.nvmlDeviceGetCount()):
             try:
                 gpu = library.nvmlDeviceGetHandleByIndex(gpu_index)
-                gpu_uuid = _text(library.nvmlDeviceGetUUID(gpu))
-                gpu_name = _text(library.nvmlDeviceGetName(gpu))
+                gpu_uuid = library.nvmlDeviceGetUUID(gpu)
+                gpu_name = library.nvmlDeviceGetName(gpu)
                 for handle, ids in _parts(library, gpu):
-                    uuid = gpu_uuid if ids is None else _text(library.nvmlDeviceGetUUID(handle))
+                    uuid = gpu_uuid if ids is None else library.nvmlDeviceGetUUID(handle)
                     device = Device(
                         uuid=uuid,
                         index=-1,  # Set once it is known which are ours.
@@ -179,22 +170,21 @@ class NvmlReader(DeviceReader):
     ) -> tuple[Device, ...]:
         by_uuid = {device.uuid: device for device, _ in found}
         candidates = {candidate.uuid: candidate for _, candidate in found}
-        selection = self._selection
-        visible = parse_visible(selection.visible, tuple(candidates.values()))
+        visible = parse_visible(self._visible, tuple(candidates.values()))
         ours = tuple(replace(by_uuid[uuid], index=i) for i, uuid in enumerate(visible.uuids))
         if not ours:
             why = "NVML knows no device"
             if found:
                 why = (
-                    f"CUDA_VISIBLE_DEVICES={selection.visible!r} leaves none of "
+                    f"CUDA_VISIBLE_DEVICES={self._visible!r} leaves none of "
                     f"{len(found)} devices: {visible.reason}"
                 )
             raise DeviceError(f"there is no NVIDIA device to use: {why}; or use devices='host'")
-        if not selection.chosen:
+        if not self._chosen:
             return ours
         chosen: dict[str, Device] = {}
         there = ", ".join(f"{device.index}: {device.uuid} ({device.name})" for device in ours)
-        for entry in selection.chosen:
+        for entry in self._chosen:
             if entry.isdigit():
                 fitting = [device for device in ours if device.index == int(entry)]
             else:
@@ -237,26 +227,20 @@ class NvmlReader(DeviceReader):
         )
 
     def _read_memory(self, library: NvmlLibrary, handle: Handle) -> _Memory:
-        info = None
-        if self._memory_version is not None:
+        # Version 2 reports separately what the driver keeps for itself. Older drivers have version 1.
+        for version in (library.nvmlMemory_v2, None):
             try:
-                info = library.nvmlDeviceGetMemoryInfo(handle, version=self._memory_version)
+                info = library.nvmlDeviceGetMemoryInfo(handle, version=version)
+                break
             except library.NVMLError as error:
-                if error.value in _codes(
-                    library, "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH"
+                if error.value not in _codes(
+                    library, "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "NOT_SUPPORTED"
                 ):
-                    self._memory_version = None
-                elif error.value not in _codes(library, "NOT_SUPPORTED"):
                     raise
-        if info is None:
-            try:
-                info = library.nvmlDeviceGetMemoryInfo(handle)
-            except library.NVMLError as error:
-                if error.value not in _codes(library, "NOT_SUPPORTED"):
-                    raise
-                # GB10, Grace: the GPU uses the host's memory.
-                host = (self._memory or default_host_memory()).read()
-                return _Memory(host.total_bytes, host.available_bytes, unified=True)
+        else:
+            # GB10, Grace: the GPU uses the host's memory.
+            host = (self._memory or default_host_memory()).read()
+            return _Memory(host.total_bytes, host.available_bytes, unified=True)
         total_bytes, free_bytes = int(info.total), int(info.free)
         # Version 1 counts the driver's part as used. Documents and tools disagree on `reserved`
         # (GPU.md). `free` is taken as correct, and the driver's part is at most what is not free.
@@ -300,16 +284,6 @@ class NvmlReader(DeviceReader):
         return root
 
 
-def _import_pynvml() -> NvmlLibrary:
-    try:
-        import pynvml
-    except ImportError as error:
-        raise NvmlMissingError(
-            "NVML cannot be used: install nvidia-ml-py, or use devices='host'"
-        ) from error
-    return pynvml
-
-
 def _parts(library: NvmlLibrary, gpu: Handle) -> Iterator[tuple[Handle, tuple[int, int] | None]]:
     """Yield a GPU itself or, in MIG mode, its instances with their ids."""
     try:
@@ -339,7 +313,7 @@ def _parts(library: NvmlLibrary, gpu: Handle) -> Iterator[tuple[Handle, tuple[in
 
 def _name_instance(library: NvmlLibrary, handle: Handle, gpu_name: str) -> str:
     try:
-        name = _text(library.nvmlDeviceGetName(handle))
+        name = library.nvmlDeviceGetName(handle)
     except library.NVMLError:
         return f"{gpu_name} MIG"
     # Some drivers include the profile, "MIG 1g.10gb".
@@ -391,11 +365,6 @@ def _is_fatal(library: NvmlLibrary, error: Any) -> bool:
 
 def _codes(library: NvmlLibrary, *names: str) -> tuple[int, ...]:
     return tuple(getattr(library, f"NVML_ERROR_{name}") for name in names)
-
-
-def _text(value: str | bytes) -> str:
-    # Older bindings return bytes.
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _say(error: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices import nvml
-from prefect_gpu.devices.nvml import NvmlReader, NvmlSelection
+from prefect_gpu.devices.nvml import NvmlReader
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.devices.process_tree import ProcessTable
 from tests.fakes.fake_nvml import GIB, FakeGpu, FakeNvml
@@ -34,7 +34,7 @@ class Rig:
     def _open(self, uuids: Sequence[str]) -> NvmlReader:
         self.opened += 1
         table = ProcessTable(self.processes, FakeClock())
-        return NvmlReader(self.nvml, NvmlSelection(visible=",".join(uuids)), table=table)
+        return NvmlReader(self.nvml, ",".join(uuids), table=table)
 
 
 @pytest.fixture
@@ -89,5 +89,5 @@ def test_a_driver_that_does_not_start_is_not_waited_for_again(rig: Rig) -> None:
 def test_by_default_nvml_is_asked_for_these_devices(
     monkeypatch: pytest.MonkeyPatch, rig: Rig
 ) -> None:
-    monkeypatch.setattr(nvml, "_import_pynvml", lambda: rig.nvml)
+    monkeypatch.setattr(nvml, "pynvml", rig.nvml)
     assert [use.free_bytes for use in OwnMemory(UUIDS).read()] == [5 * GIB, 23 * GIB]

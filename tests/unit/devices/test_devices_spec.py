@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import prefect_gpu.devices
+from prefect_gpu.devices import nvml as module
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.devices.spec import DeviceSpec, open_reader, parse_spec
 from prefect_gpu.errors import DeviceError
@@ -95,9 +96,8 @@ def test_nvml_is_imported_only_where_it_is_asked_for() -> None:
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    fake = FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b"), FakeGpu("GPU-c"))
-    monkeypatch.setattr("prefect_gpu.devices.nvml.pynvml", fake)
+def nvml() -> FakeNvml:
+    module.pynvml = fake = FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b"), FakeGpu("GPU-c"))
     return fake
 
 

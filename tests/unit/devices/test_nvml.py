@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_gpu.clock import FakeClock
+from prefect_gpu.devices import nvml
 from prefect_gpu.devices.host import HostMemory, HostMemoryReader
 from prefect_gpu.devices.nvml import REOPEN_INTERVAL_S, NvmlReader
 from prefect_gpu.devices.process_tree import ProcessTable
@@ -28,13 +29,12 @@ class Rig:
         self.processes.add(101, parent=100, session=100)
         self.processes.add(200)
         self.processes.add(300, session=300)
-        self.nvml = FakeNvml(*(gpus or (FakeGpu("GPU-a"),)))
+        self.nvml = nvml.pynvml = FakeNvml(*(gpus or (FakeGpu("GPU-a"),)))
         self.clock = FakeClock()
         self.visible: str | None = None
 
     def reader(self) -> NvmlReader:
         return NvmlReader(
-            self.nvml,
             self.visible,
             clock=self.clock,
             table=ProcessTable(self.processes, self.clock),

@@ -6,11 +6,14 @@ The only module that imports `pynvml`. It creates no CUDA context and changes no
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import pynvml
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import HostMemoryReader, default_host_memory
@@ -22,8 +25,6 @@ from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Pro
 
 logger = logging.getLogger(__name__)
 
-#: `pynvml`, or a fake of it: it has no type stubs.
-NvmlLibrary = Any
 Handle = Any
 
 #: NVML writes "not available" as the largest unsigned number; no device has half as much.
@@ -39,16 +40,6 @@ class NvmlMissingError(DeviceError):
 
 
 @dataclass(frozen=True, slots=True)
-class NvmlSelection:
-    """Which of the host's devices to read."""
-
-    #: Text of `CUDA_VISIBLE_DEVICES`; `None`: it is not set.
-    visible: str | None = None
-    #: Indices among the visible ones or UUID prefixes, in this order; empty: all visible ones.
-    chosen: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class _Memory:
     total_bytes: int
     free_bytes: int
@@ -61,8 +52,8 @@ class NvmlReader(DeviceReader):
     """Reads NVIDIA devices. Used by one thread at a time.
 
     Args:
-        library: `pynvml` or a fake of it; `None`: import it at first use.
-        selection: Which devices.
+        visible: Text of `CUDA_VISIBLE_DEVICES`; `None`: it is not set.
+        chosen: Which of these devices: indices or UUID prefixes, in this order; empty: all of them.
         clock: Sets the time of the snapshots.
         table: Finds the root of a process.
         memory: The host's memory, for GPUs that have none of their own.
@@ -72,34 +63,33 @@ class NvmlReader(DeviceReader):
 
     def __init__(
         self,
-        library: NvmlLibrary | None = None,
-        selection: NvmlSelection | None = None,
+        visible: str | None = None,
+        chosen: Sequence[str] = (),
         clock: Clock | None = None,
         table: ProcessTable | None = None,
         memory: HostMemoryReader | None = None,
     ) -> None:
-        self._given_library = library
-        self._selection = selection or NvmlSelection()
+        self._visible = visible
+        self._chosen = chosen
         self._clock: Clock = clock or RealClock()
         self._table = table or ProcessTable(clock=self._clock)
         self._memory = memory
         # In a container NVML may report the host's process ids, and one of those may by chance be the
         # id of a child. There a process must also have a GPU open.
         self._pids_are_ours = self._table.processes.in_initial_namespace()
-        #: `None` while NVML is not started. Each reader starts and stops it once: NVML counts.
-        self._library: NvmlLibrary | None = None
+        #: Each reader starts and stops NVML once: NVML counts.
+        self._started = False
         self._devices: tuple[Device, ...] | None = None
         self._handles: dict[str, Handle] = {}
-        self._memory_version: int | None = None
         self._reopen_due_s: float | None = None
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices; see `DeviceReader.devices`."""
         if self._devices is None:
-            library = self._open()
+            self._open()
             try:
-                self._devices = self._select(library, tuple(self._enumerate(library)))
-            except library.NVMLError as error:
+                self._devices = self._select(tuple(self._enumerate()))
+            except pynvml.NVMLError as error:
                 self.close()
                 raise DeviceError(f"NVML could not list the devices: {_say(error)}") from error
             except DeviceError:
@@ -112,8 +102,8 @@ class NvmlReader(DeviceReader):
         devices = self.devices()
         if self._reopen_due_s is not None and self._clock.now() >= self._reopen_due_s:
             self.close()
-        library = self._open()
-        snapshots = tuple(self._read_device(library, device, roots) for device in devices)
+        self._open()
+        snapshots = tuple(self._read_device(device, roots) for device in devices)
         if any(not snapshot.error for snapshot in snapshots) or not snapshots:
             self._reopen_due_s = None
         elif self._reopen_due_s is None:
@@ -122,79 +112,70 @@ class NvmlReader(DeviceReader):
 
     def close(self) -> None:
         """Shut NVML down for this reader; reading again starts it."""
-        library, self._library = self._library, None
         self._handles.clear()
         self._reopen_due_s = None
-        if library is not None:
-            try:
-                library.nvmlShutdown()
-            except library.NVMLError as error:
-                logger.debug("nvmlShutdown: %s", error)
+        if self._started:
+            self._started = False
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
 
-    def _open(self) -> NvmlLibrary:
-        if self._library is not None:
-            return self._library
-        library = self._given_library if self._given_library is not None else _import_pynvml()
+    def _open(self) -> None:
+        if self._started:
+            return
         try:
-            library.nvmlInit()
-        except library.NVMLError as error:
-            missing = error.value in _codes(library, "LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            missing = error.value in _codes("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")
             raise (NvmlMissingError if missing else DeviceError)(
                 f"NVML does not start: {_say(error)}; check that `nvidia-smi` works here, "
                 f"or use devices='host'"
             ) from error
-        self._library = library
-        # Version 2 reports separately what the driver keeps for itself.
-        self._memory_version = getattr(library, "nvmlMemory_v2", None)
-        return library
+        self._started = True
 
-    def _enumerate(self, library: NvmlLibrary) -> Iterator[tuple[Device, Candidate]]:
-        driver = _text(library.nvmlSystemGetDriverVersion())
+    def _enumerate(self) -> Iterator[tuple[Device, Candidate]]:
+        driver = pynvml.nvmlSystemGetDriverVersion()
         host = socket.gethostname()
-        for gpu_index in range(library.nvmlDeviceGetCount()):
+        for gpu_index in range(pynvml.nvmlDeviceGetCount()):
             try:
-                gpu = library.nvmlDeviceGetHandleByIndex(gpu_index)
-                gpu_uuid = _text(library.nvmlDeviceGetUUID(gpu))
-                gpu_name = _text(library.nvmlDeviceGetName(gpu))
-                for handle, ids in _parts(library, gpu):
-                    uuid = gpu_uuid if ids is None else _text(library.nvmlDeviceGetUUID(handle))
+                gpu = pynvml.nvmlDeviceGetHandleByIndex(gpu_index)
+                gpu_uuid = pynvml.nvmlDeviceGetUUID(gpu)
+                gpu_name = pynvml.nvmlDeviceGetName(gpu)
+                for handle, ids in _parts(gpu):
+                    uuid = gpu_uuid if ids is None else pynvml.nvmlDeviceGetUUID(handle)
                     device = Device(
                         uuid=uuid,
                         index=-1,  # Set once it is known which are ours.
-                        name=gpu_name if ids is None else _name_instance(library, handle, gpu_name),
-                        total_bytes=self._read_memory(library, handle).total_bytes,
+                        name=gpu_name if ids is None else _name_instance(handle, gpu_name),
+                        total_bytes=self._read_memory(handle).total_bytes,
                         kind=self.kind,
                         host=host,
                         nvml_index=gpu_index,
                         driver=driver,
                     )
                     yield device, Candidate(uuid, gpu_index, gpu_uuid, *(ids or (None, None)))
-            except library.NVMLError as error:
-                if _is_fatal(library, error):
+            except pynvml.NVMLError as error:
+                if _is_fatal(error):
                     raise
                 logger.warning("GPU %d is left out, it does not answer: %s", gpu_index, error)
 
-    def _select(
-        self, library: NvmlLibrary, found: Sequence[tuple[Device, Candidate]]
-    ) -> tuple[Device, ...]:
+    def _select(self, found: Sequence[tuple[Device, Candidate]]) -> tuple[Device, ...]:
         by_uuid = {device.uuid: device for device, _ in found}
         candidates = {candidate.uuid: candidate for _, candidate in found}
-        selection = self._selection
-        visible = parse_visible(selection.visible, tuple(candidates.values()))
+        visible = parse_visible(self._visible, tuple(candidates.values()))
         ours = tuple(replace(by_uuid[uuid], index=i) for i, uuid in enumerate(visible.uuids))
         if not ours:
             why = "NVML knows no device"
             if found:
                 why = (
-                    f"CUDA_VISIBLE_DEVICES={selection.visible!r} leaves none of "
+                    f"CUDA_VISIBLE_DEVICES={self._visible!r} leaves none of "
                     f"{len(found)} devices: {visible.reason}"
                 )
             raise DeviceError(f"there is no NVIDIA device to use: {why}; or use devices='host'")
-        if not selection.chosen:
+        if not self._chosen:
             return ours
         chosen: dict[str, Device] = {}
         there = ", ".join(f"{device.index}: {device.uuid} ({device.name})" for device in ours)
-        for entry in selection.chosen:
+        for entry in self._chosen:
             if entry.isdigit():
                 fitting = [device for device in ours if device.index == int(entry)]
             else:
@@ -209,21 +190,19 @@ class NvmlReader(DeviceReader):
                 chosen[device.uuid] = device
         return tuple(replace(device, index=i) for i, device in enumerate(chosen.values()))
 
-    def _read_device(
-        self, library: NvmlLibrary, device: Device, roots: Collection[int]
-    ) -> DeviceSnapshot:
+    def _read_device(self, device: Device, roots: Collection[int]) -> DeviceSnapshot:
         at_s = self._clock.now()
         try:
             handle = self._handles.get(device.uuid)
             if handle is None:
-                handle = library.nvmlDeviceGetHandleByUUID(device.uuid)
+                handle = pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
                 self._handles[device.uuid] = handle
-            memory = self._read_memory(library, handle)
-            processes = self._read_processes(library, handle, roots, memory.unified)
-            busy_fraction = _read_busy(library, handle)
-        except library.NVMLError as error:
+            memory = self._read_memory(handle)
+            processes = self._read_processes(handle, roots, memory.unified)
+            busy_fraction = _read_busy(handle)
+        except pynvml.NVMLError as error:
             self._handles.pop(device.uuid, None)
-            if _is_fatal(library, error):
+            if _is_fatal(error):
                 self.close()
                 raise DeviceError(f"NVML stopped answering: {_say(error)}") from error
             return DeviceSnapshot(device, at_s, free_bytes=0, error=_say(error))
@@ -236,27 +215,21 @@ class NvmlReader(DeviceReader):
             busy_fraction=busy_fraction,
         )
 
-    def _read_memory(self, library: NvmlLibrary, handle: Handle) -> _Memory:
-        info = None
-        if self._memory_version is not None:
+    def _read_memory(self, handle: Handle) -> _Memory:
+        # Version 2 reports separately what the driver keeps for itself. Older drivers have version 1.
+        for version in (pynvml.nvmlMemory_v2, None):
             try:
-                info = library.nvmlDeviceGetMemoryInfo(handle, version=self._memory_version)
-            except library.NVMLError as error:
-                if error.value in _codes(
-                    library, "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH"
+                info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=version)
+                break
+            except pynvml.NVMLError as error:
+                if error.value not in _codes(
+                    "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "NOT_SUPPORTED"
                 ):
-                    self._memory_version = None
-                elif error.value not in _codes(library, "NOT_SUPPORTED"):
                     raise
-        if info is None:
-            try:
-                info = library.nvmlDeviceGetMemoryInfo(handle)
-            except library.NVMLError as error:
-                if error.value not in _codes(library, "NOT_SUPPORTED"):
-                    raise
-                # GB10, Grace: the GPU uses the host's memory.
-                host = (self._memory or default_host_memory()).read()
-                return _Memory(host.total_bytes, host.available_bytes, unified=True)
+        else:
+            # GB10, Grace: the GPU uses the host's memory.
+            host = (self._memory or default_host_memory()).read()
+            return _Memory(host.total_bytes, host.available_bytes, unified=True)
         total_bytes, free_bytes = int(info.total), int(info.free)
         # Version 1 counts the driver's part as used. Documents and tools disagree on `reserved`
         # (GPU.md). `free` is taken as correct, and the driver's part is at most what is not free.
@@ -266,11 +239,11 @@ class NvmlReader(DeviceReader):
         )
 
     def _read_processes(
-        self, library: NvmlLibrary, handle: Handle, roots: Collection[int], unified: bool
+        self, handle: Handle, roots: Collection[int], unified: bool
     ) -> tuple[ProcessUse, ...]:
         used: dict[int, int | None] = {}
         for kind in ("Compute", "Graphics"):
-            for process in _running(library, handle, f"nvmlDeviceGet{kind}RunningProcesses"):
+            for process in _running(handle, f"nvmlDeviceGet{kind}RunningProcesses"):
                 size = process.usedGpuMemory
                 size = None if size is None or size >= _NOT_AVAILABLE_BYTES else int(size)
                 # A process that computes and draws is in both lists, with one figure.
@@ -300,88 +273,75 @@ class NvmlReader(DeviceReader):
         return root
 
 
-def _import_pynvml() -> NvmlLibrary:
-    try:
-        import pynvml
-    except ImportError as error:
-        raise NvmlMissingError(
-            "NVML cannot be used: install nvidia-ml-py, or use devices='host'"
-        ) from error
-    return pynvml
-
-
-def _parts(library: NvmlLibrary, gpu: Handle) -> Iterator[tuple[Handle, tuple[int, int] | None]]:
+def _parts(gpu: Handle) -> Iterator[tuple[Handle, tuple[int, int] | None]]:
     """Yield a GPU itself or, in MIG mode, its instances with their ids."""
     try:
-        mig = library.nvmlDeviceGetMigMode(gpu)[0] == 1
-    except library.NVMLError as error:
-        if error.value not in _codes(library, "NOT_SUPPORTED", "FUNCTION_NOT_FOUND"):
+        mig = pynvml.nvmlDeviceGetMigMode(gpu)[0] == 1
+    except pynvml.NVMLError as error:
+        if error.value not in _codes("NOT_SUPPORTED", "FUNCTION_NOT_FOUND"):
             raise
         mig = False
     if not mig:
         yield gpu, None
         return
-    for position in range(library.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+    for position in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
         try:
-            handle = library.nvmlDeviceGetMigDeviceHandleByIndex(gpu, position)
-        except library.NVMLError as error:
-            if error.value not in _codes(library, "NOT_FOUND", "INVALID_ARGUMENT"):
+            handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, position)
+        except pynvml.NVMLError as error:
+            if error.value not in _codes("NOT_FOUND", "INVALID_ARGUMENT"):
                 raise
             continue  # No instance at this position.
         yield (
             handle,
             (
-                library.nvmlDeviceGetGpuInstanceId(handle),
-                library.nvmlDeviceGetComputeInstanceId(handle),
+                pynvml.nvmlDeviceGetGpuInstanceId(handle),
+                pynvml.nvmlDeviceGetComputeInstanceId(handle),
             ),
         )
 
 
-def _name_instance(library: NvmlLibrary, handle: Handle, gpu_name: str) -> str:
+def _name_instance(handle: Handle, gpu_name: str) -> str:
     try:
-        name = _text(library.nvmlDeviceGetName(handle))
-    except library.NVMLError:
+        name = pynvml.nvmlDeviceGetName(handle)
+    except pynvml.NVMLError:
         return f"{gpu_name} MIG"
     # Some drivers include the profile, "MIG 1g.10gb".
     return name if "MIG" in name else f"{name} MIG"
 
 
-def _read_busy(library: NvmlLibrary, handle: Handle) -> float | None:
+def _read_busy(handle: Handle) -> float | None:
     """Return the fraction of time in which a device computed; `None`: unknown (MIG, some drivers)."""
     try:
-        percent = int(library.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except library.NVMLError as error:
-        if _is_fatal(library, error) or error.value in _codes(library, "GPU_IS_LOST"):
+        percent = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except pynvml.NVMLError as error:
+        if _is_fatal(error) or error.value in _codes("GPU_IS_LOST"):
             raise
         # Only the choice between devices that fit depends on it.
         return None
     return min(percent, 100) / 100
 
 
-def _running(library: NvmlLibrary, handle: Handle, function: str) -> Sequence[Any]:
+def _running(handle: Handle, function: str) -> Sequence[Any]:
     """Return the running processes; none where the driver does not report them."""
     for name in (function, f"{function}_v2"):
         # A second try, if processes started after NVML had counted them.
         for _ in range(2):
             try:
-                processes: Sequence[Any] = getattr(library, name)(handle)
+                processes: Sequence[Any] = getattr(pynvml, name)(handle)
                 return processes
-            except library.NVMLLibraryMismatchError:
+            except pynvml.NVMLLibraryMismatchError:
                 break  # A driver older than the bindings has an older structure.
-            except library.NVMLError as error:
-                if error.value in _codes(
-                    library, "NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND"
-                ):
+            except pynvml.NVMLError as error:
+                if error.value in _codes("NOT_SUPPORTED", "NO_PERMISSION", "FUNCTION_NOT_FOUND"):
                     return ()
-                if error.value not in _codes(library, "INSUFFICIENT_SIZE"):
+                if error.value not in _codes("INSUFFICIENT_SIZE"):
                     raise
     return ()
 
 
-def _is_fatal(library: NvmlLibrary, error: Any) -> bool:
+def _is_fatal(error: Any) -> bool:
     """Return whether NVML itself stopped, rather than one device."""
     return error.value in _codes(
-        library,
         "UNINITIALIZED",
         "DRIVER_NOT_LOADED",
         "LIBRARY_NOT_FOUND",
@@ -389,13 +349,8 @@ def _is_fatal(library: NvmlLibrary, error: Any) -> bool:
     )
 
 
-def _codes(library: NvmlLibrary, *names: str) -> tuple[int, ...]:
-    return tuple(getattr(library, f"NVML_ERROR_{name}") for name in names)
-
-
-def _text(value: str | bytes) -> str:
-    # Older bindings return bytes.
-    return value.decode() if isinstance(value, bytes) else value
+def _codes(*names: str) -> tuple[int, ...]:
+    return tuple(getattr(pynvml, f"NVML_ERROR_{name}") for name in names)
 
 
 def _say(error: Any) -> str:

@@ -73,6 +73,6 @@ def _own_use(snapshot: DeviceSnapshot, pid: int) -> OwnUse:
 
 def _open_nvml(device_uuids: Sequence[str]) -> DeviceReader:
     # Imported here: most children never read it.
-    from prefect_gpu.devices.nvml import NvmlReader, NvmlSelection
+    from prefect_gpu.devices.nvml import NvmlReader
 
-    return NvmlReader(selection=NvmlSelection(visible=",".join(device_uuids)))
+    return NvmlReader(visible=",".join(device_uuids))

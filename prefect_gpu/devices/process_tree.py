@@ -78,42 +78,6 @@ class HostProcesses:
             return False
 
 
-def find_root(
-    pid: int,
-    roots: Collection[int],
-    session_of: Callable[[int], int | None],
-    parent_of: Callable[[int], int | None],
-) -> int | None:
-    """Return the root that a process is, is in the session of, or descends from.
-
-    A process leaves its parent's session only to lead its own, so all processes of a session descend
-    from its leader, and a root's descendants are found from session to session. On a host with
-    thousands of processes that reads a few hundred parents.
-
-    Args:
-        pid: Any process id, perhaps of another namespace.
-        roots: Our children; each leads a session.
-        session_of: As `HostProcesses.session_of`.
-        parent_of: As `HostProcesses.parent_of`.
-
-    Returns:
-        The nearest root; `None`: the process belongs to no root, or cannot be seen from here.
-    """
-    current: int | None = pid
-    for _ in range(MAX_DEPTH):
-        if current in roots:
-            return current
-        session = None if current is None else session_of(current)
-        if current is None or session is None:
-            return None
-        if session in roots:
-            return session
-        parent = parent_of(session)
-        # A leader may have ended before the processes of its session.
-        current = parent_of(current) if parent is None else parent
-    return None
-
-
 class ProcessTable:
     """Finds the processes of our children. Used by one thread at a time.
 
@@ -128,9 +92,40 @@ class ProcessTable:
         self._members: frozenset[int] = frozenset()
         self._scan_due_s = float("-inf")
 
-    def root_of(self, pid: int, roots: Collection[int]) -> int | None:
-        """Return the root that a process belongs to; see `find_root`."""
-        return find_root(pid, roots, self.processes.session_of, self.processes.parent_of)
+    def root_of(
+        self,
+        pid: int,
+        roots: Collection[int],
+        parent_of: Callable[[int], int | None] | None = None,
+    ) -> int | None:
+        """Return the root that a process is, is in the session of, or descends from.
+
+        A process leaves its parent's session only to lead its own, so all processes of a session
+        descend from its leader, and a root's descendants are found from session to session. On a host
+        with thousands of processes that reads a few hundred parents.
+
+        Args:
+            pid: Any process id, perhaps of another namespace.
+            roots: Our children; each leads a session.
+            parent_of: As that of `HostProcesses`, which is used if it is `None`.
+
+        Returns:
+            The nearest root; `None`: the process belongs to no root, or cannot be seen from here.
+        """
+        parent_of = parent_of or self.processes.parent_of
+        current: int | None = pid
+        for _ in range(MAX_DEPTH):
+            if current in roots:
+                return current
+            session = None if current is None else self.processes.session_of(current)
+            if current is None or session is None:
+                return None
+            if session in roots:
+                return session
+            parent = parent_of(session)
+            # A leader may have ended before the processes of its session.
+            current = parent_of(current) if parent is None else parent
+        return None
 
     def resident(self, roots: Collection[int]) -> tuple[ProcessUse, ...]:
         """Return the resident memory of every process of every root, roots first."""
@@ -154,7 +149,5 @@ class ProcessTable:
         """Return all processes of some roots."""
         parent_of = functools.cache(self.processes.parent_of)
         return frozenset(
-            pid
-            for pid in self.processes.pids()
-            if find_root(pid, roots, self.processes.session_of, parent_of) is not None
+            pid for pid in self.processes.pids() if self.root_of(pid, roots, parent_of) is not None
         )

@@ -102,7 +102,6 @@ def open_reader(
     spec: DeviceSpec,
     environ: Mapping[str, str],
     clock: Clock | None = None,
-    nvml_library: Any = None,
 ) -> DeviceReader:
     """Open the reader of a specification.
 
@@ -110,7 +109,6 @@ def open_reader(
         spec: Which devices.
         environ: Environment of this process; `CUDA_VISIBLE_DEVICES` limits its NVIDIA devices.
         clock: Sets the time of the snapshots.
-        nvml_library: A fake of `pynvml`, for tests.
 
     Raises:
         DeviceError: NVIDIA devices were asked for and there is no driver, or not those devices.
@@ -120,10 +118,9 @@ def open_reader(
         return SimulatedReader(spec.simulated, clock)
     if spec.kind == "host":
         return _open_host(clock)
-    from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader, NvmlSelection
+    from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
 
-    selection = NvmlSelection(visible=environ.get(VISIBLE_VARIABLE), chosen=spec.chosen)
-    reader = NvmlReader(nvml_library, selection, clock)
+    reader = NvmlReader(visible=environ.get(VISIBLE_VARIABLE), chosen=spec.chosen, clock=clock)
     try:
         reader.devices()
     except DeviceError as error:

@@ -107,15 +107,11 @@ class FakeNvml:
         #: How often NVML is started, and was started in all.
         self.started = 0
         self.starts = 0
-        self.bytes_texts = False
 
     def _check(self, *codes: int | None) -> None:
         for code in (self.broken, None if self.started else 1, *codes):
             if code is not None:
                 raise FakeNvmlError(code)
-
-    def _text(self, text: str) -> str | bytes:
-        return text.encode() if self.bytes_texts else text
 
     def nvmlInit(self) -> None:
         if self.broken is not None:
@@ -127,9 +123,9 @@ class FakeNvml:
         self._check(self.shutdown_error)
         self.started -= 1
 
-    def nvmlSystemGetDriverVersion(self) -> str | bytes:
+    def nvmlSystemGetDriverVersion(self) -> str:
         self._check()
-        return self._text("580.159.04")
+        return "580.159.04"
 
     def nvmlDeviceGetCount(self) -> int:
         self._check()
@@ -150,13 +146,13 @@ class FakeNvml:
         self._check(part.error)
         return part
 
-    def nvmlDeviceGetUUID(self, handle: FakePart) -> str | bytes:
+    def nvmlDeviceGetUUID(self, handle: FakePart) -> str:
         self._check(handle.error)
-        return self._text(handle.uuid)
+        return handle.uuid
 
-    def nvmlDeviceGetName(self, handle: FakePart) -> str | bytes:
+    def nvmlDeviceGetName(self, handle: FakePart) -> str:
         self._check(handle.error, handle.name_error)
-        return self._text(handle.name)
+        return handle.name
 
     def nvmlDeviceGetMigMode(self, handle: FakeGpu) -> list[int]:
         if handle.instances is None:

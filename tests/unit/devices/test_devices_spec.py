@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import prefect_gpu.devices
+from prefect_gpu.devices import nvml as module
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.devices.spec import DeviceSpec, open_reader, parse_spec
 from prefect_gpu.errors import DeviceError
@@ -86,22 +87,22 @@ def test_text_reads_back(spec: DeviceSpec, text: str) -> None:
     assert parse_spec(text) == spec
 
 
-def test_importing_loads_no_driver_library() -> None:
+def test_nvml_is_imported_only_where_it_is_asked_for() -> None:
     folder = Path(prefect_gpu.devices.__file__).parent
     for path in folder.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                line = ast.unparse(node)
-                assert "pynvml" not in line, path
+            if isinstance(node, ast.Import | ast.ImportFrom) and path.name != "nvml.py":
+                assert "nvml" not in ast.unparse(node), path
 
 
 @pytest.fixture
 def nvml() -> FakeNvml:
-    return FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b"), FakeGpu("GPU-c"))
+    module.pynvml = fake = FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b"), FakeGpu("GPU-c"))
+    return fake
 
 
 def uuids(value: object, environ: dict[str, str], nvml: FakeNvml) -> list[str]:
-    reader = open_reader(parse_spec(value), environ, nvml_library=nvml)
+    reader = open_reader(parse_spec(value), environ)
     devices = reader.devices()
     reader.close()
     assert [device.index for device in devices] == list(range(len(devices)))
@@ -123,7 +124,7 @@ def test_auto_is_host_without_a_driver_and_says_nothing(
 ) -> None:
     nvml.broken = code
     with caplog.at_level(logging.INFO):
-        assert open_reader(parse_spec("auto"), {}, nvml_library=nvml).kind == "host"
+        assert open_reader(parse_spec("auto"), {}).kind == "host"
     assert not caplog.records
 
 
@@ -131,12 +132,12 @@ def test_auto_is_host_with_a_broken_driver_and_says_so(
     nvml: FakeNvml, caplog: pytest.LogCaptureFixture
 ) -> None:
     nvml.broken = 18
-    assert open_reader(parse_spec("auto"), {}, nvml_library=nvml).kind == "host"
+    assert open_reader(parse_spec("auto"), {}).kind == "host"
     assert "version mismatch" in caplog.text
 
 
 def test_auto_is_host_if_no_device_is_visible(nvml: FakeNvml) -> None:
-    reader = open_reader(parse_spec("auto"), {"CUDA_VISIBLE_DEVICES": ""}, nvml_library=nvml)
+    reader = open_reader(parse_spec("auto"), {"CUDA_VISIBLE_DEVICES": ""})
     assert reader.kind == "host"
     assert nvml.started == 0
 
@@ -144,18 +145,19 @@ def test_auto_is_host_if_no_device_is_visible(nvml: FakeNvml) -> None:
 def test_nvml_without_a_driver_says_what_answered_and_what_to_do(nvml: FakeNvml) -> None:
     nvml.broken = 9
     with pytest.raises(DeviceError, match=r"Driver Not Loaded.*nvidia-smi.*devices='host'"):
-        open_reader(parse_spec("nvml"), {}, nvml_library=nvml)
+        open_reader(parse_spec("nvml"), {})
 
 
 def test_nvml_without_a_visible_device_names_the_variable(nvml: FakeNvml) -> None:
     with pytest.raises(DeviceError, match=r"CUDA_VISIBLE_DEVICES='9'.*'9' names no device"):
-        open_reader(parse_spec("nvml"), {"CUDA_VISIBLE_DEVICES": "9"}, nvml_library=nvml)
+        open_reader(parse_spec("nvml"), {"CUDA_VISIBLE_DEVICES": "9"})
     assert nvml.started == 0
 
 
-def test_nvml_without_any_device() -> None:
+def test_nvml_without_any_device(nvml: FakeNvml) -> None:
+    nvml.gpus.clear()
     with pytest.raises(DeviceError, match="NVML knows no device"):
-        open_reader(parse_spec("nvml"), {}, nvml_library=FakeNvml())
+        open_reader(parse_spec("nvml"), {})
 
 
 def test_a_list_chooses_among_the_visible_devices_in_its_order(nvml: FakeNvml) -> None:
@@ -167,13 +169,13 @@ def test_a_list_chooses_among_the_visible_devices_in_its_order(nvml: FakeNvml) -
 def test_a_list_with_an_unknown_device_lists_those_there(entry: object, nvml: FakeNvml) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "2" if entry != "GPU-" else "1,2"}
     with pytest.raises(DeviceError, match=r"there are 0: GPU-. \(NVIDIA H200\)"):
-        open_reader(parse_spec([entry]), environ, nvml_library=nvml)
+        open_reader(parse_spec([entry]), environ)
     assert nvml.started == 0
 
 
 def test_a_list_that_names_a_device_by_two_names(nvml: FakeNvml) -> None:
     with pytest.raises(DeviceError, match="GPU-a a second time"):
-        open_reader(parse_spec([0, "GPU-a"]), {}, nvml_library=nvml)
+        open_reader(parse_spec([0, "GPU-a"]), {})
 
 
 def test_host_and_simulated_open_without_nvml() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices import nvml
-from prefect_gpu.devices.nvml import NvmlReader, NvmlSelection
+from prefect_gpu.devices.nvml import NvmlReader
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.devices.process_tree import ProcessTable
 from tests.fakes.fake_nvml import GIB, FakeGpu, FakeNvml
@@ -27,14 +27,14 @@ class Rig:
         self.processes = FakeProcesses()
         self.processes.add(PID, holds_gpu=True)
         self.processes.add(PID + 1, parent=PID, session=PID)
-        self.nvml = FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b", free_bytes=5 * GIB))
+        self.nvml = nvml.pynvml = FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b", free_bytes=5 * GIB))
         self.opened = 0
         self.own = OwnMemory(UUIDS, self._open)
 
     def _open(self, uuids: Sequence[str]) -> NvmlReader:
         self.opened += 1
         table = ProcessTable(self.processes, FakeClock())
-        return NvmlReader(self.nvml, NvmlSelection(visible=",".join(uuids)), table=table)
+        return NvmlReader(",".join(uuids), table=table)
 
 
 @pytest.fixture
@@ -86,8 +86,5 @@ def test_a_driver_that_does_not_start_is_not_waited_for_again(rig: Rig) -> None:
     assert rig.opened == 1
 
 
-def test_by_default_nvml_is_asked_for_these_devices(
-    monkeypatch: pytest.MonkeyPatch, rig: Rig
-) -> None:
-    monkeypatch.setattr(nvml, "_import_pynvml", lambda: rig.nvml)
+def test_by_default_nvml_is_asked_for_these_devices(rig: Rig) -> None:
     assert [use.free_bytes for use in OwnMemory(UUIDS).read()] == [5 * GIB, 23 * GIB]

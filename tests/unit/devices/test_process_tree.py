@@ -12,7 +12,6 @@ from prefect_gpu.devices.process_tree import (
     SCAN_INTERVAL_S,
     HostProcesses,
     ProcessTable,
-    find_root,
 )
 from prefect_gpu.scheduling.model import ProcessUse
 from tests.fakes.fake_processes import FakeProcesses
@@ -61,7 +60,9 @@ def test_a_cycle_of_parents_ends() -> None:
         asked.append(pid)
         return pid
 
-    assert find_root(7, {8}, lambda pid: pid, parent_of) is None
+    processes = FakeProcesses()
+    processes.add(7)
+    assert ProcessTable(processes).root_of(7, {8}, parent_of) is None
     assert len(asked) == MAX_DEPTH
 
 

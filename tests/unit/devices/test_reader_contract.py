@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_gpu.devices import nvml
 from prefect_gpu.devices.host import HostReader
 from prefect_gpu.devices.nvml import NvmlReader
 from prefect_gpu.devices.process_tree import ProcessTable
@@ -35,7 +36,8 @@ def _nvml(*gpus: FakeGpu, in_container: bool = False) -> Callable[[Path], Device
         processes = FakeProcesses()
         processes.add(ME)
         processes.initial_namespace = not in_container
-        return NvmlReader(FakeNvml(*gpus), table=ProcessTable(processes))
+        nvml.pynvml = FakeNvml(*gpus)
+        return NvmlReader(table=ProcessTable(processes))
 
     return make
 

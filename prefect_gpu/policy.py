@@ -279,9 +279,8 @@ def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GP
             options[name.removeprefix("alloc.")] = value
         else:
             asked[_BY_NAME[name].field] = value
-    asked.setdefault(
-        "allocation", _default_allocation(asked.get("memory"), asked.get("caching", True))
-    )
+    capped = "memory" in asked and asked.get("caching", True)
+    asked.setdefault("allocation", "limit" if capped else "growth")
     return GPUPolicy(
         **asked, allocator_options=tuple(sorted(options.items())), stated=frozenset(values)
     )
@@ -443,10 +442,6 @@ def _unknown(tag: str, what: str, name: str, prefix: str, known: Iterable[str]) 
     hint = f"; did you mean gpu:{prefix}{close[0]}?" if close else ""
     accepted = ", ".join(f"gpu:{prefix}{each}" for each in names)
     return PolicyError(tag, f"{name!r} is not a known {what}{hint}", accepted)
-
-
-def _default_allocation(memory: object, caching: bool) -> Allocation:
-    return "limit" if memory is not None and caching else "growth"
 
 
 def _check_frameworks(shares: tuple[FrameworkShare, ...]) -> None:

@@ -132,7 +132,7 @@ class NvmlReader(DeviceReader):
             ) from error
         self._started = True
 
-    def _enumerate(self) -> Iterator[tuple[Device, Candidate]]:
+    def _enumerate(self) -> Iterator[Candidate]:
         driver = pynvml.nvmlSystemGetDriverVersion()
         host = socket.gethostname()
         for gpu_index in range(pynvml.nvmlDeviceGetCount()):
@@ -152,43 +152,37 @@ class NvmlReader(DeviceReader):
                         nvml_index=gpu_index,
                         driver=driver,
                     )
-                    yield device, Candidate(uuid, gpu_index, gpu_uuid, *(ids or (None, None)))
+                    yield Candidate(device, gpu_uuid, ids)
             except pynvml.NVMLError as error:
                 if _is_fatal(error):
                     raise
                 logger.warning("GPU %d is left out, it does not answer: %s", gpu_index, error)
 
-    def _select(self, found: Sequence[tuple[Device, Candidate]]) -> tuple[Device, ...]:
-        by_uuid = {device.uuid: device for device, _ in found}
-        candidates = {candidate.uuid: candidate for _, candidate in found}
-        visible = parse_visible(self._visible, tuple(candidates.values()))
-        ours = tuple(replace(by_uuid[uuid], index=i) for i, uuid in enumerate(visible.uuids))
+    def _select(self, found: Sequence[Candidate]) -> tuple[Device, ...]:
+        ours, reason = parse_visible(self._visible, found)
         if not ours:
             why = "NVML knows no device"
             if found:
                 why = (
-                    f"CUDA_VISIBLE_DEVICES={self._visible!r} leaves none of "
-                    f"{len(found)} devices: {visible.reason}"
+                    f"CUDA_VISIBLE_DEVICES={self._visible!r} leaves none of {len(found)} devices: "
+                    f"{reason}"
                 )
             raise DeviceError(f"there is no NVIDIA device to use: {why}; or use devices='host'")
-        if not self._chosen:
-            return ours
-        chosen: dict[str, Device] = {}
-        there = ", ".join(f"{device.index}: {device.uuid} ({device.name})" for device in ours)
+        there = ", ".join(f"{i}: {c.device.uuid} ({c.device.name})" for i, c in enumerate(ours))
+        chosen: list[Candidate] = []
         for entry in self._chosen:
             if entry.isdigit():
-                fitting = [device for device in ours if device.index == int(entry)]
+                fitting = ours[int(entry) : int(entry) + 1]
             else:
-                named = find_devices(entry, [candidates[device.uuid] for device in ours])
-                uuids = {candidate.uuid for candidate in named}
-                fitting = [device for device in ours if device.uuid in uuids]
+                fitting = find_devices(entry, ours)
             if not fitting:
                 raise DeviceError(f"devices: {entry!r} names no device here; there are {there}")
-            for device in fitting:
-                if device.uuid in chosen:
-                    raise DeviceError(f"devices: {entry!r} names {device.uuid} a second time")
-                chosen[device.uuid] = device
-        return tuple(replace(device, index=i) for i, device in enumerate(chosen.values()))
+            for candidate in fitting:
+                if candidate in chosen:
+                    uuid = candidate.device.uuid
+                    raise DeviceError(f"devices: {entry!r} names {uuid} a second time")
+                chosen.append(candidate)
+        return tuple(replace(c.device, index=i) for i, c in enumerate(chosen or ours))
 
     def _read_device(self, device: Device, roots: Collection[int]) -> DeviceSnapshot:
         at_s = self._clock.now()

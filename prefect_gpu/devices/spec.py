@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from prefect_gpu.clock import Clock
+from prefect_gpu.devices.host import HostReader
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.simulated import SIMULATED_ACCEPTED, SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import DeviceError
@@ -117,7 +118,7 @@ def open_reader(
         assert spec.simulated is not None, "parse_spec sets it"
         return SimulatedReader(spec.simulated, clock)
     if spec.kind == "host":
-        return _open_host(clock)
+        return HostReader(clock=clock)
     from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
 
     reader = NvmlReader(visible=environ.get(VISIBLE_VARIABLE), chosen=spec.chosen, clock=clock)
@@ -129,11 +130,5 @@ def open_reader(
         # A laptop has no driver. A driver that does not work deserves a warning.
         level = logging.DEBUG if isinstance(error, NvmlMissingError) else logging.WARNING
         logger.log(level, "GPU tasks use this machine's memory, not a GPU: %s", error)
-        return _open_host(clock)
+        return HostReader(clock=clock)
     return reader
-
-
-def _open_host(clock: Clock | None) -> DeviceReader:
-    from prefect_gpu.devices.host import HostReader
-
-    return HostReader(clock=clock)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prefect_gpu.scheduling.model import Device
+
 _INDEX = re.compile(r"[0-9]+")
 _LEGACY_MIG = re.compile(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/([0-9]+)", re.IGNORECASE)
 
@@ -17,28 +19,18 @@ _LEGACY_MIG = re.compile(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/([0-9]+)", re.IGNORECAS
 class Candidate:
     """One device that CUDA could use: a whole GPU, or a MIG instance of one."""
 
-    #: `GPU-…` or `MIG-…`.
-    uuid: str
-    #: Position of the GPU on the PCI bus, from 0. Instances of one GPU share it.
-    gpu_index: int
+    #: Its UUID is `GPU-…` or `MIG-…`. Instances of one GPU share its `nvml_index`, which is the position
+    #: on the PCI bus.
+    device: Device
     #: UUID of the GPU that an instance is part of; a whole GPU's own.
     gpu_uuid: str
-    #: MIG ids of an instance; `None` for a whole GPU.
-    gpu_instance_id: int | None = None
-    compute_instance_id: int | None = None
+    #: MIG ids of an instance, the GPU instance's first; `None` for a whole GPU.
+    ids: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Visible:
-    """The devices that are allowed."""
-
-    #: UUIDs, in the order of the variable.
-    uuids: tuple[str, ...]
-    #: Why the list is shorter than the text or the machine; empty: it is not.
-    reason: str = ""
-
-
-def parse_visible(value: str | None, candidates: Sequence[Candidate]) -> Visible:
+def parse_visible(
+    value: str | None, candidates: Sequence[Candidate]
+) -> tuple[tuple[Candidate, ...], str]:
     """Parse `CUDA_VISIBLE_DEVICES`.
 
     CUDA ends the list at the first entry that names nothing (users write `-1`, `none` or `NoDevFiles`
@@ -50,24 +42,25 @@ def parse_visible(value: str | None, candidates: Sequence[Candidate]) -> Visible
         candidates: Devices of the host, in PCI bus order.
 
     Returns:
-        The devices named, in the order of the text; all of them if it is not set.
+        The devices named, in the order of the text; all of them if it is not set. Then why the list is
+        shorter than the text or the machine; empty: it is not.
     """
     if value is None:
-        return Visible(tuple(candidate.uuid for candidate in candidates))
+        return tuple(candidates), ""
     if not value.strip():
-        return Visible((), "it is empty")
-    chosen: list[str] = []
+        return (), "it is empty"
+    chosen: list[Candidate] = []
     reason = ""
     for entry in (part.strip() for part in value.split(",")):
         found = find_devices(entry, candidates)
         if not found:
             reason = f"{entry!r} names no device here, and CUDA ignores all that follows it"
             break
-        chosen += [candidate.uuid for candidate in found]
-    repeated = next((uuid for uuid in chosen if chosen.count(uuid) > 1), None)
+        chosen += found
+    repeated = next((found for found in chosen if chosen.count(found) > 1), None)
     if repeated is not None:
-        return Visible((), f"it names {repeated} twice, and CUDA then sees no device")
-    return Visible(tuple(chosen), reason)
+        return (), f"it names {repeated.device.uuid} twice, and CUDA then sees no device"
+    return tuple(chosen), reason
 
 
 def find_devices(entry: str, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -77,22 +70,18 @@ def find_devices(entry: str, candidates: Sequence[Candidate]) -> tuple[Candidate
         Nothing if it is unknown or fits several; several only for a GPU in MIG mode.
     """
     if _INDEX.fullmatch(entry):
-        return tuple(c for c in candidates if c.gpu_index == int(entry))
+        return tuple(c for c in candidates if c.device.nvml_index == int(entry))
     if legacy := _LEGACY_MIG.fullmatch(entry):
-        wanted = (legacy[1].lower(), int(legacy[2]), int(legacy[3]))
-        return tuple(
-            c
-            for c in candidates
-            if (c.gpu_uuid.lower(), c.gpu_instance_id, c.compute_instance_id) == wanted
-        )
+        wanted = (legacy[1].lower(), (int(legacy[2]), int(legacy[3])))
+        return tuple(c for c in candidates if (c.gpu_uuid.lower(), c.ids) == wanted)
     prefix = entry.lower()
     if not prefix.startswith(("gpu-", "mig-")):
         return ()
     # Instances of one GPU share the name of the GPU.
-    named = {c.gpu_uuid if prefix.startswith("gpu-") else c.uuid for c in candidates}
+    named = {c.gpu_uuid if prefix.startswith("gpu-") else c.device.uuid for c in candidates}
     fitting = [name for name in named if name.lower() == prefix] or [
         name for name in named if name.lower().startswith(prefix)
     ]
     if len(fitting) != 1:
         return ()
-    return tuple(c for c in candidates if fitting[0] in (c.uuid, c.gpu_uuid))
+    return tuple(c for c in candidates if fitting[0] in (c.device.uuid, c.gpu_uuid))

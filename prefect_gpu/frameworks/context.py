@@ -10,9 +10,10 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from prefect_gpu.frameworks.registry import framework_version
+from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB, MIB
 
 #: Bytes used where a calibration failed: NVML's figure less the allocator's, one process on an H200,
@@ -33,22 +34,9 @@ FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
 DEFAULT_CONTEXT_BYTES = 700 * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class ContextKey:
-    """What a context's size depends on."""
-
-    #: As in `gpu:framework=`.
-    framework: str
-    #: Its installed version; empty: unknown.
-    version: str
-    #: Product name of the device.
-    device_name: str
-    #: Driver version.
-    driver: str
-
-    def text(self) -> str:
-        """Return the key as one line, unique for its fields."""
-        return json.dumps([self.framework, self.version, self.device_name, self.driver])
+def context_key(framework: str, device: Device) -> str:
+    """Return what the size of a framework's context on a device depends on, as one line."""
+    return json.dumps([framework, framework_version(framework), device.name, device.driver])
 
 
 def fallback_context_bytes(framework: str) -> int:
@@ -70,15 +58,14 @@ class ContextStore:
         self.path = path if path is not None else default_path()
         self._own: dict[str, int] = {}
 
-    def get(self, key: ContextKey) -> int | None:
-        """Look a context up, in bytes; `None`: not measured yet."""
-        text = key.text()
-        return self._own[text] if text in self._own else self._read().get(text)
+    def get(self, key: str) -> int | None:
+        """Look a context up by its `context_key`, in bytes; `None`: not measured yet."""
+        return self._own[key] if key in self._own else self._read().get(key)
 
-    def put(self, key: ContextKey, context_bytes: int) -> None:
+    def put(self, key: str, context_bytes: int) -> None:
         """Store a measured context. Of two processes that write at once the last wins."""
-        self._own[key.text()] = context_bytes
-        entries = {**self._read(), key.text(): context_bytes}
+        self._own[key] = context_bytes
+        entries = {**self._read(), key: context_bytes}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _replace(self.path, json.dumps(entries, indent=1, sort_keys=True))

@@ -84,12 +84,13 @@ class AfterImport(importlib.abc.MetaPathFinder):
         adapter = self._pending.pop(module)
         try:
             adapter.apply(self._policy)
+        except FrameworkError as error:
+            self._failed[module] = error
+            raise
         except Exception as error:
-            failure = _as_framework_error(adapter, error)
-            self._failed[module] = failure
-            if failure is error:
-                raise
-            raise failure from error
+            problem = f"could not apply the policy: {type(error).__name__}: {error}"
+            self._failed[module] = FrameworkError(adapter.name, problem)
+            raise self._failed[module] from error
 
 
 def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> AfterImport:
@@ -176,11 +177,3 @@ def _sum_known(pairs: list[tuple[int | None, int]]) -> int | None:
     if all(value is None for value, _ in pairs):
         return None
     return sum(least if value is None else value for value, least in pairs)
-
-
-def _as_framework_error(adapter: FrameworkAdapter, error: Exception) -> FrameworkError:
-    if isinstance(error, FrameworkError):
-        return error
-    return FrameworkError(
-        adapter.name, f"could not apply the policy: {type(error).__name__}: {error}"
-    )

@@ -115,7 +115,7 @@ def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     found = set()
     for module in _Walk(whole_modules).modules(fn):
-        root = _root(module)
+        root = module.partition(".")[0]
         name = backend if root == "keras" else FRAMEWORK_BY_ROOT.get(root)
         if name is not None and name in ADAPTERS:
             found.add(name)
@@ -258,14 +258,10 @@ def _text(name: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _root(name: Any) -> str:
-    return name.partition(".")[0] if isinstance(name, str) else ""
-
-
 @functools.cache
 def is_users(module: str | None) -> bool:
     """Return whether a module is the user's own code: not the standard library, not installed."""
-    root = _root(module)
+    root = _text(module).partition(".")[0]
     if root == "__main__":
         return True
     if root in sys.stdlib_module_names or root in FRAMEWORK_BY_ROOT:

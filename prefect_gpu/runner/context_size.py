@@ -20,7 +20,7 @@ from typing import Any
 from prefect_gpu.broker.broker import Broker, Ticket
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy, child_environment
-from prefect_gpu.frameworks.context import ContextKey, ContextStore, fallback_context_bytes
+from prefect_gpu.frameworks.context import ContextStore, context_key, fallback_context_bytes
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes import values
@@ -60,7 +60,7 @@ class ContextMeter:
         self._store = store
         self._launcher = launcher
         self._lock = threading.Lock()
-        self._locks: dict[ContextKey, threading.Lock] = {}
+        self._locks: dict[str, threading.Lock] = {}
 
     def contexts(
         self,
@@ -93,7 +93,9 @@ class ContextMeter:
             # Closer than a calibration.
             names = frameworks or tuple(known)
             return {**known, **{n: int(learned_bytes * policy.share(n)) for n in names}}
-        missing = [name for name in frameworks if self._store.get(_key(name, device)) is None]
+        missing = [
+            name for name in frameworks if self._store.get(context_key(name, device)) is None
+        ]
         if missing:
             # The calibration uses this reservation, which has space for one context.
             broker.leave_standby(ticket)
@@ -104,7 +106,7 @@ class ContextMeter:
         """Return the context of every framework as it is known, or else a documented figure."""
         contexts: dict[str, int] = {}
         for name in registry.ADAPTERS:
-            measured = self._store.get(_key(name, device))
+            measured = self._store.get(context_key(name, device))
             contexts[name] = fallback_context_bytes(name) if measured is None else measured
         return contexts
 
@@ -117,7 +119,7 @@ class ContextMeter:
         ticket: Ticket,
     ) -> int:
         """Return a context that is not known: from a calibration, or else a documented figure."""
-        key = _key(framework, device)
+        key = context_key(framework, device)
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
@@ -231,10 +233,6 @@ class ContextMeter:
     def _wait_for_exit(messages: queues.SimpleQueue[Any]) -> None:
         while not isinstance(messages.get(timeout=CALIBRATION_S), (ChildExited, ChildRefused)):
             pass
-
-
-def _key(framework: str, device: Device) -> ContextKey:
-    return ContextKey(framework, registry.framework_version(framework), device.name, device.driver)
 
 
 def context_meter() -> ContextMeter:

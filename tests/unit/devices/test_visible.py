@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefect_gpu.devices.visible import Candidate, parse_visible
+from prefect_gpu.scheduling.model import Device
+from prefect_gpu.units import GIB
 
 A = "GPU-1a2b3c4d-0000-0000-0000-000000000001"
 B = "GPU-1a2b9999-0000-0000-0000-000000000002"
@@ -12,11 +14,19 @@ C = "GPU-ffff0000-0000-0000-0000-000000000003"
 C1 = "MIG-aaaa0000-0000-0000-0000-000000000001"
 C2 = "MIG-bbbb0000-0000-0000-0000-000000000002"
 
+
+def candidate(
+    uuid: str, nvml_index: int, gpu_uuid: str = "", ids: tuple[int, int] | None = None
+) -> Candidate:
+    device = Device(uuid, -1, "a GPU", GIB, "nvml", "here", nvml_index)
+    return Candidate(device, gpu_uuid or uuid, ids)
+
+
 MACHINE = (
-    Candidate(A, 0, A),
-    Candidate(B, 1, B),
-    Candidate(C1, 2, C, 1, 0),
-    Candidate(C2, 2, C, 2, 0),
+    candidate(A, 0),
+    candidate(B, 1),
+    candidate(C1, 2, C, (1, 0)),
+    candidate(C2, 2, C, (2, 0)),
 )
 ALL = (A, B, C1, C2)
 
@@ -61,17 +71,17 @@ ALL = (A, B, C1, C2)
     ],
 )
 def test_visible(value: str | None, uuids: tuple[str, ...]) -> None:
-    visible = parse_visible(value, MACHINE)
+    visible, reason = parse_visible(value, MACHINE)
 
-    assert visible.uuids == uuids
+    assert tuple(each.device.uuid for each in visible) == uuids
     if not uuids:
-        assert visible.reason
+        assert reason
 
 
 def test_an_exact_uuid_wins_over_longer_ones() -> None:
-    machine = (Candidate("GPU-1", 0, "GPU-1"), Candidate("GPU-11", 1, "GPU-11"))
+    machine = (candidate("GPU-1", 0), candidate("GPU-11", 1))
 
-    assert parse_visible("GPU-1", machine).uuids == ("GPU-1",)
+    assert parse_visible("GPU-1", machine) == (machine[:1], "")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,7 @@ def test_an_exact_uuid_wins_over_longer_ones() -> None:
     ],
 )
 def test_reason_names_the_entry(value: str, said: str) -> None:
-    reason = parse_visible(value, MACHINE).reason
+    _, reason = parse_visible(value, MACHINE)
 
     assert said in reason
     assert bool(said) == bool(reason)

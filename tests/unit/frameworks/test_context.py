@@ -1,14 +1,16 @@
 import pytest
 
+from prefect_gpu.frameworks import context
 from prefect_gpu.frameworks.context import (
-    ContextKey,
     ContextStore,
+    context_key,
     default_path,
     fallback_context_bytes,
 )
-from prefect_gpu.units import MIB
+from prefect_gpu.scheduling.model import Device
+from prefect_gpu.units import GIB, MIB
 
-KEY = ContextKey("torch", "2.11.0", "NVIDIA H200", "580.1")
+KEY = '["torch", "2.11.0", "NVIDIA H200", "580.1"]'
 
 
 def test_a_context_is_kept_for_other_processes(tmp_path):
@@ -18,13 +20,12 @@ def test_a_context_is_kept_for_other_processes(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["contexts.json"]
 
 
-@pytest.mark.parametrize("field", ["framework", "version", "device_name", "driver"])
-def test_every_field_of_the_key_counts(tmp_path, field):
-    from dataclasses import replace
-
-    store = ContextStore(tmp_path / "c.json")
-    store.put(KEY, 5)
-    assert store.get(replace(KEY, **{field: "other"})) is None
+def test_the_context_depends_on_the_framework_its_version_the_device_and_the_driver(monkeypatch):
+    device = Device("GPU-a", 0, "NVIDIA H200", GIB, "nvml", "here", driver="580.1")
+    versions = {"torch": "2.11.0"}
+    monkeypatch.setattr(context, "framework_version", lambda name: versions.get(name, ""))
+    assert context_key("torch", device) == '["torch", "2.11.0", "NVIDIA H200", "580.1"]'
+    assert context_key("jax", device) == '["jax", "", "NVIDIA H200", "580.1"]'
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"k": "5"}', "\x00", "null"])
@@ -41,7 +42,7 @@ def test_entries_of_others_survive_a_put(tmp_path):
     path = tmp_path / "c.json"
     mine, theirs = ContextStore(path), ContextStore(path)
     mine.put(KEY, 1)
-    other = ContextKey("jax", "", "NVIDIA H200", "580.1")
+    other = "jax"
     theirs.put(other, 2)
     assert (mine.get(KEY), mine.get(other)) == (1, 2)
 

@@ -43,7 +43,7 @@ from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.engine_threads import StartGate, TagLimits, start_engine
+from prefect_gpu.runner.engine_threads import TagLimits, start_engine
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
 from prefect_gpu.scheduling.model import Reservation
@@ -85,7 +85,6 @@ class ActiveRunner:
         self._numbers = itertools.count()
         self._client = prefect_engine.SharedClient()
         self.limits = TagLimits(self._client.lend)
-        self.gate = StartGate()
         self._lock = threading.Lock()
         #: Bodies that run, and those that are over but for their memory or their report.
         self._bodies: set[BodyRun] = set()

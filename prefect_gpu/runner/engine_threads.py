@@ -5,14 +5,11 @@ keep two thousand threads to its end. The number of threads has no bound here, w
 fill so that nothing could run; the broker decides how many tasks have a process.
 
 Before it calls a body, Prefect's engine asks the API for a slot of each of the task's tags, limited or not. That
-is a write, and a server on SQLite does not stand many (Prefect 3.8.8):
-
-- `StartGate` limits how many threads may be between their start and their body at a time. A thousand mapped tasks
-  that asked at once got errors until the engine gave up.
-- `TagLimits` has the engine ask only for slots that exist. The server refused about one in four of these writes
-  while tasks came seconds apart, and Prefect's client then sleeps for two seconds. Whether any tag is limited is a
-  question that only reads, and one answer serves a runner's tasks for a while. A server that refuses either
-  question for a moment is asked again after a tenth of a second.
+is a write, and a server on SQLite does not stand many (Prefect 3.8.8): it refused about one in four of them
+while tasks came seconds apart, and Prefect's client then sleeps for two seconds. `TagLimits` has the engine ask
+only for slots that exist. Whether any tag is limited is a question that only reads, and one answer serves a
+runner's tasks for a while. A server that refuses either question for a moment is asked again after a tenth of a
+second.
 
 The limits themselves are enforced by Prefect's server: a task that has one asks as ever.
 """
@@ -38,14 +35,6 @@ from prefect_gpu.process_resources import start_thread
 
 #: Begins the names of the threads.
 NAME = "prefect-gpu-engine"
-
-#: Threads in that stage at a time. With 16, 1,000 tagged tasks all started on a server with SQLite
-#: (`docs/evidence/scale-1000-sync.txt`); other numbers were not tried.
-STARTS = 16
-
-#: Seconds after which a thread goes on without a place. Threads that hold a place may be waiting for an upstream
-#: task that itself waits for a place, so the gate only delays.
-PATIENCE_S = 10.0
 
 #: Seconds for which an answer of the API holds. A limit that is made later is respected after that.
 KNOWN_S = 10.0
@@ -90,31 +79,6 @@ def _run(future: Future[Any], call: Callable[[], Any]) -> None:
     finally:
         # What it raised holds this frame.
         del future, call
-
-
-class StartGate:
-    """Lets a few engine threads through at a time. For all engine threads of a runner."""
-
-    def __init__(self, starts: int = STARTS, patience_s: float = PATIENCE_S) -> None:
-        self._places = threading.BoundedSemaphore(starts)
-        self._patience_s = patience_s
-
-    def enter(self) -> Callable[[], None]:
-        """Wait for a place, for `PATIENCE_S` at most.
-
-        Returns:
-            A function that gives the place, if there was one, to the next thread. Only the first call has
-            an effect.
-        """
-        held = [self._places] if self._places.acquire(timeout=self._patience_s) else []
-
-        def leave() -> None:
-            try:
-                held.pop().release()
-            except IndexError:
-                return
-
-        return leave
 
 
 class TagLimits:

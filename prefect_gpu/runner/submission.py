@@ -299,8 +299,6 @@ class GPUTask:
         self._runner = runner
         self._task = task
         self._plan = plan
-        #: Gives back its place at the gate.
-        self._leave_gate: Callable[[], None] = lambda: None
         # Of all calls of the body, which are Prefect's retries.
         self._numbers = itertools.count(1)
         self._climb = Climb()
@@ -328,10 +326,6 @@ class GPUTask:
             self._launcher = announced
             if isinstance(announced, Announcement) and announced.kind.hot:
                 self._hot = announced.kind
-        waits = wait_for or any(isinstance(value, PrefectFuture) for value in parameters.values())
-        # A task that waits for others must not hold a place that they need.
-        if not waits:
-            self._leave_gate = self._runner.gate.enter()
         try:
             with asked_first(self._runner.limits):
                 return run_engine(
@@ -344,13 +338,11 @@ class GPUTask:
                     lambda: None if self._run is None else self._run.task_run,
                 )
         finally:
-            self._leave_gate()
             if announced is not None:
                 announced.retract()
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call of the body: the first, or one of Prefect's retries."""
-        self._leave_gate()
         if isinstance(self._plan, Exception):
             raise self._plan
         self._run = run = EngineRun(self._task)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pynvml
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.devices.host import HostMemoryReader, default_host_memory
+from prefect_gpu.devices.host import HostMemory, read_host_memory
 from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
@@ -56,7 +56,7 @@ class NvmlReader(DeviceReader):
         chosen: Which of these devices: indices or UUID prefixes, in this order; empty: all of them.
         clock: Sets the time of the snapshots.
         table: Finds the root of a process.
-        memory: The host's memory, for GPUs that have none of their own.
+        memory: Reads the host's memory, for GPUs that have none of their own.
     """
 
     kind: DeviceKind = "nvml"
@@ -67,7 +67,7 @@ class NvmlReader(DeviceReader):
         chosen: Sequence[str] = (),
         clock: Clock | None = None,
         table: ProcessTable | None = None,
-        memory: HostMemoryReader | None = None,
+        memory: Callable[[], HostMemory] = read_host_memory,
     ) -> None:
         self._visible = visible
         self._chosen = chosen
@@ -222,7 +222,7 @@ class NvmlReader(DeviceReader):
                     raise
         else:
             # GB10, Grace: the GPU uses the host's memory.
-            host = (self._memory or default_host_memory()).read()
+            host = self._memory()
             return _Memory(host.total_bytes, host.available_bytes, unified=True)
         total_bytes, free_bytes = int(info.total), int(info.free)
         # Version 1 counts the driver's part as used. Documents and tools disagree on `reserved`

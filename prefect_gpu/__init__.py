@@ -33,29 +33,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "GPUTaskRunner": "task_runner",
-    "gpu": "policy",
-    "GPUPolicy": "policy",
-    "Allocation": "in_task",
-    "current_allocation": "in_task",
-    "phase": "in_task",
-    "mark": "in_task",
-    "step": "in_task",
-    "find_batch_size": "frameworks.memory_help",
-    "release_cached": "frameworks.memory_help",
-    "onnxruntime_provider_options": "frameworks.onnxruntime_adapter",
-    "PrefectGPUError": "errors",
-    "PolicyError": "errors",
-    "ResultError": "errors",
-    "PlacementError": "errors",
-    "PlacementTimeoutError": "errors",
-    "DeviceError": "errors",
-    "FrameworkError": "errors",
-    "ChildDiedError": "errors",
-    "ChildTimeoutError": "errors",
-    "BudgetExceededError": "errors",
-    "ProtocolError": "errors",
+#: The names of each module.
+_NAMES = {
+    "task_runner": ("GPUTaskRunner",),
+    "policy": ("gpu", "GPUPolicy"),
+    "in_task": ("current_allocation", "Allocation", "phase", "mark", "step"),
+    "frameworks.memory_help": ("find_batch_size", "release_cached"),
+    "frameworks.onnxruntime_adapter": ("onnxruntime_provider_options",),
 }
 
 __all__ = [  # noqa: RUF022  # by importance
@@ -86,9 +70,9 @@ __all__ = [  # noqa: RUF022  # by importance
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = next((home for home, names in _NAMES.items() if name in names), "errors")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

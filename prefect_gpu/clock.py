@@ -1,6 +1,6 @@
 """Time as a protocol: the real one, and one that a test moves.
 
-It covers now, sleeping, and waiting on a condition. It schedules nothing: each caller keeps its own deadline.
+It covers now, and waiting on a condition. It schedules nothing: each caller keeps its own deadline.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ class Clock(Protocol):
         """
         ...
 
-    def sleep(self, duration_s: float) -> None:
-        """Return after `duration_s` seconds."""
-        ...
-
 
 class RealClock:
     """The machine's monotonic clock."""
@@ -48,10 +44,6 @@ class RealClock:
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
         """Wait until `condition` is notified or time is up; see `Clock.wait`."""
         return condition.wait(timeout_s)
-
-    def sleep(self, duration_s: float) -> None:
-        """Return after `duration_s` seconds."""
-        time.sleep(duration_s)
 
 
 class FakeClock:
@@ -92,14 +84,6 @@ class FakeClock:
             with self._lock:
                 self._waiters.pop(token, None)
         return deadline_s is None or self.now() < deadline_s
-
-    def sleep(self, duration_s: float) -> None:
-        """Return once `advance` has moved the clock by `duration_s` seconds."""
-        until_s = self.now() + duration_s
-        condition = threading.Condition()
-        with condition:
-            while (left_s := until_s - self.now()) > 0:
-                self.wait(condition, left_s)
 
     def advance(self, duration_s: float) -> None:
         """Move time, and wake the threads whose deadline passes."""

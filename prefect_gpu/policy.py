@@ -15,12 +15,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from prefect_gpu.errors import PolicyError
-from prefect_gpu.units import (
-    DURATIONS_ACCEPTED,
-    SIZES_ACCEPTED,
-    parse_duration,
-    parse_size,
-)
+from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED, parse_duration, parse_size
 
 __all__ = [
     "FRAMEWORKS",

@@ -17,7 +17,7 @@ from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.task_runners import TaskRunner
 from typing_extensions import Self
 
-from prefect_gpu.devices.spec import DeviceSpec, parse_spec
+from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
 from prefect_gpu.runner.prefect_engine import flow_run_goes_on
@@ -73,7 +73,6 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
                 "use Linux or WSL 2"
             )
         given: dict[str, Any] = {
-            "devices": None,
             "placement": placement,
             "max_processes": max_processes,
             "max_tasks_per_device": max_tasks_per_device,
@@ -84,16 +83,17 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         }
         settings = GPUSettings(**{k: v for k, v in given.items() if v is not None})
         # Pickled with the flow: plain values only.
-        self.devices: DeviceSpec = parse_spec(settings.devices if devices is None else devices)
-        self.placement = settings.placement
-        self.max_processes = settings.max_processes
-        self.max_tasks_per_device = settings.max_tasks_per_device
-        self.headroom = settings.headroom
-        self.headroom_bytes = settings.headroom_bytes
-        self.reports = settings.reports
-        self.standby = settings.standby
-        self.start_method = settings.start_method
-        if self.start_method == "forkserver" and not sys.platform.startswith("linux"):
+        self._configuration = Configuration(
+            parse_spec(settings.devices if devices is None else devices),
+            settings.placement,
+            settings.max_processes,
+            settings.max_tasks_per_device,
+            settings.headroom_bytes,
+            settings.reports,
+            settings.standby,
+            settings.start_method,
+        )
+        if settings.start_method == "forkserver" and not sys.platform.startswith("linux"):
             raise DeviceError(
                 f'start_method="forkserver" is for Linux, and this is {sys.platform}; accepted '
                 'here: start_method="spawn"'
@@ -113,19 +113,6 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
 
     def __hash__(self) -> int:
         return hash((type(self), self._configuration))
-
-    @property
-    def _configuration(self) -> Configuration:
-        return Configuration(
-            self.devices,
-            self.placement,
-            self.max_processes,
-            self.max_tasks_per_device,
-            self.headroom_bytes,
-            self.reports,
-            self.standby,
-            self.start_method,
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

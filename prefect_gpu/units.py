@@ -7,6 +7,7 @@ It covers the sizes and durations of tags and messages. A percentage of a device
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -41,6 +42,22 @@ def _split(text: str) -> tuple[float, str] | None:
     return (float(match[1]), match[2]) if match else None
 
 
+def _parse(text: str, units: Mapping[str, float], usual: str, what: str) -> float:
+    """Read a number with one of some units, of which `usual` is the one to suggest."""
+    parts, given = _split(text), text.strip()
+    if parts is None:
+        raise ValueError(f"{given!r} is not a number with a unit")
+    number, unit = parts
+    if unit == "":
+        raise ValueError(f"{given!r} has no unit; did you mean {given}{usual}?")
+    factor = units.get(unit.lower())
+    if factor is None:
+        raise ValueError(f"{unit!r} is not a unit of {what}")
+    if number <= 0:
+        raise ValueError(f"{given!r} is not more than zero")
+    return number * factor
+
+
 def parse_bytes(text: str) -> int:
     """Read a size such as `6GiB`, `1.5 GB`, `512 MiB`.
 
@@ -53,18 +70,9 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: The text is not a size. The message says why.
     """
-    parts = _split(text)
-    if parts is None:
-        raise ValueError(f"{text.strip()!r} is not a number with a unit")
-    number, unit = parts
-    if unit == "":
-        raise ValueError(f"{text.strip()!r} has no unit; did you mean {text.strip()}GiB?")
-    factor = UNIT_BYTES.get(unit.lower())
-    if factor is None:
-        raise ValueError(f"{unit!r} is not a unit of bytes")
-    size = int(number * factor)
-    if size <= 0:
-        raise ValueError(f"{text.strip()!r} is not more than zero")
+    size = int(_parse(text, UNIT_BYTES, "GiB", "bytes"))
+    if not size:
+        raise ValueError(f"{text.strip()!r} is less than a byte")
     return size
 
 
@@ -97,18 +105,7 @@ def parse_duration(text: str) -> float:
     Raises:
         ValueError: The text is not a duration. The message says why.
     """
-    parts = _split(text)
-    if parts is None:
-        raise ValueError(f"{text.strip()!r} is not a number with a unit")
-    number, unit = parts
-    if unit == "":
-        raise ValueError(f"{text.strip()!r} has no unit; did you mean {text.strip()}s?")
-    factor = UNIT_SECONDS.get(unit.lower())
-    if factor is None:
-        raise ValueError(f"{unit!r} is not a unit of time")
-    if number <= 0:
-        raise ValueError(f"{text.strip()!r} is not more than zero")
-    return number * factor
+    return _parse(text, UNIT_SECONDS, "s", "time")
 
 
 def format_bytes(size_bytes: int | float | None) -> str:

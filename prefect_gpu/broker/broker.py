@@ -5,8 +5,7 @@ reservation when the device shows its memory back. What to decide is in `prefect
 requests wait in `waiting_list`, what a reading says in `device_view`; how a process is started and spoken to
 is in `prefect_gpu.processes`.
 
-One `Broker` serves all runners of a Python process that have the same device specification
-(`shared_broker`).
+One `Broker` serves all runners of a Python process that have the same device specification.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.sampler import Sampler
 from prefect_gpu.errors import CapacityError, DeviceError, PlacementTimeoutError
 from prefect_gpu.frameworks.context import fallback_context_bytes
-from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
+from prefect_gpu.process_resources import start_thread
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (
@@ -624,13 +623,3 @@ class Broker:
             if standby_id:
                 self._hot.hand_over(standby_id, ticket)
             ticket.decide(placement)
-
-
-def shared_broker(key: object, make: Callable[[], Broker]) -> Broker:
-    """Return the broker of this process for a device specification; make it if there is none.
-
-    Args:
-        key: Equal for runners that share devices, reservations and sampler.
-        make: Makes it; what it raises is raised, and the next caller tries again.
-    """
-    return PROCESS_RESOURCES.get(("broker", key), make)

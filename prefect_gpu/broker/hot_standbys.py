@@ -19,14 +19,7 @@ from prefect_gpu.broker.waiting_list import Ticket
 from prefect_gpu.clock import Clock
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import (
-    Device,
-    DeviceKey,
-    Placement,
-    Reading,
-    Request,
-    Reservation,
-)
+from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Reading, Request, Reservation
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.standbys import choose_device
 

@@ -26,11 +26,6 @@ class LedgerView:
     #: broker started it.
     processes: Mapping[str, int]
 
-    @property
-    def reservations(self) -> tuple[Reservation, ...]:
-        """All reservations."""
-        return tuple(r for group in self.by_device.values() for r in group)
-
 
 class ProcessLedger:
     """Reservations in memory, keyed by host and device UUID. Safe to use from several threads.

@@ -12,12 +12,7 @@ from typing import TypeVar
 
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
-from prefect_gpu.frameworks.adapter import (
-    Counters,
-    FrameworkAdapter,
-    FrameworkPolicy,
-    PeakTrace,
-)
+from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter, FrameworkPolicy, PeakTrace
 
 T = TypeVar("T")
 

@@ -12,11 +12,7 @@ from dataclasses import replace
 
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.devices.own import OwnUse
-from prefect_gpu.frameworks.out_of_memory import (
-    OutOfMemory,
-    find_out_of_memory,
-    parse_wanted_bytes,
-)
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory, find_out_of_memory, parse_wanted_bytes
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"([0-9]+(?:\.[0-9]+)?) (bytes|[KMG]iB)"

@@ -29,12 +29,7 @@ from typing import Any
 from prefect_gpu.cli.simulation import ListedTask
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.policy import whole
-from prefect_gpu.units import (
-    DURATIONS_ACCEPTED,
-    SIZES_ACCEPTED,
-    parse_duration,
-    parse_size,
-)
+from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED, parse_duration, parse_size
 
 #: Longest time that is accepted: three centuries.
 MOST_SECONDS = 1e10

@@ -27,11 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect_gpu.errors import CapacityError, ProtocolError
-from prefect_gpu.process_resources import (
-    PROCESS_RESOURCES,
-    describe_process_limit,
-    start_thread,
-)
+from prefect_gpu.process_resources import PROCESS_RESOURCES, describe_process_limit, start_thread
 from prefect_gpu.processes import guardian, messages, transport
 from prefect_gpu.processes.guardian import Guardian, with_token
 from prefect_gpu.processes.interpreter import (

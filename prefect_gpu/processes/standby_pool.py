@@ -39,14 +39,7 @@ from prefect_gpu.processes.launch_spec import (
     WarmSpec,
 )
 from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
-from prefect_gpu.processes.messages import (
-    Accepted,
-    BodyStarted,
-    Heat,
-    Heated,
-    Late,
-    Warmed,
-)
+from prefect_gpu.processes.messages import Accepted, BodyStarted, Heat, Heated, Late, Warmed
 from prefect_gpu.processes.standby_kind import (
     Changes,
     DeviceBroker,

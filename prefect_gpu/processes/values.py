@@ -311,25 +311,26 @@ class ArgumentFiles:
     def __init__(self, write: WriteFile = transport.write_file) -> None:
         self._write = write
         self._lock = threading.Lock()
-        #: The calls that have not ended.
-        self._open: set[Share] = set()
-        #: The call that used a file last.
-        self._last: Share | None = None
-        #: By address and length in bytes of what each file holds.
-        self._entries: dict[tuple[tuple[int, int], ...], _Entry] = {}
+        #: The calls that have not packed their arguments: each may need any file.
+        self._waiting: set[Share] = set()
+        #: The files of the call that used one last, as long as another one waits.
+        self._last: tuple[_Entry, ...] = ()
+        #: By address and length in bytes of what each file holds; kept alive by the calls that use it.
+        self._entries: weakref.WeakValueDictionary[tuple[tuple[int, int], ...], _Entry] = (
+            weakref.WeakValueDictionary()
+        )
 
     @contextlib.contextmanager
     def share(self) -> Iterator[Share]:
         """Begin a call, which ends with the `with` block."""
         share = Share(self)
         with self._lock:
-            self._open.add(share)
+            self._waiting.add(share)
         try:
             yield share
         finally:
-            with self._lock:
-                self._open.discard(share)
-            self.drop_unneeded()
+            self.take_packed(share)
+            share.entries.clear()
 
     def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
         """Return a file that holds `parts`: that of another share, or a new one.
@@ -345,9 +346,13 @@ class ArgumentFiles:
             return self._write(parts)
         key = tuple((at or 0, part.nbytes) for at, part in zip(addresses, parts, strict=True))
         with self._lock:
-            entry = self._entries.setdefault(key, _Entry())
-            entry.users.add(share)
-            self._last = share
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry()
+            share.entries.add(entry)
+            dropped, self._last = self._last, tuple(share.entries)
+        # Gigabytes may go back to the system here: not under the lock.
+        del dropped
         # Other calls with the same argument wait here until it is written, instead of writing it too.
         with entry.lock:
             if entry.file is None or not entry.file.holds(parts):
@@ -356,31 +361,26 @@ class ArgumentFiles:
                 entry.file = self._write(parts)
             return entry.file
 
-    def drop_unneeded(self) -> None:
-        """Drop the files that no call needs, after one has packed its arguments or ended."""
+    def take_packed(self, share: Share) -> None:
+        """Note that a call has packed its arguments, or ended without."""
         with self._lock:
-            if all(share.packed for share in self._open):
-                self._last = None
-            for entry in self._entries.values():
-                entry.users = {s for s in entry.users if s in self._open or s is self._last}
-            entries = self._entries
-            self._entries = {key: entry for key, entry in entries.items() if entry.users}
-        # Gigabytes may go back to the system here: not under the lock.
-        del entries
+            self._waiting.discard(share)
+            dropped = self._last
+            if not self._waiting:
+                self._last = ()
+        del dropped
 
     def __len__(self) -> int:
         """Return the number of files that are kept."""
-        with self._lock:
-            return len(self._entries)
+        return sum(entry.file is not None for entry in tuple(self._entries.values()))
 
 
 class _Entry:
-    """A file, and the shares that have used it."""
+    """A file; the lock is held while it is written."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.file: MemoryFile | None = None
-        self.users: set[Share] = set()
 
 
 class Share:
@@ -388,16 +388,15 @@ class Share:
 
     def __init__(self, files: ArgumentFiles) -> None:
         self._files = files
-        #: Whether the call has packed its arguments: until then it may need any file.
-        self.packed = False
+        #: What it uses, until the call ends.
+        self.entries: set[_Entry] = set()
 
     def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
         """Pack the call's arguments, as `transport.pack` does."""
         try:
             return transport.pack(stream, buffers, lambda parts: self._files.file_for(self, parts))
         finally:
-            self.packed = True
-            self._files.drop_unneeded()
+            self._files.take_packed(self)
 
 
 def _address_of(view: memoryview) -> int | None:

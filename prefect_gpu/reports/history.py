@@ -17,13 +17,13 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.context import SettingsContext, get_settings_context
+from prefect.context import get_settings_context
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.reports.markup import escape, table
@@ -41,7 +41,6 @@ from prefect_gpu.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.settings import Settings
 
 HISTORY_PREFIX = "gpu-history"
 
@@ -78,23 +77,16 @@ class MemoryHistory:
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
         """See `HistoryStore.add`."""
+        self.put(key, run)
+
+    def put(
+        self, key: HistoryKey, *newer: PastRun, older: Sequence[PastRun] = ()
+    ) -> tuple[PastRun, ...]:
+        """Add runs before and after those that are kept, once each; return all that are kept then."""
         with self._lock:
-            self._runs[key] = (run, *self._runs.get(key, ()))[:KEPT_RUNS]
-
-
-@dataclass(slots=True)
-class _Known:
-    """The runs of one key, as far as this process knows them."""
-
-    #: Held by the thread that reads them from the API. Others that want the same runs wait for it.
-    reading: threading.Lock = field(default_factory=threading.Lock)
-    #: By version, newest first.
-    runs: dict[str, PastRun] = field(default_factory=dict)
-    #: Whether the API has been read.
-    is_read: bool = False
-
-    def put(self, *items: tuple[str, PastRun]) -> None:
-        self.runs = dict(items[:KEPT_RUNS])
+            kept = (*newer, *self._runs.get(key, ()))
+            self._runs[key] = kept = (*kept, *(run for run in older if run not in kept))[:KEPT_RUNS]
+            return kept
 
 
 class PrefectHistory:
@@ -121,9 +113,14 @@ class PrefectHistory:
         self._publisher = publisher
         self._clock = clock or RealClock()
         self._settings = get_settings_context()
-        #: Guards what is below and the runs in it. Held for moments only.
+        #: What is known to this process.
+        self._known = MemoryHistory()
+        #: Guards what is below. Held for moments only.
         self._lock = threading.Lock()
-        self._known: dict[HistoryKey, _Known] = {}
+        #: By key: held by the thread that reads it from the API. Others that want the same runs wait.
+        self._reading: dict[HistoryKey, threading.Lock] = {}
+        #: Keys that were read.
+        self._is_read: set[HistoryKey] = set()
         self._away_until_s = -math.inf
         self._away_because = ""
 
@@ -133,38 +130,26 @@ class PrefectHistory:
         If the API does not answer, the runs of this process are returned. If there are none, the error
         is raised, and raised again without a call for `AWAY_S` seconds.
         """
-        known = self._of(key)
-        with known.reading:
-            if not known.is_read:
-                try:
-                    found = self._read(key)
-                except OSError:
-                    if not known.runs:
-                        raise
-                else:
-                    with self._lock:
-                        own = [item for item in known.runs.items() if item[0] not in found]
-                        known.put(*own, *found.items())
-                        known.is_read = True
         with self._lock:
-            return tuple(known.runs.values())
+            reading = self._reading.setdefault(key, threading.Lock())
+        with reading:
+            if key not in self._is_read:
+                try:
+                    self._known.put(key, older=self._read(key))
+                    self._is_read.add(key)
+                except OSError:
+                    if not self._known.runs(key):
+                        raise
+        return self._known.runs(key)
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
         """See `HistoryStore.add`."""
-        version = uuid4().hex
-        known = self._of(key)
-        with self._lock:
-            known.put((version, run), *known.runs.items())
-            runs = tuple(known.runs.values())
+        version, runs = uuid4().hex, self._known.put(key, run)
         self._publisher.put(
             lambda client: publish_run(key, version, runs, client), series=key, most=MOST_WAITING
         )
 
-    def _of(self, key: HistoryKey) -> _Known:
-        with self._lock:
-            return self._known.setdefault(key, _Known())
-
-    def _read(self, key: HistoryKey) -> dict[str, PastRun]:
+    def _read(self, key: HistoryKey) -> Sequence[PastRun]:
         with self._lock:
             if self._clock.now() < self._away_until_s:
                 raise OSError(self._away_because)
@@ -178,9 +163,8 @@ class PrefectHistory:
                 self._away_because = text
             raise OSError(text) from error
 
-    def _ask(self, key: HistoryKey) -> dict[str, PastRun]:
-        # A context of settings can be entered by one thread at a time.
-        with SettingsContext(profile=self._settings.profile, settings=self._bounded):
+    def _ask(self, key: HistoryKey) -> Sequence[PastRun]:
+        with bounded_settings(self._settings, READ_TIMEOUT_S):
             for left in reversed(range(READ_TRIES)):
                 try:
                     with self._lend() as client:
@@ -189,10 +173,6 @@ class PrefectHistory:
                     if not left or not may_pass(error):
                         raise
         raise AssertionError("the last try returns or raises")
-
-    @functools.cached_property
-    def _bounded(self) -> Settings:
-        return bounded_settings(self._settings, READ_TIMEOUT_S).settings
 
 
 @functools.lru_cache(256)
@@ -240,8 +220,8 @@ def publish_run(
     )
 
 
-def read_runs(key: HistoryKey, client: SyncPrefectClient) -> dict[str, PastRun]:
-    """Return the last `KEPT_RUNS` runs of a history by version, newest first.
+def read_runs(key: HistoryKey, client: SyncPrefectClient) -> Sequence[PastRun]:
+    """Return the last `KEPT_RUNS` runs of a history, newest first.
 
     Versions that cannot be read are left out.
 
@@ -268,7 +248,7 @@ def read_runs(key: HistoryKey, client: SyncPrefectClient) -> dict[str, PastRun]:
         except ValueError:
             continue
         found.setdefault(texts["version"], run)
-    return found
+    return tuple(found.values())
 
 
 def _read_texts(texts: dict[str, Any]) -> PastRun:

@@ -12,14 +12,7 @@ from typing import Literal
 from uuid import UUID
 
 from prefect_gpu.frameworks.registry import WITHOUT_PEAK
-from prefect_gpu.measurements import (
-    COMPACT_SAMPLES,
-    Mark,
-    Sample,
-    StepFacts,
-    largest,
-    merge,
-)
+from prefect_gpu.measurements import COMPACT_SAMPLES, Mark, Sample, StepFacts, largest, merge
 from prefect_gpu.scheduling.history import PastRun
 from prefect_gpu.scheduling.model import Device
 

@@ -21,6 +21,8 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.logging import get_logger
 from slugify import slugify
 
+from prefect_gpu.errors import CapacityError
+from prefect_gpu.process_resources import start_thread
 from prefect_gpu.reports.markdown import flow_markdown, flow_metadata, task_markdown
 from prefect_gpu.reports.model import TaskReport
 
@@ -218,17 +220,11 @@ class Publisher:
             self._waiting.append((call, series))
             self._changed.notify()
             if self._thread is None:
-                self._start()
-
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="prefect-gpu-publisher", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            # The limit on threads is reached; the next report tries again.
-            self._last_error = f"{type(error).__name__}: {error}"
-        else:
-            self._thread = thread
+                try:
+                    self._thread = start_thread(self._run, "prefect-gpu-publisher")
+                except CapacityError as error:
+                    # The next report tries again.
+                    self._last_error = str(error)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Publish what waits and end the thread; give up after `timeout_s`, with one warning."""

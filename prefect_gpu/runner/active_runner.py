@@ -23,13 +23,14 @@ from prefect.context import FlowRunContext
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from prefect_gpu.broker.broker import Broker, next_sequence, shared_broker
+from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.ledger import PROCESS_LEDGER, ProcessLedger
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import parse_tags
+from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes.fork_server import ForkLauncher, check_modules, fork_server_pool
 from prefect_gpu.processes.interpreter import count_cores
 from prefect_gpu.processes.launcher import process_launcher
@@ -276,7 +277,7 @@ class ActiveRunner:
         given = self._configuration
         # Runners share a broker whatever else they do with their tasks.
         key = replace(given, reports=True, standby=0, start_method="spawn")
-        return shared_broker(key, lambda: _make_broker(given))
+        return PROCESS_RESOURCES.get(("broker", key), lambda: _make_broker(given))
 
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without holding up the caller."""

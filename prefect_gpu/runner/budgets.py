@@ -71,10 +71,6 @@ class ProbeGate:
         self._changed = threading.Condition()
         self._claimed: set[HistoryKey] = set()
 
-    def is_claimed(self, key: HistoryKey) -> bool:
-        """Return whether there is a probe for a history."""
-        return key in self._claimed
-
     def claim(self, keys: Iterable[HistoryKey]) -> frozenset[HistoryKey]:
         """Claim the histories that have no probe, and return them."""
         with self._changed:

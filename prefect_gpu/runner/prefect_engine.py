@@ -17,7 +17,7 @@ import inspect
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -123,7 +123,8 @@ class SharedClient:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._context: SyncClientContext | None = None
-        self._own = contextlib.ExitStack()
+        #: Context of its own client; `None`: it has none.
+        self._own: Context | None = None
         self._closed = False
 
     def open(self) -> SyncClientContext:
@@ -138,10 +139,10 @@ class SharedClient:
             if self._context is None:
                 self._context = SyncClientContext.get()
             if self._context is None:
-                # In a copy of the caller's context, which must not change.
-                self._context = copy_context().run(
-                    lambda: self._own.enter_context(_Entered(SyncClientContext()))
-                )
+                # In a copy of the caller's context, which must not change. The engine enters it again,
+                # which then neither opens nor closes the client.
+                self._own = copy_context()
+                self._context = self._own.run(SyncClientContext().__enter__)
             return self._context
 
     @contextlib.contextmanager
@@ -153,24 +154,10 @@ class SharedClient:
         """Close the client, unless it is the flow's."""
         with self._lock:
             self._closed = True
+            own, self._own = self._own, None
+            if own is not None and self._context is not None:
+                own.run(self._context.__exit__, None, None, None)
             self._context = None
-            self._own.close()
-
-
-class _Entered:
-    """Enters the client of a `SyncClientContext` without setting a context variable."""
-
-    def __init__(self, context: SyncClientContext) -> None:
-        self._context = context
-
-    def __enter__(self) -> SyncClientContext:
-        self._context.client.__enter__()
-        # A second entry must neither enter nor close the client.
-        self._context._context_stack = 1
-        return self._context
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._context.client.__exit__(*exc_info)
 
 
 # The engine around one task.
@@ -210,33 +197,19 @@ def _retry_condition(
     # of a task run uses one thread.
     answered: list[tuple[object, bool]] = []
 
-    def known(state: State[Any]) -> bool | None:
+    # A plain function, as the engine expects one.
+    def check(task: Any, run: TaskRun, state: State[Any]) -> bool:
         if hopeless(state.data):
             return False
         if answered and answered[0][0] is state.data:
             return answered.pop()[1]
-        return True if condition is None else None
-
-    def keep(state: State[Any], answer: object) -> bool:
+        answer: Any = True
+        if inspect.iscoroutinefunction(condition):
+            answer = run_coro_as_sync(condition(task, run, state))
+        elif condition is not None:
+            answer = condition(task, run, state)
         answered[:] = [(state.data, bool(answer))]
         return bool(answer)
-
-    if inspect.iscoroutinefunction(condition):
-
-        async def check_async(task: Any, run: TaskRun, state: State[Any]) -> bool:
-            answer = known(state)
-            if answer is None:
-                answer = keep(state, await condition(task, run, state))
-            return answer
-
-        return check_async
-
-    def check(task: Any, run: TaskRun, state: State[Any]) -> bool:
-        answer = known(state)
-        if answer is None:
-            assert condition is not None
-            answer = keep(state, condition(task, run, state))
-        return answer
 
     return check
 
@@ -376,8 +349,6 @@ class EngineRun:
             data=error, message=f"Task run encountered unexpected exception: {error!r}"
         )
         try:
-            if inspect.iscoroutinefunction(condition):
-                return bool(run_coro_as_sync(condition(task, task_run, state)))
             return bool(condition(task, task_run, state))
         except Exception:  # noqa: BLE001
             # The user's function: the engine calls it again, logs the error, and does not retry.

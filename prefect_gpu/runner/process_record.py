@@ -16,14 +16,7 @@ from typing import Literal
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.frameworks.registry import SEEN_BY_LOOKING
-from prefect_gpu.measurements import (
-    Mark,
-    MarkKeeper,
-    Sample,
-    SeriesBuilder,
-    StepFacts,
-    largest,
-)
+from prefect_gpu.measurements import Mark, MarkKeeper, Sample, SeriesBuilder, StepFacts, largest
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
 from prefect_gpu.runner.task_plan import TaskCall

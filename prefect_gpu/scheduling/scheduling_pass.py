@@ -18,12 +18,7 @@ from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.backfill import PATIENCE, Backfill, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Memory, Placement, Request
-from prefect_gpu.scheduling.placement import (
-    Board,
-    check_possible,
-    describe_wait,
-    select_devices,
-)
+from prefect_gpu.scheduling.placement import Board, check_possible, describe_wait, select_devices
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: What requests are sorted by; no two are equal.

@@ -12,6 +12,7 @@ from prefect import flow, task
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.broker.ledger import PROCESS_LEDGER
 from prefect_gpu.processes.standby_pool import standby_pool
+from prefect_gpu.scheduling.model import Reservation
 from tests.gpu.test_runner_on_gpu import metadata_of
 from tests.process.rig import eventually, is_alive
 
@@ -27,11 +28,15 @@ MIB = 1 << 20
 RUNNER = GPUTaskRunner(devices=[0], standby="hot")
 
 
+def reservations() -> list[Reservation]:
+    return [r for group in PROCESS_LEDGER.view().by_device.values() for r in group]
+
+
 @pytest.fixture(autouse=True)
 def _none_is_left() -> Iterator[None]:
     yield
     assert standby_pool().pids == ()
-    assert eventually(lambda: not any(r.standby for r in PROCESS_LEDGER.view().reservations))
+    assert eventually(lambda: not any(r.standby for r in reservations()))
 
 
 def hot() -> tuple[int, ...]:
@@ -92,7 +97,7 @@ def test_cuda_runs_at_the_first_line_and_the_context_was_counted_before() -> Non
         first_line.submit().result()
         waiting = hot()
         shown = {pid: driver_shows(pid) for pid in waiting}
-        promised = sum(r.reserved_bytes for r in PROCESS_LEDGER.view().reservations if r.standby)
+        promised = sum(r.reserved_bytes for r in reservations() if r.standby)
         return shown, promised, first_line.submit().result()
 
     shown, promised, seen = two()

@@ -213,7 +213,7 @@ def test_the_shared_client_is_the_flows_or_one_that_is_closed(outer: str) -> Non
         shared.close()
         shared.close()
         seen["closed"] = client._client.is_closed
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(RuntimeError, match="it takes no more tasks"):
             shared.open()
 
     if outer == "sync":

@@ -258,9 +258,9 @@ def test_other_frameworks_are_refused_before_anything_starts() -> None:
 def test_other_ways_to_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'fork' is neither 'spawn' nor 'forkserver'"):
         GPUTaskRunner(start_method="fork")
-    assert GPUTaskRunner().start_method == "spawn"
+    assert GPUTaskRunner() == GPUTaskRunner(start_method="spawn")
     monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_START_METHOD", "forkserver")
-    assert GPUTaskRunner().start_method == "forkserver"
+    assert GPUTaskRunner() == GPUTaskRunner(start_method="forkserver")
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(DeviceError, match="is for Linux, and this is darwin"):
         runner()

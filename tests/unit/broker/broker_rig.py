@@ -19,6 +19,7 @@ from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     Placement,
     Reading,
+    Reservation,
 )
 from prefect_gpu.units import GIB
 from tests.fakes.fake_devices import FakeDevices
@@ -143,6 +144,9 @@ class Rig:
         assert ticket.pid is not None
         self.reader.detach(ticket.pid)
         self.broker.end(ticket)
+
+    def reservations(self) -> list[Reservation]:
+        return [r for group in self.ledger.view().by_device.values() for r in group]
 
     def next_recovered(self) -> tuple[str, int | None]:
         return self.recovered.get(timeout=DEADLOCK_S)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import prefect_gpu.broker.waiting_list
-from prefect_gpu.broker.broker import Broker, shared_broker
+from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.ledger import ProcessLedger
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
@@ -331,11 +331,4 @@ def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
     broker, waiting = rig.broker, rig.broker._waiting
     assert not waiting._queue and not waiting._tickets and not broker._placed
     assert not broker._recovery.ending and not broker._calls
-    assert rig.ledger.view().reservations == () and not rig.ledger.view().processes
-
-
-def test_a_process_has_one_broker_for_each_specification(rig: Rig) -> None:
-    key = object()
-    broker = shared_broker(key, rig.another)
-    assert shared_broker(key, rig.another) is broker
-    assert shared_broker(object(), rig.another) is not broker
+    assert not rig.reservations() and not rig.ledger.view().processes

@@ -53,11 +53,7 @@ class Hot:
         (broker or self.rig.broker).end_standby(name)
 
     def reserved(self) -> dict[str, int]:
-        return {
-            r.request_id: r.reserved_bytes // GIB
-            for r in self.rig.ledger.view().reservations
-            if r.standby
-        }
+        return {r.request_id: r.reserved_bytes // GIB for r in self.rig.reservations() if r.standby}
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_a_request_whose_wait_ends_in_an_error_holds_nothing(rig: Rig) -> None:
     rig.clock.advance(1)
     assert isinstance(waiter.result(), RuntimeError)
     assert [rig.next_recovered() for _ in "ab"] == [("a", 0), ("b", 0)]
-    assert rig.ledger.view().reservations == ()
+    assert not rig.reservations()
 
 
 def test_a_withdrawn_head_no_longer_blocks(make_rig: MakeRig) -> None:
@@ -124,7 +124,7 @@ def test_withdrawing_at_the_moment_of_placing_leaks_nothing(rig: Rig) -> None:
         else:
             assert ticket.placement is None
         rig.broker.settle()
-        assert rig.ledger.view().reservations == ()
+        assert not rig.reservations()
 
 
 def test_before_the_first_reading(rig: Rig) -> None:

@@ -241,4 +241,7 @@ def test_reports_that_no_thread_can_publish_are_lost_with_the_reason(
     made = publisher(FakeAPI())
     made.publish(task_report())
     made.close(PATIENCE_S)
-    assert "1 memory report was lost: RuntimeError: can't start new thread" in caplog.text
+    assert (
+        "1 memory report was lost: the thread 'prefect-gpu-publisher' could not be started"
+        in caplog.text
+    )

@@ -10,8 +10,10 @@ from prefect import task
 from prefect.states import Completed
 
 from prefect_gpu import GPUTaskRunner
+from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.runner import active_runner, submission
+from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
 from prefect_gpu.runner.prefect_engine import SharedClient
 
 
@@ -73,3 +75,21 @@ def test_a_task_without_a_thread_fails_alone_and_the_next_one_has_one(
 
 def no_thread(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_runners_of_the_same_devices_share_a_broker_whatever_else_they_do() -> None:
+    known: dict[str, Any] = {
+        "devices": parse_spec("simulated:1x8GiB"),
+        "placement": "spread",
+        "max_processes": None,
+        "max_tasks_per_device": None,
+        "headroom_bytes": None,
+        "reports": True,
+        "standby": 0,
+        "start_method": "spawn",
+    }
+    first = ActiveRunner(Configuration(**known)).broker()
+    alike = {"reports": False, "standby": "hot", "start_method": "forkserver"}
+    assert ActiveRunner(Configuration(**{**known, **alike})).broker() is first
+    for other in ({"headroom_bytes": 1}, {"placement": "pack"}, {"max_processes": 3}):
+        assert ActiveRunner(Configuration(**{**known, **other})).broker() is not first

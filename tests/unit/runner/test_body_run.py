@@ -241,7 +241,7 @@ def test_a_process_that_cannot_be_made_leaves_no_claim() -> None:
     scene = Scene(memory=None, allocation="growth")  # `make` finds nothing to make
     with pytest.raises(IndexError):
         scene.call.run()
-    assert not scene.gate.is_claimed(WHO.on(device().name))
+    assert scene.gate.claim([WHO.on(device().name)])
 
 
 def test_a_log_that_fails_leaves_no_claim() -> None:
@@ -253,7 +253,7 @@ def test_a_log_that_fails_leaves_no_claim() -> None:
     scene.run.warn = fail
     with pytest.raises((OSError, Full)):
         scene.call.run()
-    assert not scene.gate.is_claimed(WHO.on(device().name))
+    assert scene.gate.claim([WHO.on(device().name)])
 
 
 def test_a_rung_that_no_device_holds_ends_with_what_ran_out() -> None:
@@ -324,9 +324,9 @@ def test_a_call_that_was_not_placed_holds_up_no_report_of_the_next() -> None:
 def test_a_probe_holds_its_claim_until_its_report_is_in() -> None:
     scene = Scene("done", late=True, memory=None, allocation="growth")
     scene.call.run()
-    assert scene.gate.is_claimed(WHO.on(device().name))
+    assert not scene.gate.claim([WHO.on(device().name)])
     scene.attempts[0].hand_on()
-    assert not scene.gate.is_claimed(WHO.on(device().name))
+    assert scene.gate.claim([WHO.on(device().name)])
 
 
 def test_it_can_be_cancelled_while_a_process_runs() -> None:
@@ -347,7 +347,7 @@ def test_it_can_be_cancelled_while_a_process_runs() -> None:
     thread.join(10)
     assert isinstance(raised[0], CancelledByRunner)
     assert scene.call.wait_finished(1)
-    assert not scene.gate.is_claimed(WHO.on(device().name))
+    assert scene.gate.claim([WHO.on(device().name)])
 
 
 def test_it_can_be_cancelled_while_it_waits_for_a_probe() -> None:

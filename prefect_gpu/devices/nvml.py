@@ -57,6 +57,9 @@ class NvmlReader(DeviceReader):
         clock: Sets the time of the snapshots.
         table: Finds the root of a process.
         memory: Reads the host's memory, for GPUs that have none of their own.
+
+    Raises:
+        DeviceError: There is no driver, or a device that was named is not there.
     """
 
     kind: DeviceKind = "nvml"
@@ -79,31 +82,28 @@ class NvmlReader(DeviceReader):
         self._pids_are_ours = self._table.processes.in_initial_namespace()
         #: Each reader starts and stops NVML once: NVML counts.
         self._started = False
-        self._devices: tuple[Device, ...] | None = None
         self._handles: dict[str, Handle] = {}
         self._reopen_due_s: float | None = None
+        self._open()
+        try:
+            self._devices = self._select(tuple(self._enumerate()))
+        except pynvml.NVMLError as error:
+            self.close()
+            raise DeviceError(f"NVML could not list the devices: {_say(error)}") from error
+        except DeviceError:
+            self.close()
+            raise
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices; see `DeviceReader.devices`."""
-        if self._devices is None:
-            self._open()
-            try:
-                self._devices = self._select(tuple(self._enumerate()))
-            except pynvml.NVMLError as error:
-                self.close()
-                raise DeviceError(f"NVML could not list the devices: {_say(error)}") from error
-            except DeviceError:
-                self.close()
-                raise
         return self._devices
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read every device once; see `DeviceReader.read`."""
-        devices = self.devices()
         if self._reopen_due_s is not None and self._clock.now() >= self._reopen_due_s:
             self.close()
         self._open()
-        snapshots = tuple(self._read_device(device, roots) for device in devices)
+        snapshots = tuple(self._read_device(device, roots) for device in self._devices)
         if any(not snapshot.error for snapshot in snapshots) or not snapshots:
             self._reopen_due_s = None
         elif self._reopen_due_s is None:

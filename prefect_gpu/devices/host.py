@@ -6,7 +6,6 @@ count; swap does not.
 
 from __future__ import annotations
 
-import functools
 import re
 import socket
 from collections.abc import Callable, Collection
@@ -108,59 +107,40 @@ def _number(text: str) -> int | None:
     return int(text)
 
 
-class HostMemoryReader:
-    """Reads how much of the host's memory this process may use. Any thread may use it.
+def read_host_memory(root: Path = Path("/")) -> HostMemory:
+    """Read how much of the host's memory this process may use.
 
     Args:
         root: The folder that has `proc` and `sys`, which say what the control groups allow.
-        read_machine: Returns the host's figures, without control groups; `None`: psutil does.
     """
-
-    def __init__(
-        self, root: Path = Path("/"), read_machine: Callable[[], HostMemory] | None = None
-    ) -> None:
-        self._read_machine = read_machine or _read_machine
-        # A process is hardly ever moved to another group: read once.
-        self._groups = _find_groups(root)
-
-    def read(self) -> HostMemory:
-        """Read it now."""
-        groups = (_read_group(folder, files) for folder, files in self._groups)
-        bounds = [self._read_machine(), *(group for group in groups if group is not None)]
-        total_bytes = min(bound.total_bytes for bound in bounds)
-        return HostMemory(total_bytes, min(total_bytes, *(b.available_bytes for b in bounds)))
+    machine = psutil.virtual_memory()
+    bounds = [HostMemory(machine.total, machine.available)]
+    for folder, files in _find_groups(root):
+        group = _read_group(folder, files)
+        if group is not None:
+            bounds.append(group)
+    total_bytes = min(bound.total_bytes for bound in bounds)
+    return HostMemory(total_bytes, min(total_bytes, *(b.available_bytes for b in bounds)))
 
 
-class OomKills:
-    """Reads how many processes the kernel has killed for lack of memory. Any thread may use it.
+def read_host_available_bytes() -> int:
+    """Return how many bytes of the host's memory new processes could use."""
+    return read_host_memory().available_bytes
+
+
+def read_oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for lack of memory, as a sum of counters.
 
     A container may hide the host's counter, and a control group counts only its own kills, so both
-    are read. The counters do not say which processes were killed.
+    are read, and one kill may count several times. Only a comparison with an earlier sum has a
+    meaning: it is higher if there was a kill. The counters do not say which processes were killed.
 
     Args:
-        root: As of `HostMemoryReader`.
+        root: As for `read_host_memory`.
     """
-
-    def __init__(self, root: Path = Path("/")) -> None:
-        groups = _find_groups(root)
-        self._files = [
-            root / "proc" / "vmstat",
-            *(folder / files.kills for folder, files in groups),
-        ]
-
-    def read(self) -> int:
-        """Return the sum of the counters, 0 for each that is missing.
-
-        One kill may count several times. Only a comparison with an earlier sum has a meaning: it is
-        higher if there was a kill.
-        """
-        matches = [_OOM_KILLS.search(_text(file)) for file in self._files]
-        return sum(int(match[1]) for match in matches if match is not None)
-
-
-def _read_machine() -> HostMemory:
-    memory = psutil.virtual_memory()
-    return HostMemory(total_bytes=memory.total, available_bytes=memory.available)
+    counters = [folder / files.kills for folder, files in _find_groups(root)]
+    matches = [_OOM_KILLS.search(_text(file)) for file in (root / "proc" / "vmstat", *counters)]
+    return sum(int(match[1]) for match in matches if match is not None)
 
 
 def _text(path: Path) -> str:
@@ -168,17 +148,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-@functools.cache
-def default_host_memory() -> HostMemoryReader:
-    """Return the reader of this host, made at first use."""
-    return HostMemoryReader()
-
-
-def read_host_available_bytes() -> int:
-    """Return how many bytes of the host's memory new processes could use."""
-    return default_host_memory().read().available_bytes
 
 
 def host_uuid(hostname: str) -> str:
@@ -201,39 +170,30 @@ class HostReader(DeviceReader):
     def __init__(
         self,
         hostname: str | None = None,
-        memory: HostMemoryReader | None = None,
+        memory: Callable[[], HostMemory] = read_host_memory,
         table: ProcessTable | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._clock: Clock = clock or RealClock()
-        self._hostname = hostname if hostname is not None else socket.gethostname()
-        self._memory = memory or default_host_memory()
+        self._memory = memory
         self._table = table or ProcessTable(clock=self._clock)
-        self._device: Device | None = None
+        host = hostname if hostname is not None else socket.gethostname()
+        total_bytes = memory().total_bytes
+        self._device = Device(host_uuid(host), 0, "host memory", total_bytes, self.kind, host)
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the one device; its total is that of the first call."""
-        if self._device is None:
-            self._device = Device(
-                uuid=host_uuid(self._hostname),
-                index=0,
-                name="host memory",
-                total_bytes=self._memory.read().total_bytes,
-                kind=self.kind,
-                host=self._hostname,
-            )
+        """Return the one device; see `DeviceReader.devices`."""
         return (self._device,)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read it once; see `DeviceReader.read`."""
-        (device,) = self.devices()
         at_s = self._clock.now()
-        available_bytes = self._memory.read().available_bytes
+        available_bytes = self._memory().available_bytes
         return (
             DeviceSnapshot(
-                device=device,
+                device=self._device,
                 at_s=at_s,
-                free_bytes=min(available_bytes, device.total_bytes),
+                free_bytes=min(available_bytes, self._device.total_bytes),
                 processes=self._table.resident(roots),
             ),
         )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pynvml
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.devices.host import HostMemoryReader, default_host_memory
+from prefect_gpu.devices.host import HostMemory, read_host_memory
 from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
@@ -56,7 +56,10 @@ class NvmlReader(DeviceReader):
         chosen: Which of these devices: indices or UUID prefixes, in this order; empty: all of them.
         clock: Sets the time of the snapshots.
         table: Finds the root of a process.
-        memory: The host's memory, for GPUs that have none of their own.
+        memory: Reads the host's memory, for GPUs that have none of their own.
+
+    Raises:
+        DeviceError: There is no driver, or a device that was named is not there.
     """
 
     kind: DeviceKind = "nvml"
@@ -67,7 +70,7 @@ class NvmlReader(DeviceReader):
         chosen: Sequence[str] = (),
         clock: Clock | None = None,
         table: ProcessTable | None = None,
-        memory: HostMemoryReader | None = None,
+        memory: Callable[[], HostMemory] = read_host_memory,
     ) -> None:
         self._visible = visible
         self._chosen = chosen
@@ -79,31 +82,28 @@ class NvmlReader(DeviceReader):
         self._pids_are_ours = self._table.processes.in_initial_namespace()
         #: Each reader starts and stops NVML once: NVML counts.
         self._started = False
-        self._devices: tuple[Device, ...] | None = None
         self._handles: dict[str, Handle] = {}
         self._reopen_due_s: float | None = None
+        self._open()
+        try:
+            self._devices = self._select(tuple(self._enumerate()))
+        except pynvml.NVMLError as error:
+            self.close()
+            raise DeviceError(f"NVML could not list the devices: {_say(error)}") from error
+        except DeviceError:
+            self.close()
+            raise
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices; see `DeviceReader.devices`."""
-        if self._devices is None:
-            self._open()
-            try:
-                self._devices = self._select(tuple(self._enumerate()))
-            except pynvml.NVMLError as error:
-                self.close()
-                raise DeviceError(f"NVML could not list the devices: {_say(error)}") from error
-            except DeviceError:
-                self.close()
-                raise
         return self._devices
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read every device once; see `DeviceReader.read`."""
-        devices = self.devices()
         if self._reopen_due_s is not None and self._clock.now() >= self._reopen_due_s:
             self.close()
         self._open()
-        snapshots = tuple(self._read_device(device, roots) for device in devices)
+        snapshots = tuple(self._read_device(device, roots) for device in self._devices)
         if any(not snapshot.error for snapshot in snapshots) or not snapshots:
             self._reopen_due_s = None
         elif self._reopen_due_s is None:
@@ -222,7 +222,7 @@ class NvmlReader(DeviceReader):
                     raise
         else:
             # GB10, Grace: the GPU uses the host's memory.
-            host = (self._memory or default_host_memory()).read()
+            host = self._memory()
             return _Memory(host.total_bytes, host.available_bytes, unified=True)
         total_bytes, free_bytes = int(info.total), int(info.free)
         # Version 1 counts the driver's part as used. Documents and tools disagree on `reserved`

@@ -59,11 +59,7 @@ class DeviceReader:
     kind: DeviceKind
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the devices, in the order of their `index`; the same every time.
-
-        Raises:
-            DeviceError: There is no driver, or a device that was named is not there.
-        """
+        """Return the devices, in the order of their `index`; the same every time."""
         raise NotImplementedError
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:

@@ -121,9 +121,8 @@ def open_reader(
         return HostReader(clock=clock)
     from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
 
-    reader = NvmlReader(visible=environ.get(VISIBLE_VARIABLE), chosen=spec.chosen, clock=clock)
     try:
-        reader.devices()
+        return NvmlReader(environ.get(VISIBLE_VARIABLE), spec.chosen, clock)
     except DeviceError as error:
         if spec.kind != "auto":
             raise
@@ -131,4 +130,3 @@ def open_reader(
         level = logging.DEBUG if isinstance(error, NvmlMissingError) else logging.WARNING
         logger.log(level, "GPU tasks use this machine's memory, not a GPU: %s", error)
         return HostReader(clock=clock)
-    return reader

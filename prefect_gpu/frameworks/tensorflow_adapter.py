@@ -34,16 +34,12 @@ class TensorFlowAdapter(FrameworkAdapter):
     module = "tensorflow"
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return growth and threads. Under a cap an inherited growth is removed.
+        """Return growth. Under a cap an inherited growth is removed.
 
         `TF_FORCE_GPU_ALLOW_GROWTH` overrides what the program sets, and excludes a limit.
         """
         growth = policy.cap_bytes(self.name) is None
-        return {
-            "TF_FORCE_GPU_ALLOW_GROWTH": "true" if growth else None,
-            "TF_NUM_INTRAOP_THREADS": str(policy.cpus),
-            "TF_NUM_INTEROP_THREADS": str(policy.cpus),
-        }
+        return {"TF_FORCE_GPU_ALLOW_GROWTH": "true" if growth else None}
 
     def apply(self, policy: FrameworkPolicy) -> None:
         """Child: configure devices and threads before TensorFlow's runtime starts.

@@ -11,7 +11,6 @@ It decides nothing about devices (`scheduling`), and nothing about what follows 
 
 from __future__ import annotations
 
-import functools
 import os
 import queue as queues
 import signal
@@ -23,7 +22,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
-from prefect_gpu.devices.host import OomKills
+from prefect_gpu.devices.host import read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.errors import (
     BudgetExceededError,
@@ -232,7 +231,7 @@ class Attempt:
             tuple(device.uuid for device in placement.devices),
             None if self._allocation == "growth" else placement.budget_bytes,
         )
-        self._kills_before = _kernel_kills().read()
+        self._kills_before = read_oom_kills()
         ticket.on_measured = self._take_measurement
         return placement
 
@@ -561,12 +560,6 @@ def _caps(frameworks: tuple[str, ...], policy: FrameworkPolicy) -> tuple[int, ..
 # The death of a process.
 
 
-@functools.cache
-def _kernel_kills() -> OomKills:
-    """Return the counters of kills for want of the machine's memory, made at first use."""
-    return OomKills()
-
-
 def _describe_exit(code: int) -> str:
     """Return how a process ended: `was killed by SIGSEGV`, `ended with exit code 3`."""
     if code < 0:
@@ -582,11 +575,11 @@ def _kill_cause(exited: ChildExited, kills_before: int) -> Cause | Literal[""]:
 
     Args:
         exited: How the process ended.
-        kills_before: What `_kernel_kills` showed before it began.
+        kills_before: What `read_oom_kills` returned before it began.
     """
     if exited.code != -signal.SIGKILL or exited.killed_because:
         return ""
-    return "host" if _kernel_kills().read() > kills_before else "unknown"
+    return "host" if read_oom_kills() > kills_before else "unknown"
 
 
 def _death_by_exit(

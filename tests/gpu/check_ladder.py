@@ -298,18 +298,17 @@ def _make_group(root: Path, undo: list[tuple[Path, str]]) -> Path:
 
 def try_counter() -> list[str]:
     """Where no such kill can be caused: show that the reader of the kernel's counter sees one."""
-    from prefect_gpu.devices.host import OomKills
+    from prefect_gpu.devices.host import read_oom_kills
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "proc", "vmstat")
         file.parent.mkdir()
-        reader = OomKills(Path(folder))
         found = []
         for count in (3, 4):
             file.write_text(f"nr_free_pages 12\noom_kill {count}\npgfault 7\n", encoding="ascii")
-            found.append(reader.read())
+            found.append(read_oom_kills(Path(folder)))
     say(f"from a folder in place of /proc, with oom_kill 3 and then 4, its reader gives {found}")
-    say(f"from this machine's own /proc it gives {OomKills().read()}")
+    say(f"from this machine's own /proc it gives {read_oom_kills()}")
     return [] if found == [3, 4] else [f"host: the counter's reader gives {found}, not [3, 4]"]
 
 

@@ -40,9 +40,8 @@ sys.stdin.read()
 
 @pytest.fixture
 def reader() -> Iterator[NvmlReader]:
-    reader = NvmlReader()
     try:
-        reader.devices()
+        reader = NvmlReader()
     except DeviceError as error:
         pytest.skip(f"no NVIDIA device answers: {error}")
     yield reader

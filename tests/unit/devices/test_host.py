@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -11,17 +12,24 @@ import pytest
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.host import (
     HostMemory,
-    HostMemoryReader,
     HostReader,
-    OomKills,
     host_uuid,
     read_host_available_bytes,
+    read_host_memory,
+    read_oom_kills,
 )
 from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.units import GIB
 from tests.fakes.fake_processes import FakeProcesses
 
 MACHINE = HostMemory(total_bytes=64 * GIB, available_bytes=40 * GIB)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = SimpleNamespace(total=MACHINE.total_bytes, available=MACHINE.available_bytes)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: figures)
+
 
 STAT = "anon 5\ninactive_file 300\nactive_file 7\ntotal_inactive_file 400\n"
 
@@ -51,10 +59,10 @@ def write(root: Path, cgroup: str, files: Mapping[str, object]) -> Path:
     ],
 )
 def test_what_a_group_of_version_2_leaves(
-    tmp_path: Path, files: Mapping[str, object], left: tuple[int, int] | None
+    machine: None, tmp_path: Path, files: Mapping[str, object], left: tuple[int, int] | None
 ) -> None:
     files = {f"job/{name}": value for name, value in {"memory.stat": STAT, **files}.items()}
-    memory = HostMemoryReader(write(tmp_path, "0::/job\n", files), lambda: MACHINE).read()
+    memory = read_host_memory(write(tmp_path, "0::/job\n", files))
     assert memory == (MACHINE if left is None else HostMemory(*left))
 
 
@@ -67,11 +75,11 @@ def test_what_a_group_of_version_2_leaves(
     ],
 )
 def test_what_a_group_of_version_1_leaves(
-    tmp_path: Path, files: Mapping[str, object], left: tuple[int, int] | None
+    machine: None, tmp_path: Path, files: Mapping[str, object], left: tuple[int, int] | None
 ) -> None:
     files = {f"memory/job/{name}": value for name, value in {"memory.stat": STAT, **files}.items()}
     cgroup = "9:cpu:/x\n4:memory:/job\n0::/\n"
-    memory = HostMemoryReader(write(tmp_path, cgroup, files), lambda: MACHINE).read()
+    memory = read_host_memory(write(tmp_path, cgroup, files))
     assert memory == (MACHINE if left is None else HostMemory(*left))
 
 
@@ -112,13 +120,13 @@ def test_what_a_group_of_version_1_leaves(
     ],
 )
 def test_the_least_bound_of_all_groups_holds(
-    tmp_path: Path, cgroup: str, limits: Mapping[str, object], memory: HostMemory
+    machine: None, tmp_path: Path, cgroup: str, limits: Mapping[str, object], memory: HostMemory
 ) -> None:
-    assert HostMemoryReader(write(tmp_path, cgroup, limits), lambda: MACHINE).read() == memory
+    assert read_host_memory(write(tmp_path, cgroup, limits)) == memory
 
 
 def test_the_hosts_figures_are_psutils(tmp_path: Path) -> None:
-    memory = HostMemoryReader(tmp_path).read()
+    memory = read_host_memory(tmp_path)
     assert memory.total_bytes == psutil.virtual_memory().total
     assert memory.available_bytes > 0
 
@@ -145,7 +153,7 @@ def test_the_host_is_one_device(tmp_path: Path) -> None:
     machine = MACHINE
     reader = HostReader(
         "node",
-        HostMemoryReader(tmp_path / "absent", lambda: machine),
+        lambda: machine,
         ProcessTable(processes, clock),
         clock,
     )
@@ -170,10 +178,9 @@ def test_the_machines_counter(tmp_path: Path) -> None:
     write(tmp_path, "", {})
     vmstat = tmp_path / "proc" / "vmstat"
     vmstat.write_text("nr_free_pages 900\noom_kill 3\ndrop_pagecache 1\n")
-    kills = OomKills(tmp_path)
-    assert kills.read() == 3
+    assert read_oom_kills(tmp_path) == 3
     vmstat.write_text("nr_free_pages 900\noom_kill 4\ndrop_pagecache 1\n")
-    assert kills.read() == 4
+    assert read_oom_kills(tmp_path) == 4
 
 
 @pytest.mark.parametrize(
@@ -198,18 +205,17 @@ def test_a_kill_in_our_group_or_in_one_above_it_raises_the_sum(
 ) -> None:
     files = [f"{TOP[version]}{group}{name}" for group in ("slice/job/", "slice/", "")]
     write(tmp_path, cgroup, dict.fromkeys(files, text.format(1)))
-    kills = OomKills(tmp_path)
-    before = kills.read()
+    before = read_oom_kills(tmp_path)
     for number, file in enumerate(files, start=1):
         write(tmp_path, cgroup, {file: text.format(2)})
-        assert kills.read() == before + number
+        assert read_oom_kills(tmp_path) == before + number
     write(tmp_path, cgroup, {f"{TOP[version]}slice/neighbour/{name}": text.format(50)})
-    assert kills.read() == before + 3
+    assert read_oom_kills(tmp_path) == before + 3
 
 
 @pytest.mark.parametrize("text", ["", "oom_kill\n", "oom_kill many\n", "oom_kill_disable 1\n"])
 def test_what_is_not_there_counts_as_none(tmp_path: Path, text: str) -> None:
-    assert OomKills(tmp_path).read() == 0
+    assert read_oom_kills(tmp_path) == 0
     write(tmp_path, "", {})
     (tmp_path / "proc" / "vmstat").write_text(text)
-    assert OomKills(tmp_path).read() == 0
+    assert read_oom_kills(tmp_path) == 0

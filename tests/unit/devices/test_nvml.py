@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices import nvml
-from prefect_gpu.devices.host import HostMemory, HostMemoryReader
+from prefect_gpu.devices.host import HostMemory
 from prefect_gpu.devices.nvml import REOPEN_INTERVAL_S, NvmlReader
 from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.errors import DeviceError
@@ -22,8 +20,7 @@ ROOTS = (100, 200)
 class Rig:
     """A reader over a fake NVML and a fake process table."""
 
-    def __init__(self, folder: Path, *gpus: FakeGpu) -> None:
-        self.folder = folder
+    def __init__(self, *gpus: FakeGpu) -> None:
         self.processes = FakeProcesses()
         self.processes.add(100)
         self.processes.add(101, parent=100, session=100)
@@ -38,7 +35,7 @@ class Rig:
             self.visible,
             clock=self.clock,
             table=ProcessTable(self.processes, self.clock),
-            memory=HostMemoryReader(self.folder, lambda: HostMemory(128 * GIB, 100 * GIB)),
+            memory=lambda: HostMemory(128 * GIB, 100 * GIB),
         )
 
     def read(self) -> tuple[DeviceSnapshot, ...]:
@@ -46,8 +43,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Rig:
-    return Rig(tmp_path)
+def rig() -> Rig:
+    return Rig()
 
 
 def test_a_device_is_described(rig: Rig) -> None:
@@ -168,8 +165,8 @@ def mig_gpu() -> FakeGpu:
     )
 
 
-def test_mig_instances_take_the_place_of_their_gpu(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, FakeGpu("GPU-a"), mig_gpu())
+def test_mig_instances_take_the_place_of_their_gpu() -> None:
+    rig = Rig(FakeGpu("GPU-a"), mig_gpu())
     assert rig.nvml.gpus[1].instances
     instance = rig.nvml.gpus[1].instances[0]
     assert instance is not None
@@ -187,8 +184,8 @@ def test_mig_instances_take_the_place_of_their_gpu(tmp_path: Path) -> None:
     assert [s.processes for s in snapshots] == [(), (ProcessUse(100, 100, GIB),), ()]
 
 
-def test_mig_instances_may_have_no_name(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, mig_gpu())
+def test_mig_instances_may_have_no_name() -> None:
+    rig = Rig(mig_gpu())
     assert rig.nvml.gpus[0].instances
     instance = rig.nvml.gpus[0].instances[0]
     assert instance is not None
@@ -196,20 +193,20 @@ def test_mig_instances_may_have_no_name(tmp_path: Path) -> None:
     assert rig.reader().devices()[0].name == "NVIDIA H200 MIG"
 
 
-def test_mig_instances_are_visible_in_the_old_notation(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, mig_gpu())
+def test_mig_instances_are_visible_in_the_old_notation() -> None:
+    rig = Rig(mig_gpu())
     rig.visible = "MIG-GPU-b/2/0"
     assert [device.uuid for device in rig.reader().devices()] == ["MIG-2"]
 
 
 def test_a_gpu_that_does_not_tell_its_mig_mode_or_instances_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken = mig_gpu()
     assert broken.instances
     assert broken.instances[0] is not None
     broken.instances[0].error = 999
-    rig = Rig(tmp_path, FakeGpu("GPU-x", mig_mode_error=999), broken, FakeGpu("GPU-a"))
+    rig = Rig(FakeGpu("GPU-x", mig_mode_error=999), broken, FakeGpu("GPU-a"))
 
     (device,) = rig.reader().devices()
     assert (device.uuid, device.index, device.nvml_index) == ("GPU-a", 0, 2)
@@ -229,8 +226,8 @@ def test_unified_memory_is_the_machines(rig: Rig) -> None:
     assert held[300] == ProcessUse(300, None, 5)
 
 
-def test_a_lost_gpu_leaves_the_others_and_may_come_back(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, FakeGpu("GPU-a"), FakeGpu("GPU-b"))
+def test_a_lost_gpu_leaves_the_others_and_may_come_back() -> None:
+    rig = Rig(FakeGpu("GPU-a"), FakeGpu("GPU-b"))
     reader = rig.reader()
     reader.read(ROOTS)
     rig.nvml.gpus[0].error = 15

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
-from prefect_gpu.devices.host import HostMemory, HostMemoryReader, HostReader
+from prefect_gpu.devices.host import HostMemory, HostReader
 from prefect_gpu.devices.sampler import MAX_BACK_OFF_S, Sampler
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Reading
@@ -100,14 +100,12 @@ def test_active_reads_at_the_interval(rig: Rig) -> None:
 def test_the_machines_memory_is_read_once_where_it_is_the_device() -> None:
     read: list[str] = []
 
-    class Memory(HostMemoryReader):
-        def read(self) -> HostMemory:
-            read.append("machine")
-            return HostMemory(8, 7)
+    def memory() -> HostMemory:
+        read.append("machine")
+        return HostMemory(8, 7)
 
     published: queue.Queue[Reading] = queue.Queue()
-    device = HostReader("here", Memory())
-    device.devices()
+    device = HostReader("here", memory)
     read.clear()
     sampler = Sampler(
         device, lambda: (), published.put, read_host_available=lambda: read.append("twice") or 0

@@ -57,9 +57,6 @@ logger = logging.getLogger(__name__)
 #: again is noticed after this time.
 MAX_BACK_OFF_S = 5.0
 
-#: Seconds that `stop` waits for the thread: a driver that hangs must not hang the flow's end.
-STOP_S = 2.0
-
 
 class Sampler:
     """Reads devices in a thread of its own, at an interval while it is active.
@@ -68,7 +65,7 @@ class Sampler:
     is not called any more.
 
     Args:
-        reader: Used by the sampler's thread alone, which closes it at the end.
+        reader: Used by the sampler's thread alone.
         roots: Returns the process ids of our own children that are alive.
         publish: Is called with every reading, on the sampler's thread; must not block for long.
         interval_s: Seconds from the start of a reading to the start of the next.
@@ -127,21 +124,14 @@ class Sampler:
             self._asked = True
 
     def stop(self) -> None:
-        """End the thread and close the reader; wait `STOP_S` at most for a reading in progress."""
+        """End the thread, after the reading in progress."""
         with self._changed:
             self._stopping = True
-            thread = self._thread
             self._changed.notify_all()
-        if thread is None:
-            self._reader.close()
-        elif thread is not threading.current_thread():
-            thread.join(STOP_S)
-            if thread.is_alive():
-                logger.warning("the device driver hangs in a reading; left behind in its thread")
+        if self._thread is not None:
+            self._thread.join()
 
     def _wake(self) -> None:
-        if self._stopping:
-            return
         if self._thread is None:
             self._thread = start_thread(self._run, "prefect-gpu-sampler")
         self._changed.notify_all()
@@ -153,14 +143,11 @@ class Sampler:
                 # Before it is published: a test that moves the clock after a reading moves it past this.
                 self._failures = self._failures + 1 if reading.error else 0
                 self._due_s = reading.at_s + self._pause_s()
-                if self._stopping:
-                    break
             try:
                 self._publish(reading)
             except Exception:
                 # The edge of a thread: otherwise readings would stop for ever without a message.
                 logger.exception("a reading of the devices could not be passed on")
-        self._reader.close()
 
     def _wait_until_due(self) -> bool:
         """Wait until a reading is due; return `False` once the sampler is stopped."""

@@ -17,15 +17,6 @@ from typing import Any, Literal
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED, parse_duration, parse_size
 
-__all__ = [
-    "FRAMEWORKS",
-    "FrameworkShare",
-    "GPUPolicy",
-    "gpu",
-    "is_gpu_tag",
-    "parse_tags",
-]
-
 Allocation = Literal["limit", "growth", "all"]
 OnOutOfMemory = Literal["escalate", "fail"]
 Enforcement = Literal["warn", "kill"]

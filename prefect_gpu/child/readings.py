@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
-from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter, FrameworkPolicy, PeakTrace
+from prefect_gpu.frameworks.adapter import Counters, EndTrace, FrameworkAdapter, FrameworkPolicy
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Readings:
             return found
         return self._ask(hooks.collect_counters)
 
-    def begin_trace(self) -> PeakTrace | None:
+    def begin_trace(self) -> EndTrace | None:
         """Begin to trace what is allocated; `None`: no framework can be traced now."""
         return None if self._simulated else self._ask(hooks.begin_trace)
 

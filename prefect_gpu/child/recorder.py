@@ -24,7 +24,7 @@ from prefect_gpu.child.channel import Channel
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.frameworks import hooks
-from prefect_gpu.frameworks.adapter import Counters, PeakTrace
+from prefect_gpu.frameworks.adapter import Counters, EndTrace
 from prefect_gpu.measurements import (
     FIRST_STEPS,
     MARKS_PER_STEP,
@@ -204,7 +204,7 @@ class Recorder:
         self._marked = 0
         self._spent_s = 0.0
         #: Of the open step; `None`: it is not traced.
-        self._trace: PeakTrace | None = None
+        self._trace: EndTrace | None = None
         #: The body has ended.
         self._over = False
         #: When a step is read in full next, and when a sample is taken at the end of a step next.
@@ -389,7 +389,7 @@ class Recorder:
 
     def _end_trace(self) -> None:
         trace, self._trace = self._trace, None
-        peak = None if trace is None else self._timed(trace.end)
+        peak = None if trace is None else self._timed(trace)
         if peak is not None:
             self._book.reading(peak)
 

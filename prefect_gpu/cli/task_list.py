@@ -136,26 +136,22 @@ def _error(where: str, column: str, given: object, accepted: str = "") -> TaskLi
 
 def _csv_rows(lines: list[str], source: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     reader = csv.reader(lines, strict=True)
-    heads: list[str] | None = None
-    while True:
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise TaskListError(f"{source}, line {reader.line_num}: {error}") from error
-        if not any(cell.strip() for cell in row):
-            continue
-        if heads is None:
-            heads = [cell.strip().lower() for cell in row]
-            _check_columns(heads, f"{source}, line {reader.line_num}")
-        elif len(row) > len(heads):
-            raise TaskListError(
-                f"{source}, line {reader.line_num}: {len(row)} cells, and the first line names "
-                f"{len(heads)} columns"
-            )
-        else:
-            yield reader.line_num, dict(zip(heads, row, strict=False))
+    heads: list[str] = []
+    try:
+        for row in reader:
+            where = f"{source}, line {reader.line_num}"
+            if not any(cell.strip() for cell in row):
+                continue
+            if not heads:
+                heads = [cell.strip().lower() for cell in row]
+                _check_columns(heads, where)
+            elif len(row) > len(heads):
+                names = f"the first line names {len(heads)} columns"
+                raise TaskListError(f"{where}: {len(row)} cells, and {names}")
+            else:
+                yield reader.line_num, dict(zip(heads, row, strict=False))
+    except csv.Error as error:
+        raise TaskListError(f"{source}, line {reader.line_num}: {error}") from error
 
 
 def _json_rows(lines: list[str], source: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

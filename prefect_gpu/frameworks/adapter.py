@@ -12,9 +12,9 @@ shows on real devices that these rules hold. The environment of this process is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from prefect_gpu.scheduling.model import DeviceKind
 
@@ -205,12 +205,8 @@ class Counters:
     freed_bytes: int | None = None
 
 
-class PeakTrace(Protocol):
-    """A period for which a framework can report the exact peak. It never raises."""
-
-    def end(self) -> int | None:
-        """Stop, and return the most bytes that were allocated meanwhile; `None`: unknown."""
-        ...
+#: Ends a trace and returns the most bytes that were allocated meanwhile, `None`: unknown. Never raises.
+EndTrace: TypeAlias = Callable[[], int | None]
 
 
 class FrameworkAdapter:
@@ -298,7 +294,7 @@ class FrameworkAdapter:
         counters = self.counters()
         return None if counters is None else (counters.live_bytes, 0)
 
-    def begin_trace(self) -> PeakTrace | None:
+    def begin_trace(self) -> EndTrace | None:
         """Child: begin a trace over all of the child's devices. Never raises.
 
         Follows the rules of `counters`, and does not interfere with what the body records itself.

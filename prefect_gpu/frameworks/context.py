@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -68,7 +67,7 @@ class ContextStore:
         entries = {**self._read(), key: context_bytes}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self.path, json.dumps(entries, indent=1, sort_keys=True))
+            self.path.write_text(json.dumps(entries, indent=1, sort_keys=True), encoding="utf-8")
         except OSError:
             pass
 
@@ -88,14 +87,3 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
     # The specification says to ignore relative paths.
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "prefect_gpu" / "contexts.json"
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter, FrameworkPolicy, PeakTrace
+from prefect_gpu.frameworks.adapter import Counters, EndTrace, FrameworkAdapter, FrameworkPolicy
 from prefect_gpu.frameworks.registry import ADAPTERS
 
 
@@ -151,7 +151,7 @@ def sample(adapters: Iterable[FrameworkAdapter]) -> tuple[int, int] | None:
     return (sum(live for live, _ in found), sum(n for _, n in found)) if found else None
 
 
-def begin_trace(adapters: Iterable[FrameworkAdapter]) -> PeakTrace | None:
+def begin_trace(adapters: Iterable[FrameworkAdapter]) -> EndTrace | None:
     """Begin to trace what is allocated; `None`: no framework can be traced now.
 
     Of several frameworks the first that can be traced is.

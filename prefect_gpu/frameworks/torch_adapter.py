@@ -17,9 +17,9 @@ from typing import Any
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import (
     Counters,
+    EndTrace,
     FrameworkAdapter,
     FrameworkPolicy,
-    PeakTrace,
     imported,
 )
 from prefect_gpu.units import MIB
@@ -174,7 +174,7 @@ class TorchAdapter(FrameworkAdapter):
             retries += stats["num_alloc_retries"]
         return live_bytes, retries
 
-    def begin_trace(self) -> PeakTrace | None:
+    def begin_trace(self) -> EndTrace | None:
         """Child: record what the caching allocator does, unless a recording is running."""
         return None if _started_cuda() is None else begin_trace(import_module("torch"))
 
@@ -378,7 +378,7 @@ def peak_bytes(live_bytes: int, events: Iterable[Mapping[str, Any]]) -> int:
     return peak
 
 
-def begin_trace(torch: Any) -> TorchTrace | None:
+def begin_trace(torch: Any) -> EndTrace | None:
     """Make the allocator record from now on; CUDA must have started.
 
     Samples miss what is freed within a few milliseconds. The allocator's own peak covers the whole
@@ -398,7 +398,7 @@ def begin_trace(torch: Any) -> TorchTrace | None:
         if trace is not None:
             trace.stop()
         return None
-    return trace
+    return trace.end
 
 
 class TorchTrace:

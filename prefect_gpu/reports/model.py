@@ -16,17 +16,6 @@ from prefect_gpu.measurements import COMPACT_SAMPLES, Mark, Sample, StepFacts, l
 from prefect_gpu.scheduling.history import PastRun
 from prefect_gpu.scheduling.model import Device
 
-__all__ = [
-    "CAUSE_WORDS",
-    "OUTCOME_WORDS",
-    "SCHEMA",
-    "BudgetSource",
-    "Outcome",
-    "Source",
-    "TaskReport",
-    "past_run",
-]
-
 #: Version of the metadata's meaning; rises when a field changes its meaning.
 SCHEMA = 1
 

@@ -168,14 +168,10 @@ class Publisher:
         self._busy = False
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._lost = 0
+        #: Reports that were given up so far.
+        self.lost = 0
         self._last_error = ""
         self._warned = False
-
-    @property
-    def lost(self) -> int:
-        """Reports that were given up so far."""
-        return self._lost
 
     def publish(self, report: TaskReport) -> None:
         """Publish the report of one process; return at once."""
@@ -206,7 +202,7 @@ class Publisher:
         """
         with self._changed:
             if self._closed or len(self._waiting) + self._busy >= WAITING_LIMIT:
-                self._lost += 1
+                self.lost += 1
                 self._last_error = self._last_error or (
                     "it came after the flow had closed its reports"
                     if self._closed
@@ -236,7 +232,7 @@ class Publisher:
             thread.join(timeout_s)
         self._hurry.set()
         with self._changed:
-            missing = self._lost + len(self._waiting) + self._busy
+            missing = self.lost + len(self._waiting) + self._busy
             if missing == 0 or self._warned:
                 return
             self._warned = True
@@ -258,7 +254,7 @@ class Publisher:
                 with self._changed:
                     self._busy = False
                     if error:
-                        self._lost += 1
+                        self.lost += 1
                         self._last_error = error
 
     def _next(self) -> Callable[[SyncPrefectClient], None] | None:

@@ -326,7 +326,7 @@ def _used(bars: Iterable[_Bar]) -> list[tuple[float, int]]:
     changes: list[tuple[float, int]] = []
     for bar in bars:
         report = bar.report
-        points = outline(report.samples, lambda s: s.process_bytes, 100)
+        points = [(s.at_s, s.process_bytes) for s in report.samples if s.process_bytes is not None]
         # A process that was too short for a reading counts with its peak.
         points = points or [(0.0, report.peak_process_bytes)]
         before = 0

@@ -71,6 +71,10 @@ from prefect_gpu.units import format_bytes
 COUNTERS_INTERVAL_S = 0.1
 
 
+#: Stands for a message that did not come in time.
+_TIME_UP = object()
+
+
 class CancelledByRunner(BaseException):
     """The runner ends this task: its flow failed or was cancelled."""
 
@@ -335,7 +339,7 @@ class Attempt:
         deadline: float | None = None
         while True:
             message = self._next(deadline)
-            if isinstance(message, _TimeUp):
+            if message is _TIME_UP:
                 assert self._plan.timeout_s is not None
                 reason = ChildTimeoutError(self._plan.task_name, self._plan.timeout_s)
                 deadline = None
@@ -376,7 +380,7 @@ class Attempt:
         try:
             return self._messages.get(timeout=max(0.0, deadline - time.monotonic()))
         except queues.Empty:
-            return _TimeUp()
+            return _TIME_UP
 
     def _kill(self, outcome: Literal["timeout", "cancelled", "oom"]) -> None:
         """End the process for a reason of ours, which is noted before the process can end."""
@@ -543,10 +547,6 @@ class Attempt:
                 take_report(report)
             finally:
                 self.finished.set()
-
-
-class _TimeUp:
-    """Stands for a message that did not come in time."""
 
 
 def _caps(frameworks: tuple[str, ...], policy: FrameworkPolicy) -> tuple[int, ...] | None:

@@ -15,7 +15,7 @@ class FakeTrace:
         self._source = source
         self.peak: int | None = source.live
 
-    def end(self) -> int | None:
+    def __call__(self) -> int | None:
         self._source.on_trace()
         self._source.traces.remove(self)
         return self.peak

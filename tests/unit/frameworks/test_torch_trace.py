@@ -114,7 +114,7 @@ def test_a_trace_gives_the_peak_and_leaves_pytorch_as_it_was(torch: FakeTorch) -
         "enabled": "all", "context": None, "stacks": "python", "max_entries": MAX_EVENTS,
     }  # fmt: skip
     torch.traces[0] = events(512 * MIB, -512 * MIB, 128 * MIB)
-    assert trace.end() == 768 * MIB
+    assert trace() == 768 * MIB
     assert (torch.switches, torch.log) == (before, ["on", "off"])
 
 
@@ -124,7 +124,7 @@ def test_of_several_devices_the_peaks_are_summed() -> None:
     assert trace is not None
     # The third was never used.
     torch.traces = [events(512), events(1024, -1024)]
-    assert trace.end() == 1024 + 512 + 2048 + 1024 + 4096
+    assert trace() == 1024 + 512 + 2048 + 1024 + 4096
 
 
 def test_while_the_body_records_nothing_is_traced(torch: FakeTorch) -> None:
@@ -143,7 +143,7 @@ def test_what_the_body_begins_to_record_meanwhile_goes_on(torch: FakeTorch, name
     trace = begin_trace(torch)
     assert trace is not None
     getattr(torch._C, name)(enabled="all", context="all")
-    assert trace.end() is None
+    assert trace() is None
     assert torch.recording == {"enabled": "all", "context": "all"}
     assert (torch.switches, torch.log) == (before, ["on", "on"])
 
@@ -152,7 +152,7 @@ def test_what_the_body_switched_off_stays_off(torch: FakeTorch) -> None:
     trace = begin_trace(torch)
     assert trace is not None
     torch.cuda.memory._record_memory_history(enabled=None)
-    assert trace.end() is None
+    assert trace() is None
     assert torch.log == ["on", "off"]
 
 
@@ -165,7 +165,7 @@ def test_a_value_set_over_a_switch_stays(torch: FakeTorch) -> None:
         inner(**given)
 
     torch._C._cuda_record_memory_history = theirs
-    assert trace.end() is not None
+    assert trace() is not None
     assert torch._C._cuda_record_memory_history is theirs
 
 
@@ -173,7 +173,7 @@ def test_a_pytorch_without_the_old_switch_is_traced(torch: FakeTorch) -> None:
     del torch._C._cuda_record_memory_history_legacy
     trace = begin_trace(torch)
     assert trace is not None
-    assert trace.end() == 256 * MIB
+    assert trace() == 256 * MIB
     assert not hasattr(torch._C, "_cuda_record_memory_history_legacy")
 
 
@@ -184,7 +184,7 @@ def test_a_trace_that_lost_its_oldest_events_says_nothing(
     trace = begin_trace(torch)
     assert trace is not None
     torch.traces[0] = events(512, 512, 512)
-    assert trace.end() is None
+    assert trace() is None
     assert torch.recording is None
 
 
@@ -192,7 +192,7 @@ def test_blocks_that_are_rounded_otherwise_are_not_added_up(torch: FakeTorch) ->
     torch.settings["roundup_power2_divisions"] = {1: 0, 2: 4}
     trace = begin_trace(torch)
     assert trace is not None
-    assert trace.end() is None
+    assert trace() is None
     assert torch.recording is None
 
 
@@ -224,5 +224,5 @@ def test_what_fails_at_the_end_raises_nothing(torch: FakeTorch, broken: str, lef
     trace = begin_trace(torch)
     assert trace is not None
     torch.broken.add(broken)
-    trace.end()
+    trace()
     assert (torch.recording is not None, torch.switches) == (left, before)

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Container, Hashable
+from dataclasses import replace
 from functools import partial
 
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
@@ -35,7 +36,6 @@ from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceKind,
-    Memory,
     Placement,
     Reading,
     Request,
@@ -171,23 +171,12 @@ class Broker:
             left = reading.host_available_bytes - self.host_promised_bytes
             return self._waiting.wants_host_bytes(left)
 
-    def submit(
-        self,
-        task_name: str,
-        memory: Memory = None,
-        count: int = 1,
-        devices: tuple[str, ...] = (),
-        exclusive: bool = False,
-        priority: int = 0,
-        host_bytes: int = 0,
-        expected_s: float | None = None,
-        sequence: int | None = None,
-        standby: Hashable = None,
-    ) -> Ticket:
-        """Ask for devices; see `Request` for the arguments.
+    def submit(self, request: Request, standby: Hashable = None) -> Ticket:
+        """Ask for devices.
 
-        Args other than those: `sequence` is from `next_sequence`, `None` takes the next; `standby` is
-        the kind of hot standby that suits it, `None`: none does.
+        Args:
+            request: What is asked. Its `id` and `submitted_s` are set here.
+            standby: Kind of the hot standbys that suit it; `None`: none does.
 
         Returns:
             A ticket that is `decided` once it has a `placement` or an `error`.
@@ -195,22 +184,8 @@ class Broker:
         Raises:
             CapacityError: A thread that is needed could not be started. A later request tries again.
         """
-        ticket = Ticket(
-            Request(
-                id=f"{os.getpid()}-{next(_ids)}",
-                task_name=task_name,
-                sequence=next_sequence() if sequence is None else sequence,
-                submitted_s=self._clock.now(),
-                memory=memory,
-                count=count,
-                devices=devices,
-                exclusive=exclusive,
-                priority=priority,
-                host_bytes=host_bytes,
-                expected_s=expected_s,
-            ),
-            standby,
-        )
+        number, now_s = f"{os.getpid()}-{next(_ids)}", self._clock.now()
+        ticket = Ticket(replace(request, id=number, submitted_s=now_s), standby)
         with self._changed:
             self._start()
             self._sampler.set_active(True)

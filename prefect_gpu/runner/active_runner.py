@@ -111,7 +111,7 @@ class ActiveRunner:
         dependencies: dict[str, set[Any]] | None,
     ) -> PrefectConcurrentFuture[Any]:
         """See `GPUTaskRunner.submit`."""
-        self.flow = self.flow or prefect_engine.flow_run_of_thread()
+        self.flow = self.flow or FlowRunContext.get()
         plan = self._plan(task)
         if plan is None:
             return self._submit_to_thread(task, parameters, wait_for, dependencies)

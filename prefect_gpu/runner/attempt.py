@@ -63,7 +63,7 @@ from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.process_record import Overshoot, ProcessRecord, Verdict
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause, Evidence
-from prefect_gpu.scheduling.model import Placement
+from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.units import format_bytes
 
 #: Seconds between two readings of a framework's counters in the child. The reading takes
@@ -200,8 +200,11 @@ class Attempt:
 
     def _place(self) -> Placement:
         policy = self._policy
-        self._ticket = ticket = self._broker.submit(
-            self._plan.task_name,
+        request = Request(
+            id="",
+            task_name=self._plan.task_name,
+            sequence=self._plan.sequence,
+            submitted_s=0.0,
             memory=self._grant.memory,
             count=policy.count,
             devices=policy.devices,
@@ -210,9 +213,8 @@ class Attempt:
             # On host devices the budget is the machine's memory: it would be counted twice.
             host_bytes=0 if self._broker.kind == "host" else self._plan.host_bytes,
             expected_s=self._grant.expected_s,
-            sequence=self._plan.sequence,
-            standby=self._call.hot,
         )
+        self._ticket = ticket = self._broker.submit(request, self._call.hot)
         ticket.on_recovered = self._take_recovery
         if self._cancelled.is_set():
             self._broker.withdraw(ticket)

@@ -26,7 +26,7 @@ import hashlib
 import inspect
 import json
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -139,78 +139,51 @@ def _plain(value: Any, walk: _Walk) -> Any:
         return ["object", _name(type(value))]
     walk.path.add(id(value))
     try:
-        for kind in (_enum, _number, _words, _named, _fields, _array, _collection):
-            if (plain := kind(value, walk)) is not None:
-                return plain
+        return _read(value, walk)
     finally:
         walk.path.discard(id(value))
-    return ["object", _name(type(value))]
 
 
-def _enum(value: Any, walk: _Walk) -> Any:
-    if not isinstance(value, enum.Enum):
-        return None
-    # Python 3.10 has no name for flags that are combined.
-    said = _plain(value.value, walk) if isinstance(value, enum.Flag) else value.name
-    return ["enum", _name(type(value)), said]
-
-
-def _number(value: Any, walk: _Walk) -> Any:
-    if isinstance(value, numbers.Integral):
-        whole = int(value)
-    elif isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
+def _read(value: Any, walk: _Walk) -> Any:
+    """Return what a value counts by, as in the table of this module."""
+    cls = type(value)
+    if isinstance(value, enum.Enum):
+        # Python 3.10 has no name for flags that are combined.
+        said = _plain(value.value, walk) if isinstance(value, enum.Flag) else value.name
+        return ["enum", _name(cls), said]
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
         if not (number := float(value)).is_integer():
             return ["number", repr(number)]
-        whole = int(number)
-    else:
-        return None
-    # Not decimal: Python refuses to write more than 4300 digits.
-    return ["number", f"{whole:x}"]
-
-
-def _words(value: Any, walk: _Walk) -> Any:
+        value = int(number)
+    if isinstance(value, numbers.Integral):
+        # Not decimal: Python refuses to write more than 4300 digits.
+        return ["number", f"{int(value):x}"]
     if isinstance(value, str):
         return ["text", str(value)]
     if isinstance(value, (bytes, bytearray)):
         return ["bytes", value.hex()]
-    if hasattr(type(value), "__fspath__"):
+    if hasattr(cls, "__fspath__"):
         return _plain(value.__fspath__(), walk)
-    if hasattr(type(value), "isoformat"):
+    if hasattr(cls, "isoformat"):
         return ["time", value.isoformat()]
-    if any(f"{_library(cls)}.{cls.__name__}" in _TOLD_BY_TEXT for cls in type(value).__mro__):
+    if _is_one_of(cls, _TOLD_BY_TEXT):
         return ["said", str(value)]
-    return None
-
-
-def _named(value: Any, walk: _Walk) -> Any:
     if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)):
         return ["name", _name(value)]
-    return None
-
-
-def _fields(value: Any, walk: _Walk) -> Any:
-    model = getattr(type(value), "model_fields", None)
+    names: list[str] | None = None
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-    elif isinstance(model, Mapping):
+    elif isinstance(model := getattr(cls, "model_fields", None), Mapping):
         # A pydantic model. `model_extra` has its arguments beside the fields.
         names = [*model, "model_extra"]
-    else:
-        return None
-    items = [[name, _plain(getattr(value, name, None), walk)] for name in names]
-    return ["fields", _name(type(value)), items]
-
-
-def _array(value: Any, walk: _Walk) -> Any:
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        return None
-    if any(f"{_library(cls)}.{cls.__name__}" == "numpy.generic" for cls in type(value).__mro__):
-        # Of NumPy's scalars, truth values and dates are not numbers to Python.
-        return _plain(value.item(), walk)
-    return ["array", _name(type(value)), str(value.dtype), str(value.shape)]
-
-
-def _collection(value: Any, walk: _Walk) -> Any:
+    if names is not None:
+        fields = [[name, _plain(getattr(value, name, None), walk)] for name in names]
+        return ["fields", _name(cls), fields]
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        if _is_one_of(cls, {"numpy.generic"}):
+            # Of NumPy's scalars, truth values and dates are not numbers to Python.
+            return _plain(value.item(), walk)
+        return ["array", _name(cls), str(value.dtype), str(value.shape)]
     if isinstance(value, (list, tuple)):
         return ["list", [_plain(item, walk) for item in value]]
     if isinstance(value, (set, frozenset)):
@@ -218,7 +191,12 @@ def _collection(value: Any, walk: _Walk) -> Any:
     if isinstance(value, Mapping):
         items = [[_plain(k, walk), _plain(v, walk)] for k, v in value.items()]
         return ["dict", sorted(items, key=_text)]
-    return None
+    return ["object", _name(cls)]
+
+
+def _is_one_of(cls: type, names: Collection[str]) -> bool:
+    """Return whether a class, or one that it derives from, has one of some names, with its library."""
+    return any(f"{_library(base)}.{base.__name__}" in names for base in cls.__mro__)
 
 
 def _library(cls: type) -> str:

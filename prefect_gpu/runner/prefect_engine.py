@@ -72,11 +72,6 @@ ONLY_HERE = (
 # The flow.
 
 
-def flow_run_of_thread() -> FlowRunContext | None:
-    """Return the flow run that the caller is in; `None` outside one."""
-    return FlowRunContext.get()
-
-
 def context_tags() -> set[str]:
     """Return the tags of `prefect.tags` contexts around the caller, without the flow run's own."""
     tags = set(TagsContext.get().current_tags)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.broker import Broker, Ticket
+from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
 from prefect_gpu.broker.ledger import ProcessLedger
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedMemory
@@ -19,6 +19,7 @@ from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     Placement,
     Reading,
+    Request,
     Reservation,
 )
 from prefect_gpu.units import GIB
@@ -117,7 +118,10 @@ class Rig:
 
     def submit(self, name: str, gib: float | None = None, **others: Any) -> Ticket:
         memory = others.pop("memory", None if gib is None else int(gib * GIB))
-        ticket = others.pop("broker", self.broker).submit(name, memory=memory, **others)
+        broker, standby = others.pop("broker", self.broker), others.pop("standby", None)
+        sequence = others.pop("sequence", None)
+        sequence = next_sequence() if sequence is None else sequence
+        ticket = broker.submit(Request("", name, sequence, 0.0, memory, **others), standby)
         assert isinstance(ticket, Ticket)
         ticket.on_recovered = lambda size: self.recovered.put((name, size))
         return ticket

@@ -315,7 +315,7 @@ def test_a_thread_that_cannot_be_started_fails_one_request_and_the_next_tries_ag
 ) -> None:
     told = rf"'prefect-gpu-{name}' could not be started .*can't start new thread.*ulimit -u"
     with threads_refused(name), pytest.raises(CapacityError, match=told):
-        rig.broker.submit("a", memory=GIB)
+        rig.submit("a", 1)
     assert rig.place("b", 20).placement is not None
 
 

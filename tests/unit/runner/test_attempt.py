@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -87,8 +88,8 @@ class FakeBroker:
         self.ticket: Ticket
         self.waits: Callable[[], None] = lambda: None
 
-    def submit(self, task_name: str, memory: Any, **asks: Any) -> Ticket:
-        self.ticket = Ticket(Request("1", task_name, 0, 0.0, memory))
+    def submit(self, request: Request, standby: Any) -> Ticket:
+        self.ticket = Ticket(replace(request, id="1"), standby)
         return self.ticket
 
     def wait(self, ticket: Ticket, *limits: Any, waited_s: float) -> Placement:

@@ -34,12 +34,13 @@ sys.path.insert(0, str(_common.REPOSITORY))
 
 from prefect_gpu.broker.device_view import DeviceView
 from prefect_gpu.broker.ledger import ProcessLedger
-from prefect_gpu.broker.waiting_list import Ticket, WaitingList
+from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE, Patience
 from prefect_gpu.scheduling.model import Reading, Request
-from prefect_gpu.scheduling.scheduling_pass import HostState
+from prefect_gpu.scheduling.placement import Board
+from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, decide
 from prefect_gpu.units import GIB
 
 ROWS: dict[str, tuple[str, Patience, bool]] = {
@@ -72,8 +73,11 @@ class World:
         self._view = DeviceView(reader.devices(), "simulated", 0, (), self._clock)
         self._view.take(Reading(0.0, reader.read(()), ANY))
         # Any may pass while the devices are filled.
-        self.waiting = self._new_list(Patience(ANY, float("inf"), 0))
-        self._patience = patience
+        self._patience = Patience(ANY, float("inf"), 0)
+        self._patience_later = patience
+        self.queue = RequestQueue()
+        #: By request id.
+        self._waiting: dict[str, Ticket] = {}
         self._placed: dict[str, Ticket] = {}
         #: Seconds of the end, request's number, its id.
         self._running: list[tuple[float, int, str]] = []
@@ -82,9 +86,6 @@ class World:
         self.cpu_s = 0.0
         self.placed = 0
         self.passes = 0
-
-    def _new_list(self, patience: Patience) -> WaitingList:
-        return WaitingList("spread", None, (), patience, self._clock)
 
     @property
     def now_s(self) -> float:
@@ -110,7 +111,8 @@ class World:
         """Queue requests at once."""
         began = time.process_time()
         for ticket in tickets:
-            self.waiting.add(ticket)
+            self.queue.add(ticket.request)
+            self._waiting[ticket.request.id] = ticket
         self.cpu_s += time.process_time() - began
 
     def make_pass(self) -> None:
@@ -118,19 +120,21 @@ class World:
         host = HostState(ANY, 0, len(self._placed), ANY)
         began = time.process_time()
         view = self._ledger.view()
-        proposal = self.waiting.propose(self._view.states(view, self._placed), host, {})
-        assert self._ledger.try_reserve(view.version, proposal.reservations, proposal.taken)
-        self.waiting.note(proposal.statuses)
-        for ticket, placement, _ in proposal.placed:
-            self.waiting.remove(ticket)
+        states = self._view.states(view, self._placed)
+        board = Board(states, least_bytes=self.queue.least_bytes)
+        decisions = decide(self.queue, board, host, self._patience, self.now_s)
+        reservations = [r for _, placement in decisions.placements for r in placement.reservations]
+        assert self._ledger.try_reserve(view.version, reservations)
+        self.queue.note(decisions.statuses)
+        for request, placement in decisions.placements:
+            ticket = self._placed[request.id] = self._waiting.pop(request.id)
+            self.queue.remove(request)
             ticket.placement = placement
-            self._placed[ticket.request.id] = ticket
         self.cpu_s += time.process_time() - began
-        assert not proposal.refused
+        assert not decisions.refusals
         self.passes += 1
-        self.placed += len(proposal.placed)
-        for ticket, _, _ in proposal.placed:
-            request = ticket.request
+        self.placed += len(decisions.placements)
+        for request, _ in decisions.placements:
             ends_s = self.now_s + self._lasts[request.id]
             heapq.heappush(self._running, (ends_s, request.sequence, request.id))
 
@@ -150,8 +154,8 @@ class World:
             placed = self.placed
             self.submit(self.make(1000))
             self.make_pass()
-            self.waiting.clear()
-        self.waiting = self._new_list(self._patience)
+            self.queue, self._waiting = RequestQueue(), {}
+        self._patience = self._patience_later
         self.cpu_s, self.placed, self.passes = 0.0, 0, 0
 
 
@@ -164,7 +168,7 @@ def measure_row(row: str, tasks: int, devices: int, seed: int) -> dict[str, Any]
     rest = world.make(tasks - 1)
     world.submit([head, *rest])
     world.make_pass()
-    while world.waiting:
+    while world.queue:
         world.end_next()
         world.make_pass()
     return {

@@ -2,7 +2,7 @@
 
 It hands out placements, follows every placed process in the readings of the devices, and releases a
 reservation when the device shows its memory back. What to decide is in `prefect_gpu.scheduling`, which
-requests wait in `waiting_list`, what a reading says in `device_view`; how a process is started and spoken to
+a request is a `ticket`, what a reading says is in `device_view`; how a process is started and spoken to
 is in `prefect_gpu.processes`.
 
 One `Broker` serves all runners of a Python process that have the same device specification.
@@ -14,21 +14,20 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import PROCESS_LEDGER, LedgerView, ProcessLedger
-from prefect_gpu.broker.waiting_list import Ticket as Ticket
-from prefect_gpu.broker.waiting_list import WaitingList
-from prefect_gpu.broker.waiting_list import Withdrawn as Withdrawn
+from prefect_gpu.broker.ticket import Ticket as Ticket
+from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.sampler import Sampler
-from prefect_gpu.errors import CapacityError, DeviceError, PlacementTimeoutError
+from prefect_gpu.errors import CapacityError, DeviceError, PlacementError, PlacementTimeoutError
 from prefect_gpu.frameworks.context import fallback_context_bytes
 from prefect_gpu.process_resources import start_thread
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
@@ -41,8 +40,15 @@ from prefect_gpu.scheduling.model import (
     Request,
     Reservation,
 )
-from prefect_gpu.scheduling.placement import PlacementStyle
-from prefect_gpu.scheduling.scheduling_pass import HostState
+from prefect_gpu.scheduling.placement import Board, PlacementStyle, select_devices
+from prefect_gpu.scheduling.scheduling_pass import (
+    Decisions,
+    HostState,
+    RequestQueue,
+    decide,
+    explain,
+)
+from prefect_gpu.scheduling.standbys import Settled, in_the_way, settle
 from prefect_gpu.units import GIB, MIB, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -118,9 +124,12 @@ class Broker:
         self._arrived: list[Reading] = []
         #: Called by the thread, in this order, without the lock.
         self._calls: list[Callable[[], object]] = []
-        self._waiting = WaitingList(
-            style, max_tasks_per_device, held_by_parent, patience, self._clock
-        )
+        self._style = style
+        self._max_tasks_per_device = max_tasks_per_device
+        self._patience = patience
+        self._queue = RequestQueue()
+        #: By request id: those of the queue.
+        self._waiting: dict[str, Ticket] = {}
         #: By request id.
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
@@ -169,7 +178,7 @@ class Broker:
                 # There every request does; while others run, their end may be all that it waits for.
                 return not self._placed
             left = reading.host_available_bytes - self.host_promised_bytes
-            return self._waiting.wants_host_bytes(left)
+            return any(t.request.host_bytes > left for t in self._waiting.values())
 
     def submit(self, request: Request, standby: Hashable = None) -> Ticket:
         """Ask for devices.
@@ -189,7 +198,8 @@ class Broker:
         with self._changed:
             self._start()
             self._sampler.set_active(True)
-            self._waiting.add(ticket)
+            self._queue.add(ticket.request)
+            self._waiting[ticket.request.id] = ticket
             self._wake()
         return ticket
 
@@ -257,7 +267,19 @@ class Broker:
             reading, silence = self._view.reading, self._view.silence
             if reading is None or silence:
                 return silence
-            return self._waiting.explain(ticket, self._states(), self._host_state(reading))
+            try:
+                return explain(
+                    ticket.request,
+                    self._queue,
+                    self._states(),
+                    self._host_state(reading),
+                    self._patience,
+                    self._clock.now(),
+                    self._max_tasks_per_device,
+                )
+            except PlacementError as error:
+                # The next pass refuses it.
+                return error.problem
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Stop waiting; without effect once it was placed.
@@ -266,7 +288,7 @@ class Broker:
             Whether it still waited.
         """
         with self._changed:
-            if not self._waiting.remove(ticket):
+            if self._remove(ticket.request) is None:
                 return False
             ticket.decide()
             # It may have blocked others.
@@ -572,29 +594,58 @@ class Broker:
         while True:
             view = self._ledger.view()
             states = self._states(view)
-            proposal = self._waiting.propose(states, self._host_state(reading), self._hot.offers)
-            if not proposal.placed or self._ledger.try_reserve(
-                view.version, proposal.reservations, proposal.taken
-            ):
+            decisions, settled = self._decide(states, self._host_state(reading))
+            reservations = [r for _, placement, _ in settled.made for r in placement.reservations]
+            # The reservations replace those of the hot standbys that are taken.
+            taken = [standby_id for _, _, standby_id in settled.made if standby_id]
+            if not reservations or self._ledger.try_reserve(view.version, reservations, taken):
                 break
             # Another broker has written meanwhile: what was free may no longer be.
-        self._waiting.note(proposal.statuses)
-        self._calls += [
-            partial(self._ledger.reclaim, standby_id) for standby_id in proposal.given_up
-        ]
-        for ticket, error in proposal.refused:
-            self._waiting.remove(ticket)
-            ticket.decide(error=error)
+        self._queue.note(decisions.statuses)
+        self._calls += [partial(self._ledger.reclaim, each) for each in settled.given_up]
+        for request, error in decisions.refusals:
+            self._waiting[request.id].decide(error=error)
+            self._remove(request)
         foreign = {state.device.key: state.foreign_bytes for state in states}
-        for ticket, placement, standby_id in proposal.placed:
-            self._waiting.remove(ticket)
+        for request, placement, standby_id in settled.made:
+            ticket = self._placed[request.id] = self._waiting[request.id]
+            self._remove(request)
             ticket.placed_s = self._clock.now()
             ticket.placement = placement
             self._recovery.take_baseline(ticket, reading)
             ticket.foreign_before = {
                 device.key: foreign[device.key] for device in placement.devices
             }
-            self._placed[ticket.request.id] = ticket
             if standby_id:
                 self._hot.hand_over(standby_id, ticket)
             ticket.decide(placement)
+
+    def _decide(self, states: Sequence[DeviceState], host: HostState) -> tuple[Decisions, Settled]:
+        """Decide which requests start, which never can, and which hot standbys must end."""
+        board = Board(
+            states,
+            self._style,
+            self._max_tasks_per_device,
+            self._held_by_parent,
+            self._queue.least_bytes,
+        )
+        decisions = decide(self._queue, board, host, self._patience, self._clock.now())
+        if not any(state.standbys for state in states):
+            made = tuple((request, placement, "") for request, placement in decisions.placements)
+            return decisions, Settled(made, ())
+        offers = self._hot.offers
+        kinds = {r.id: self._waiting[r.id].kind for r, _ in decisions.placements}
+        settled = settle(decisions.placements, states, offers, kinds)
+        if offers and not settled.given_up:
+            # One may keep the first request without a device from it.
+            decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
+            first = next((r for r in self._queue if r.id not in decided), None)
+            if first is not None and not host.refusal(first):
+                ends = in_the_way(first, select_devices(first, states))
+                settled = replace(settled, given_up=ends)
+        return decisions, settled
+
+    def _remove(self, request: Request) -> Ticket | None:
+        """Remove a waiting request; return its ticket, `None`: it does not wait."""
+        self._queue.remove(request)
+        return self._waiting.pop(request.id, None)

@@ -14,7 +14,7 @@ from itertools import compress
 from operator import is_not
 
 from prefect_gpu.broker.ledger import LedgerView
-from prefect_gpu.broker.waiting_list import Ticket
+from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import (

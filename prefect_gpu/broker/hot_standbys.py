@@ -15,7 +15,7 @@ from functools import partial
 
 from prefect_gpu.broker.device_view import RecoveryWatch
 from prefect_gpu.broker.ledger import ProcessLedger
-from prefect_gpu.broker.waiting_list import Ticket
+from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import Clock
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.scheduling.memory import DeviceState

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import prefect_gpu.broker.waiting_list
+import prefect_gpu.broker.broker
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.ledger import ProcessLedger
 from prefect_gpu.clock import DEADLOCK_S
@@ -102,14 +102,14 @@ def test_ends_that_are_seen_together_are_one_scheduling_pass(
     waiting = [rig.submit(name, 10) for name in "cd"]
     assert rig.waits(*waiting)
     passes: list[int] = []
-    decide = prefect_gpu.broker.waiting_list.decide
+    decide = prefect_gpu.broker.broker.decide
 
     def count(*args: Any) -> Decisions:
         decisions = decide(*args)
         passes.append(len(decisions.placements))
         return decisions
 
-    monkeypatch.setattr(prefect_gpu.broker.waiting_list, "decide", count)
+    monkeypatch.setattr(prefect_gpu.broker.broker, "decide", count)
     both_ended = threading.Event()
     rig.reader.during = lambda: both_ended.wait(DEADLOCK_S)
     for ticket in running:
@@ -299,7 +299,7 @@ def test_an_internal_error_does_not_end_the_thread(
     def fail(*_: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(prefect_gpu.broker.waiting_list, "decide", fail)
+    monkeypatch.setattr(prefect_gpu.broker.broker, "decide", fail)
     ticket = rig.submit("a", 6)
     rig.broker.read()
     assert rig.waits(ticket)
@@ -328,7 +328,7 @@ def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
     rig.broker.withdraw(rig.submit("withdrawn", 1))
     decided(rig.submit("refused", 99))
     rig.broker.settle()
-    broker, waiting = rig.broker, rig.broker._waiting
-    assert not waiting._queue and not waiting._tickets and not broker._placed
+    broker = rig.broker
+    assert not broker._queue and not broker._waiting and not broker._placed
     assert not broker._recovery.ending and not broker._calls
     assert not rig.reservations() and not rig.ledger.view().processes

@@ -9,7 +9,7 @@ import pytest
 
 from prefect_gpu.broker.device_view import FRESH_S, SILENT_S, DeviceView
 from prefect_gpu.broker.ledger import ProcessLedger
-from prefect_gpu.broker.waiting_list import Ticket
+from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.waiting_list import Ticket
+from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.scheduling.standbys import MOST_ON_DEVICE

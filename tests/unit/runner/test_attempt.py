@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from prefect_gpu.broker.waiting_list import Ticket
+from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import (
     BudgetExceededError,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.waiting_list import Ticket
+from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy
 from prefect_gpu.frameworks.context import ContextStore, fallback_context_bytes
 from prefect_gpu.frameworks.registry import ADAPTERS

@@ -1,0 +1,82 @@
+"""One request of a broker, from its submission until its memory is back.
+
+A `Ticket` is used under the broker's lock, but for the wait for its decision. What is asked is a
+`scheduling.model.Request`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from prefect_gpu.clock import Clock
+from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
+
+
+@dataclass
+class Ticket:
+    """One request, from its submission until its memory is back. Made by `Broker.submit`."""
+
+    request: Request
+    #: Kind of the hot standbys that suit it; `None`: none does.
+    kind: Hashable = None
+    #: Notified when it is decided.
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    #: It was placed, refused or withdrawn.
+    decided: bool = False
+    placement: Placement | None = None
+    error: PrefectGPUError | None = None
+    #: Monotonic seconds when it was placed.
+    placed_s: float = 0.0
+    #: Process that holds what was reserved; `None`: none yet, or no longer.
+    pid: int | None = None
+    #: Id of the hot standby that is kept for it, until a process has its task; empty: none is.
+    standby_id: str = ""
+    #: Whether the body has begun: what the process needs of the machine's memory is then taken.
+    running: bool = False
+    #: Bytes that its own counters (plus context) give, where the device cannot tell.
+    stand_in_bytes: int = 0
+    #: Called with monotonic seconds and the bytes on each of its devices, in the task's order, at
+    #: every reading while it runs.
+    on_measured: Callable[[float, tuple[int, ...]], None] | None = None
+    #: Called with the bytes that did not come back (`None`: not known), once.
+    on_recovered: Callable[[int | None], None] | None = None
+    #: What others' processes held on its devices when it was placed, in bytes.
+    foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
+    #: Bytes that no process held on its devices when it was placed, and what others leaked there since.
+    ownerless_before: dict[DeviceKey, int | None] = field(default_factory=dict)
+    #: Monotonic seconds when its process ended; `None`: it has not.
+    ended_s: float | None = None
+    ended_pid: int | None = None
+    #: Bytes that were still missing at the last reading since then; `None`: not known.
+    missing_bytes: int | None = None
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Its devices; none before it was placed."""
+        return () if self.placement is None else self.placement.devices
+
+    def decide(
+        self, placement: Placement | None = None, error: PrefectGPUError | None = None
+    ) -> None:
+        """Place it, refuse it, or withdraw it, and wake the thread that waits for it."""
+        with self.changed:
+            self.placement, self.error = placement, error
+            self.decided = True
+            self.changed.notify_all()
+
+    def wait(self, clock: Clock, until_s: float) -> bool:
+        """Wait for a decision; return whether there was one in time."""
+        with self.changed:
+            while not self.decided:
+                left_s = until_s - clock.now()
+                if left_s <= 0:
+                    return False
+                clock.wait(self.changed, left_s)
+            return True
+
+
+class Withdrawn(Exception):  # noqa: N818  # not an error: the wait was given up
+    """A request was withdrawn while it waited."""

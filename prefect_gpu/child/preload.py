@@ -26,6 +26,7 @@ import signal
 import socket
 import threading
 import traceback
+from collections.abc import Iterable
 
 #: Bytes of the longest first message: paths and names of modules.
 _BOOT_BYTES = 1 << 20
@@ -65,8 +66,7 @@ def serve(control: socket.socket) -> None:
     A request has the descriptors that `bootstrap.main_of_fork` takes. The one to reply to is kept here
     until the fork has ended: its exit code is sent there, as text.
 
-    Raises:
-        OSError: The system does not fork any more.
+    A fork that the system refuses is reported there too, and this process goes on.
     """
     from prefect_gpu.child import bootstrap
 
@@ -83,29 +83,40 @@ def serve(control: socket.socket) -> None:
                 with contextlib.suppress(OSError):
                     os.write(reply, str(code).encode())
                 poll.unregister(ready)
-                os.close(ready)
-                os.close(reply)
+                _close((ready, reply))
                 continue
             request, received, _, _ = socket.recv_fds(control, 1, 5, socket.MSG_CMSG_CLOEXEC)
             if not request:
                 return
-            pid = os.fork()
+            if len(received) < 5:
+                # No descriptor was left here for the others. The parent sees the socket to reply to close.
+                _close(received)
+                continue
+            channel, stdout, stderr, reply, content = received
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.write(reply, str(error).encode())
+                _close(received)
+                continue
             if pid == 0:
                 try:
                     control.close()
-                    for pidfd, (_, reply) in forks.items():
-                        os.close(pidfd)
-                        os.close(reply)
+                    for pidfd, (_, other) in forks.items():
+                        _close((pidfd, other))
                     bootstrap.main_of_fork(*received)
                 finally:
                     # It ends the process itself, unless it could not even do that.
                     os._exit(1)
-            channel, stdout, stderr, reply, content = received
-            for descriptor in (channel, stdout, stderr, content):
-                os.close(descriptor)
+            _close((channel, stdout, stderr, content))
             pidfd = os.pidfd_open(pid)
             forks[pidfd] = pid, reply
             poll.register(pidfd, select.POLLIN)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def end_with_parent(control: socket.socket, on: bool) -> None:

@@ -169,11 +169,7 @@ class ForkServer:
         with self._lock:
             if self.problem or not self._ready:
                 raise OSError(errno.EPIPE, f"no fork: {self.problem or 'it still imports'}")
-            try:
-                process = self._fork(request)
-            except Exception as error:
-                self._give_up(f"it did not fork ({type(error).__name__}: {error})")
-                raise OSError(errno.EPIPE, f"no fork: {error}") from error
+            process = self._fork(request)
             self.served = True
             return process
 
@@ -194,15 +190,30 @@ class ForkServer:
             content = theirs.enter_context(open(os.memfd_create("fork"), "w+b", buffering=0))
             wanted = {"environment": dict(request.environment), "cwd": request.cwd}
             content.write(json.dumps(wanted).encode())
-            self._control.settimeout(ANSWER_S)
-            socket.send_fds(self._control, [b"!"], [*sent, answering.fileno(), content.fileno()])
-            theirs.close()
-            reply.settimeout(ANSWER_S)
-            pid, received, _, _ = socket.recv_fds(reply, 32, 1, socket.MSG_CMSG_CLOEXEC)
+            descriptors = [*sent, answering.fileno(), content.fileno()]
+            try:
+                self._control.settimeout(ANSWER_S)
+                socket.send_fds(self._control, [b"!"], descriptors)
+                theirs.close()
+                reply.settimeout(ANSWER_S)
+                said, received, _, _ = socket.recv_fds(reply, 512, 1, socket.MSG_CMSG_CLOEXEC)
+                if not said:
+                    self._check()
+            except OSError as error:
+                self._give_up(f"it did not fork ({type(error).__name__}: {error})")
+                raise OSError(errno.EPIPE, f"no fork: {error}") from error
             if not received:
-                raise EOFError("the fork ended before it led a session")
+                # The system refused, or has no descriptor left. The server goes on: it has other forks.
+                raise OSError(errno.EAGAIN, f"no fork: {said.decode() or 'no answer'}")
             ours.pop_all()
-        return ForkedProcess(self, int(pid), received[0], reply, *streams)
+        return ForkedProcess(self, int(said), received[0], reply, *streams)
+
+    def _check(self) -> None:
+        """Raise an `OSError` if the server is gone."""
+        self._control.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            if not self._control.recv(1):
+                raise BrokenPipeError(errno.EPIPE, "its process ended")
 
     def read_exit_code(self, reply: socket.socket) -> int:
         """Read how a fork that has ended did so; `UNKNOWN_CODE` if the server cannot say."""

@@ -24,7 +24,7 @@ BOOTSTRAP = Path(__file__).parents[1] / "child" / "bootstrap.py"
 class SpawnRequest:
     """What a new process must be."""
 
-    #: Shown by `ps` after the interpreter and the script.
+    #: Shown by `ps` after the interpreter and the script; not for a fork.
     title: str
     #: Descriptor of the child's end of its channel.
     channel: int

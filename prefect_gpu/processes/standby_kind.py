@@ -249,6 +249,8 @@ class Standby:
     #: `None`: the process has not been reported yet.
     pid: int | None = None
     stage: Stage = Stage.IMPORTING
+    #: Monotonic seconds when its framework was told to start.
+    heated_s: float = 0.0
     #: A task has it. Its stage goes on until it accepts the task.
     given: bool = False
     #: Its device, for tasks there alone, and the broker that lent it; `None`: it has none.

@@ -73,6 +73,12 @@ SHORTAGE_S = 10.0
 #: Seconds until a device is asked for again where none was had for a hot standby, or one had to end.
 DEVICE_RETRY_S = 5.0
 
+#: Seconds that a standby may import: half a minute is a cold disk, ten times that a hang.
+IMPORT_S = 300.0
+
+#: Seconds that its framework may take to start on a device: 0.3 s on an H200.
+START_S = 60.0
+
 #: Seconds that `close` waits for processes that were killed.
 _ENDING_S = 5.0
 
@@ -340,6 +346,7 @@ class StandbyPool:
                 self._cores,
                 max(most for most, _ in self._owners.values()),
             )
+            self._end_hung(now)
             announced = [a.kind for a in self._announced]
             demands = demands_of(self._records, announced, self._standbys)
             self._carry_out(plan_standbys(demands, machine), now)
@@ -350,6 +357,17 @@ class StandbyPool:
                 standby.enter(Stage.ASKING)
         for standby in asking:
             self._start_on_device(standby)
+
+    def _end_hung(self, now: float) -> None:
+        """End those that import, or start their framework, for too long."""
+        for standby in self._standbys:
+            if standby.stage is Stage.IMPORTING and now - standby.started_s > IMPORT_S:
+                why = f"it imported for more than {IMPORT_S:g} s"
+                self._record(standby.kind).take_failure(standby, now, why)
+                self._end(standby)
+            elif standby.stage is Stage.STARTING and now - standby.heated_s > START_S:
+                self._take_failed_start(standby, f"it took more than {START_S:g} s to start")
+                self._end(standby)
 
     def _carry_out(self, plan: StandbyPlan, now: float) -> None:
         for kind in plan.ends:
@@ -412,6 +430,7 @@ class StandbyPool:
                 standby.device, standby.broker = device, broker
                 if standby.stage is not Stage.ENDING:
                     standby.enter(Stage.STARTING)
+                    standby.heated_s = time.monotonic()
                     standby.handle.answer(Heat(kind.hot, device_environment(device)))
                     # A task that is given to it from now on is accepted after the start.
                     broker.offer_standby(standby.id)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -309,17 +310,39 @@ def test_a_fork_whose_server_was_killed_lives_on_and_ends_with_an_unknown_code(
     assert fork.end() == UNKNOWN_CODE
 
 
-def test_a_system_that_does_not_fork_ends_the_server(
+def test_a_fork_that_the_system_refuses_leaves_the_server_and_its_other_forks(
     make_server: Callable[..., Server], importable: str
 ) -> None:
-    with open(os.path.join(importable, "refuses_to_fork.py"), "w") as file:
-        file.write("import os\n")
-        file.write("def fork():\n    raise BlockingIOError(11, 'no more processes')\n")
+    with open(os.path.join(importable, "refuses_every_other.py"), "w") as file:
+        file.write("import itertools\nimport os\n")
+        file.write("real, calls = os.fork, itertools.count()\n")
+        file.write("def fork():\n    if next(calls) % 2:\n")
+        file.write("        raise BlockingIOError(11, 'no more processes')\n    return real()\n")
         file.write("os.fork = fork\n")
-    server = make_server("refuses_to_fork")
+    server = make_server("refuses_every_other")
+    first = server.fork()
+    with pytest.raises(OSError, match=r"no fork: .*no more processes"):
+        server.fork()
+    second = server.fork()
+    assert not server.server.problem
+    os.kill(first.pid, signal.SIGSEGV)
+    assert first.end() == -signal.SIGSEGV
+    second.channel.close()
+    assert second.end() == 0
+
+
+def test_a_server_without_descriptors_refuses_and_goes_on(
+    make_server: Callable[..., Server],
+) -> None:
+    server = make_server("prefect_gpu.child.main")
+    limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (6, limits[1]))
     with pytest.raises(OSError, match="no fork"):
         server.fork()
-    assert server.process.wait(DEADLOCK_S) is not None
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
+    fork = server.fork()
+    fork.channel.close()
+    assert fork.end() == 0
 
 
 def test_a_fork_can_be_waited_for(server: Server) -> None:

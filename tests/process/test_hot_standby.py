@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.child.warm_up import heat
-from prefect_gpu.processes import standby_kind
+from prefect_gpu.processes import standby_kind, standby_pool
 from prefect_gpu.processes.launch_spec import ChildStarted
 from prefect_gpu.processes.messages import Heat, Heated
 from prefect_gpu.processes.standby_kind import SIMULATED, Kind
@@ -267,6 +267,24 @@ def test_where_a_hot_standby_dies_as_it_starts_no_other_is_started_on_that_devic
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "on device GPU-1" in told.getMessage()
     assert warm.pool._record(HOT).failures == 0
+
+
+def test_where_a_hot_standby_hangs_as_it_starts_it_is_ended_and_no_other_is_started_there(
+    make_warm: Callable[..., Warmth],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(standby_pool, "START_S", 0.5)
+    warm = make_warm("GPU-1")
+    warm.lender.during = lambda: [os.kill(pid, signal.SIGSTOP) for pid in warm.pool.pids]
+    warm.announce()
+    assert eventually(lambda: bool(warm.lender.lent and warm.lender.lent[0].said))
+    warm.lender.during = lambda: None
+    assert eventually(lambda: "ended" in warm.lender.lent[0].said)
+    (waits,) = warm.wait_ready()
+    (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "on device GPU-1" in told.getMessage() and "0.5 s to start" in told.getMessage()
+    assert is_alive(waits)
 
 
 def test_a_task_that_was_given_to_a_hot_standby_that_dies_gets_a_fresh_process(

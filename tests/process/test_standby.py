@@ -318,6 +318,17 @@ def test_a_kind_whose_standbys_die_is_given_up_with_one_warning(
     assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
 
 
+def test_a_standby_that_imports_for_too_long_is_ended(
+    warm: Warm, importable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "IMPORT_S", 0.5)
+    module(importable, "test_standby_hangs", "import time; time.sleep(3600)")
+    kind = kind_with("test_standby_hangs")
+    warm.announce(kind)
+    assert eventually(lambda: "imported for more than 0.5 s" in warm.pool._record(kind).given_up)
+    assert eventually(lambda: warm.pool.pids == ())
+
+
 def test_a_standby_that_accepts_its_task_makes_deaths_count_anew(warm: Warm) -> None:
     record = warm.pool._record(KIND)
     for _ in range(2):

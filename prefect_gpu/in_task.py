@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 #: Characters that a name may have: it is printed in a table and on a chart.
 LONGEST_NAME = 80
@@ -65,30 +65,11 @@ def before_the_task() -> Iterator[list[str]]:
         _asked_early = None
 
 
-class Recorder(Protocol):
-    """Records phases, marks and steps. Safe to use from several threads; it never raises."""
-
-    def begin_phase(self, name: str) -> Any:
-        """Begin a phase; the value that is returned is passed to `end_phase`."""
-        ...
-
-    def end_phase(self, phase: Any) -> None:
-        """End a phase."""
-        ...
-
-    def mark(self, name: str) -> None:
-        """Record a moment."""
-        ...
-
-    def step(self) -> None:
-        """End a step."""
-        ...
+#: The `child.recorder.Recorder` of this process; `None`: it runs no GPU task.
+_recorder: Any = None
 
 
-_recorder: Recorder | None = None
-
-
-def set_current_recorder(recorder: Recorder | None) -> None:
+def set_current_recorder(recorder: Any) -> None:
     """Set what records phases, marks and steps. For the child's start and end only."""
     global _recorder
     _recorder = recorder

@@ -75,12 +75,10 @@ class SeriesBuilder:
 
     Args:
         reserved_bytes: Reservation on all its devices together, from which the waste is computed.
-        limit: Maximum number of points kept, at least 4.
+        limit: Maximum number of points kept.
     """
 
     def __init__(self, reserved_bytes: int = 0, limit: int = SERIES_LIMIT) -> None:
-        if limit < 4:
-            raise ValueError(f"limit={limit}: a series needs at least 4 points")
         self._reserved_bytes = reserved_bytes
         self._limit = limit
         self._samples: list[Sample] = []

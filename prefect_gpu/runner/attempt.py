@@ -155,9 +155,9 @@ class Attempt:
     def whole_device(self) -> bool:
         """Whether it was given all that its devices had free."""
         ticket = self._ticket
-        if ticket is None or ticket.placement is None:
-            return False
-        return any(ticket.request.need_bytes(d) is None for d in ticket.placement.devices)
+        return ticket is not None and any(
+            ticket.request.need_bytes(device) is None for device in ticket.devices
+        )
 
     def evidence(self) -> Evidence | None:
         """Return what is known of its out-of-memory; `None`: there was none, or nothing is known."""

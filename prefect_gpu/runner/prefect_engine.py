@@ -18,7 +18,6 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context, ContextVar, copy_context
-from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
 
@@ -39,11 +38,9 @@ from prefect.events import Event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CrashedRun, MissingContextError
 from prefect.logging.handlers import emit_api_log
-from prefect.settings.legacy import Setting
 from prefect.states import Crashed, Failed, Pending, Running
 from prefect.task_engine import run_task_sync
 from prefect.utilities.asyncutils import run_coro_as_sync
-from prefect.utilities.collections import visit_collection
 from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu.policy import is_gpu_tag
@@ -468,13 +465,5 @@ class _AsTheyAre(SettingsContext):
 
     def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
         """See `SettingsContext.serialize`."""
-        secrets = {"include_secrets": include_secrets}
-        profile = self.model_dump(include={"profile"}, exclude_unset=True, context=secrets)
-        return {**visit_collection(profile, _plain, return_data=True), "settings": self.settings}
-
-
-def _plain(value: Any) -> Any:
-    """Return a part of a profile as Prefect writes it."""
-    if isinstance(value, Setting):
-        return value.name
-    return str(value) if isinstance(value, Path) else value
+        profile = SettingsContext.model_construct({"profile"}, profile=self.profile)
+        return {**profile.serialize(include_secrets), "settings": self.settings}

@@ -69,7 +69,7 @@ class ProcessRecord:
         #: Wall-clock seconds since the epoch.
         self._placed_at = time.time()
         #: Guards all below.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._series = SeriesBuilder(sum(placement.budget_bytes))
         self._context = ContextWatch()
         self._counted = False
@@ -167,19 +167,16 @@ class ProcessRecord:
         The body may reset their peaks, which are its own to read: the largest seen counts.
         """
         with self._lock:
-            self._add_counters(counters, frameworks)
-
-    def _add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
-        self._counted = True
-        self._used = frameworks
-        self._context.add_reserved(
-            counters.reserved_bytes, counters.peak_reserved_bytes, counters.freed_bytes
-        )
-        for live in (counters.live_bytes, counters.peak_live_bytes):
-            self._peak_live_bytes = largest(self._peak_live_bytes, live)
-        for reserved in (counters.reserved_bytes, counters.peak_reserved_bytes):
-            self._peak_reserved_bytes = largest(self._peak_reserved_bytes, reserved)
-        self._add(time.monotonic(), None, counters.live_bytes, counters.reserved_bytes)
+            self._counted = True
+            self._used = frameworks
+            self._context.add_reserved(
+                counters.reserved_bytes, counters.peak_reserved_bytes, counters.freed_bytes
+            )
+            for live in (counters.live_bytes, counters.peak_live_bytes):
+                self._peak_live_bytes = largest(self._peak_live_bytes, live)
+            for reserved in (counters.reserved_bytes, counters.peak_reserved_bytes):
+                self._peak_reserved_bytes = largest(self._peak_reserved_bytes, reserved)
+            self._add(time.monotonic(), None, counters.live_bytes, counters.reserved_bytes)
 
     def add_steps(self, steps: StepFacts | None, marks: Iterable[Mark]) -> None:
         """Note what its steps show so far, and the marks that are new.
@@ -203,7 +200,7 @@ class ProcessRecord:
         with self._lock:
             self.ended_s = time.monotonic()
             if ended.counters is not None:
-                self._add_counters(ended.counters, ended.frameworks)
+                self.add_counters(ended.counters, ended.frameworks)
                 self._counted_out = True
             self._steps = ended.steps or self._steps
             self._marks.extend(ended.marks)

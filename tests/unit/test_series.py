@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,8 +63,3 @@ def test_waste_is_reserved_minus_used_over_time_and_never_negative() -> None:
     assert series.wasted_byte_seconds(8) == 2 * 10 + 2 * 6
     series.add(Sample(4.5, 0))
     assert series.wasted_byte_seconds(6) == 32 + 10
-
-
-def test_a_series_with_too_small_a_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="limit=3"):
-        SeriesBuilder(limit=3)

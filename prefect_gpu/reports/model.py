@@ -99,7 +99,7 @@ class TaskReport:
     wanted_bytes: int | None = None
     #: Measurements of its steps. `None`: it gave no evidence of steps.
     steps: StepFacts | None = None
-    #: Name of the history of its budgets, of which a task with `gpu:learn_by` has several. Empty: unknown.
+    #: Digest of its `gpu:learn_by` values: each has a history of its own. Empty: none are named.
     history_key: str = ""
 
     @property

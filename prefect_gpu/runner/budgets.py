@@ -18,7 +18,6 @@ from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import BudgetSource, TaskReport, past_run
-from prefect_gpu.runner.task_plan import TaskIdentity
 from prefect_gpu.scheduling.history import (
     HistoryKey,
     HistoryStore,
@@ -124,7 +123,7 @@ class BudgetBook:
 
     def grant(
         self,
-        identity: TaskIdentity,
+        identity: HistoryKey,
         memory: int | float | None,
         device_names: Sequence[str],
         *,
@@ -192,7 +191,7 @@ class BudgetBook:
             self._gate.wait(unknown, None if left_s == math.inf else left_s, cancelled)
         return None
 
-    def take(self, identity: TaskIdentity, report: TaskReport) -> None:
+    def take(self, identity: HistoryKey, report: TaskReport) -> None:
         """Keep the run of a process. Returns at once."""
         if not report.devices:
             return
@@ -220,7 +219,7 @@ class BudgetBook:
 
     @staticmethod
     def _from_lessons(
-        identity: TaskIdentity,
+        identity: HistoryKey,
         lessons: Mapping[str, Lesson | None],
         claims: frozenset[HistoryKey],
         capacity_bytes: Mapping[str, int],

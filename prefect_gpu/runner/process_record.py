@@ -290,6 +290,7 @@ class ProcessRecord:
                 cause=verdict.cause,
                 wanted_bytes=verdict.wanted_bytes,
                 steps=self._seen_steps(),
+                history_key=call.identity.learn_by,
             )
 
     def _seen_steps(self) -> StepFacts | None:

@@ -33,20 +33,6 @@ from prefect_gpu.scheduling.model import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)
-class TaskIdentity:
-    """What tells the histories of a task from those of others, but for the GPU model."""
-
-    task_name: str
-    qualified_name: str
-    #: Digest of the `gpu:learn_by` values; empty: none are named.
-    learn_by: str = ""
-
-    def on(self, device_name: str) -> HistoryKey:
-        """Return the key of the history for a GPU model."""
-        return HistoryKey(self.task_name, self.qualified_name, device_name, self.learn_by)
-
-
-@dataclass(frozen=True, slots=True)
 class TaskPlan:
     """One submitted task, as far as it is known without its arguments."""
 
@@ -95,8 +81,8 @@ class TaskPlan:
             shares={s.name: s.fraction for s in policy.frameworks if s.fraction is not None},
         )
 
-    def identity(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskIdentity:
-        """Return whose history a call uses.
+    def identity(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HistoryKey:
+        """Return whose history a call uses, for any device.
 
         Raises:
             PolicyError: `gpu:learn_by` names a parameter that the function does not have.
@@ -107,7 +93,7 @@ class TaskPlan:
             bound.apply_defaults()
             digest = digest_values(self.function, self.policy.learn_by, bound.arguments)
         qualified_name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
-        return TaskIdentity(self.task_name, qualified_name, digest)
+        return HistoryKey(self.task_name, qualified_name, learn_by=digest)
 
 
 class PlanMaker:
@@ -159,7 +145,7 @@ class TaskCall:
     #: The task run that the body is called for.
     run: EngineRun
     #: Whose history it uses.
-    identity: TaskIdentity
+    identity: HistoryKey
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     #: Keeps the memory files of its arguments.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from prefect_gpu.units import MIB
@@ -51,10 +51,14 @@ class HistoryKey:
     #: Of the task's function, without its module or file: moving a folder or editing a comment does not
     #: begin a new history.
     qualified_name: str
-    #: GPU model, as `Device.name` has it.
-    device_name: str
+    #: GPU model, as `Device.name` has it; empty: of any.
+    device_name: str = ""
     #: Digest of the `gpu:learn_by` values; empty: none are named.
     learn_by: str = ""
+
+    def on(self, device_name: str) -> HistoryKey:
+        """Return the key for a GPU model."""
+        return replace(self, device_name=device_name)
 
 
 @dataclass(frozen=True, slots=True)

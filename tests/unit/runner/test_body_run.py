@@ -20,13 +20,13 @@ from prefect_gpu.reports.publish import ReportsInOrder
 from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
 from prefect_gpu.runner.submission import BodyRun
-from prefect_gpu.runner.task_plan import TaskIdentity
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import Climb, Evidence
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import device, task_report
 
-WHO = TaskIdentity("evaluate", "evaluate")
+WHO = HistoryKey("evaluate", "evaluate")
 CAPACITY = 24 * GIB
 
 

@@ -13,13 +13,12 @@ from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.runner import budgets
 from prefect_gpu.runner.budgets import NEVER_BYTES, BudgetBook, Grant, ProbeGate
-from prefect_gpu.runner.task_plan import TaskIdentity
-from prefect_gpu.scheduling.history import KEPT_RUNS, PastRun, learn
+from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
 from prefect_gpu.scheduling.model import ModelBudgets
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import device, task_report
 
-WHO = TaskIdentity("evaluate", "evaluate")
+WHO = HistoryKey("evaluate", "evaluate")
 MODEL = device().name
 
 
@@ -112,9 +111,9 @@ def test_a_task_without_a_history_probes_and_its_siblings_wait_for_the_result(
 
 def test_other_tasks_do_not_wait_for_a_probe(books: Books) -> None:
     assert books.grant() is not None
-    other = books.grant(identity=TaskIdentity("train", "train"))
+    other = books.grant(identity=HistoryKey("train", "train"))
     assert other is not None and other.source == "probe"
-    apart = books.grant(identity=TaskIdentity("evaluate", "evaluate", "ab12"))
+    apart = books.grant(identity=HistoryKey("evaluate", "evaluate", learn_by="ab12"))
     assert apart is not None and apart.source == "probe"
 
 

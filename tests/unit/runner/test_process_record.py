@@ -16,6 +16,7 @@ from prefect_gpu.measurements import Mark, StepFacts
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.process_record import Overshoot, ProcessRecord, Verdict
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 from prefect_gpu.units import GIB, MIB
@@ -23,6 +24,7 @@ from tests.unit.scheduling.values import device
 
 CALL: Any = SimpleNamespace(
     plan=SimpleNamespace(task_name="evaluate", task_key="evaluate-1a"),
+    identity=HistoryKey("evaluate", "evaluate", learn_by="ab12"),
     run=SimpleNamespace(
         task_run=SimpleNamespace(id=UUID(int=1), name="evaluate-0", flow_run_id=UUID(int=2))
     ),
@@ -53,6 +55,7 @@ def test_the_context_is_what_the_device_shows_above_the_allocator() -> None:
     assert (report.peak_process_bytes, report.context_bytes) == (3 * GIB, 1 * GIB)
     assert (report.peak_live_bytes, report.peak_reserved_bytes) == (1 * GIB, 2 * GIB)
     assert (report.source, report.attempt, report.queued_s) == ("nvml", 2, 1.5)
+    assert report.history_key == "ab12", "advice on a task with gpu:learn_by is by history"
 
 
 def test_a_process_too_short_for_a_reading_is_known_by_its_counters() -> None:

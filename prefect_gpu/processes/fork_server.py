@@ -301,9 +301,9 @@ class ForkedProcess:
         """Hand over the descriptor that the process opened on itself; to be called once."""
         return self._pidfd
 
-    def has_ended(self) -> bool:
-        """See `Process.has_ended`."""
-        return self.returncode is not None
+    def poll(self) -> int | None:
+        """See `Process.poll`."""
+        return self.returncode
 
     def wait(self) -> int:
         """Return its exit code, as its server reports it; to be called once it has ended."""

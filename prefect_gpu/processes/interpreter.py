@@ -64,8 +64,8 @@ class Process(Protocol):
         """
         ...
 
-    def has_ended(self) -> bool:
-        """Return whether the process has ended."""
+    def poll(self) -> int | None:
+        """Return its exit code; `None`: it has not ended."""
         ...
 
     def wait(self) -> int:
@@ -86,10 +86,6 @@ class Interpreter(subprocess.Popen[bytes]):
             return os.pidfd_open(self.pid)
         except (AttributeError, OSError):
             return None
-
-    def has_ended(self) -> bool:
-        """See `Process.has_ended`."""
-        return self.poll() is not None
 
 
 def start_interpreter(request: SpawnRequest) -> Interpreter:

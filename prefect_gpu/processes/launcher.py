@@ -395,7 +395,7 @@ class ProcessLauncher:
                 child.deadline = None
                 self.kill_child(child, child.deadline_reason)
             if child.pidfd is None and child.process is not None:
-                if child.process.has_ended():
+                if child.process.poll() is not None:
                     self._finish(child)
 
     # Starting a child, or giving a task to a standby.

@@ -321,7 +321,7 @@ class Attempt:
             return self._follow()
         except BaseException as error:
             if not self._verdict.error:
-                self._verdict = replace(self._verdict, error=_first_line(error))
+                self._verdict = replace(self._verdict, error=first_line(error))
             if self._handle is None:
                 # No process came of it.
                 self._end()
@@ -632,9 +632,9 @@ def _death_by_exception(
     return death
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, after the name of its class unless it is ours."""
     text = str(error).strip().partition("\n")[0]
-    name = type(error).__name__
     if isinstance(error, PrefectGPUError):
         return text
-    return f"{name}: {text}" if text else name
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

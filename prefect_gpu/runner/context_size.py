@@ -182,7 +182,10 @@ class ContextMeter:
             ticket.on_measured = before
             handle.kill()
             try:
-                self._wait_for_exit(messages)
+                while not isinstance(
+                    messages.get(timeout=CALIBRATION_S), (ChildExited, ChildRefused)
+                ):
+                    pass
             finally:
                 ticket.pid = None
 
@@ -228,11 +231,6 @@ class ContextMeter:
             elif isinstance(message, ChildExited):
                 messages.put(message)
                 raise RuntimeError(f"it ended with {message.code}: {message.stderr_tail[-500:]}")
-
-    @staticmethod
-    def _wait_for_exit(messages: queues.SimpleQueue[Any]) -> None:
-        while not isinstance(messages.get(timeout=CALIBRATION_S), (ChildExited, ChildRefused)):
-            pass
 
 
 def context_meter() -> ContextMeter:

@@ -37,7 +37,7 @@ from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import ReportsInOrder
-from prefect_gpu.runner.attempt import Attempt, CancelledByRunner
+from prefect_gpu.runner.attempt import Attempt, CancelledByRunner, first_line
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
@@ -176,7 +176,9 @@ class BodyRun:
                 rung = self._next_rung(attempt, cause, evidence, error)
                 if rung is None:
                     raise
-                self._call.run.warn(f"{_first_line(error)}: {rung.reason}")
+                # The first of PyTorch's six sentences says it.
+                said = textwrap.shorten(first_line(error), LONGEST_LINE, placeholder=" …")
+                self._call.run.warn(f"{said}: {rung.reason}")
                 shortage, go_on = error, True
             finally:
                 # The grant goes on to the next process, if there is one.
@@ -249,13 +251,6 @@ class BodyRun:
             if release:
                 self._book.release(grant)
             hand_on(report)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    # The first of PyTorch's six sentences says it.
-    short = textwrap.shorten(text, LONGEST_LINE, placeholder=" …")
-    return f"{type(error).__name__}: {short}" if text else type(error).__name__
 
 
 def _add_note(error: Exception, note: str) -> None:

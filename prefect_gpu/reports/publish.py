@@ -1,7 +1,6 @@
 """Publish reports to Prefect's API as artifacts, without delaying or failing a task.
 
-It covers the keys of artifacts, the API calls, the thread that makes them and the order of a task run's
-reports. Text and numbers come from `markdown` and `model`. `history` makes its calls in the same thread.
+It covers the keys of artifacts, the API calls and the thread that makes them. Text and numbers come from `markdown` and `model`. `history` makes its calls in the same thread.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from prefect.client.schemas.actions import ArtifactCreate
@@ -288,52 +287,3 @@ def may_pass(error: Exception) -> bool:
         status = error.response.status_code
         return status >= 500 or status in (408, 425, 429)
     return True
-
-
-class ReportsInOrder:
-    """Hands the reports of one task run on in the order in which its processes began.
-
-    A retry begins while the process before it is still ending, so its report may come first. Prefect
-    shows artifacts by age, and of those with one key the newest. Any thread may use it.
-
-    Args:
-        hand_on: Called with each report, one at a time. It must not use this object.
-    """
-
-    def __init__(self, hand_on: Callable[[TaskReport], None]) -> None:
-        self._hand_on = hand_on
-        self._lock = threading.Lock()
-        #: By process, in the order in which the processes began. `False`: it has not come yet.
-        self._expected: dict[object, TaskReport | Literal[False] | None] = {}
-        self._in_order = True
-
-    def expect(self) -> Callable[[TaskReport | None], None]:
-        """Announce the next process.
-
-        Returns:
-            A function to be called once, with the report of the process, or with `None` if it has none.
-        """
-        process = object()
-        with self._lock:
-            self._expected[process] = False
-        return functools.partial(self._take, process)
-
-    def wait_no_longer(self) -> None:
-        """Hand on the reports that are there, and from now on each report at once."""
-        with self._lock:
-            self._in_order = False
-            self._hand_on_ready()
-
-    def _take(self, process: object, report: TaskReport | None) -> None:
-        with self._lock:
-            self._expected[process] = report
-            self._hand_on_ready()
-
-    def _hand_on_ready(self) -> None:
-        for process, report in tuple(self._expected.items()):
-            if report is not False:
-                del self._expected[process]
-                if report is not None:
-                    self._hand_on(report)
-            elif self._in_order:
-                return

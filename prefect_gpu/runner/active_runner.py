@@ -340,8 +340,7 @@ class ActiveRunner:
         with self._lock:
             bodies = (*self._bodies, *self._ending)
         for body in bodies:
-            if not body.wait_finished(CLOSING_S):
-                body.reports.wait_no_longer()
+            body.wait_finished(CLOSING_S)
         if self._called:
             process_launcher().output.flush(CLOSING_S)
         if self._publisher is not None:

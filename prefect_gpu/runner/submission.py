@@ -36,7 +36,6 @@ from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.reports.publish import ReportsInOrder
 from prefect_gpu.runner.attempt import Attempt, CancelledByRunner, first_line
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
@@ -61,6 +60,10 @@ from prefect_gpu.scheduling.ladder import (
 #: Characters of an error's text that a log line repeats.
 LONGEST_LINE = 160
 
+#: Seconds that the next process of a task run waits at most for the end of the one before it and for its
+#: memory: what both may take (`launcher.EXIT_GRACE_S`, `device_view.RECOVERY_S`).
+ENDING_S = 10.0
+
 
 class BodyRun:
     """Runs the body for one call by Prefect's engine.
@@ -72,7 +75,7 @@ class BodyRun:
         broker: Of the runner's devices.
         launcher: Starts the processes.
         book: Says what they get.
-        reports: Takes the report of each process, from any thread.
+        report: Takes the report of each process, from any thread.
         new_attempt: Makes an attempt; tests have others.
     """
 
@@ -84,7 +87,7 @@ class BodyRun:
         broker: Broker,
         launcher: Launcher,
         book: BudgetBook,
-        reports: ReportsInOrder,
+        report: Callable[[TaskReport], None],
         new_attempt: Callable[[TaskCall, Grant, int, Broker, Launcher], Attempt] = Attempt,
     ) -> None:
         self._call = call
@@ -95,8 +98,7 @@ class BodyRun:
         self._broker = broker
         self._launcher = launcher
         self._book = book
-        #: Of its task run.
-        self.reports = reports
+        self._report = report
         self._new_attempt = new_attempt
         self._lock = threading.Lock()
         self._cancelled = False
@@ -145,7 +147,6 @@ class BodyRun:
         grant = self._first_grant()
         shortage: Exception | None = None
         while True:
-            take_report = self.reports.expect()
             attempt: Attempt | None = None
             rung: Rung | None = None
             go_on = False
@@ -182,11 +183,13 @@ class BodyRun:
                 shortage, go_on = error, True
             finally:
                 # The grant goes on to the next process, if there is one.
-                take = functools.partial(self._take_report, take_report, grant, not go_on)
+                take = functools.partial(self._take_report, grant, not go_on)
                 if attempt is None:
                     take(None)
                 else:
                     attempt.close(take, cause, wanted_bytes)
+            # Reports come in the order of the processes, of which Prefect shows the newest.
+            attempt.finished.wait(ENDING_S)
             grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0)
             self.climb = rung.climb
 
@@ -236,13 +239,7 @@ class BodyRun:
         _add_note(error, f"prefect_gpu: {rung}")
         return None
 
-    def _take_report(
-        self,
-        hand_on: Callable[[TaskReport | None], None],
-        grant: Grant,
-        release: bool,
-        report: TaskReport | None,
-    ) -> None:
+    def _take_report(self, grant: Grant, release: bool, report: TaskReport | None) -> None:
         """Take the report of a process, `None` if there was none, and hand it on."""
         try:
             if report is not None:
@@ -250,7 +247,8 @@ class BodyRun:
         finally:
             if release:
                 self._book.release(grant)
-            hand_on(report)
+            if report is not None:
+                self._report(report)
 
 
 def _add_note(error: Exception, note: str) -> None:
@@ -297,7 +295,8 @@ class GPUTask:
         # Of all calls of the body, which are Prefect's retries.
         self._numbers = itertools.count(1)
         self._climb = Climb()
-        self._reports = ReportsInOrder(runner.report)
+        #: The last call of the body.
+        self._last: BodyRun | None = None
         #: Starts its processes; once it was announced, from among those that wait.
         self._launcher: Launcher = process_launcher()
         #: Kind of the hot standbys that suit it; `None`: none does.
@@ -340,14 +339,23 @@ class GPUTask:
         """Run one call of the body: the first, or one of Prefect's retries."""
         if isinstance(self._plan, Exception):
             raise self._plan
+        if self._last is not None:
+            # As between the processes of one call.
+            self._last.wait_finished(ENDING_S)
         self._run = run = EngineRun(self._task)
         try:
             with argument_files().share() as share:
                 identity = self._plan.identity(args, kwargs)
                 call = TaskCall(self._plan, run, identity, args, kwargs, share, self._hot)
                 broker, book = self._runner.broker(), self._runner.book()
-                body = BodyRun(
-                    call, self._climb, self._numbers, broker, self._launcher, book, self._reports
+                self._last = body = BodyRun(
+                    call,
+                    self._climb,
+                    self._numbers,
+                    broker,
+                    self._launcher,
+                    book,
+                    self._runner.report,
                 )
                 self._runner.begin(body)
                 try:

@@ -16,7 +16,7 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.reports.publish import ReportsInOrder
+from prefect_gpu.runner import submission
 from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
 from prefect_gpu.runner.submission import BodyRun
@@ -45,8 +45,11 @@ def device_full(wanted: int = GIB) -> OutOfMemory:
 class FakeAttempt:
     """One process: what it was given, and how it ends."""
 
-    def __init__(self, grant: Grant, ends: Any, late: bool, foreign: int) -> None:
+    def __init__(
+        self, grant: Grant, ends: Any, late: bool, foreign: int, closed: threading.Semaphore
+    ) -> None:
         self.grant, self._ends, self._late, self._foreign = grant, ends, late, foreign
+        self._closed = closed
         self.finished = threading.Event()
         self.cancelled = threading.Event()
         self.whole_device = grant.memory is None
@@ -100,6 +103,7 @@ class FakeAttempt:
             self._report = replace(self._report, cause=cause, wanted_bytes=wanted_bytes)
         if self._report is None or not self._late:
             self.hand_on()
+        self._closed.release()
 
     def hand_on(self) -> None:
         assert self._take is not None
@@ -121,6 +125,8 @@ class Scene:
         self.attempts: list[FakeAttempt] = []
         self.numbers: list[int] = []
         self.told: list[str] = []
+        #: Released by each attempt that is closed.
+        self.closed = threading.Semaphore(0)
         self.reports: list[TaskReport] = []
         self.history = MemoryHistory()
         self.gate = ProbeGate()
@@ -132,7 +138,7 @@ class Scene:
 
         def new_attempt(call: Any, grant: Grant, number: int, *services: Any) -> Any:
             self.numbers.append(number)
-            attempt = FakeAttempt(grant, left.pop(0), late, foreign)
+            attempt = FakeAttempt(grant, left.pop(0), late, foreign, self.closed)
             self.attempts.append(attempt)
             return attempt
 
@@ -146,7 +152,7 @@ class Scene:
             broker,  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
             self.book,
-            ReportsInOrder(self.reports.append),
+            self.reports.append,
             new_attempt,
         )
 
@@ -292,33 +298,34 @@ def test_an_error_of_the_body_passes() -> None:
 
 
 def test_a_report_that_comes_after_the_value_is_kept_all_the_same() -> None:
-    scene = Scene(own_cap(), "done", late=True)
+    scene = Scene("done", late=True)
     scene.call.run()
     assert not scene.reports and not scene.call.finished
-    for attempt in scene.attempts:
-        attempt.hand_on()
-    assert [report.cause for report in scene.reports] == ["own_cap", ""]
-    assert len(scene.history.runs(WHO.on(device().name))) == 2
+    scene.attempts[0].hand_on()
+    assert [report.cause for report in scene.reports] == [""]
+    assert len(scene.history.runs(WHO.on(device().name))) == 1
     assert scene.call.wait_finished(1)
 
 
-def test_reports_keep_the_order_of_the_processes_whichever_ends_first() -> None:
+def test_the_next_process_begins_once_the_report_of_the_one_before_it_is_in() -> None:
     scene = Scene(own_cap(), "done", late=True)
-    scene.call.run()
-    scene.attempts[1].hand_on()
-    assert not scene.reports
+    thread = threading.Thread(target=scene.call.run)
+    thread.start()
+    assert scene.closed.acquire(timeout=10)
+    assert len(scene.attempts) == 1 and thread.is_alive()
     scene.attempts[0].hand_on()
+    thread.join(10)
+    scene.attempts[1].hand_on()
     assert [report.cause for report in scene.reports] == ["own_cap", ""]
 
 
-def test_a_call_that_was_not_placed_holds_up_no_report_of_the_next() -> None:
-    scene = Scene("wait", "done", memory=None, allocation="growth")
-    scene.call.cancel()
-    with pytest.raises(CancelledByRunner):
-        scene.call.run()
-    after = scene.call.reports.expect()
-    after(task_report(attempt=2))
-    assert [report.attempt for report in scene.reports] == [2]
+def test_a_process_whose_end_is_never_known_holds_up_the_next_for_a_while_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submission, "ENDING_S", 0.01)
+    scene = Scene(own_cap(), "done", late=True)
+    assert scene.call.run() == "done"
+    assert len(scene.attempts) == 2
 
 
 def test_a_probe_holds_its_claim_until_its_report_is_in() -> None:

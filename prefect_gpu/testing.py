@@ -9,7 +9,6 @@ frameworks do not use simulated devices: a tensor takes the machine's own memory
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 from prefect_gpu import in_task
 from prefect_gpu.child.channel import current_channel
@@ -95,12 +94,7 @@ class SimulatedAllocation:
     def __enter__(self) -> SimulatedAllocation:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.free()
 
     def __repr__(self) -> str:

@@ -96,7 +96,6 @@ def kind_of(
     fn: Any,
     policy: FrameworkPolicy,
     *,
-    cpus_stated: bool,
     size_bytes: int,
     environ: Mapping[str, str] | None = None,
     hot: bool = False,
@@ -107,7 +106,6 @@ def kind_of(
         fn: The task's function.
         policy: What is known of the task's policy before it is placed: frameworks, allocator options,
             caching and threads, but no devices and no budget.
-        cpus_stated: A tag states the number of threads.
         size_bytes: Host memory that such a process takes, roughly.
         environ: The parent's environment; `None`: this process's.
         hot: The framework is to be started ahead, where that can be done.
@@ -123,7 +121,7 @@ def kind_of(
         always=tuple(name for name in always if _can_import(name)),
         users=tuple(_users_modules(fn, always, names)),
         environment=tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES)),
-        cpus_stated=cpus_stated,
+        cpus_stated=policy.cpus_stated,
         cpus=policy.cpus,
         size_bytes=size_bytes,
         hot=_find_hot(policy, names) if hot else "",

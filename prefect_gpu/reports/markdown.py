@@ -228,7 +228,8 @@ def flow_markdown(reports: Sequence[TaskReport], *, flow_name: str = "") -> str:
     parts = [f"**{_flow_headline(reports)}**"]
     if not reports:
         return parts[0] + "\n"
-    parts += [f"> {note}" for note in _flow_notes(reports)]
+    sources = {report.source for report in reports}
+    parts += [f"> {note}" for source, note in _SOURCE_NOTES.items() if note and source in sources]
     if attention := _attention(reports):
         parts += ["### Needs attention", "\n".join(attention)]
     parts.append(image(f"Devices of {flow_name or 'the flow'} over time", flow_gantt_svg(reports)))
@@ -267,14 +268,6 @@ def _flow_headline(reports: Sequence[TaskReport]) -> str:
     if retried:
         text += f"; {retried} of them ran a task again"
     return text + "."
-
-
-def _flow_notes(reports: Sequence[TaskReport]) -> list[str]:
-    return [note for source, note in _SOURCE_NOTES.items() if note and _has(reports, source)]
-
-
-def _has(reports: Sequence[TaskReport], source: Source) -> bool:
-    return any(report.source == source for report in reports)
 
 
 def _attention(reports: Sequence[TaskReport]) -> list[str]:

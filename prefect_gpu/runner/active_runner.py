@@ -244,7 +244,6 @@ class ActiveRunner:
             plan.function,
             # The modules of its code are imported whole, used or not.
             replace(policy, detected=plan.frameworks),
-            cpus_stated=policy.cpus_stated,
             size_bytes=plan.host_bytes,
             hot=wants_hot,
         )

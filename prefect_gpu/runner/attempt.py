@@ -60,7 +60,7 @@ from prefect_gpu.processes.transport import ReceivedValue
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.process_record import Overshoot, ProcessRecord, Verdict
+from prefect_gpu.runner.process_record import ProcessRecord, Verdict
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause, Evidence
 from prefect_gpu.scheduling.model import Placement, Request
@@ -350,7 +350,7 @@ class Attempt:
                 reason = CancelledByRunner()
                 deadline = None
                 self._kill("cancelled")
-            elif isinstance(message, Overshoot):
+            elif isinstance(message, BudgetExceededError):
                 reason = self._take_overshoot(message) or reason
             elif isinstance(message, BodyStarted):
                 self._run.show_running()
@@ -390,12 +390,11 @@ class Attempt:
         assert self._handle is not None
         self._handle.kill()
 
-    def _take_overshoot(self, over: Overshoot) -> BudgetExceededError | None:
-        error = BudgetExceededError(self._plan.task_name, over.budget_bytes, over.seen_bytes)
+    def _take_overshoot(self, error: BudgetExceededError) -> BudgetExceededError | None:
         if self._policy.enforce != "kill":
             self._run.warn(f"{error}; gpu:enforce=kill would end it")
             return None
-        self._learned.add_overshoot(over)
+        self._learned.add_overshoot(error.seen_bytes)
         self._kill("oom")
         return error
 
@@ -484,7 +483,8 @@ class Attempt:
         over = self._learned.add_reading(at_s, sizes_bytes, self._memory.live_bytes())
         if over is not None:
             # The engine's thread notes it, and kills the process if it is to be killed.
-            self._messages.put(over)
+            seen_bytes, budget_bytes = over
+            self._messages.put(BudgetExceededError(self._plan.task_name, budget_bytes, seen_bytes))
 
     # After it.
 

@@ -26,14 +26,6 @@ from prefect_gpu.scheduling.model import DeviceKind, Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Overshoot:
-    """A reading above the budget, on one device."""
-
-    seen_bytes: int
-    budget_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """How a process ended. Decided by the engine's thread alone."""
 
@@ -140,7 +132,7 @@ class ProcessRecord:
 
     def add_reading(
         self, at_s: float, sizes_bytes: Sequence[int], live_bytes: int | None = None
-    ) -> Overshoot | None:
+    ) -> tuple[int, int] | None:
         """Note what its devices show for it.
 
         Args:
@@ -149,7 +141,7 @@ class ProcessRecord:
             live_bytes: What it has allocated, where the devices know (simulated ones do).
 
         Returns:
-            The first reading above its budget; `None`: it is none, or not the first.
+            Bytes and budget of the first reading above its budget; `None`: it is none, or not the first.
         """
         total = sum(sizes_bytes)
         with self._lock:
@@ -158,7 +150,7 @@ class ProcessRecord:
             for size, budget in zip(sizes_bytes, self._placement.budget_bytes, strict=True):
                 if self._watched and size > budget + OVERSHOOT_BYTES:
                     self._watched = False
-                    return Overshoot(size, budget)
+                    return size, budget
         return None
 
     def add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
@@ -213,11 +205,11 @@ class ProcessRecord:
         with self._lock:
             self.value_arrived = True
 
-    def add_overshoot(self, over: Overshoot) -> None:
+    def add_overshoot(self, seen_bytes: int) -> None:
         """Note that it is killed for holding more than its budget: an out-of-memory of its own."""
         with self._lock:
             self.out_of_memory = OutOfMemory(
-                "", wanted_bytes=0, process_bytes=over.seen_bytes, says_own_cap=True
+                "", wanted_bytes=0, process_bytes=seen_bytes, says_own_cap=True
             )
 
     def _add(

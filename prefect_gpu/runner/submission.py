@@ -332,7 +332,7 @@ class GPUTask:
                     lambda: None if self._run is None else self._run.task_run,
                 )
         finally:
-            if announced is not None:
+            if isinstance(announced, Announcement):
                 announced.retract()
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ NVML = FrameworkPolicy("nvml", (), (), (), cpus=3, frameworks=("torch",))
 
 
 def kind(fn: Any, policy: FrameworkPolicy = NVML, **changes: Any) -> Any:
-    given: dict[str, Any] = {"cpus_stated": False, "size_bytes": 1, "environ": {}}
+    given: dict[str, Any] = {"size_bytes": 1, "environ": {}}
     return kind_of(fn, policy, **{**given, **changes})
 
 
@@ -65,7 +65,7 @@ def test_threads_are_those_computed_and_only_stated_ones_make_another_kind() -> 
     computed = kind(kind_bodies.plain)
     assert computed.environment_of({})["OMP_NUM_THREADS"] == "3"
     assert computed == kind(kind_bodies.plain, replace(NVML, cpus=5), size_bytes=7)
-    assert computed != kind(kind_bodies.plain, cpus_stated=True)
+    assert computed != kind(kind_bodies.plain, replace(NVML, cpus_stated=True))
 
 
 def test_allocator_options_are_there_from_the_start() -> None:

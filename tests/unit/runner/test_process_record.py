@@ -15,7 +15,7 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.measurements import Mark, StepFacts
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.runner.process_record import Overshoot, ProcessRecord, Verdict
+from prefect_gpu.runner.process_record import ProcessRecord, Verdict
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
@@ -271,7 +271,7 @@ def test_what_the_driver_may_round_up_is_no_overshoot() -> None:
 def test_one_device_above_its_own_budget_is_an_overshoot_once() -> None:
     learned = watch()
     assert learned.add_reading(1.0, (6 * GIB, 4 * GIB)) is None
-    assert learned.add_reading(2.0, (6 * GIB, 5 * GIB)) == Overshoot(5 * GIB, 4 * GIB)
+    assert learned.add_reading(2.0, (6 * GIB, 5 * GIB)) == (5 * GIB, 4 * GIB)
     assert learned.add_reading(3.0, (7 * GIB, 5 * GIB)) is None
 
 

@@ -14,7 +14,7 @@ from prefect.settings.base import (
     build_settings_config,
 )
 from pydantic import (
-    AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeInt,
     ValidationError,
@@ -42,16 +42,15 @@ def _word(otherwise: str) -> WrapValidator:
     return WrapValidator(read)
 
 
-def _size(text: str) -> str:
+def _read_headroom(text: object) -> int | None:
+    if text is None:
+        return None
     try:
-        _headroom_bytes(text)
+        if not isinstance(text, str):
+            raise ValueError(f"{text!r} is not text")
+        return 0 if text.strip() == "0" else parse_bytes(text)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{error}; accepted: {SIZES_ACCEPTED}, or 0") from error
-    return text
-
-
-def _headroom_bytes(text: str) -> int:
-    return 0 if text.strip() == "0" else parse_bytes(text)
 
 
 Standby = Annotated[
@@ -94,10 +93,10 @@ class GPUSettings(PrefectBaseSettings):
         ge=1,
         description="Most GPU tasks on one device at once. None: as many as memory holds.",
     )
-    headroom: Annotated[str, AfterValidator(_size)] | None = Field(
+    headroom: Annotated[int | None, BeforeValidator(_read_headroom)] = Field(
         default=None,
-        description="Memory of each device that is always left free, as in 512MiB, or 0. None: by the "
-        "kind of device.",
+        description="Memory of each device that is always left free, as in 512MiB, or 0; read as bytes. "
+        "None: by the kind of device.",
     )
     start_method: StartMethod = Field(
         default="spawn",
@@ -122,11 +121,6 @@ class GPUSettings(PrefectBaseSettings):
                 "CUDA that was started before it; leave one of them out"
             )
         return self
-
-    @property
-    def headroom_bytes(self) -> int | None:
-        """Bytes of each device to leave free. `None`: by the kind of device."""
-        return None if self.headroom is None else _headroom_bytes(self.headroom)
 
 
 def read_settings() -> GPUSettings:

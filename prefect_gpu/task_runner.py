@@ -88,7 +88,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             settings.placement,
             settings.max_processes,
             settings.max_tasks_per_device,
-            settings.headroom_bytes,
+            settings.headroom,
             settings.reports,
             settings.standby,
             settings.start_method,

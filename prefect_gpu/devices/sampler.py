@@ -32,14 +32,11 @@ class Utilisation:
         #: Time of a reading and the busy fraction, oldest first.
         self._seen: dict[DeviceKey, deque[tuple[float, float]]] = {}
 
-    def smooth(self, snapshots: tuple[DeviceSnapshot, ...]) -> tuple[DeviceSnapshot, ...]:
-        """Return the snapshots with the mean over the last readings as their `busy_fraction`.
+    def smooth(self, snapshot: DeviceSnapshot) -> DeviceSnapshot:
+        """Return a snapshot with the mean over the last readings as its `busy_fraction`.
 
         A reading without a figure starts the mean of its device again.
         """
-        return tuple(self._smooth(snapshot) for snapshot in snapshots)
-
-    def _smooth(self, snapshot: DeviceSnapshot) -> DeviceSnapshot:
         now = snapshot.busy_fraction
         if now is None or snapshot.error:
             self._seen.pop(snapshot.device.key, None)
@@ -173,7 +170,7 @@ class Sampler:
         try:
             if self._reader.kind != "host":
                 host_available_bytes = self._read_host_available()
-            snapshots = self._utilisation.smooth(self._reader.read(self._roots()))
+            snapshots = tuple(map(self._utilisation.smooth, self._reader.read(self._roots())))
             if self._reader.kind == "host":
                 # It is what is free on that device.
                 host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)

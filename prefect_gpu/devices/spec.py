@@ -39,11 +39,6 @@ class DeviceSpec:
     #: Set for kind "simulated" alone.
     simulated: SimulatedDevices | None = None
 
-    def __str__(self) -> str:
-        if self.simulated is not None:
-            return f"simulated:{self.simulated.text}"
-        return ",".join(self.chosen) or self.kind
-
 
 def parse_spec(value: object) -> DeviceSpec:
     """Parse the value of `devices=`.

@@ -174,18 +174,7 @@ class Publisher:
 
     def publish(self, report: TaskReport) -> None:
         """Publish the report of one process; return at once."""
-        self.put(lambda client: publish_task_report(report, client))
-
-    def publish_flow(
-        self, reports: Sequence[TaskReport], *, flow_name: str, flow_run_id: UUID | None
-    ) -> None:
-        """Publish the report of a flow run; return at once."""
-        kept = tuple(reports)
-        self.put(
-            lambda client: publish_flow_report(
-                kept, client, flow_name=flow_name, flow_run_id=flow_run_id
-            )
-        )
+        self.put(functools.partial(publish_task_report, report))
 
     def put(
         self, call: Callable[[SyncPrefectClient], None], series: Hashable = None, most: int = 0

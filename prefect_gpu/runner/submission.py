@@ -316,10 +316,9 @@ class GPUTask:
         announced = None
         if isinstance(self._plan, TaskPlan):
             announced = self._runner.announce(self._plan)
-        if announced is not None:
-            self._launcher = announced
-            if isinstance(announced, Announcement) and announced.kind.hot:
-                self._hot = announced.kind
+            self._launcher = announced or self._launcher
+        if isinstance(announced, Announcement) and announced.kind.hot:
+            self._hot = announced.kind
         try:
             with asked_first(self._runner.limits):
                 return run_engine(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from uuid import uuid4
 
 import pytest
@@ -80,7 +81,9 @@ def test_a_publisher_drains_from_its_thread_under_the_settings_of_the_flow(
     began = time.perf_counter()
     for i in range(10):
         publisher.publish(task_report(task_name="drained", attempt=i + 1))
-    publisher.publish_flow(flow_reports(), flow_name="drained", flow_run_id=None)
+    publisher.put(
+        partial(publish_flow_report, flow_reports(), flow_name="drained", flow_run_id=None)
+    )
     accepted_s = time.perf_counter() - began
     publisher.close(timeout_s=60)
     found = read(client, "gpu-memory-drained")

@@ -40,7 +40,6 @@ def test_settings_have_defaults() -> None:
         "reports": True,
         "standby": "auto",
     }
-    assert settings.headroom_bytes is None
 
 
 def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +54,7 @@ def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.placement == "pack"
     assert settings.max_processes == 3
     assert settings.max_tasks_per_device == 2
-    assert settings.headroom_bytes == 512 * MIB
+    assert settings.headroom == 512 * MIB
     assert settings.reports is False
 
 
@@ -82,7 +81,7 @@ def test_hot_standbys_cannot_be_forks() -> None:
 
 def test_headroom_may_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREFIX + "HEADROOM", "0")
-    assert GPUSettings().headroom_bytes == 0
+    assert GPUSettings().headroom == 0
 
 
 @pytest.mark.parametrize(

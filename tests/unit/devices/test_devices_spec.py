@@ -83,7 +83,6 @@ def test_refused_names_what_was_given_and_what_is_accepted(value: object) -> Non
     ],
 )
 def test_text_reads_back(spec: DeviceSpec, text: str) -> None:
-    assert str(spec) == text
     assert parse_spec(text) == spec
 
 

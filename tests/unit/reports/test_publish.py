@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import httpx
@@ -18,7 +19,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from prefect_gpu.reports import publish
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.reports.publish import Publisher, artifact_key
+from prefect_gpu.reports.publish import Publisher, artifact_key, publish_flow_report
 from tests.fakes.reports import flow_reports, task_report
 
 PATIENCE_S = 60.0
@@ -78,7 +79,7 @@ def test_reports_arrive_in_order(caplog: pytest.LogCaptureFixture) -> None:
     api = FakeAPI()
     it = publisher(api)
     it.publish(task_report())
-    it.publish_flow(flow_reports(), flow_name="nightly", flow_run_id=None)
+    it.put(partial(publish_flow_report, flow_reports(), flow_name="nightly", flow_run_id=None))
     it.close(PATIENCE_S)
     assert api.keys == ["gpu-memory-evaluate", "gpu-flow-nightly"]
     assert it.lost == 0 and not caplog.records

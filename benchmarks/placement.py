@@ -125,7 +125,7 @@ class World:
         decisions = decide(self.queue, board, host, self._patience, self.now_s)
         reservations = [r for _, placement in decisions.placements for r in placement.reservations]
         assert self._ledger.try_reserve(view.version, reservations)
-        self.queue.note(decisions.statuses)
+        self.queue.statuses.update(decisions.statuses)
         for request, placement in decisions.placements:
             ticket = self._placed[request.id] = self._waiting.pop(request.id)
             self.queue.remove(request)

@@ -89,6 +89,11 @@ def read_status(pid: int | str, name: str) -> str:
         return ""
 
 
+def read_own_bytes(name: str) -> int:
+    """Return a size of this process from `/proc/self/status`, in bytes; 0: unknown."""
+    return int(read_status("self", name).removesuffix(" kB") or 0) * 1024
+
+
 def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread:
     """Start a thread and return it.
 

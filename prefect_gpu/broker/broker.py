@@ -601,7 +601,7 @@ class Broker:
             if not reservations or self._ledger.try_reserve(view.version, reservations, taken):
                 break
             # Another broker has written meanwhile: what was free may no longer be.
-        self._queue.note(decisions.statuses)
+        self._queue.statuses.update(decisions.statuses)
         self._calls += [partial(self._ledger.reclaim, each) for each in settled.given_up]
         for request, error in decisions.refusals:
             self._waiting[request.id].decide(error=error)

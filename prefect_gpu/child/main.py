@@ -28,7 +28,7 @@ from prefect_gpu.child.shortage import find_shortage
 from prefect_gpu.errors import FrameworkError, ProtocolError
 from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
-from prefect_gpu.process_resources import read_status
+from prefect_gpu.process_resources import read_own_bytes
 from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import UNSUITED_CODE
 from prefect_gpu.processes.messages import (
@@ -142,14 +142,10 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
         # the host, counts as well.
         shortage = shortage or find_shortage(error, names, readings)
         data = values.dump_exception(error, reducers)
-    ended = BodyEnded(raised, shortage, text, *sampler.last(), _host_peak_bytes())
-    channel.send_with_value(ended, data)
-
-
-def _host_peak_bytes() -> int:
-    """Return the largest resident set of this process so far; 0: unknown."""
     # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
-    return int(read_status("self", "VmHWM").removesuffix(" kB") or 0) * 1024
+    host_peak_bytes = read_own_bytes("VmHWM")
+    ended = BodyEnded(raised, shortage, text, *sampler.last(), host_peak_bytes)
+    channel.send_with_value(ended, data)
 
 
 def run_body(call: Call) -> Any:

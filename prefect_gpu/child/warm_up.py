@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from prefect_gpu import in_task as inside
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
-from prefect_gpu.process_resources import read_status
+from prefect_gpu.process_resources import read_own_bytes, read_status
 from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
 
@@ -76,7 +76,7 @@ def warm_up(entries: Iterable[str]) -> Warmed:
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     files = frozenset(_users_files() if has_users else ())
     _origin = _Origin(began_ns, sys_path, cwd, files)
-    return Warmed(tuple(failed), started, private_bytes())
+    return Warmed(tuple(failed), started, read_own_bytes("RssAnon"))
 
 
 def import_all(entries: Iterable[str]) -> dict[str, str]:
@@ -119,11 +119,6 @@ def find_started() -> str:
     if driver.cuDeviceGetCount(ctypes.byref(count)) == _NOT_INITIALIZED:
         return ""
     return "the CUDA driver was initialised by a module as it was imported"
-
-
-def private_bytes() -> int:
-    """Return the private memory of this process; 0: unknown."""
-    return int(read_status("self", "RssAnon").removesuffix(" kB") or 0) * 1024
 
 
 def heat(order: Heat) -> Heated:

@@ -252,7 +252,7 @@ class _Replay:
             now_s,
         )
         self._states = {state.device.key: state for state in board.states}
-        self._queue.note(decisions.statuses)
+        self._queue.statuses.update(decisions.statuses)
         for id_, status in decisions.statuses.items():
             blocked = self.outcomes[int(id_)]
             blocked.passed = status.passed

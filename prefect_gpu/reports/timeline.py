@@ -7,6 +7,7 @@ functions are pure: the same report gives the same image.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,9 @@ PHASE_TINTS = ("#f59e0b", "#10b981", "#6366f1", "#ec4899", "#64748b", "#06b6d4")
 #: Bars that are drawn for a device. If there are more, the longest are drawn.
 GANTT_LIMIT = 1500
 
+#: The bytes of a point of a series.
+_amount: Callable[[tuple[float, int]], int] = operator.itemgetter(1)
+
 #: A budget this many times above all readings is written in words: to scale it would flatten them.
 _TALLEST_BUDGET = 3.0
 
@@ -76,10 +80,6 @@ def outline(
         kept += sorted({min(group, key=_amount), max(group, key=_amount)})
     kept.append(points[-1])
     return kept
-
-
-def _amount(point: tuple[float, int]) -> int:
-    return point[1]
 
 
 # -- one process ---------------------------------------------------------------------------------

@@ -93,11 +93,6 @@ class ProcessRecord:
         self.out_of_memory: OutOfMemory | None = None
 
     @property
-    def budget_bytes(self) -> int:
-        """Bytes on each device, the smallest where they differ."""
-        return min(self._placement.budget_bytes)
-
-    @property
     def total_budget_bytes(self) -> int:
         """Bytes on all its devices together."""
         return sum(self._placement.budget_bytes)
@@ -261,7 +256,7 @@ class ProcessRecord:
                 framework=",".join(frameworks or self._used) or "none",
                 outcome=verdict.outcome,
                 attempt=number,
-                budget_bytes=self.budget_bytes,
+                budget_bytes=min(self._placement.budget_bytes),
                 budget_source=budget_source,
                 peak_process_bytes=peak_process,
                 peak_live_bytes=peak_live,
@@ -303,7 +298,7 @@ class ProcessRecord:
         if kind != "nvml":
             # The child knows the peak of a resident set that no reading has seen.
             return max(peak, self._own_peak_bytes), self._assumed_context_bytes(), kind
-        context = self._context.seen_bytes()
+        context = self._context.seen_bytes
         if context is None:
             context = self._unseen_context_bytes(peak, peak_reserved)
         if peak_reserved is None or not self._counted or peak >= peak_reserved:
@@ -354,7 +349,8 @@ class ContextWatch:
         self._peak_bytes = 0
         #: Readings since the last counters, in bytes: the newest.
         self._pending: collections.deque[int] = collections.deque(maxlen=8)
-        self._seen_bytes: int | None = None
+        #: The largest context seen so far, in bytes; `None`: none.
+        self.seen_bytes: int | None = None
 
     def add_reading(self, process_bytes: int) -> None:
         """Add what the device shows for the process."""
@@ -380,14 +376,7 @@ class ContextWatch:
         if before is not None and reserved_bytes is not None and freed_before == freed_bytes:
             # A peak that rose did so between the two.
             rose = self._peak_bytes if self._peak_bytes > peak_before else 0
-            self._settle(max(before, reserved_bytes, rose))
+            most = max(before, reserved_bytes, rose)
+            seen = [size - most for size in self._pending if size > most > 0]
+            self.seen_bytes = max((*seen, self.seen_bytes or 0)) or None
         self._pending.clear()
-
-    def seen_bytes(self) -> int | None:
-        """Return the largest context seen so far; `None`: none."""
-        return self._seen_bytes
-
-    def _settle(self, reserved_bytes: int) -> None:
-        for process_bytes in self._pending:
-            if process_bytes > reserved_bytes > 0:
-                self._seen_bytes = max(self._seen_bytes or 0, process_bytes - reserved_bytes)

@@ -173,7 +173,8 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
     context = max(run.context_bytes for run in completed)
     need = max(_need_bytes(run, context) for run in completed)
     floor = known_floor_bytes(past)
-    return Lesson(_round_up(max(need, floor)), context, len(completed), floor)
+    budget = -(-max(need, floor) // ROUND_BYTES) * ROUND_BYTES
+    return Lesson(budget, context, len(completed), floor)
 
 
 def known_floor_bytes(runs: Iterable[PastRun]) -> int:
@@ -254,7 +255,3 @@ def _pinched(run: PastRun, completed: Sequence[PastRun]) -> bool:
         steps = [r.step_s for r in roomier if r.step_s is not None]
         return bool(steps) and run.step_s > SLOWER_STEP * min(steps)
     return bool(roomier) and run.run_s > SLOWER_RUN * min(r.run_s for r in roomier)
-
-
-def _round_up(size_bytes: int) -> int:
-    return -(-size_bytes // ROUND_BYTES) * ROUND_BYTES

@@ -114,10 +114,6 @@ class RequestQueue:
         self.statuses.pop(request.id, None)
         return True
 
-    def note(self, statuses: Mapping[str, BlockedStatus]) -> None:
-        """Keep what a scheduling pass did to requests that go on waiting."""
-        self.statuses.update(statuses)
-
 
 @dataclass(frozen=True, slots=True)
 class HostState:
@@ -167,7 +163,7 @@ class Decisions:
 
     placements: tuple[tuple[Request, Placement], ...]
     refusals: tuple[tuple[Request, PlacementError], ...]
-    #: What has happened to requests that go on waiting, by id: for `RequestQueue.note`.
+    #: What has happened to requests that go on waiting, by id: for `RequestQueue.statuses`.
     statuses: Mapping[str, BlockedStatus]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from prefect_gpu.errors import CapacityError
-from prefect_gpu.process_resources import ProcessResources, start_thread
+from prefect_gpu.process_resources import ProcessResources, read_own_bytes, start_thread
 
 
 class Held:
@@ -129,3 +130,11 @@ def test_a_thread_that_cannot_be_started_is_an_error_that_names_the_limit(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(CapacityError, match=r"can't start new thread.*threads run.*ulimit -u"):
         start_thread(lambda: None, "a test's")
+
+
+def test_without_proc_a_size_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> Any:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert read_own_bytes("VmHWM") == 0

@@ -12,7 +12,7 @@ def seen_after(*events: tuple[str, int]) -> int | None:
     watch = ContextWatch()
     for what, size in events:
         (watch.add_reading if what == "shown" else watch.add_reserved)(size * MIB)
-    seen = watch.seen_bytes()
+    seen = watch.seen_bytes
     return None if seen is None else seen // MIB
 
 
@@ -23,7 +23,7 @@ def test_a_peak_between_two_counters_is_no_context() -> None:
     watch.add_reserved(1000 * MIB, 6000 * MIB)
     watch.add_reading(1600 * MIB)
     watch.add_reserved(1000 * MIB, 6000 * MIB)
-    assert watch.seen_bytes() == 600 * MIB
+    assert watch.seen_bytes == 600 * MIB
 
 
 def test_a_spike_between_two_counters_is_no_context() -> None:
@@ -33,10 +33,10 @@ def test_a_spike_between_two_counters_is_no_context() -> None:
     watch.add_reserved(5000 * MIB, 13_000 * MIB, 8000 * MIB)
     watch.add_reading(5000 * MIB + 2226 * MIB)
     watch.add_reserved(5000 * MIB, 13_000 * MIB, 8000 * MIB + 1464 * MIB)
-    assert watch.seen_bytes() is None
+    assert watch.seen_bytes is None
     watch.add_reading(5000 * MIB + 762 * MIB)
     watch.add_reserved(5000 * MIB, 13_000 * MIB, 8000 * MIB + 1464 * MIB)
-    assert watch.seen_bytes() == 762 * MIB
+    assert watch.seen_bytes == 762 * MIB
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_reading_counts_where_the_allocators_gave_nothing_back(
     watch.add_reserved(1000 * MIB, 1000 * MIB, before)
     watch.add_reading(2600 * MIB)
     watch.add_reserved(2000 * MIB, 2000 * MIB, after)
-    assert watch.seen_bytes() == (None if context is None else context * MIB)
+    assert watch.seen_bytes == (None if context is None else context * MIB)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def started(
 ) -> list[tuple[str, list[int]]]:
     """Make one pass and carry it out; the devices stay as they are."""
     decisions = decide(queue, Board(states, max_tasks=max_tasks), host(), patience, now_s)
-    queue.note(decisions.statuses)
+    queue.statuses.update(decisions.statuses)
     for each, _ in decisions.placements:
         assert queue.remove(each)
     return [(r.id, [d.index for d in p.devices]) for r, p in decisions.placements]
@@ -255,6 +255,6 @@ def test_what_is_done_for_a_blocked_request_is_said(
 ) -> None:
     head = request(23, name="head")
     queue = RequestQueue([head])
-    queue.note({"head": standing})
+    queue.statuses.update({"head": standing})
     text = explain(head, queue, [HELD], host(), SHORT, now_s)
     assert text == "23GiB on SIM-0; most free 4GiB" + says

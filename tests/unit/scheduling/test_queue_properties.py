@@ -46,7 +46,7 @@ class Simulation:
         host = HostState(self.host_bytes, promised, len(self.running), self.max_processes)
         board = Board(self.states(), self.style)
         decisions = decide(self.queue, board, host)
-        self.queue.note(decisions.statuses)
+        self.queue.statuses.update(decisions.statuses)
         for asked, placement in decisions.placements:
             assert self.queue.remove(asked)
             self.running[asked.id] = (asked, placement)

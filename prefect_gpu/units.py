@@ -116,7 +116,8 @@ def format_bytes(size_bytes: int | float | None) -> str:
     size = abs(size_bytes)
     for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= factor:
-            return f"{sign}{_three_digits(size / factor)}{unit}"
+            places = 0 if size >= 100 * factor else 1
+            return f"{sign}{size / factor:.{places}f}".removesuffix(".0") + unit
     return f"{sign}{int(size)}B"
 
 
@@ -132,9 +133,3 @@ def format_seconds(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes}m {rest:02d}s"
     return f"{minutes // 60}h {minutes % 60:02d}m"
-
-
-def _three_digits(number: float) -> str:
-    if number >= 100:
-        return f"{number:.0f}"
-    return f"{number:.1f}".removesuffix(".0")

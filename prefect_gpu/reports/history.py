@@ -298,8 +298,10 @@ def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
             _time(run.ended_at),
             _OUTCOMES.get(run.outcome) or escape(run.outcome),
             format_bytes(run.budget_bytes) + ("" if run.cap_bytes is not None else ", no cap"),
-            _size(run.live_bytes),
-            _size(run.steady_live_bytes),
+            *(
+                "–" if size_bytes is None else format_bytes(size_bytes)
+                for size_bytes in (run.live_bytes, run.steady_live_bytes)
+            ),
             format_bytes(run.process_bytes),
             format_bytes(run.context_bytes),
             str(run.alloc_retries),
@@ -332,10 +334,6 @@ def _lesson(runs: Sequence[PastRun]) -> str:
             "memory or slowed down."
         )
     return text
-
-
-def _size(size_bytes: int | None) -> str:
-    return "–" if size_bytes is None else format_bytes(size_bytes)
 
 
 def _time(at: float) -> str:

@@ -233,7 +233,7 @@ def flow_gantt_svg(reports: Sequence[TaskReport]) -> str:
     """
     numbered = [(i, report) for i, report in enumerate(reports, 1) if report.devices]
     start = min((report.placed_at for _, report in numbered), default=0.0)
-    end_s = max((r.placed_at - start + _held_s(r) for _, r in numbered), default=1.0)
+    end_s = max((r.placed_at - start + max(r.held_s, 0.001) for _, r in numbered), default=1.0)
     devices = sorted(
         {device for _, report in numbered for device in report.devices},
         key=lambda device: (device.host, device.index, device.uuid),
@@ -268,10 +268,6 @@ def flow_gantt_svg(reports: Sequence[TaskReport]) -> str:
     return canvas.svg()
 
 
-def _held_s(report: TaskReport) -> float:
-    return max(report.held_s, 0.001)
-
-
 @dataclass(frozen=True, slots=True)
 class _Bar:
     """One process on one device."""
@@ -286,7 +282,7 @@ class _Bar:
 
     @property
     def end_s(self) -> float:
-        return self.at_s + _held_s(self.report)
+        return self.at_s + max(self.report.held_s, 0.001)
 
 
 class _Lane:
@@ -297,7 +293,7 @@ class _Lane:
     ) -> None:
         self.device = device
         on_device = [(number, r) for number, r in numbered if device in r.devices]
-        longest = heapq.nlargest(GANTT_LIMIT, on_device, key=lambda item: _held_s(item[1]))
+        longest = heapq.nlargest(GANTT_LIMIT, on_device, key=lambda item: item[1].held_s)
         self.bars: list[_Bar] = []
         #: Seconds at which each track becomes free.
         free_s: list[float] = []

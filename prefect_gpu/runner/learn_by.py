@@ -90,7 +90,7 @@ def digest_values(
             values.append([name, _whole(rest[name])] if name in rest else [name])
         else:
             raise _unknown(function, name, parameters)
-    return hashlib.sha256(_text(values).encode("ascii")).hexdigest()[:DIGEST_CHARS]
+    return hashlib.sha256(json.dumps(values).encode("ascii")).hexdigest()[:DIGEST_CHARS]
 
 
 def _unknown(
@@ -187,25 +187,18 @@ def _read(value: Any, walk: _Walk) -> Any:
     if isinstance(value, (list, tuple)):
         return ["list", [_plain(item, walk) for item in value]]
     if isinstance(value, (set, frozenset)):
-        return ["set", sorted((_plain(item, walk) for item in value), key=_text)]
+        return ["set", sorted((_plain(item, walk) for item in value), key=json.dumps)]
     if isinstance(value, Mapping):
         items = [[_plain(k, walk), _plain(v, walk)] for k, v in value.items()]
-        return ["dict", sorted(items, key=_text)]
+        return ["dict", sorted(items, key=json.dumps)]
     return ["object", _name(cls)]
 
 
 def _is_one_of(cls: type, names: Collection[str]) -> bool:
     """Return whether a class, or one that it derives from, has one of some names, with its library."""
-    return any(f"{_library(base)}.{base.__name__}" in names for base in cls.__mro__)
-
-
-def _library(cls: type) -> str:
-    return cls.__module__.partition(".")[0]
+    bases = ((base.__module__.partition(".")[0], base.__name__) for base in cls.__mro__)
+    return any(".".join(base) in names for base in bases)
 
 
 def _name(thing: Any) -> str:
     return str(getattr(thing, "__qualname__", None) or type(thing).__qualname__)
-
-
-def _text(plain: Any) -> str:
-    return json.dumps(plain)

@@ -265,15 +265,17 @@ def run_engine(
                     raise
                 threading.Event().wait(delay_s * random.uniform(0.5, 1.5))
     except ChildCrash as crash:
-        state = _state_of(seen_run())
-        assert state is not None
+        run = seen_run()
+        assert run is not None and run.state is not None
+        state = run.state
         # Prefect attached our BaseException; a flow that asks for the result must be able to catch
         # it as any other error.
         state.data = crash.error
     except BaseException as error:  # noqa: BLE001 - the thread's last frame
         # An exception in the future would be raised by its `wait`, which Prefect's own futures never
         # do. The end of the runner, or an error of the engine itself, crashes this task run alone.
-        state = _state_of(seen_run())
+        run = seen_run()
+        state = None if run is None else run.state
         if state is None or not state.is_final():
             state = Crashed(message=f"Execution was interrupted: {error!r}", data=error)
         if state.is_crashed() and not isinstance(state.data, Exception):
@@ -281,10 +283,6 @@ def run_engine(
             state.data.__cause__ = error
     assert state is not None
     return state
-
-
-def _state_of(task_run: TaskRun | None) -> State[Any] | None:
-    return None if task_run is None else task_run.state
 
 
 def failed_state(task_name: str, error: Exception) -> State[Any]:

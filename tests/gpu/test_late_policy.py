@@ -84,7 +84,7 @@ class Both:
             allocation="growth",
             context_bytes={},
         )
-        return kind_of(body, early, cpus_stated=False, size_bytes=GIB)
+        return kind_of(body, early, size_bytes=GIB)
 
     def run(self, body: Callable[..., Any], policy: FrameworkPolicy, *args: Any) -> tuple[Any, Any]:
         cold = self.rig.launch(self.spec(body, policy, *args)).value()

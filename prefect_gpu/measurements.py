@@ -7,7 +7,7 @@ reads nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Points that a `SeriesBuilder` keeps at most. Four a second fill it in four minutes; from then on
@@ -179,19 +179,15 @@ class MarkKeeper:
     def __init__(self) -> None:
         self._by_step: dict[int, list[Mark]] = {}
 
-    def add(self, mark: Mark) -> None:
-        """Add a mark."""
-        row = self._by_step.setdefault(mark.step, [])
-        if len(row) < MARKS_PER_STEP:
-            row.append(mark)
+    def add(self, *marks: Mark) -> None:
+        """Add marks."""
+        for mark in marks:
+            row = self._by_step.setdefault(mark.step, [])
+            if len(row) < MARKS_PER_STEP:
+                row.append(mark)
         later = sorted(step for step in self._by_step if step >= FIRST_STEPS)
         for step in later[:-LAST_STEPS]:
             del self._by_step[step]
-
-    def extend(self, marks: Iterable[Mark]) -> None:
-        """Add several marks."""
-        for mark in marks:
-            self.add(mark)
 
     def marks(self) -> tuple[Mark, ...]:
         """Return the marks that are kept, in order of time."""

@@ -82,6 +82,7 @@ class NvmlReader(DeviceReader):
         self._pids_are_ours = self._table.processes.in_initial_namespace()
         #: Each reader starts and stops NVML once: NVML counts.
         self._started = False
+        self._handles: dict[str, Handle] = {}
         self._reopen_due_s: float | None = None
         self._open()
         try:
@@ -111,6 +112,7 @@ class NvmlReader(DeviceReader):
 
     def close(self) -> None:
         """Shut NVML down for this reader; reading again starts it."""
+        self._handles.clear()
         self._reopen_due_s = None
         if self._started:
             self._started = False
@@ -185,11 +187,14 @@ class NvmlReader(DeviceReader):
     def _read_device(self, device: Device, roots: Collection[int]) -> DeviceSnapshot:
         at_s = self._clock.now()
         try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
+            handle = self._handles.get(device.uuid) or self._handles.setdefault(
+                device.uuid, pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
+            )
             memory = self._read_memory(handle)
             processes = self._read_processes(handle, roots, memory.unified)
             busy_fraction = _read_busy(handle)
         except pynvml.NVMLError as error:
+            self._handles.pop(device.uuid, None)
             if _is_fatal(error):
                 self.close()
                 raise DeviceError(f"NVML stopped answering: {_say(error)}") from error

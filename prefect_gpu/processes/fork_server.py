@@ -198,7 +198,10 @@ class ForkServer:
                 reply.settimeout(ANSWER_S)
                 said, received, _, _ = socket.recv_fds(reply, 512, 1, socket.MSG_CMSG_CLOEXEC)
                 if not said:
-                    self._check()
+                    self._control.settimeout(0)
+                    with contextlib.suppress(BlockingIOError):
+                        if not self._control.recv(1):
+                            raise BrokenPipeError(errno.EPIPE, "its process ended")
             except OSError as error:
                 self._give_up(f"it did not fork ({type(error).__name__}: {error})")
                 raise OSError(errno.EPIPE, f"no fork: {error}") from error
@@ -207,13 +210,6 @@ class ForkServer:
                 raise OSError(errno.EAGAIN, f"no fork: {said.decode() or 'no answer'}")
             ours.pop_all()
         return ForkedProcess(self, int(said), received[0], reply, *streams)
-
-    def _check(self) -> None:
-        """Raise an `OSError` if the server is gone."""
-        self._control.settimeout(0)
-        with contextlib.suppress(BlockingIOError):
-            if not self._control.recv(1):
-                raise BrokenPipeError(errno.EPIPE, "its process ended")
 
     def read_exit_code(self, reply: socket.socket) -> int:
         """Read how a fork that has ended did so; `UNKNOWN_CODE` if the server cannot say."""

@@ -174,7 +174,7 @@ class ProcessRecord:
         """
         with self._lock:
             self._steps = steps or self._steps
-            self._marks.extend(marks)
+            self._marks.add(*marks)
 
     def add_peaks(self, live_bytes: int, process_bytes: int) -> None:
         """Note peaks that are known only at its end (simulated devices)."""
@@ -190,7 +190,7 @@ class ProcessRecord:
                 self.add_counters(ended.counters, ended.frameworks)
                 self._counted_out = True
             self._steps = ended.steps or self._steps
-            self._marks.extend(ended.marks)
+            self._marks.add(*ended.marks)
             self._used = ended.frameworks
             self._own_peak_bytes = ended.host_peak_bytes
             self.out_of_memory = ended.out_of_memory or self.out_of_memory

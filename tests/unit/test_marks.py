@@ -23,13 +23,13 @@ def mark(step: int, at_s: float = 0.0) -> Mark:
 def test_marks_of_the_first_and_the_last_steps_are_kept() -> None:
     keeper = MarkKeeper()
     for step in range(10):
-        keeper.extend([mark(step, step), mark(step, step + 0.5)])
+        keeper.add(mark(step, step), mark(step, step + 0.5))
     assert [m.step for m in keeper.marks()] == [0, 0, 1, 1, 2, 2, 8, 8, 9, 9]
 
 
 def test_marks_are_in_order_of_time_and_are_taken_once() -> None:
     keeper = MarkKeeper()
-    keeper.extend([mark(0, 2.0), mark(0, 1.0), mark(1, 3.0)])
+    keeper.add(mark(0, 2.0), mark(0, 1.0), mark(1, 3.0))
     assert [m.at_s for m in keeper.take()] == [1.0, 2.0, 3.0]
     assert keeper.take() == ()
 

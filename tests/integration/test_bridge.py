@@ -112,7 +112,7 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
         seen["context"], seen["log_prints"] = engine_run.context_for_child()
         seen["environment"] = engine_run.environment_for_child()
         seen["run"] = engine_run.task_run
-        seen["flow"] = prefect_engine.flow_of(prefect_engine.flow_run_of_thread())
+        seen["flow"] = prefect_engine.flow_of(FlowRunContext.get())
         seen["client"] = str(SyncClientContext.get().client.api_url)  # type: ignore[union-attr]
 
     @inside.on_failure

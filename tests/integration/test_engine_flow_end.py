@@ -213,11 +213,13 @@ def packed() -> GPUTaskRunner:
 def test_a_copy_of_a_runner_equals_it(packed: GPUTaskRunner) -> None:
     again = packed.duplicate()
     assert again == packed and hash(again) == hash(packed) and again is not packed
-    assert again.max_tasks_per_device == 2
 
 
 def test_a_runner_with_other_arguments_is_another_one(packed: GPUTaskRunner) -> None:
     assert packed != GPUTaskRunner(devices=api.TWO)
+    others = {"placement": "pack", "max_processes": 3, "headroom": "1GiB", "reports": False}
+    assert packed != GPUTaskRunner(devices=api.TWO, **others)
+    assert packed == GPUTaskRunner(devices=api.TWO, **others, max_tasks_per_device=2)
     assert packed != "runner"
 
 

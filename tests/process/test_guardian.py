@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.processes import guardian
+from tests.process.rig import eventually
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -27,6 +29,8 @@ def sleeper() -> Iterator[Start]:
         environment = {**os.environ, guardian.TOKEN_VARIABLE: token}
         process = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=session)
         started.append(process)
+        # `/proc` shows the environment a moment after `Popen` has returned.
+        assert eventually(Path(f"/proc/{process.pid}/environ").read_bytes)
         return process
 
     yield start

@@ -11,7 +11,7 @@ from typing import Any
 import _common
 import pytest
 
-from tests.process.rig import is_alive
+from tests.process.rig import eventually, is_alive
 
 #: Only ever reached in a deadlock.
 LIMIT_S = 120.0
@@ -96,4 +96,4 @@ def test_one_whose_time_is_up_is_ended_with_what_it_started(
     told, why = stream(tmp_path, program, 3600, hour_passes)
     assert why == "ended after 3600 s"
     (record,) = told
-    assert not is_alive(record["child"])
+    assert eventually(lambda: not is_alive(record["child"]))

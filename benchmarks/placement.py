@@ -148,7 +148,7 @@ class World:
         self.cpu_s += time.process_time() - began
 
     def fill(self) -> None:
-        """Let tasks run until nothing more fits, and withdraw those that still wait."""
+        """Run tasks until nothing more fits, and withdraw those that still wait."""
         placed = -1
         while self.placed > placed:
             placed = self.placed

@@ -1,9 +1,9 @@
 """The shell around scheduling: one thread that reads the devices' state and carries out the decisions.
 
 It hands out placements, follows every placed process in the readings of the devices, and releases a
-reservation when the device shows its memory back. What to decide is in `prefect_gpu.scheduling`, which
-a request is a `ticket`, what a reading says is in `device_view`; how a process is started and spoken to
-is in `prefect_gpu.processes`.
+reservation when the device shows its memory back. What to decide is in `prefect_gpu.scheduling`, a
+waiting or placed request is a `ticket`, and what a reading says is in `device_view`. How a process is
+started and spoken to is in `prefect_gpu.processes`.
 
 One `Broker` serves all runners of a Python process that have the same device specification.
 """
@@ -193,8 +193,8 @@ class Broker:
         Raises:
             CapacityError: A thread that is needed could not be started. A later request tries again.
         """
-        number, now_s = f"{os.getpid()}-{next(_ids)}", self._clock.now()
-        ticket = Ticket(replace(request, id=number, submitted_s=now_s), standby)
+        request_id = f"{os.getpid()}-{next(_ids)}"
+        ticket = Ticket(replace(request, id=request_id, submitted_s=self._clock.now()), standby)
         with self._changed:
             self._start()
             self._sampler.set_active(True)

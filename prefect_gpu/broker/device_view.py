@@ -66,9 +66,9 @@ class RecoveryWatch:
         self._ending: dict[str, Ticket] = {}
         #: Monotonic seconds at which the next reading is due.
         self._poll_s = 0.0
-        #: Devices that list no process of ours though one holds memory there (containers).
+        #: Devices that list no process of the flow though one holds memory there (containers).
         self._hiding: set[DeviceKey] = set()
-        #: Devices that have listed a process of ours.
+        #: Devices that have listed a process of the flow.
         self._listing: set[DeviceKey] = set()
 
     @property
@@ -175,7 +175,7 @@ class RecoveryWatch:
                     other.ownerless_before[device.key] = max(before, now)
 
     def _find_hiding(self, reading: Reading, placed: Collection[Ticket]) -> None:
-        """Note the devices that do not list a process of ours, although its counters say that it is there.
+        """Note the devices that do not list a process of the flow, although its counters say that it is there.
 
         Memory that no process is listed with may be another task's there.
         """
@@ -183,7 +183,7 @@ class RecoveryWatch:
         for snapshot in reading.snapshots:
             if any(use.root_pid is not None for use in snapshot.processes):
                 self._listing.add(snapshot.device.key)
-        # A device that has listed a process of ours does list them: a process that was just killed leaves
+        # A device that has listed a process of the flow does list them: a process that was just killed leaves
         # the list before its end is known here (seen on an H200).
         self._hiding -= self._listing
         for ticket in placed:

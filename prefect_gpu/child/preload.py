@@ -64,9 +64,7 @@ def serve(control: socket.socket) -> None:
     """Fork a process for each request, and report how each one ended, until the parent's end is closed.
 
     A request has the descriptors that `bootstrap.main_of_fork` takes. The one to reply to is kept here
-    until the fork has ended: its exit code is sent there, as text.
-
-    A fork that the system refuses is reported there too, and this process goes on.
+    until the fork has ended: its exit code is sent there, as text. So is the reason why a fork was refused.
     """
     from prefect_gpu.child import bootstrap
 
@@ -79,9 +77,7 @@ def serve(control: socket.socket) -> None:
             if ready in forks:
                 pid, reply = forks.pop(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                # The parent may have let go of it.
-                with contextlib.suppress(OSError):
-                    os.write(reply, str(code).encode())
+                _reply(reply, str(code))
                 poll.unregister(ready)
                 _close((ready, reply))
                 continue
@@ -96,7 +92,7 @@ def serve(control: socket.socket) -> None:
             try:
                 pid = os.fork()
             except OSError as error:
-                os.write(reply, str(error).encode())
+                _reply(reply, str(error))
                 _close(received)
                 continue
             if pid == 0:
@@ -112,6 +108,12 @@ def serve(control: socket.socket) -> None:
             pidfd = os.pidfd_open(pid)
             forks[pidfd] = pid, reply
             poll.register(pidfd, select.POLLIN)
+
+
+def _reply(reply: int, text: str) -> None:
+    # The parent may have let go of it.
+    with contextlib.suppress(OSError):
+        os.write(reply, text.encode())
 
 
 def _close(descriptors: Iterable[int]) -> None:

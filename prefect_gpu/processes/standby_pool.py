@@ -94,7 +94,7 @@ class Announcement:
         self.kind = kind
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
-        """Give the task to a standby that suits it, or start a process for it."""
+        """Send the task to a standby that suits it, or start a process for it."""
         return self._pool.start(self, spec, listener)
 
     def retract(self) -> None:
@@ -148,7 +148,7 @@ class StandbyPool:
     # Any thread.
 
     def open(self, owner: object, most: int, broker: DeviceBroker) -> None:
-        """Let a runner have standbys until `close`; without effect the second time.
+        """Keep standbys for a runner until `close`; without effect the second time.
 
         Args:
             owner: The runner.
@@ -268,7 +268,7 @@ class StandbyPool:
         )
 
     def _check_soon(self) -> None:
-        """Have the pool's thread start and end standbys, and start the thread if there is none."""
+        """Ask the pool's thread to start and end standbys. Start the thread if there is none."""
         if self._shut or not self._owners:
             return
         if self._thread is None:
@@ -406,7 +406,7 @@ class StandbyPool:
         self._hold_until_s = time.monotonic() + SHORTAGE_S
 
     def _start_on_device(self, standby: Standby) -> None:
-        """Have a standby start its framework. Without the lock, because asking for a device may take a moment."""
+        """Ask a standby to start its framework. Without the lock: asking for a device may take a moment."""
         assert standby.pid is not None and standby.handle is not None
         kind, device = standby.kind, None
         with self._changed:

@@ -190,7 +190,7 @@ class ActiveRunner:
             self._called = True
 
     def end(self, body: BodyRun) -> None:
-        """Let go of a body once nothing of it is left: it holds all that its task run had."""
+        """Forget a body once nothing of it is left: it holds all that its task run had."""
         with self._lock:
             self._bodies.discard(body)
             self._ending.add(body)

@@ -489,7 +489,7 @@ class Attempt:
     # After it.
 
     def _end(self) -> None:
-        """Have the memory of a process waited for that is gone, or never came."""
+        """Tell the broker that the process is gone, or never came: it waits for the memory."""
         assert self._ticket is not None
         if self._learned.pid is not None:
             peaks = self._memory.detach()

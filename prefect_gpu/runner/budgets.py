@@ -214,7 +214,7 @@ class BudgetBook:
         return replace(grant, claims=grant.claims - others)
 
     def wake(self) -> None:
-        """Have all tasks that wait for probes check whether they were cancelled."""
+        """Wake all tasks that wait for probes, to check whether they were cancelled."""
         self._gate.release()
 
     @staticmethod

@@ -123,7 +123,7 @@ class TagLimits:
 
 
 def _retry_soon(response: httpx.Response) -> None:
-    """Have Prefect's client ask again soon, if the server was too busy for one of the questions."""
+    """Make Prefect's client ask again soon, if the server was too busy for one of the questions."""
     request = response.request
     tries = request.extensions.get(_TRIES, 0)
     refused = response.status_code == 503 and "Retry-After" not in response.headers
@@ -138,7 +138,7 @@ async def _retry_soon_async(response: httpx.Response) -> None:
 
 
 def _add_hook(client: Any, hook: Callable[[httpx.Response], Any]) -> None:
-    """Have a function called with each response that a client of Prefect's gets."""
+    """Call a function with each response that a client of Prefect's gets."""
     # Prefect's own name for it (3.8.8). In a version without that name its client asks as ever.
     hooks = getattr(getattr(client, "_client", None), "event_hooks", {}).get("response", [hook])
     if hook not in hooks:
@@ -151,7 +151,7 @@ _current: ContextVar[TagLimits | None] = ContextVar("prefect_gpu_tag_limits", de
 
 @contextlib.contextmanager
 def asked_first(limits: TagLimits) -> Iterator[None]:
-    """Have the engine, in this thread, ask only for the slots of tags that are limited."""
+    """Make the engine of this thread ask only for the slots of tags that are limited."""
     token = _current.set(limits)
     try:
         yield

@@ -323,7 +323,7 @@ class Backfill:
         return times
 
     def _drain(self, request: Request, named: Sequence[int] | None) -> None:
-        """Let no later request have a device that a request could use."""
+        """Keep from all later requests the devices that a request could use."""
         all_devices = len(self._board.states)
         if self._board.surely_fits(request, all_devices):
             self.all_drain = True

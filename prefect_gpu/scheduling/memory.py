@@ -6,7 +6,7 @@ Pure arithmetic over one snapshot. The formula:
     free(d)    = min(driver_free, total - system_reserved - foreign - sum of max(reserved, measured))
                  - headroom
 
-Hot standbys are processes of ours, and count as if they were gone: they are ended before a task that needs
+Hot standbys are processes of this package, and count as if they were gone: they are ended before a task that needs
 their memory starts (`standbys`).
 
 Which device a task gets is decided in `placement`.

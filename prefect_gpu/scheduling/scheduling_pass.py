@@ -98,7 +98,7 @@ class RequestQueue:
         return min((_least_bytes(lane[0][1]) for lane in self.lanes), default=0)
 
     def add(self, request: Request) -> None:
-        """Let a request wait; its id is that of no other."""
+        """Add a request; its id is that of no other."""
         shape = self._shapes[request.id] = Shape.of(request)
         bisect.insort(self._lanes.setdefault(shape, []), (order_key(request), request))
 
@@ -138,7 +138,7 @@ class HostState:
         if self.full:
             return f"{self.processes} processes run, and max_processes is {self.max_processes}"
         left = self.available_bytes - self.reserved_bytes
-        # While no process of ours runs, waiting would not bring memory back: an estimate alone must not
+        # While no process of the flow runs, waiting would not bring memory back: an estimate alone must not
         # stop a flow for ever.
         if self.processes and request.host_bytes > left:
             return (

@@ -388,7 +388,7 @@ def run_crowded(options: argparse.Namespace, folder: str) -> list[Case]:
 
 
 def run_foreign(options: argparse.Namespace, folder: str, filler: Filler) -> list[Case]:
-    """Let the filler take the memory reserved for a task, and free it later."""
+    """Make the filler take the memory reserved for a task, and free it later."""
     problems: list[BaseException] = []
 
     def act() -> None:

@@ -60,7 +60,7 @@ EPILOGUE = "\nprint('OUT' + json.dumps(out), flush=True)\n"
 
 
 def host_policy(**changes: Any) -> dict[str, Any]:
-    """Give the fields of a policy on the host device."""
+    """Return the fields of a policy on the host device."""
     return {
         "device_kind": "host",
         "device_uuids": ["HOST-test"],

@@ -29,7 +29,7 @@ def runner(devices: str = "1x16GiB") -> GPUTaskRunner:
 
 
 def machine() -> SimulatedReader:
-    """Give the devices of the flow around the caller."""
+    """Return the devices of the flow around the caller."""
     context = FlowRunContext.get()
     assert context is not None and isinstance(context.task_runner, GPUTaskRunner)
     assert context.task_runner._run is not None
@@ -39,7 +39,7 @@ def machine() -> SimulatedReader:
 
 
 def reports(task_run_id: Any, count: int) -> list[dict[str, str]]:
-    """Give the metadata of a task run's processes in their order."""
+    """Return the metadata of a task run's processes in their order."""
     found = api.artifacts(task_run_id=task_run_id, count=count)
     metadata = [artifact.metadata_ or {} for artifact in found]
     return sorted(metadata, key=lambda m: int(m["attempt"]))

@@ -397,7 +397,7 @@ class ImportedAtLoad:
 
 
 def path_with(module: Any) -> list[str]:
-    """Give where modules are looked for; `module` was imported with the call."""
+    """Return where modules are looked for; `module` was imported with the call."""
     return sys.path
 
 

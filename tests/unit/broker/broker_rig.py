@@ -58,7 +58,7 @@ class WatchedBroker(Broker):
             )
 
     def read(self) -> None:
-        """Have the devices read, and block until the broker has looked at it."""
+        """Read the devices, and block until the broker has looked at it."""
         before = self.begun
         self.refresh()
         with self._changed:
@@ -225,7 +225,7 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
 
 @contextlib.contextmanager
 def threads_refused(*names: str) -> Iterator[None]:
-    """Have the start of threads fail, by the ends of their names, as under a limit of processes."""
+    """Make the start of threads fail, by the ends of their names, as under a limit of processes."""
     start = threading.Thread.start
 
     def start_or_fail(thread: threading.Thread) -> None:

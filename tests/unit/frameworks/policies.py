@@ -7,7 +7,7 @@ from prefect_gpu.units import GIB
 
 
 def policy(**changes: Any) -> FrameworkPolicy:
-    """Give a policy of one 80 GiB device with a budget of 8 GiB."""
+    """Return a policy of one 80 GiB device with a budget of 8 GiB."""
     return FrameworkPolicy(
         **{
             "device_kind": "nvml",

@@ -229,7 +229,7 @@ def test_a_sigkill_from_outside_has_an_unknown_cause() -> None:
 
 
 def exceed(scene: Scene) -> None:
-    """Have a reading show more than the budget, once the body runs."""
+    """Make a reading show more than the budget, once the body runs."""
 
     def read() -> None:
         assert scene.broker.ticket.on_measured is not None

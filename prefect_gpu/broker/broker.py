@@ -117,7 +117,6 @@ class Broker:
         #: ledger's watchers) are not called under it but put into `_calls`.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closed = False
         #: Something has changed that may let a request start.
         self._dirty = False
         #: Readings that the thread has not taken in.
@@ -418,15 +417,6 @@ class Broker:
         if give_up is not None:
             give_up()
 
-    def close(self) -> None:
-        """End the threads of a broker that nothing uses any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._sampler.stop()
-        if self._thread is not None:
-            self._thread.join()
-
     def _look_again(self) -> None:
         """Request another scheduling pass from the thread."""
         with self._changed:
@@ -503,8 +493,6 @@ class Broker:
         while True:
             with self._changed:
                 self._wait_for_work()
-                if self._closed:
-                    return
                 self._attempt(self._take_readings)
             # Reservations whose memory is back are released first, all that came together: so they are
             # one scheduling pass.
@@ -514,7 +502,7 @@ class Broker:
             self._make_calls()
 
     def _wait_for_work(self) -> None:
-        while not (self._arrived or self._dirty or self._closed):
+        while not (self._arrived or self._dirty):
             left_s: float | None = None
             poll_s = self._recovery.poll_s
             if poll_s is not None:

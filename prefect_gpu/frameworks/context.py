@@ -20,11 +20,11 @@ from prefect_gpu.units import GIB, MIB
 FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
     # torch 2.11 after `calibrate`, which loads cuBLASLt and cuFFT too; 676 with cuBLAS alone.
     "torch": 766 * MIB,
-    # TensorFlow 2.21: 3260 MiB shown for a limit of 2048 MiB (FACTS.md).
+    # TensorFlow 2.21: 3260 MiB shown for a limit of 2048 MiB.
     "tensorflow": int(1.2 * GIB),
-    "jax": 636 * MIB,  # JAX 0.11 after `calibrate`; 602 to 618 in a plain program (FACTS.md)
-    "cupy": 594 * MIB,  # CuPy 14 after `calibrate`; 588 in a plain program (FACTS.md)
-    # ONNX Runtime 1.31: 680 after a small product (FACTS.md), and 90 for cuDNN and cuFFT, as
+    "jax": 636 * MIB,  # JAX 0.11 after `calibrate`; 602 to 618 in a plain program
+    "cupy": 594 * MIB,  # CuPy 14 after `calibrate`; 588 in a plain program
+    # ONNX Runtime 1.31: 680 after a small product, and 90 for cuDNN and cuFFT, as
     # they added to torch.
     "onnxruntime": 770 * MIB,
 }
@@ -67,8 +67,8 @@ class ContextStore:
         entries = {**self._read(), key: context_bytes}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Others read it at any time.
-            written = self.path.with_suffix(f".{os.getpid()}")
+            # Others read it at any time, and write it: each writes a file of its own.
+            written = self.path.with_suffix(f".{os.getpid()}-{id(entries)}")
             written.write_text(json.dumps(entries, indent=1, sort_keys=True), encoding="utf-8")
             written.replace(self.path)
         except OSError:

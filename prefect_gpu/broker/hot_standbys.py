@@ -170,7 +170,7 @@ class HotStandbys:
         standby = self._standbys.get(ticket.standby_id)
         if standby is None:
             return None
-        # Its reservation is the request's. What it holds until it is gone counts as ours all the same.
+        # Its reservation is the request's. What it holds until it is gone is not foreign memory.
         self._take_back(standby)
         standby.ending = True
         return standby.give_up

@@ -144,7 +144,7 @@ class NvmlReader(DeviceReader):
                     uuid = gpu_uuid if ids is None else pynvml.nvmlDeviceGetUUID(handle)
                     device = Device(
                         uuid=uuid,
-                        index=-1,  # Set once it is known which are ours.
+                        index=-1,  # Set once it is known which are visible.
                         name=gpu_name if ids is None else _name_instance(handle, gpu_name),
                         total_bytes=self._read_memory(handle).total_bytes,
                         kind=self.kind,

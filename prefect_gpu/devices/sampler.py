@@ -58,12 +58,12 @@ MAX_BACK_OFF_S = 5.0
 class Sampler:
     """Reads devices in a thread of its own, at an interval while it is active.
 
-    All methods may be called from any thread, and none but `stop` waits for the reader. Where a driver hangs, `publish`
-    is not called any more.
+    All methods may be called from any thread, and none but `stop` waits for the reader. Where a driver
+    hangs, `publish` is not called any more.
 
     Args:
         reader: Used by the sampler's thread alone.
-        roots: Returns the process ids of our own children that are alive.
+        roots: Returns the process ids of the children that are alive.
         publish: Is called with every reading, on the sampler's thread; must not block for long.
         interval_s: Seconds from the start of a reading to the start of the next.
         clock: Time.

@@ -385,7 +385,7 @@ class Attempt:
             return _TIME_UP
 
     def _kill(self, outcome: Literal["timeout", "cancelled", "oom"]) -> None:
-        """End the process for a reason of ours, which is noted before the process can end."""
+        """End the process. Its outcome is noted first, before the process can end."""
         self._verdict = Verdict(outcome)
         assert self._handle is not None
         self._handle.kill()
@@ -489,7 +489,7 @@ class Attempt:
     # After it.
 
     def _end(self) -> None:
-        """Tell the broker that the process is gone, or never came: it waits for the memory."""
+        """Release the devices at the broker: the process has ended, or was never started."""
         assert self._ticket is not None
         if self._learned.pid is not None:
             peaks = self._memory.detach()
@@ -573,7 +573,7 @@ def _describe_exit(code: int) -> str:
 
 
 def _kill_cause(exited: ChildExited, kills_before: int) -> Cause | Literal[""]:
-    """Return the cause of a SIGKILL that is not ours; empty: it was none.
+    """Return the cause of a SIGKILL that the runner did not send; empty: it was none.
 
     Args:
         exited: How the process ended.
@@ -633,7 +633,7 @@ def _death_by_exception(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, after the name of its class unless it is ours."""
+    """Return the first line of an error's text, after the name of its class unless it is of this package."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, PrefectGPUError):
         return text

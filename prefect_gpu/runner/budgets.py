@@ -118,7 +118,7 @@ class BudgetBook:
         self._store = store
         self._gate = gate
         self._recent = recent
-        #: What the store had when a key was read last.
+        #: What the store had when a key was read last: replaced as a whole, by any thread.
         self._kept: dict[HistoryKey, Sequence[PastRun]] = {}
         self._lock = threading.Lock()
         self._told = False

@@ -52,7 +52,7 @@ class Evidence:
     foreign_growth_bytes: int = 0
     #: The error says by itself whether the process's own cap refused; `None`: it does not say.
     says_own_cap: bool | None = None
-    #: No other task of ours was on the device.
+    #: No other GPU task was on the device.
     alone: bool = False
 
 

@@ -6,8 +6,8 @@ Pure arithmetic over one snapshot. The formula:
     free(d)    = min(driver_free, total - system_reserved - foreign - sum of max(reserved, measured))
                  - headroom
 
-Hot standbys are processes of this package, and count as if they were gone: they are ended before a task that needs
-their memory starts (`standbys`).
+Hot standbys are processes of this package, and count as if they were gone: they are ended before a task
+that needs their memory starts (`standbys`).
 
 Which device a task gets is decided in `placement`.
 """
@@ -42,7 +42,7 @@ class DeviceState:
     #: Bytes free for new reservations, once its hot standbys are gone; negative where other processes took
     #: what is reserved.
     free_bytes: int
-    #: Bytes that processes which are not ours hold.
+    #: Bytes that processes of other programs hold.
     foreign_bytes: int
     #: Bytes that could be reserved on it if it were empty: usable − headroom.
     capacity_bytes: int
@@ -82,7 +82,7 @@ def measure(
 
     Args:
         snapshot: One reading of the device.
-        roots: Process id of each child of ours that may use this device, to its request's id.
+        roots: Process id of each child process that may use this device, to its request's id.
         stand_ins: Request id to bytes as the child's own counters (plus the measured context)
             give them, for devices that cannot attribute memory to a process (WSL, some
             containers and MIG set-ups).

@@ -49,8 +49,8 @@ class ProcessUse:
     """What one process holds on one device, as a reader saw it."""
 
     pid: int
-    #: Process id of our child that it belongs to (the child itself, or one that it started);
-    #: `None`: not ours, or the reader cannot tell.
+    #: Child process that it belongs to (the child itself, or one that it started), by its id; `None`: it
+    #: belongs to none, or the reader cannot tell.
     root_pid: int | None
     #: Bytes that it holds; `None` where the driver does not say (WSL).
     used_bytes: int | None
@@ -134,7 +134,7 @@ class Request:
     count: int = 1
     #: Indices ("0") or UUID prefixes ("GPU-1a"), in the author's order; empty: any.
     devices: tuple[str, ...] = ()
-    #: No other task of ours may be on its devices.
+    #: No other GPU task may be on its devices.
     exclusive: bool = False
     #: Higher starts first.
     priority: int = 0
@@ -163,7 +163,7 @@ class Reservation:
     device_uuid: str
     #: Bytes reserved, the context included.
     reserved_bytes: int
-    #: No other task of ours may be on the device while this holds.
+    #: No other GPU task may be on the device while this holds.
     exclusive: bool = False
     #: For messages.
     task_name: str = ""

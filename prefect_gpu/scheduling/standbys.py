@@ -92,7 +92,7 @@ def plan_standbys(demands: Sequence[KindDemand], machine: Machine) -> StandbyPla
     targets = _targets(demands, machine.most)
     ends = [d.kind for d in demands for _ in range(have[d.kind] - targets[d.kind])]
     left_bytes = machine.available_bytes - machine.promised_bytes - machine.reserve_bytes
-    # Those that import have taken a part of theirs at most.
+    # Standbys that still import have taken a part of their memory at most.
     left_bytes -= sum(d.size_bytes * d.importing for d in demands)
     sizes = {d.kind: d.size_bytes for d in demands}
     left_bytes += sum(sizes[kind] for kind in ends)

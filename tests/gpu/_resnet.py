@@ -1,4 +1,4 @@
-"""A ResNet-50 in training, as measured in FACTS.md. It knows nothing of this package, nor of Prefect.
+"""A ResNet-50 in training. It knows nothing of this package, nor of Prefect.
 
 The network is that of He et al. (2015) as torchvision builds it (stride in the 3×3 convolution),
 written out here since torchvision need not be installed.

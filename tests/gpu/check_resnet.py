@@ -2,7 +2,7 @@
 
     python -m tests.gpu.check_resnet
 
-Training as in FACTS.md: batch 512×3×64×64, float32, SGD with momentum 0.9, `cudnn.benchmark` on. The
+Training with batch 512×3×64×64, float32, SGD with momentum 0.9, `cudnn.benchmark` on. The
 first run is a probe, the second has the budget that its history teaches, and the third a tag that is
 too small: it runs out of memory in its own cap and recovers by itself, without a retry of Prefect's.
 """

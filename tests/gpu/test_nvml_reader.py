@@ -19,7 +19,7 @@ from prefect_gpu.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
 
-#: Seconds after which a wait is a failure; memory came back within 0.13 s (FACTS.md).
+#: Seconds after which a wait is a failure; memory came back within 0.13 s on an H200.
 LIMIT_S = 30.0
 
 #: A child that takes 1 GiB through a helper process of its own, by the driver's own interface, and

@@ -305,6 +305,10 @@ class DeviceView:
         if reading is None or reading.error:
             return []
         held = [view.by_device.get(key, ()) for key in self._keys]
+        if self._held_by_parent:
+            # The ledger has the task around this process too.
+            outer = {i for i, pid in view.processes.items() if pid == os.getpid()}
+            held = [tuple(r for r in each if r.request_id not in outer) for each in held]
         other = {ticket.request.id: ticket for ticket in others}
         for at in compress(range(len(held)), map(is_not, held, self._computed_for)):
             key, snapshot = self._keys[at], reading.snapshots[at]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
-from prefect_gpu.broker.ledger import ProcessLedger
+from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedMemory
 from prefect_gpu.scheduling.model import (
@@ -95,7 +95,7 @@ class Rig:
         self.clock = FakeClock()
         self.reader = Reader(SimulatedDevices(devices), self.clock)
         self.host_available_bytes = 64 * GIB
-        self.ledger = ProcessLedger()
+        self.ledger = Ledger()
         self.pids = iter(range(1000, 2000))
         #: Name of the task to what did not come back, in that order.
         self.recovered: queue.SimpleQueue[tuple[str, int | None]] = queue.SimpleQueue()

@@ -551,7 +551,7 @@ class Broker:
             # Reservations whose memory is back are released first, all that came together: so they are
             # one scheduling pass.
             self._make_calls()
-            self._ledger.poll()
+            self._attempt(self._ledger.poll)
             with self._changed:
                 self._attempt(self._schedule)
             self._make_calls()

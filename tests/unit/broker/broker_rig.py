@@ -49,6 +49,11 @@ class WatchedBroker(Broker):
         super()._wait_for_work()
         self.resting = False
 
+    @property
+    def started(self) -> bool:
+        """Whether it has had a request."""
+        return self._thread is not None
+
     def settle(self) -> None:
         """Block until all that has come was looked at, and the thread waits on the clock."""
         with self._changed:
@@ -95,7 +100,7 @@ class Rig:
         self.clock = FakeClock()
         self.reader = Reader(SimulatedDevices(devices), self.clock)
         self.host_available_bytes = 64 * GIB
-        self.ledger = Ledger()
+        self.ledger: Ledger = of_broker.pop("ledger", None) or Ledger()
         self.pids = iter(range(1000, 2000))
         #: Name of the task to what did not come back, in that order.
         self.recovered: queue.SimpleQueue[tuple[str, int | None]] = queue.SimpleQueue()
@@ -209,8 +214,8 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
     # Runners of other tests in this process keep their shared brokers.
     before = set(threading.enumerate())
 
-    def make(*args: Any, **kwargs: Any) -> Rig:
-        rigs.append(Rig(*args, **kwargs))
+    def make(*args: Any, kind: type[Rig] = Rig, **kwargs: Any) -> Rig:
+        rigs.append(kind(*args, **kwargs))
         return rigs[-1]
 
     yield make

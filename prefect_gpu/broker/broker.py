@@ -430,6 +430,8 @@ class Broker:
             if not self._hot.lend(standby, states, reading, view.version, sizes, avoid):
                 return None
             self._ledger.lend(standby_id, partial(self._reclaim_standby, standby_id))
+            # From now on another process may ask for it.
+            self._wake()
         return standby.device
 
     def offer_standby(self, standby_id: str) -> None:

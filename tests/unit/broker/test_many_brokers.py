@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_gpu.broker.broker import PASSIVE_S, POLL_S, Ticket
+from prefect_gpu.broker.broker import PASSIVE_S, Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
@@ -30,12 +30,10 @@ class Machine(Rig):
         return Ledger(lambda: HostStore(self._folder))
 
     def look(self) -> None:
-        """Let both brokers see what the other has written, and read the devices."""
+        """Read the devices at both brokers, which makes them see what the other has written too."""
         for broker in self.brokers:
             if broker.started:
                 broker.read()
-                self.clock.advance(POLL_S)
-                broker.settle()
 
     def waits_anywhere(self, *tickets: Ticket) -> bool:
         self.look()

@@ -215,6 +215,8 @@ class Ledger:
         #: Number of the last row that was read or written, and of the last one that promised memory.
         self._number = 0
         self._promised = 0
+        #: Others have written something that the watchers were not called for.
+        self._news = False
         #: Made at most once for each change.
         self._view: LedgerView | None = None
         self._numbers = itertools.count()
@@ -257,13 +259,14 @@ class Ledger:
             return self._view
 
     def poll(self) -> None:
-        """Read what other processes have written, and call the watchers if there was something."""
+        """Read what other processes have written, and call the watchers if there was something since the last call."""
         with self._lock:
-            before = self._number
             if self._open().changed():
                 self._read()
-            if self._number == before:
+            # Views, writes and other brokers read too.
+            if not self._news:
                 return
+            self._news = False
         self._call_watchers()
 
     def try_write(self, version: int, changes: Changes) -> bool:
@@ -393,6 +396,7 @@ class Ledger:
             if row.entry is None and mine is not None and mine.owner == self._store.owner:
                 raise StoreError("its file that says that this process is alive was removed")
             self._apply(row.request_id, row.entry, row)
+            self._news = True
 
     def _apply(self, request_id: str, entry: Entry | None, row: Row | None) -> None:
         """Bring the entries up to one change."""

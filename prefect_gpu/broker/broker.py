@@ -647,7 +647,9 @@ class Broker:
                 break
             # Another broker has written meanwhile: what was free may no longer be.
         self._unwritten.clear()
-        self._queue.statuses.update(decisions.statuses)
+        self._queue.statuses.update(
+            (i, status) for i, status in decisions.statuses.items() if i in self._waiting
+        )
         self._calls += [partial(self._ledger.reclaim, each) for each in settled.given_up]
         for request, error in decisions.refusals:
             ticket = self._remove(request)
@@ -716,7 +718,10 @@ class Broker:
                 changes[request_id] = self._entry_of(request)
         for request_id, status in decisions.statuses.items():
             entry = changes.get(request_id) or self._ledger.entry(request_id)
-            if entry is not None and entry.status != status:
+            if entry is None or entry.status == status:
+                continue
+            # Which devices are kept for a request is for its own broker to say.
+            if request_id in self._waiting or entry.status.passed < status.passed:
                 changes[request_id] = replace(entry, status=status)
         for request, placement, standby_id in settled.made:
             entry = changes.get(request.id) or self._ledger.entry(request.id)

@@ -334,6 +334,8 @@ class Ledger:
             try:
                 self._store = self._open_store()
                 self._read()
+                # Nobody has seen anything else before.
+                self._news = False
             except StoreError as error:
                 self._share_nothing(error)
         assert self._store is not None

@@ -31,12 +31,11 @@ class Machine(Rig):
 
     def look(self) -> None:
         """Read the devices at both brokers, which makes them see what the other has written too."""
-        for broker in self.brokers:
+        for broker in (*self.brokers, *self.brokers):
             if broker.started:
                 broker.read()
 
     def waits_anywhere(self, *tickets: Ticket) -> bool:
-        self.look()
         self.look()
         return not any(ticket.decided for ticket in tickets)
 

@@ -22,6 +22,7 @@ import sqlite3
 import stat
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -102,12 +103,14 @@ class HostStore:
     Args:
         folder: Where it is kept; `None`: `default_folder()`. The default is made for this user alone. One that
             was named must be there; who may write to it is up to its permissions.
+        owners_s: Seconds between two checks of whether other processes are still alive.
 
     Raises:
         StoreError: It cannot be used.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, owners_s: float = OWNERS_S) -> None:
+        self._every_s = owners_s
         self.owner = uuid.uuid4().hex
         self.namespace = _read_link("/proc/self/ns/pid")
         self._registered = False
@@ -130,6 +133,10 @@ class HostStore:
                 isolation_level=None,
                 check_same_thread=False,
             )
+            # When the last process ends, nothing of it is left.
+            weakref.finalize(
+                self, _leave, self._db, self._lock, self._folder, self.owner, os.getpid()
+            )
             self._make_tables()
         except (OSError, sqlite3.Error) as error:
             raise StoreError(self._describe(error)) from error
@@ -137,7 +144,7 @@ class HostStore:
     def changed(self) -> bool:
         """See `Store.changed`. It also removes what processes have written that are gone."""
         if time.monotonic() >= self._owners_s:
-            self._owners_s = time.monotonic() + OWNERS_S
+            self._owners_s = time.monotonic() + self._every_s
             with contextlib.suppress(OSError, sqlite3.Error):
                 self._remove_ended()
         try:
@@ -183,19 +190,14 @@ class HostStore:
             self._registered = True
         number = 0
         for row in changes:
-            entry = None if row.entry is None else _ENTRY.dump_json(row.entry).decode()
-            number = self._insert(self.owner, row.request_id, row.promises, entry)
+            owner, text = self.owner, None
+            if row.entry is not None:
+                # Another process may note that it has passed a request.
+                owner, text = row.entry.owner, _ENTRY.dump_json(row.entry).decode()
+            number = _insert(self._db, owner, row.request_id, row.promises, text)
         if number and number % 1000 == 0:
             self._trim(number)
         return number
-
-    def _insert(self, owner: str, request_id: str, promises: bool, entry: str | None) -> int:
-        cursor = self._db.execute(
-            "INSERT INTO log (at_s, owner, request, promises, entry) VALUES (?, ?, ?, ?, ?)",
-            (time.monotonic(), owner, request_id, promises, entry),
-        )
-        assert cursor.lastrowid is not None
-        return cursor.lastrowid
 
     def _trim(self, number: int) -> None:
         """Delete rows that no reader needs: old ones of requests that are gone or were written anew."""
@@ -277,18 +279,7 @@ class HostStore:
                 os.close(descriptor)
 
     def _remove_owner(self, owner: str) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            left = self._db.execute(
-                "SELECT request, entry, max(number) FROM log WHERE owner = ? GROUP BY request",
-                (owner,),
-            )
-            for request, entry, _ in left.fetchall():
-                if entry is not None:
-                    self._insert(owner, request, False, None)
-            self._db.execute("DELETE FROM owners WHERE owner = ?", (owner,))
-        finally:
-            self._db.execute("COMMIT")
+        _remove_owner(self._db, owner)
         # This connection does not see its own write as a change.
         self._seen_version = -1
 
@@ -300,6 +291,44 @@ class HostStore:
     def _describe(self, error: Exception) -> str:
         where = getattr(self, "_folder", None) or default_folder()
         return f"the ledger in {where} cannot be used ({type(error).__name__}: {error})"
+
+
+def _insert(
+    database: sqlite3.Connection, owner: str, request_id: str, promises: bool, entry: str | None
+) -> int:
+    cursor = database.execute(
+        "INSERT INTO log (at_s, owner, request, promises, entry) VALUES (?, ?, ?, ?, ?)",
+        (time.monotonic(), owner, request_id, promises, entry),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def _remove_owner(database: sqlite3.Connection, owner: str) -> None:
+    """Remove a process that is gone, and all that it has written of requests."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        left = database.execute(
+            "SELECT request, entry, max(number) FROM log WHERE owner = ? GROUP BY request", (owner,)
+        )
+        for request, entry, _ in left.fetchall():
+            if entry is not None:
+                _insert(database, owner, request, False, None)
+        database.execute("DELETE FROM owners WHERE owner = ?", (owner,))
+    finally:
+        database.execute("COMMIT")
+
+
+def _leave(database: sqlite3.Connection, lock: int, folder: Path, owner: str, pid: int) -> None:
+    """Remove this process from a ledger. Called at its end."""
+    if pid != os.getpid():
+        # A fork: the ledger is the parent's.
+        return
+    with contextlib.suppress(sqlite3.Error, OSError):
+        _remove_owner(database, owner)
+        database.close()
+        (folder / f"{owner}.lock").unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _private_folder() -> Path:

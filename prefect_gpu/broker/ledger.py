@@ -236,7 +236,7 @@ class Ledger:
         """
         with self._lock:
             seat = Seat(next(self._numbers))
-            self._open()
+            self.view()
             seat.changes.update((i, e) for i, e in self._entries.items() if not e.reservations)
             self._seats.append(seat)
             self._watchers.append(changed)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from prefect_gpu.broker import host_ledger
 from prefect_gpu.broker.host_ledger import HostStore
-from prefect_gpu.broker.ledger import Entry, Ledger, LedgerView, MemoryStore
+from prefect_gpu.broker.ledger import Entry, Ledger, LedgerView, MemoryStore, StoreError
 from prefect_gpu.scheduling.backfill import BlockedStatus
 from prefect_gpu.scheduling.model import ModelBudgets, Request, Reservation
 from tests.unit.scheduling.values import request, reserved
@@ -256,3 +262,223 @@ def test_a_process_of_another_pid_namespace_is_not_named(shared: Callable[[], Le
     one.try_write(0, {"a": held})
     assert two.view().processes == {}
     assert two.view().tasks == 1
+
+
+# The ends of processes.
+
+
+def in_process(folder: Path, *names: str) -> subprocess.Popen[str]:
+    """Start a process that waits and holds something in a ledger, until it is told to end."""
+    program = f"""
+import sys
+from pathlib import Path
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Ledger
+from tests.unit.broker.test_ledger import entry, reserved
+ledger = Ledger(lambda: HostStore(Path({str(folder)!r})))
+for name in {names!r}:
+    held = (reserved(by=name),) if name.startswith("holds") else ()
+    assert ledger.try_write(ledger.view().version, {{name: entry(name, *held)}})
+print("written", flush=True)
+sys.stdin.read()
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "written\n"
+    return child
+
+
+def entries(ledger: Ledger) -> set[str]:
+    """Return the ids of all requests that a ledger has, once the ends of processes were looked for."""
+    seat = ledger.join(nothing)
+    ledger.leave(seat, nothing)
+    held = {r.request_id for r in all_of(ledger.view())}
+    return held | set(seat.changes)
+
+
+@pytest.mark.parametrize("how", ["killed", "ends"])
+def test_what_a_process_had_is_gone_with_it(how: str, tmp_path: Path) -> None:
+    ledger = Ledger(lambda: HostStore(tmp_path, owners_s=0.0))
+    ledger.try_write(0, {"mine": entry("mine", reserved(by="mine")), "waits": entry("waits")})
+    with in_process(tmp_path, "holds", "waits too") as child:
+        assert entries(ledger) == {"mine", "waits", "holds", "waits too"}
+        # That it has noted something of another's request does not make the request its own.
+        if how == "killed":
+            child.kill()
+        child.communicate()
+    assert entries(ledger) == {"mine", "waits"}
+    assert len(list(tmp_path.glob("*.lock"))) == 1
+
+
+def test_a_process_that_passed_another_ones_request_does_not_take_it_along(tmp_path: Path) -> None:
+    stores: list[HostStore] = []
+
+    def open_store() -> HostStore:
+        stores.append(HostStore(tmp_path, owners_s=0.0))
+        return stores[-1]
+
+    mine, theirs = Ledger(open_store), Ledger(open_store)
+    mine.try_write(0, {"waits": entry("waits")})
+    theirs.join(nothing)
+    waits = theirs.entry("waits")
+    assert waits is not None
+    passed = replace(waits, status=BlockedStatus(passed=1))
+    assert theirs.try_write(theirs.view().version, {"waits": passed})
+    os.close(stores[1]._lock)
+    assert entries(mine) == {"waits"}
+    assert mine.entry("waits") == passed
+
+
+def test_a_fork_does_not_keep_its_parent_alive(tmp_path: Path) -> None:
+    ledger = Ledger(lambda: HostStore(tmp_path, owners_s=0.0))
+    ledger.view()
+    program = f"""
+import os, sys
+from pathlib import Path
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Ledger
+from tests.unit.broker.test_ledger import entry, reserved
+ledger = Ledger(lambda: HostStore(Path({str(tmp_path)!r})))
+assert ledger.try_write(ledger.view().version, {{"holds": entry("holds", reserved(by="holds"))}})
+read, write = os.pipe()
+if os.fork() == 0:
+    os.close(write)
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.close(read)
+os.kill(os.getpid(), 9)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "forked\n"
+        child.wait()
+        assert entries(ledger) == set()
+
+
+# Ledgers that cannot be shared.
+
+
+def test_a_ledger_of_another_release_is_not_shared(tmp_path: Path) -> None:
+    HostStore(tmp_path)
+    with sqlite3.connect(tmp_path / "ledger.db") as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    ledger = Ledger(lambda: HostStore(tmp_path))
+    assert ledger.try_write(ledger.view().version, {"a": entry("a", reserved(by="a"))})
+    assert ledger.problem == (
+        f"the ledger in {tmp_path} has schema 99 and this release of prefect-gpu uses schema 1; use one "
+        f"release for all flows of this machine"
+    )
+
+
+@pytest.mark.parametrize("how", ["no folder", "no folder, but a file", "no database", "read-only"])
+def test_a_ledger_that_cannot_be_used_is_named_once(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "ledger"
+    if how == "no folder, but a file":
+        folder.touch()
+    elif how == "no database":
+        folder.mkdir()
+        (folder / "ledger.db").write_bytes(b"something else" * 1000)
+    elif how == "read-only":
+        folder.symlink_to("/proc")
+    ledger = Ledger(lambda: HostStore(folder))
+    for name in ("a", "b"):
+        held = entry(name, reserved(by=name))
+        assert ledger.try_write(ledger.view().version, {name: held})
+    assert ledger.view().tasks == 2
+    assert str(folder) in ledger.problem
+    (record,) = caplog.records
+    assert "GPU tasks of other processes are not seen from now on" in record.getMessage()
+
+
+def test_a_ledger_that_becomes_unusable_keeps_what_this_process_knows_of_itself(
+    tmp_path: Path,
+) -> None:
+    mine, theirs = (Ledger(lambda: HostStore(tmp_path)) for _ in range(2))
+    mine.try_write(0, {"mine": entry("mine", reserved(by="mine"))})
+    theirs.try_write(theirs.view().version, {"theirs": entry("theirs", reserved(by="theirs"))})
+    assert mine.view().tasks == 2
+    with sqlite3.connect(tmp_path / "ledger.db") as database:
+        database.execute("DROP TABLE log")
+    database.close()
+    mine.attach("mine", 7)
+    assert "no such table: log" in mine.problem
+    view = mine.view()
+    assert (view.tasks, [r.request_id for r in all_of(view)]) == (1, ["mine"])
+    mine.attach("mine", 7)
+    assert mine.view().processes == {"mine": 7}
+    mine.release("mine")
+    assert mine.view().tasks == 0
+
+
+def test_a_process_whose_lock_was_removed_goes_on_alone(tmp_path: Path) -> None:
+    mine, theirs = (Ledger(lambda: HostStore(tmp_path, owners_s=0.0)) for _ in range(2))
+    mine.try_write(0, {"mine": entry("mine", reserved(by="mine"))})
+    for lock in tmp_path.glob("*.lock"):
+        lock.unlink()
+    assert theirs.view().tasks == 0
+    assert mine.view().tasks == 1
+    assert "was removed" in mine.problem
+
+
+def test_the_default_folder_is_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    monkeypatch.setattr(host_ledger, "default_folder", lambda: folder)
+    HostStore()
+    assert (folder.stat().st_mode & 0o777, folder.stat().st_uid) == (0o700, os.getuid())
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    folder.chmod(0o777)
+    with pytest.raises(StoreError, match="belongs to this user alone"):
+        HostStore()
+
+
+def test_a_link_is_not_followed_to_the_default_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(host_ledger, "default_folder", lambda: tmp_path / "link")
+    with pytest.raises(StoreError, match="belongs to this user alone"):
+        HostStore()
+
+
+def test_a_folder_of_a_group_has_files_of_the_group(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    old = os.umask(0o077)
+    try:
+        store = HostStore(tmp_path)
+    finally:
+        os.umask(old)
+    assert store.read(0) == []
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o660}
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")
+    monkeypatch.setattr(host_ledger.psutil, "disk_partitions", lambda **of_all: [mount])
+    with pytest.raises(StoreError, match=r"network file system \(nfs4\)"):
+        HostStore(tmp_path)
+
+
+def test_the_log_is_cut_but_for_what_still_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_ledger, "LOG_ROWS", 10)
+    ledger = Ledger(lambda: HostStore(tmp_path))
+    assert ledger.try_write(0, {"stays": entry("stays", reserved(by="stays"))})
+    for number in range(1100):
+        name = f"r{number}"
+        assert ledger.try_write(ledger.view().version, {name: entry(name)})
+        ledger.release(name)
+    with sqlite3.connect(tmp_path / "ledger.db") as database:
+        (rows,) = database.execute("SELECT count(*) FROM log").fetchone()
+    database.close()
+    assert rows < 500
+    assert Ledger(lambda: HostStore(tmp_path)).view().tasks == 1

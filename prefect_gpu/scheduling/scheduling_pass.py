@@ -242,8 +242,10 @@ def decide(
             break
         placements.append((request, board.place(request, chosen, now_s)))
         if request.origin:
+            # Whom it passes is counted by its own broker, when it starts.
             left[request.origin] -= 1
-        backfill.count_passes(chosen)
+        else:
+            backfill.count_passes(chosen)
         host = host.after(request)
         most_free_bytes = board.most_free_bytes()
         if position + 1 < len(lane):

@@ -133,7 +133,6 @@ class Broker:
         #: ledger's watchers) are not called under it but put into `_calls`.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closed = False
         #: Something has changed that may let a request start.
         self._dirty = False
         #: Readings that the thread has not taken in.
@@ -457,16 +456,6 @@ class Broker:
         if give_up is not None:
             give_up()
 
-    def close(self) -> None:
-        """End the threads of a broker that nothing uses any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._sampler.stop()
-        if self._thread is not None:
-            self._thread.join()
-        self._ledger.leave(self._seat, self._look_again)
-
     def _look_again(self) -> None:
         """Request another scheduling pass from the thread: the ledger has changed."""
         with self._changed:
@@ -547,8 +536,6 @@ class Broker:
         while True:
             with self._changed:
                 self._wait_for_work()
-                if self._closed:
-                    return
                 self._attempt(self._take_readings)
             # Reservations whose memory is back are released first, all that came together: so they are
             # one scheduling pass.
@@ -562,7 +549,7 @@ class Broker:
         until_s: float | None = None
         if self._shares and (self._waiting or self._hot.without_task):
             until_s = self._clock.now() + POLL_S
-        while not (self._arrived or self._dirty or self._closed):
+        while not (self._arrived or self._dirty):
             times = [each for each in (until_s, self._recovery.poll_s) if each is not None]
             left_s = min(times) - self._clock.now() if times else None
             if left_s is not None and left_s <= 0:

@@ -242,12 +242,6 @@ class Ledger:
             self._watchers.append(changed)
         return seat
 
-    def leave(self, seat: Seat, changed: Callable[[], None]) -> None:
-        """Forget a broker."""
-        with self._lock:
-            self._seats.remove(seat)
-            self._watchers.remove(changed)
-
     def view(self) -> LedgerView:
         """Read what other processes have written, and return what is promised now."""
         with self._lock:

@@ -58,7 +58,7 @@ MAX_BACK_OFF_S = 5.0
 class Sampler:
     """Reads devices in a thread of its own, at an interval while it is active.
 
-    All methods may be called from any thread, and none waits for the reader. Where a driver hangs, `publish`
+    All methods may be called from any thread, and none but `stop` waits for the reader. Where a driver hangs, `publish`
     is not called any more.
 
     Args:

@@ -67,7 +67,10 @@ class ContextStore:
         entries = {**self._read(), key: context_bytes}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(entries, indent=1, sort_keys=True), encoding="utf-8")
+            # Others read it at any time.
+            written = self.path.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps(entries, indent=1, sort_keys=True), encoding="utf-8")
+            written.replace(self.path)
         except OSError:
             pass
 

@@ -173,17 +173,19 @@ def looks_out_of_memory(error: BaseException) -> str:
         The framework, as in `gpu:framework=`; empty: it is another error.
     """
     text = str(error).lower()
-    if _HOST.search(text):
-        return ""
+    on_host = _HOST.search(text) is not None
     bases = type(error).__mro__
     owner = None
     for base in bases:
         framework = _OWNERS.get(base.__module__.partition(".")[0])
         if framework is not None:
             owner = owner or framework
-            if any(part in text for part in _CLASSES[framework].get(base.__name__, ())):
+            known = _CLASSES[framework].get(base.__name__, ())
+            # TensorFlow has one class for the memory of devices and of the host.
+            certain = "" in known and framework != "tensorflow"
+            if certain or (not on_host and any(part in text for part in known)):
                 return framework
-    if any(base.__module__ == "builtins" and base not in _PLAIN for base in bases):
+    if on_host or any(base.__module__ == "builtins" and base not in _PLAIN for base in bases):
         return ""
     for name, texts in _TEXTS.items():
         if owner in (None, name) and any(all(part in text for part in parts) for parts in texts):

@@ -616,8 +616,8 @@ class ProcessLauncher:
         """Read what a child that has ended still sent, kill what it left, and call its listener."""
         assert child.process is not None
         self._close_pidfd(child)
-        # Before it is waited for, so that no other process has its id, nor its group's. (A fork was
-        # reaped by its server already, but only now: see docs/decisions.md.)
+        # Before it is waited for, so that no other process has its id, nor its group's. (A fork, and where
+        # there is no pidfd any process, was reaped already, but only now: see docs/decisions.md.)
         guardian.kill_group(child.process.pid)
         code = child.process.wait()
         if child.killed or code != 0:

@@ -363,8 +363,10 @@ class KindRecord:
     failed_s: float = float("-inf")
     #: Why none is started any more; empty: they are.
     given_up: str = ""
-    #: Hot standbys in a row that did not suit the task that they were kept for.
+    #: Hot standbys in a row that did not suit the task that they were kept for, counted as `failures` are.
     hot_misfits: int = 0
+    #: Monotonic seconds of the last of them.
+    hot_failed_s: float = float("-inf")
     #: Monotonic seconds before which no device is asked for: none was had, or one had to be given back.
     hot_after_s: float = 0.0
     #: Modules of the user's do something at their import that must not be done before the task.
@@ -409,7 +411,8 @@ class KindRecord:
         """Note that one does not suit the task that it was made for, or kept for on its device."""
         if standby.device is None:
             self.take_failure(standby, now_s, "the environment changes from task to task")
-        else:
+        elif standby.started_s > self.hot_failed_s:
+            self.hot_failed_s = now_s
             self.hot_misfits += 1
 
     def take_success(self, standby: Standby) -> None:

@@ -118,6 +118,8 @@ class BudgetBook:
         self._store = store
         self._gate = gate
         self._recent = recent
+        #: What the store had when a key was read last.
+        self._kept: dict[HistoryKey, Sequence[PastRun]] = {}
         self._lock = threading.Lock()
         self._told = False
 
@@ -196,7 +198,9 @@ class BudgetBook:
         if not report.devices:
             return
         key, run = identity.on(report.devices[0].name), past_run(report)
-        run = replace(run, floor_bytes=known_floor_bytes((*self._runs(key), run)) or None)
+        # The API is not asked here, on the thread that places all tasks.
+        known = (*self._kept.get(key, ()), *self._recent.runs(key), run)
+        run = replace(run, floor_bytes=known_floor_bytes(known) or None)
         self._recent.add(key, run)
         self._store.add(key, run)
 
@@ -246,7 +250,7 @@ class BudgetBook:
     def _runs(self, key: HistoryKey) -> list[PastRun]:
         """Return the runs of a key: kept ones and those of this process, each once, newest first."""
         try:
-            kept = self._store.runs(key)
+            kept = self._kept[key] = self._store.runs(key)
         except OSError as error:
             kept = ()
             with self._lock:

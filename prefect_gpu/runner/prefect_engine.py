@@ -132,9 +132,12 @@ class SharedClient:
                 self._context = SyncClientContext.get()
             if self._context is None:
                 # In a copy of the caller's context, which must not change. The engine enters it again,
-                # which then neither opens nor closes the client.
-                self._own = copy_context()
-                self._context = self._own.run(SyncClientContext().__enter__)
+                # which then neither opens nor closes the client. It is not entered itself here: that asks
+                # the API for its version, and an API that is away must fail tasks, not their `submit`.
+                self._own, context = copy_context(), SyncClientContext()
+                self._own.run(context.client.__enter__)
+                context._context_stack = 1
+                self._context = context
             return self._context
 
     @contextlib.contextmanager
@@ -148,7 +151,7 @@ class SharedClient:
             self._closed = True
             own, self._own = self._own, None
             if own is not None and self._context is not None:
-                own.run(self._context.__exit__, None, None, None)
+                own.run(self._context.client.__exit__, None, None, None)
             self._context = None
 
 

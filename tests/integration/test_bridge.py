@@ -24,6 +24,7 @@ from prefect.context import (
 from prefect.events import Event
 from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed
 from prefect.task_engine import run_task_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
@@ -231,6 +232,16 @@ def test_the_shared_client_is_the_flows_or_one_that_is_closed(outer: str) -> Non
     # An open client is the flow's business.
     assert seen["the flow's"] is (outer == "sync")
     assert seen["closed"] is (outer != "sync")
+
+
+def test_the_shared_client_opens_without_a_call_of_an_api_that_is_away() -> None:
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        shared = prefect_engine.SharedClient()
+        client: SyncPrefectClient = shared.open().client
+        with shared.lend() as lent:
+            assert lent is client
+        shared.close()
+    assert client._client.is_closed
 
 
 def test_a_retry_condition_is_asked_once_for_each_error() -> None:

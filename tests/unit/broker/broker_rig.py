@@ -26,10 +26,15 @@ from prefect_gpu.units import GIB
 from tests.fakes.fake_devices import FakeDevices
 
 
+class Closing(Exception):
+    """Ends the thread of a broker. In a flow it runs as long as the process."""
+
+
 class WatchedBroker(Broker):
     """Says when it has nothing to do."""
 
     resting = False
+    closing = False
     #: Readings that the sampler has begun, and how many had begun when the last one came.
     begun = 0
     came = 0
@@ -48,6 +53,20 @@ class WatchedBroker(Broker):
         self._changed.notify_all()
         super()._wait_for_work()
         self.resting = False
+        if self.closing:
+            raise Closing
+
+    def _run(self) -> None:
+        with contextlib.suppress(Closing):
+            super()._run()
+
+    def close(self) -> None:
+        self._sampler.stop()
+        with self._changed:
+            self.closing = True
+            self._wake()
+        if self._thread is not None:
+            self._thread.join()
 
     @property
     def started(self) -> bool:

@@ -82,16 +82,6 @@ def test_a_release_calls_each_watcher_once(ledger: Ledger) -> None:
     assert told == ["one", "two"]
 
 
-def test_a_broker_that_has_left_is_not_called(ledger: Ledger) -> None:
-    told: list[str] = []
-    watcher = lambda: told.append("one")  # noqa: E731
-    seat = ledger.join(watcher)
-    ledger.leave(seat, watcher)
-    ledger.try_write(0, {"a": entry("a", reserved(by="a"))})
-    ledger.release("a")
-    assert told == []
-
-
 def test_processes_are_named_for_as_long_as_they_hold_something(ledger: Ledger) -> None:
     ledger.attach("a", 1)
     assert ledger.view().processes == {}
@@ -299,7 +289,6 @@ sys.stdin.read()
 def entries(ledger: Ledger) -> set[str]:
     """Return the ids of all requests that a ledger has, once the ends of processes were looked for."""
     seat = ledger.join(nothing)
-    ledger.leave(seat, nothing)
     held = {r.request_id for r in all_of(ledger.view())}
     return held | set(seat.changes)
 

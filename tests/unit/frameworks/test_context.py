@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from prefect_gpu.frameworks import context
@@ -52,6 +54,20 @@ def test_where_nothing_can_be_written_it_is_remembered_by_this_object(tmp_path):
     store = ContextStore(tmp_path / "file" / "c.json")
     store.put(KEY, 3)
     assert store.get(KEY) == 3
+
+
+def test_a_write_that_fails_midway_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "c.json"
+    ContextStore(path).put(KEY, 5)
+    write = Path.write_text
+
+    def write_a_part(target, text, **options):
+        write(target, text[:10], **options)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_a_part)
+    ContextStore(path).put("jax", 7)
+    assert ContextStore(path).get(KEY) == 5
 
 
 @pytest.mark.parametrize("base", ["", "relative/path"])

@@ -13,6 +13,7 @@ def error(module, name, text, base=Exception):
 OUT_OF_MEMORY = {
     "torch": [
         error("torch", "OutOfMemoryError", "anything", RuntimeError),
+        error("torch", "OutOfMemoryError", "beside a std::bad_alloc", RuntimeError),
         error("torch", "AcceleratorError", "CUDA error: out of memory", RuntimeError),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),

@@ -177,6 +177,13 @@ def test_no_device_is_asked_for_where_hot_ones_never_suit(record: KindRecord) ->
     assert not record.given_up, "standbys that only import go on"
 
 
+def test_hot_ones_that_were_started_before_one_did_not_suit_count_once(record: KindRecord) -> None:
+    record.broker = Broker()  # type: ignore[assignment]
+    for number in range(MOST_FAILURES):
+        record.take_misfit(standby(started_s=number, device=GPU), 9.0)
+    assert choose_to_start({KIND: record}, [standby()], 99.0)
+
+
 def test_a_device_where_a_framework_does_not_start_is_said_once(
     record: KindRecord, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -207,6 +207,15 @@ def test_unreadable_histories_are_logged_once_and_the_task_probes(
     assert caplog.text.count("no route to host") == 1
 
 
+def test_a_run_is_kept_without_a_call_of_an_api_that_may_hang(
+    books: Books, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Unreachable()
+    books.book(store).take(WHO, task_report(outcome="completed", budget_bytes=GIB))
+    assert len(MemoryHistory.runs(store, WHO.on(MODEL))) == 1
+    assert not caplog.records, "the store was not read"
+
+
 def test_runs_of_this_process_count_at_once_for_other_runners(books: Books) -> None:
     one, other = books.book(MemoryHistory()), books.book(MemoryHistory())
     probe = books.grant(one)

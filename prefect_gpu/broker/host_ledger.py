@@ -157,7 +157,8 @@ class HostStore:
         """See `Store.read`."""
         try:
             version = self._version()
-            rows = self._rows(after)
+            # A process that knows nothing has decided nothing: it needs the last row of each request alone.
+            rows = self._rows(after) if after else self._last_rows()
             self._seen_version = version
             return rows
         except (sqlite3.Error, ValidationError) as error:
@@ -208,25 +209,16 @@ class HostStore:
         )
 
     def _rows(self, after: int) -> list[Row]:
-        if after:
-            query = (
-                "SELECT number, request, promises, entry FROM log WHERE number > ? ORDER BY number"
-            )
-        else:
-            # Of each request, the last row.
-            query = (
-                "SELECT max(number), request, promises, entry FROM log WHERE number > ? "
-                "GROUP BY request ORDER BY 1"
-            )
-        return [
-            Row(
-                number,
-                request,
-                bool(promises),
-                None if text is None else _ENTRY.validate_json(text),
-            )
-            for number, request, promises, text in self._db.execute(query, (after,))
-        ]
+        (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
+        if last is not None and last - after > LOG_ROWS:
+            # Some were deleted. This process was stopped for long.
+            return [Row(after, "", True, None), *self._last_rows()]
+        query = "SELECT number, request, promises, entry FROM log WHERE number > ? ORDER BY number"
+        return [_row(*each) for each in self._db.execute(query, (after,))]
+
+    def _last_rows(self) -> list[Row]:
+        query = "SELECT max(number), request, promises, entry FROM log GROUP BY request ORDER BY 1"
+        return [_row(*each) for each in self._db.execute(query)]
 
     def _version(self) -> int:
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
@@ -291,6 +283,11 @@ class HostStore:
     def _describe(self, error: Exception) -> str:
         where = getattr(self, "_folder", None) or default_folder()
         return f"the ledger in {where} cannot be used ({type(error).__name__}: {error})"
+
+
+def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
+    entry = None if text is None else _ENTRY.validate_json(text)
+    return Row(number, request_id, bool(promises), entry)
 
 
 def _insert(

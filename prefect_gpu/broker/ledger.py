@@ -72,6 +72,7 @@ class Row(NamedTuple):
 
     #: Its place in the log, from 1.
     number: int
+    #: Empty: rows were left out before those that follow, which are the last one of each request.
     request_id: str
     #: It promises memory: a decision made before it must be made again.
     promises: bool
@@ -388,6 +389,10 @@ class Ledger:
         """Take what other processes have written."""
         assert self._store is not None
         for row in rows:
+            if not row.request_id:
+                for request_id in tuple(self._entries):
+                    self._apply(request_id, None, None)
+                continue
             mine = self._entries.get(row.request_id)
             if row.entry is None and mine is not None and mine.owner == self._store.owner:
                 raise StoreError("its file that says that this process is alive was removed")

@@ -478,3 +478,22 @@ def test_the_log_is_cut_but_for_what_still_holds(
     database.close()
     assert rows < 500
     assert Ledger(lambda: HostStore(tmp_path)).view().tasks == 1
+
+
+def test_a_process_that_was_stopped_for_long_reads_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_ledger, "LOG_ROWS", 10)
+    mine, theirs = (Ledger(lambda: HostStore(tmp_path)) for _ in range(2))
+    for name in ("mine", "gone", "stays"):
+        ledger = mine if name == "mine" else theirs
+        held = entry(name, reserved(by=name))
+        assert ledger.try_write(ledger.view().version, {name: held})
+    before = mine.view()
+    theirs.release("gone")
+    for number in range(1100):
+        theirs.try_write(theirs.view().version, {f"r{number}": entry("r")})
+        theirs.release(f"r{number}")
+    assert not mine.try_write(before.version, {"late": entry("late", reserved(by="late"))})
+    assert {r.request_id for r in all_of(mine.view())} == {"mine", "stays"}
+    assert mine.problem == ""

@@ -390,8 +390,10 @@ class Ledger:
         assert self._store is not None
         for row in rows:
             if not row.request_id:
+                give_ups = dict(self._give_ups)
                 for request_id in tuple(self._entries):
                     self._apply(request_id, None, None)
+                self._give_ups = give_ups
                 continue
             mine = self._entries.get(row.request_id)
             if row.entry is None and mine is not None and mine.owner == self._store.owner:

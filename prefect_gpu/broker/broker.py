@@ -346,6 +346,15 @@ class Broker:
         with self._changed:
             return self._view.capacities(names)
 
+    def check(self, request: Request) -> None:
+        """Check that a request could be placed if nothing else ran.
+
+        Raises:
+            PlacementError: It can never be placed.
+        """
+        with self._changed:
+            self._view.check(request)
+
     def foreign_growth_bytes(self, ticket: Ticket, patience_s: float = 2.0) -> int:
         """Return by how much others' memory has grown on a task's devices since it was placed.
 

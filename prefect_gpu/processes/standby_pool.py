@@ -348,6 +348,8 @@ class StandbyPool:
             )
             self._end_hung(now)
             announced = [a.kind for a in self._announced]
+            for record in self._records.values():
+                record.forget(now)
             demands = demands_of(self._records, announced, self._standbys)
             self._carry_out(plan_standbys(demands, machine), now)
             if now < self._hold_until_s:

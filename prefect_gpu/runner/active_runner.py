@@ -48,7 +48,7 @@ from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.engine_threads import TagLimits, start_engine
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
-from prefect_gpu.scheduling.model import Reservation
+from prefect_gpu.scheduling.model import Request, Reservation
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.standbys import most_by_default
 from prefect_gpu.settings import read_settings
@@ -211,7 +211,20 @@ class ActiveRunner:
         if standby == 0 and not forks:
             return None
         try:
-            broker = self.broker()
+            broker, policy = self.broker(), plan.policy
+            # What can never be placed gets no process.
+            broker.check(
+                Request(
+                    "",
+                    plan.task_name,
+                    plan.sequence,
+                    0.0,
+                    policy.memory,
+                    policy.count,
+                    policy.devices,
+                    policy.exclusive,
+                )
+            )
             kind = self._kind(plan, broker)
             if forks:
                 with self._lock:

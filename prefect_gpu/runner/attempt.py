@@ -634,7 +634,10 @@ def _death_by_exception(
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, after the name of its class unless it is ours."""
-    text = str(error).strip().partition("\n")[0]
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:  # noqa: BLE001 - a user's class may have no text
+        text = ""
     if isinstance(error, PrefectGPUError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -27,6 +27,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.devices.host import count_cores
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
@@ -34,7 +35,6 @@ from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes.fork_server import ForkLauncher, check_modules, fork_server_pool
-from prefect_gpu.processes.interpreter import count_cores
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_pool import Announcement, standby_pool

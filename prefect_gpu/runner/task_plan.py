@@ -16,13 +16,13 @@ from typing import Any
 
 from prefect import Task
 
+from prefect_gpu.devices.host import count_cores
 from prefect_gpu.errors import NO_ROOM, PrefectGPUError, ResultError
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK, detect_frameworks, host_bytes_of
 from prefect_gpu.frameworks.torch_adapter import reduce_large
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes import values
-from prefect_gpu.processes.interpreter import count_cores
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.processes.transport import PackedValue
 from prefect_gpu.processes.values import Share

@@ -16,6 +16,4 @@ __all__ = ["prefect_server", "pytest_configure"]
 @pytest.fixture
 def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
     with workplace(tmp_path, prefect_server) as made:
-        (tmp_path / "ledger").mkdir()
-        made.environment["PREFECT_INTEGRATIONS_GPU_LEDGER"] = str(tmp_path / "ledger")
         yield made

@@ -25,6 +25,7 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "REPORTS",
         "STANDBY",
         "START_METHOD",
+        "LEDGER",
     ):
         monkeypatch.delenv(PREFIX + name, raising=False)
 

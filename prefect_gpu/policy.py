@@ -237,9 +237,11 @@ class GPUPolicy:
 
 
 def is_gpu_tag(tag: str) -> bool:
-    """Return whether `tag` is `gpu` or starts with `gpu:`, ignoring case and outer spaces."""
-    text = tag.strip().lower()
-    return text == "gpu" or text.startswith("gpu:")
+    """Return whether `tag` is `gpu` or starts with `gpu:`, ignoring case and outer spaces.
+
+    One with spaces before the colon is meant to be, and is refused where it is read.
+    """
+    return tag.partition(":")[0].strip().lower() == "gpu"
 
 
 def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GPUPolicy | None:
@@ -387,6 +389,8 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
     for tag in tags:
         if tag.strip().lower() == "gpu":
             continue
+        if not tag.strip().lower().startswith("gpu:"):
+            raise PolicyError(tag, "there is a space before the colon", "gpu:KEY=VALUE")
         name, equals, text = (part.strip() for part in tag.strip()[4:].partition("="))
         name = name.lower()
         key, accepted, read = _find(tag, name)

@@ -6,6 +6,7 @@ settings. What a single task asks for is not set here: see `prefect_gpu.policy`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from prefect.settings.base import (
@@ -102,6 +103,12 @@ class GPUSettings(PrefectBaseSettings):
         default="spawn",
         description="How the process of a task starts: spawn, as a fresh interpreter, or forkserver, as "
         "a fork of a process that has imported Prefect, NumPy and PyTorch and done nothing else.",
+    )
+    ledger: Path | None = Field(
+        default=None,
+        description="Folder of the ledger in which all flows of the machine see what the others have reserved, on "
+        "a local disk: one that is mounted into several containers, or that a group may write to. None: a "
+        "folder of the user.",
     )
     reports: bool = Field(
         default=True,

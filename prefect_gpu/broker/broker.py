@@ -14,13 +14,15 @@ import itertools
 import logging
 import os
 import threading
+import time
+import uuid
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
-from prefect_gpu.broker.ledger import PROCESS_LEDGER, LedgerView, ProcessLedger
+from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
 from prefect_gpu.clock import Clock, RealClock
@@ -30,11 +32,12 @@ from prefect_gpu.devices.sampler import Sampler
 from prefect_gpu.errors import CapacityError, DeviceError, PlacementError, PlacementTimeoutError
 from prefect_gpu.frameworks.context import fallback_context_bytes
 from prefect_gpu.process_resources import start_thread
-from prefect_gpu.scheduling.backfill import PATIENCE, Patience
+from prefect_gpu.scheduling.backfill import PATIENCE, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceKind,
+    DeviceSnapshot,
     Placement,
     Reading,
     Request,
@@ -61,13 +64,24 @@ HEADROOM_BYTES: dict[DeviceKind, int] = {
     "simulated": 0,
 }
 
+#: Seconds between two looks at what other processes have written, while a request waits or a hot standby is here.
+POLL_S = 0.02
+
+#: Seconds after which requests of another broker are passed that could start, as far as is known here, and do not.
+PASSIVE_S = 2.0
+
+#: Makes the ids of requests unique on the machine: processes of two containers may have one number.
+_PROCESS = uuid.uuid4().hex[:8]
+
 _ids = itertools.count()
-_sequences = itertools.count()
+_last_sequence = 0
 
 
 def next_sequence() -> int:
-    """Return the next number in the order of arrival, for all brokers of this process."""
-    return next(_sequences)
+    """Return the next number in the order of arrival, for all brokers of the machine."""
+    global _last_sequence
+    _last_sequence = max(_last_sequence + 1, time.monotonic_ns())
+    return _last_sequence
 
 
 class Broker:
@@ -75,7 +89,7 @@ class Broker:
 
     Args:
         reader: Reads the devices.
-        ledger: Holds the reservations.
+        ledger: Holds the reservations and the waiting requests of all brokers that share devices.
         style: How to choose among devices that fit.
         max_processes: Most children at a time; `None`: four for each core, at least eight.
         max_tasks_per_device: Most tasks on a device at a time; `None`: as many as fit.
@@ -90,7 +104,7 @@ class Broker:
     def __init__(
         self,
         reader: DeviceReader,
-        ledger: ProcessLedger = PROCESS_LEDGER,
+        ledger: Ledger,
         style: PlacementStyle = "spread",
         max_processes: int | None = None,
         max_tasks_per_device: int | None = None,
@@ -113,6 +127,8 @@ class Broker:
         self.max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
         self._held_by_parent = held_by_parent
         self._clock = clock or RealClock()
+        #: Whether other processes may use the ledger.
+        self._shares = ledger.shares
         #: Guards all below. Functions of others (a ticket's callbacks, and a release, which calls the
         #: ledger's watchers) are not called under it but put into `_calls`.
         self._changed = threading.Condition()
@@ -126,9 +142,18 @@ class Broker:
         self._style = style
         self._max_tasks_per_device = max_tasks_per_device
         self._patience = patience
+        #: Its own requests, and those of other brokers that wait for the same devices.
         self._queue = RequestQueue()
-        #: By request id: those of the queue.
+        #: By request id: its own of the queue.
         self._waiting: dict[str, Ticket] = {}
+        #: By request id: those of other brokers in the queue.
+        self._elsewhere: dict[str, Request] = {}
+        #: By origin: most processes of another broker, and monotonic seconds since when requests of it could start
+        #: and do not.
+        self._most: dict[str, int] = {}
+        self._passive_s: dict[str, float] = {}
+        #: Its own that the ledger does not have yet.
+        self._unwritten: dict[str, Request] = {}
         #: By request id.
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
@@ -151,20 +176,25 @@ class Broker:
             clock=self._clock,
             read_host_available=read_host_available,
         )
-        ledger.watch(self._look_again)
+        #: What other brokers have written and this one has not taken in.
+        self._seat = ledger.join(self._look_again)
 
     # Any thread.
 
     @property
     def processes(self) -> int:
-        """Processes that hold a device now."""
-        return len(self._placed)
+        """Processes of tasks that hold a device now, in all flows of the machine."""
+        return self._ledger.view().tasks
 
     @property
     def host_promised_bytes(self) -> int:
-        """Bytes of the machine's memory reserved for processes that have not taken them yet."""
-        with self._changed:
-            return sum(t.request.host_bytes for t in self._placed.values() if not t.running)
+        """Bytes of the machine's memory reserved for processes that have not taken them yet, in all flows."""
+        return self._ledger.view().host_promised_bytes
+
+    @property
+    def problem(self) -> str:
+        """Why other flows of the machine are not seen; empty: they are."""
+        return self._ledger.problem
 
     @property
     def wants_host_memory(self) -> bool:
@@ -175,7 +205,7 @@ class Broker:
                 return False
             if self.kind == "host":
                 # There every request does; while others run, their end may be all that it waits for.
-                return not self._placed
+                return not self._ledger.view().tasks
             left = reading.host_available_bytes - self.host_promised_bytes
             return any(t.request.host_bytes > left for t in self._waiting.values())
 
@@ -192,13 +222,14 @@ class Broker:
         Raises:
             CapacityError: A thread that is needed could not be started. A later request tries again.
         """
-        request_id = f"{os.getpid()}-{next(_ids)}"
+        request_id = f"{_PROCESS}-{os.getpid()}-{next(_ids)}"
         ticket = Ticket(replace(request, id=request_id, submitted_s=self._clock.now()), standby)
         with self._changed:
             self._start()
             self._sampler.set_active(True)
             self._queue.add(ticket.request)
-            self._waiting[ticket.request.id] = ticket
+            self._waiting[request_id] = ticket
+            self._unwritten[request_id] = ticket.request
             self._wake()
         return ticket
 
@@ -266,12 +297,13 @@ class Broker:
             reading, silence = self._view.reading, self._view.silence
             if reading is None or silence:
                 return silence
+            view = self._ledger.view()
             try:
-                return explain(
+                reason = explain(
                     ticket.request,
                     self._queue,
-                    self._states(),
-                    self._host_state(reading),
+                    self._states(view),
+                    self._host_state(reading, view),
                     self._patience,
                     self._clock.now(),
                     self._max_tasks_per_device,
@@ -279,6 +311,7 @@ class Broker:
             except PlacementError as error:
                 # The next pass refuses it.
                 return error.problem
+            return f"{reason}; {self.problem}" if self.problem else reason
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Stop waiting; without effect once it was placed.
@@ -291,7 +324,7 @@ class Broker:
                 return False
             ticket.decide()
             # It may have blocked others.
-            self._wake()
+            self._call_later(partial(self._ledger.release, ticket.request.id))
             return True
 
     def attach(self, ticket: Ticket, pid: int) -> None:
@@ -301,6 +334,10 @@ class Broker:
             ticket.pid = pid
         self._ledger.attach(ticket.request.id, pid)
 
+    def run(self, ticket: Ticket) -> None:
+        """Note that the body of a request has begun: it has the memory that it needs of the machine itself."""
+        self._ledger.run(ticket.request.id)
+
     def capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
         """Return the bytes that could ever be reserved on each device that a task may use.
 
@@ -308,6 +345,15 @@ class Broker:
         """
         with self._changed:
             return self._view.capacities(names)
+
+    def check(self, request: Request) -> None:
+        """Check that a request could be placed if nothing else ran.
+
+        Raises:
+            PlacementError: It can never be placed.
+        """
+        with self._changed:
+            self._view.check(request)
 
     def foreign_growth_bytes(self, ticket: Ticket, patience_s: float = 2.0) -> int:
         """Return by how much others' memory has grown on a task's devices since it was placed.
@@ -392,6 +438,8 @@ class Broker:
             if not self._hot.lend(standby, states, reading, view.version, sizes, avoid):
                 return None
             self._ledger.lend(standby_id, partial(self._reclaim_standby, standby_id))
+            # From now on another process may ask for it.
+            self._wake()
         return standby.device
 
     def offer_standby(self, standby_id: str) -> None:
@@ -418,8 +466,11 @@ class Broker:
             give_up()
 
     def _look_again(self) -> None:
-        """Request another scheduling pass from the thread."""
+        """Request another scheduling pass from the thread: the ledger has changed."""
         with self._changed:
+            if self._waiting:
+                # The last reading may show the memory of a process that was just released elsewhere.
+                self._sampler.refresh()
             self._wake()
 
     def _on_reading(self, reading: Reading) -> None:
@@ -455,12 +506,13 @@ class Broker:
         """Return what each device has free at the last reading, less the reservations (`None`: those of now)."""
         return self._view.states(view or self._ledger.view(), self._placed, self._others())
 
-    def _host_state(self, reading: Reading) -> HostState:
+    def _host_state(self, reading: Reading, view: LedgerView) -> HostState:
         return HostState(
             available_bytes=reading.host_available_bytes,
-            reserved_bytes=self.host_promised_bytes,
+            reserved_bytes=view.host_promised_bytes,
             processes=len(self._placed),
             max_processes=self.max_processes,
+            all_processes=view.tasks,
         )
 
     def _fresh_reading(self, patience_s: float) -> Reading | None:
@@ -497,18 +549,20 @@ class Broker:
             # Reservations whose memory is back are released first, all that came together: so they are
             # one scheduling pass.
             self._make_calls()
+            self._attempt(self._ledger.poll)
             with self._changed:
                 self._attempt(self._schedule)
             self._make_calls()
 
     def _wait_for_work(self) -> None:
+        until_s: float | None = None
+        if self._shares and (self._waiting or self._hot.without_task):
+            until_s = self._clock.now() + POLL_S
         while not (self._arrived or self._dirty):
-            left_s: float | None = None
-            poll_s = self._recovery.poll_s
-            if poll_s is not None:
-                left_s = poll_s - self._clock.now()
-                if left_s <= 0:
-                    return
+            times = [each for each in (until_s, self._recovery.poll_s) if each is not None]
+            left_s = min(times) - self._clock.now() if times else None
+            if left_s is not None and left_s <= 0:
+                return
             self._clock.wait(self._changed, left_s)
 
     def _attempt(self, step: Callable[[], None]) -> None:
@@ -581,19 +635,23 @@ class Broker:
     def _make_pass(self, reading: Reading) -> None:
         while True:
             view = self._ledger.view()
+            self._take_changes(self._seat.take())
             states = self._states(view)
-            decisions, settled = self._decide(states, self._host_state(reading))
-            reservations = [r for _, placement, _ in settled.made for r in placement.reservations]
-            # The reservations replace those of the hot standbys that are taken.
-            taken = [standby_id for _, _, standby_id in settled.made if standby_id]
-            if not reservations or self._ledger.try_reserve(view.version, reservations, taken):
+            decisions, settled = self._decide(states, self._host_state(reading, view), view)
+            changes = self._changes_of(decisions, settled)
+            if not changes or self._ledger.try_write(view.version, changes):
                 break
             # Another broker has written meanwhile: what was free may no longer be.
-        self._queue.statuses.update(decisions.statuses)
+        self._unwritten.clear()
+        self._queue.statuses.update(
+            (i, status) for i, status in decisions.statuses.items() if i in self._waiting
+        )
         self._calls += [partial(self._ledger.reclaim, each) for each in settled.given_up]
         for request, error in decisions.refusals:
-            self._waiting[request.id].decide(error=error)
-            self._remove(request)
+            ticket = self._remove(request)
+            if ticket is not None:
+                ticket.decide(error=error)
+                self._calls.append(partial(self._ledger.release, request.id))
         foreign = {state.device.key: state.foreign_bytes for state in states}
         for request, placement, standby_id in settled.made:
             ticket = self._placed[request.id] = self._waiting[request.id]
@@ -608,7 +666,104 @@ class Broker:
                 self._hot.hand_over(standby_id, ticket)
             ticket.decide(placement)
 
-    def _decide(self, states: Sequence[DeviceState], host: HostState) -> tuple[Decisions, Settled]:
+    def _take_changes(self, changes: Changes) -> None:
+        """Bring the queue up to what other brokers have written of waiting requests."""
+        for request_id, entry in changes.items():
+            if request_id in self._waiting:
+                # How often others have passed it.
+                if entry is not None:
+                    self._take_status(entry)
+                continue
+            known = self._elsewhere.pop(request_id, None)
+            if known is not None:
+                self._queue.remove(known)
+                self._passive_s.pop(known.origin, None)
+            request = None if entry is None else self._seen_from_here(entry)
+            if entry is not None and request is not None:
+                self._elsewhere[request_id] = request
+                self._queue.add(request)
+                self._take_status(entry)
+                self._most[request.origin] = entry.max_processes
+
+    def _take_status(self, entry: Entry) -> None:
+        if entry.status != BlockedStatus():
+            self._queue.statuses[entry.request.id] = entry.status
+
+    def _seen_from_here(self, entry: Entry) -> Request | None:
+        """Return another broker's request with the devices of this one; `None`: it uses none of them."""
+        usable = set(entry.devices)
+        shared = [device.uuid for device in self.devices if device.key in usable]
+        if not shared:
+            return None
+        named = tuple(uuid for uuid in entry.request.devices if uuid in shared)
+        if not named and len(shared) < len(self.devices):
+            named = tuple(shared)
+        return replace(
+            entry.request,
+            origin=entry.origin,
+            devices=named,
+            count=min(entry.request.count, len(shared)),
+        )
+
+    def _changes_of(self, decisions: Decisions, settled: Settled) -> Changes:
+        """Return what a pass writes: new requests that wait, what happened to blocked ones, reservations."""
+        changes: dict[str, Entry | None] = {}
+        refused = {request.id for request, _ in decisions.refusals}
+        for request_id, request in self._unwritten.items():
+            if request_id in self._waiting and request_id not in refused:
+                changes[request_id] = self._entry_of(request)
+        for request_id, status in decisions.statuses.items():
+            entry = changes.get(request_id) or self._ledger.entry(request_id)
+            if entry is None or entry.status == status:
+                continue
+            # Which devices are kept for a request is for its own broker to say.
+            if request_id in self._waiting or entry.status.passed < status.passed:
+                changes[request_id] = replace(entry, status=status)
+        for request, placement, standby_id in settled.made:
+            entry = changes.get(request.id) or self._ledger.entry(request.id)
+            entry = entry or self._entry_of(request)
+            changes[request.id] = replace(entry, reservations=placement.reservations)
+            if standby_id:
+                # The reservations replace those of the hot standby that is taken.
+                changes[standby_id] = None
+        return changes
+
+    def _entry_of(self, request: Request) -> Entry:
+        devices, named = self.devices, tuple[str, ...]()
+        if request.devices:
+            states = [DeviceState(DeviceSnapshot(each, 0.0, 0), 0, 0, 0) for each in self.devices]
+            devices = tuple(state.device for state in select_devices(request, states))
+            named = tuple(device.uuid for device in devices)
+        return Entry(
+            replace(request, devices=named),
+            broker=self._seat.number,
+            devices=tuple(device.key for device in devices),
+            max_processes=self.max_processes,
+        )
+
+    def _rooms(self, view: LedgerView) -> dict[str, int]:
+        """Return how many processes each other broker may start."""
+        now_s = self._clock.now()
+        return {
+            origin: 0
+            if now_s - self._passive_s.get(origin, now_s) > PASSIVE_S
+            else most - view.holding.get(origin, 0)
+            for origin, most in self._most.items()
+        }
+
+    def _note_passive(self, decisions: Decisions) -> None:
+        """Note which other brokers could start a request and have not yet."""
+        now_s = self._clock.now()
+        could = {request.origin for request, _ in decisions.placements if request.origin}
+        for origin in could:
+            self._passive_s.setdefault(origin, now_s)
+        for origin, since_s in list(self._passive_s.items()):
+            if origin not in could and now_s - since_s <= PASSIVE_S:
+                del self._passive_s[origin]
+
+    def _decide(
+        self, states: Sequence[DeviceState], host: HostState, view: LedgerView
+    ) -> tuple[Decisions, Settled]:
         """Decide which requests start, which never can, and which hot standbys must end."""
         board = Board(
             states,
@@ -617,23 +772,33 @@ class Broker:
             self._held_by_parent,
             self._queue.least_bytes,
         )
-        decisions = decide(self._queue, board, host, self._patience, self._clock.now())
+        decisions = decide(
+            self._queue, board, host, self._patience, self._clock.now(), self._rooms(view)
+        )
+        self._note_passive(decisions)
         if not any(state.standbys for state in states):
-            made = tuple((request, placement, "") for request, placement in decisions.placements)
+            made = tuple(
+                (r, placement, "") for r, placement in decisions.placements if not r.origin
+            )
             return decisions, Settled(made, ())
         offers = self._hot.offers
-        kinds = {r.id: self._waiting[r.id].kind for r, _ in decisions.placements}
+        kinds = {r.id: self._waiting[r.id].kind for r, _ in decisions.placements if not r.origin}
         settled = settle(decisions.placements, states, offers, kinds)
+        own = tuple(each for each in settled.made if not each[0].origin)
+        settled = replace(settled, made=own)
         if offers and not settled.given_up:
             # One may keep the first request without a device from it.
             decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
             first = next((r for r in self._queue if r.id not in decided), None)
-            if first is not None and not host.refusal(first):
+            if first is not None and not first.origin and not host.refusal(first):
                 ends = in_the_way(first, select_devices(first, states))
                 settled = replace(settled, given_up=ends)
         return decisions, settled
 
     def _remove(self, request: Request) -> Ticket | None:
         """Remove a waiting request; return its ticket, `None`: it does not wait."""
-        self._queue.remove(request)
-        return self._waiting.pop(request.id, None)
+        ticket = self._waiting.pop(request.id, None)
+        if ticket is not None:
+            self._queue.remove(request)
+            self._unwritten.pop(request.id, None)
+        return ticket

@@ -34,7 +34,7 @@ from prefect_gpu.scheduling.model import (
     Request,
     Reservation,
 )
-from prefect_gpu.scheduling.placement import select_devices
+from prefect_gpu.scheduling.placement import check_possible, select_devices
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -278,16 +278,26 @@ class DeviceView:
 
         That is each device, where it names some that are not there.
         """
-        reading = self.reading
-        known = {} if reading is None else {s.device.key: s.usable_bytes for s in reading.snapshots}
-        states = [DeviceState(DeviceSnapshot(device, 0.0, 0), 0, 0, 0) for device in self._devices]
+        states = self._empty_states()
         try:
             states = select_devices(Request("", "", 0, 0.0, devices=names), states)
         except PlacementError:
             # The request for a placement is refused for it.
             pass
-        devices = [state.device for state in states]
-        return {d: max(0, known.get(d.key, d.total_bytes) - self._headroom_bytes) for d in devices}
+        return {state.device: state.capacity_bytes for state in states}
+
+    def check(self, request: Request) -> None:
+        """Check that a request could be placed on the empty machine; see `placement.check_possible`."""
+        check_possible(request, self._empty_states(), self._held_by_parent)
+
+    def _empty_states(self) -> list[DeviceState]:
+        reading = self.reading
+        known = {} if reading is None else {s.device.key: s.usable_bytes for s in reading.snapshots}
+        sizes = [known.get(device.key, device.total_bytes) for device in self._devices]
+        return [
+            DeviceState(DeviceSnapshot(device, 0.0, 0), 0, 0, max(0, size - self._headroom_bytes))
+            for device, size in zip(self._devices, sizes, strict=True)
+        ]
 
     def states(
         self, view: LedgerView, tickets: Mapping[str, Ticket], others: Iterable[Ticket] = ()
@@ -305,6 +315,10 @@ class DeviceView:
         if reading is None or reading.error:
             return []
         held = [view.by_device.get(key, ()) for key in self._keys]
+        if self._held_by_parent:
+            # The ledger has the task around this process too.
+            outer = {i for i, pid in view.processes.items() if pid == os.getpid()}
+            held = [tuple(r for r in each if r.request_id not in outer) for each in held]
         other = {ticket.request.id: ticket for ticket in others}
         for at in compress(range(len(held)), map(is_not, held, self._computed_for)):
             key, snapshot = self._keys[at], reading.snapshots[at]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from prefect_gpu.broker.device_view import RecoveryWatch
-from prefect_gpu.broker.ledger import ProcessLedger
+from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import Clock
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
@@ -73,7 +73,7 @@ class HotStandbys:
     def __init__(
         self,
         reader: DeviceReader,
-        ledger: ProcessLedger,
+        ledger: Ledger,
         recovery: RecoveryWatch,
         clock: Clock,
         style: PlacementStyle,
@@ -126,10 +126,12 @@ class HotStandbys:
         reservation = Reservation(
             standby.id, device.host, device.uuid, size, task_name=name, standby=True
         )
-        if not self._ledger.try_reserve(version, [reservation]):
+        request = Request(standby.id, name, -1, self._clock.now())
+        entry = Entry(request, reservations=(reservation,), devices=(device.key,))
+        if not self._ledger.try_write(version, {standby.id: entry}):
             return False
         standby.memory = self._reader.process_memory((device.uuid,), None)
-        standby.ticket = Ticket(Request(standby.id, name, -1, self._clock.now()), pid=standby.pid)
+        standby.ticket = Ticket(request, pid=standby.pid)
         standby.ticket.placement = Placement(standby.id, (device,), (size,), (reservation,))
         self._recovery.take_baseline(standby.ticket, reading)
         self._ledger.attach(standby.id, standby.pid)

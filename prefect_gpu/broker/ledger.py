@@ -1,23 +1,158 @@
-"""The ledger of one Python process, shared by all its runners: which requests hold which reservations.
+"""The ledger of a machine: which requests wait and which hold what of which device, in all flows.
 
-A decision is made on one version of the ledger and written only if that version is still current (compare
-and swap), so two brokers can never reserve the same bytes twice. What to reserve is decided in
-`prefect_gpu.scheduling`; waiting for memory to come back is `device_view`.
+An `Entry` is what is known of one request. The ledger is a log of changes to entries, so every process that
+reads the log has the same entries. A decision is made on one version of the ledger and written only if no
+process has promised memory since (compare and swap), so two brokers can never reserve the same bytes twice.
+
+Where the log is kept is a `Store`: `MemoryStore` for one process, `host_ledger.HostStore` for all processes of
+a machine. What to reserve is decided in `prefect_gpu.scheduling`; waiting for memory to come back is
+`device_view`.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 from prefect_gpu.process_resources import PROCESS_RESOURCES
-from prefect_gpu.scheduling.model import DeviceKey, Reservation
+from prefect_gpu.scheduling.backfill import BlockedStatus
+from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request in the ledger, as all processes see it."""
+
+    #: What is asked. Its devices are named by their whole UUIDs.
+    request: Request
+    #: Which process it belongs to: the name of that process's lock.
+    owner: str = ""
+    #: Which broker of the process it belongs to.
+    broker: int = 0
+    #: What it holds; empty: it waits.
+    reservations: tuple[Reservation, ...] = ()
+    #: Devices that it may use.
+    devices: tuple[DeviceKey, ...] = ()
+    #: What has happened to it while it was blocked.
+    status: BlockedStatus = field(default_factory=BlockedStatus)
+    #: Most processes at a time of its broker.
+    max_processes: int = 0
+    #: Process that holds the memory; `None`: none does yet.
+    pid: int | None = None
+    #: The PID namespace in which `pid` names that process; empty: not known.
+    namespace: str = ""
+    #: Its body has begun, so the memory that it needs of the machine itself is taken.
+    running: bool = False
+    #: Another process asks for its memory back. Of hot standbys.
+    reclaimed: bool = False
+
+    @property
+    def origin(self) -> str:
+        """Which broker of the machine it belongs to."""
+        return f"{self.owner}/{self.broker}"
+
+    @property
+    def standby(self) -> bool:
+        """Whether it is a hot standby's."""
+        return any(reservation.standby for reservation in self.reservations)
+
+
+#: Entries by the id of their request; `None`: it is gone.
+Changes = Mapping[str, Entry | None]
+
+
+class Row(NamedTuple):
+    """One change in a log."""
+
+    #: Its place in the log, from 1.
+    number: int
+    #: Empty: rows were left out before those that follow, which are the last one of each request.
+    request_id: str
+    #: It promises memory: a decision made before it must be made again.
+    promises: bool
+    #: `None`: the request is gone.
+    entry: Entry | None
+
+
+class Written(NamedTuple):
+    """The result of `Store.write`."""
+
+    #: What others have written since it was read last.
+    rows: Sequence[Row]
+    #: Number of the last row of what was written; `None`: nothing was, since a row of others conflicts.
+    number: int | None
+
+
+class StoreError(Exception):
+    """A store cannot be used any more. Its text says why."""
+
+
+class Store(Protocol):
+    """Where a log is kept. The ledger calls it under its lock; each call returns soon, whatever others do."""
+
+    #: Name of this process as an owner.
+    owner: str
+    #: The PID namespace of this process.
+    namespace: str
+
+    def changed(self) -> bool:
+        """Return whether another process may have written since the last call of `read` or `write`."""
+        ...
+
+    def read(self, after: int) -> Sequence[Row]:
+        """Return what was written after a row.
+
+        Raises:
+            StoreError: It cannot be read.
+        """
+        ...
+
+    def write(
+        self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
+    ) -> Written:
+        """Write changes, all or none.
+
+        Args:
+            after: Number of the last row that was read.
+            changes: Rows, whose numbers are not used.
+            conflicts: Returns whether nothing may be written, for each row of others after that one.
+
+        Raises:
+            StoreError: It cannot be written.
+        """
+        ...
+
+
+class MemoryStore:
+    """The log of a process that shares nothing. It keeps no rows, since nobody else reads them."""
+
+    owner = "memory"
+    namespace = ""
+
+    def changed(self) -> bool:
+        """Return `False`: no other process writes here."""
+        return False
+
+    def read(self, after: int) -> Sequence[Row]:
+        """Return nothing: no other process writes here."""
+        return ()
+
+    def write(
+        self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
+    ) -> Written:
+        """See `Store.write`."""
+        return Written((), after + len(changes))
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """All reservations at one version."""
+    """All that is promised at one version."""
 
     version: int
     #: By device. The tuple of a device is the same object until its reservations change.
@@ -25,117 +160,301 @@ class LedgerView:
     #: Request id to the process that runs for it: what such a process holds is not foreign, whichever
     #: broker started it.
     processes: Mapping[str, int]
+    #: By origin: requests that hold devices, without hot standbys.
+    holding: Mapping[str, int]
+    #: Bytes of the machine's memory reserved for processes that have not taken them yet.
+    host_promised_bytes: int
+
+    @property
+    def tasks(self) -> int:
+        """Requests that hold devices, without hot standbys."""
+        return sum(self.holding.values())
 
 
-class ProcessLedger:
-    """Reservations in memory, keyed by host and device UUID. Safe to use from several threads.
+class Seat:
+    """What one broker has not seen yet of the waiting requests of others, and of its own."""
 
-    Its owner is this process, so nothing in it outlives the process. A fork of the process begins with an
-    empty one.
+    def __init__(self, number: int) -> None:
+        #: Of the broker in this process.
+        self.number = number
+        #: Waiting entries that others have written, by request id; `None`: it waits no longer.
+        self.changes: dict[str, Entry | None] = {}
+
+    def take(self) -> Changes:
+        """Return the changes since the last call."""
+        changes, self.changes = self.changes, {}
+        return changes
+
+
+class Ledger:
+    """The entries of all requests. Safe to use from several threads.
+
+    A fork of the process begins with an empty one.
+
+    Args:
+        open_store: Opens the store, when the ledger is used first. What it raises as `StoreError` is logged
+            once, and the process shares nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, open_store: Callable[[], Store] = MemoryStore) -> None:
+        self._open_store = open_store
+        #: Whether other processes may use it.
+        self.shares = open_store is not MemoryStore
         self._reset()
-        PROCESS_RESOURCES.after_fork(self, ProcessLedger._reset)
+        PROCESS_RESOURCES.after_fork(self, Ledger._reset)
 
     def _reset(self) -> None:
-        #: Guards all below. Nothing else is called under it.
-        self._lock = threading.Lock()
-        self._version = 0
-        #: Devices of each request, by its id.
-        self._devices: dict[str, tuple[DeviceKey, ...]] = {}
+        #: Guards all below. Nothing is called under it but the store.
+        self._lock = threading.RLock()
+        self._store: Store | None = None
+        #: Why other processes are not seen; empty: they are.
+        self.problem = ""
+        self._entries: dict[str, Entry] = {}
+        #: Those of them that hold something.
+        self._holding: dict[str, Entry] = {}
         self._by_device: dict[DeviceKey, tuple[Reservation, ...]] = {}
-        self._processes: dict[str, int] = {}
-        #: By request id, of hot standbys.
-        self._give_ups: dict[str, Callable[[], None]] = {}
+        #: Number of the last row that was read or written, and of the last one that promised memory.
+        self._number = 0
+        self._promised = 0
+        #: Others have written something that the watchers were not called for.
+        self._news = False
         #: Made at most once for each change.
         self._view: LedgerView | None = None
+        self._numbers = itertools.count()
+        self._seats: list[Seat] = []
         self._watchers: list[Callable[[], None]] = []
+        #: By request id, of hot standbys of this process.
+        self._give_ups: dict[str, Callable[[], None]] = {}
+
+    # Brokers.
+
+    def join(self, changed: Callable[[], None]) -> Seat:
+        """Return a seat for a broker.
+
+        Args:
+            changed: Called from any thread, without locks, after every release, and when `poll` has found
+                changes of other processes.
+        """
+        with self._lock:
+            seat = Seat(next(self._numbers))
+            self.view()
+            seat.changes.update((i, e) for i, e in self._entries.items() if not e.reservations)
+            self._seats.append(seat)
+            self._watchers.append(changed)
+        return seat
 
     def view(self) -> LedgerView:
-        """Return all reservations and their version."""
+        """Read what other processes have written, and return what is promised now."""
         with self._lock:
+            store = self._open()
+            if store.changed():
+                self._read()
             if self._view is None:
-                self._view = LedgerView(self._version, dict(self._by_device), dict(self._processes))
+                self._view = self._make_view(store)
             return self._view
 
-    def try_reserve(
-        self, version: int, reservations: Sequence[Reservation], instead_of: Sequence[str] = ()
-    ) -> bool:
-        """Write all reservations if `version` is still current; else write none.
+    def poll(self) -> None:
+        """Read what other processes have written, and call the watchers if there was something since the last call."""
+        with self._lock:
+            if self._open().changed():
+                self._read()
+            # Views, writes and other brokers read too.
+            if not self._news:
+                return
+            self._news = False
+        self._call_watchers()
+
+    def try_write(self, version: int, changes: Changes) -> bool:
+        """Write changes if nobody has promised memory since a view was made; else write none.
 
         Args:
             version: Of the view on which they were decided.
-            reservations: What to write.
-            instead_of: Requests whose reservations are taken back in the same step. The watchers are not
-                called for them, since their memory is not free.
+            changes: What to write. The owner is set here.
 
         Returns:
             Whether they were written.
         """
         with self._lock:
-            if version != self._version:
+            if self._promised > version:
                 return False
-            for request_id in instead_of:
-                self._remove(request_id)
-            for reservation in reservations:
-                request_id, key = reservation.request_id, reservation.device_key
-                self._devices[request_id] = (*self._devices.get(request_id, ()), key)
-                self._by_device[key] = (*self._by_device.get(key, ()), reservation)
-            self._version += 1
-            self._view = None
-            return True
+            return self._write(changes, lambda row: row.promises or row.request_id in changes)
 
     def attach(self, request_id: str, pid: int) -> None:
         """Set which process holds what a request has reserved; it replaces one that was set before."""
         with self._lock:
-            if request_id in self._devices:
-                # The version stays: what is reserved has not changed.
-                self._processes[request_id] = pid
-                self._view = None
+            self._change(request_id, pid=pid, namespace=self._open().namespace)
+
+    def run(self, request_id: str) -> None:
+        """Note that the body of a request has begun."""
+        with self._lock:
+            self._change(request_id, running=True)
 
     def release(self, request_id: str) -> None:
-        """Take back all reservations of a request and call the watchers; unknown ids are ignored."""
+        """Remove a request and call the watchers; unknown ids are ignored."""
         with self._lock:
-            if not self._remove(request_id):
+            if request_id not in self._entries:
                 return
-            self._version += 1
-            self._view = None
-            watchers = list(self._watchers)
-        for changed in watchers:
-            changed()
+            while request_id in self._entries:
+                self._write({request_id: None}, lambda row: False)
+        self._call_watchers()
 
     def lend(self, request_id: str, give_up: Callable[[], None]) -> None:
-        """Set what `reclaim` calls to get a hot standby's reservation back."""
+        """Set what is called when the memory of a hot standby of this process is asked for."""
         with self._lock:
-            if request_id in self._devices:
+            if request_id in self._entries:
                 self._give_ups[request_id] = give_up
 
     def reclaim(self, request_id: str) -> None:
-        """Ask for a hot standby's reservation back; it is released once its memory is free.
+        """Ask for the memory of a hot standby, of this or another process; it is released once it is free.
 
         Requests that are no hot standby's are ignored.
         """
         with self._lock:
             give_up = self._give_ups.get(request_id)
+            entry = self._entries.get(request_id)
+            if give_up is None and entry is not None and entry.standby and not entry.reclaimed:
+                self._change(request_id, reclaimed=True)
         if give_up is not None:
             give_up()
 
-    def _remove(self, request_id: str) -> bool:
-        self._processes.pop(request_id, None)
-        self._give_ups.pop(request_id, None)
-        devices = self._devices.pop(request_id, None)
-        for key in devices or ():
-            left = tuple(r for r in self._by_device.pop(key, ()) if r.request_id != request_id)
-            if left:
-                self._by_device[key] = left
-        return devices is not None
-
-    def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` after every release, from any thread."""
+    def entry(self, request_id: str) -> Entry | None:
+        """Return what is known of a request; `None`: nothing is."""
         with self._lock:
-            self._watchers.append(changed)
+            return self._entries.get(request_id)
 
+    # With the lock held.
 
-#: The one ledger of this process: runners whose device specifications differ see each other's reservations.
-PROCESS_LEDGER = ProcessLedger()
+    def _open(self) -> Store:
+        if self._store is None:
+            try:
+                self._store = self._open_store()
+                self._read()
+                # Nobody has seen anything else before.
+                self._news = False
+            except StoreError as error:
+                self._share_nothing(error)
+        assert self._store is not None
+        return self._store
+
+    def _share_nothing(self, error: StoreError) -> None:
+        """Go on with what this process knows of itself."""
+        self.problem = str(error)
+        logger.warning("GPU tasks of other processes are not seen from now on: %s", error)
+        owner = "" if self._store is None else self._store.owner
+        self._store = MemoryStore()
+        for request_id, entry in list(self._entries.items()):
+            mine = entry.owner == owner
+            self._apply(request_id, replace(entry, owner=MemoryStore.owner) if mine else None, None)
+
+    def _read(self) -> None:
+        assert self._store is not None
+        try:
+            self._take(self._store.read(self._number))
+        except StoreError as error:
+            self._share_nothing(error)
+
+    def _change(self, request_id: str, **fields: object) -> None:
+        while (entry := self._holding.get(request_id)) is not None:
+            changed = replace(entry, **fields)  # type: ignore[arg-type]
+            if self._write({request_id: changed}, lambda row: row.request_id == request_id):
+                break
+
+    def _write(self, changes: Changes, conflicts: Callable[[Row], bool]) -> bool:
+        """Write changes; return whether none of the rows that others have written meanwhile conflicts."""
+        store = self._open()
+        rows = [
+            Row(
+                0,
+                request_id,
+                entry is not None and bool(entry.reservations) and request_id not in self._holding,
+                entry if entry is None or entry.owner else replace(entry, owner=store.owner),
+            )
+            for request_id, entry in changes.items()
+        ]
+        try:
+            written = store.write(self._number, rows, conflicts)
+            self._take(written.rows)
+        except StoreError as error:
+            # What others had reserved is no longer known: what was decided on it is decided again.
+            self._share_nothing(error)
+            return False
+        if written.number is None:
+            return False
+        first = written.number - len(rows) + 1
+        for at, row in enumerate(rows):
+            self._apply(row.request_id, row.entry, row._replace(number=first + at))
+        return True
+
+    def _take(self, rows: Iterable[Row]) -> None:
+        """Take what other processes have written."""
+        assert self._store is not None
+        for row in rows:
+            if not row.request_id:
+                give_ups = dict(self._give_ups)
+                for request_id in tuple(self._entries):
+                    self._apply(request_id, None, None)
+                self._give_ups = give_ups
+                continue
+            mine = self._entries.get(row.request_id)
+            if row.entry is None and mine is not None and mine.owner == self._store.owner:
+                raise StoreError("its file that says that this process is alive was removed")
+            self._apply(row.request_id, row.entry, row)
+            self._news = True
+
+    def _apply(self, request_id: str, entry: Entry | None, row: Row | None) -> None:
+        """Bring the entries up to one change."""
+        if row is not None:
+            self._number = row.number
+            if row.promises:
+                self._promised = row.number
+        before = self._entries.pop(request_id, None)
+        self._holding.pop(request_id, None)
+        if entry is not None:
+            self._entries[request_id] = entry
+            if entry.reservations:
+                self._holding[request_id] = entry
+        held_before = () if before is None else before.reservations
+        held = () if entry is None else entry.reservations
+        if held != held_before:
+            for key in dict.fromkeys(r.device_key for r in (*held_before, *held)):
+                left = [r for r in self._by_device.pop(key, ()) if r.request_id != request_id]
+                left += [r for r in held if r.device_key == key]
+                if left:
+                    self._by_device[key] = tuple(left)
+        self._view = None
+        if entry is None:
+            self._give_ups.pop(request_id, None)
+        waits = entry is not None and not entry.reservations
+        if waits or (before is not None and not before.reservations):
+            for seat in self._seats:
+                seat.changes[request_id] = entry if waits else None
+
+    def _make_view(self, store: Store) -> LedgerView:
+        holding: dict[str, int] = {}
+        processes: dict[str, int] = {}
+        host_promised_bytes = 0
+        for request_id, entry in self._holding.items():
+            if entry.pid is not None and entry.namespace == store.namespace:
+                processes[request_id] = entry.pid
+            if not entry.standby:
+                holding[entry.origin] = holding.get(entry.origin, 0) + 1
+                host_promised_bytes += 0 if entry.running else entry.request.host_bytes
+        return LedgerView(
+            self._number, dict(self._by_device), processes, holding, host_promised_bytes
+        )
+
+    # Without the lock.
+
+    def _call_watchers(self) -> None:
+        with self._lock:
+            watchers = list(self._watchers)
+            owner = "" if self._store is None else self._store.owner
+            asked = [
+                give_up
+                for request_id, give_up in self._give_ups.items()
+                if (entry := self._entries.get(request_id)) is not None
+                and entry.owner == owner
+                and entry.reclaimed
+            ]
+        for call in (*watchers, *asked):
+            call()

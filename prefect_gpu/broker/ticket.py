@@ -34,8 +34,6 @@ class Ticket:
     pid: int | None = None
     #: Id of the hot standby that is kept for it, until a process has its task; empty: none is.
     standby_id: str = ""
-    #: Whether the body has begun: what the process needs of the machine's memory is then taken.
-    running: bool = False
     #: Bytes that its own counters (plus context) give, where the device cannot tell.
     stand_in_bytes: int = 0
     #: Called with monotonic seconds and the bytes on each of its devices, in the task's order, at

@@ -102,6 +102,7 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
     in_task.set_current_recorder(recorder)
     sampler = LiveSampler(channel, recorder, prepare.counters_interval_s)
     shortage: OutOfMemory | None = None
+    failed: BaseException | None = None
     raised, text = False, ""
     try:
         hooks.install(adapters, prepare.policy)
@@ -127,6 +128,7 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
             try:
                 result = run_body(call)
             except BaseException as error:
+                failed = error
                 # At once: other processes take memory, and the body's frames are released.
                 shortage = find_shortage(error, names, readings)
                 raise
@@ -137,11 +139,12 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
         data = values.dumps(result, "return value", "result", reducers)
     except BaseException as error:
         in_task.set_current_recorder(None)
-        raised, text = True, _format_traceback(error)
-        # An error while the call was read, a framework was set up for it, or its result was copied to
-        # the host, counts as well.
-        shortage = shortage or find_shortage(error, names, readings)
-        data = values.dump_exception(error, reducers)
+        if failed is None:
+            # An error while the call was read, a framework was set up for it, or its result was copied to
+            # the host, counts as well.
+            failed, shortage = error, find_shortage(error, names, readings)
+        raised, text = True, _format_traceback(failed)
+        data = values.dump_exception(failed, reducers)
     # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
     host_peak_bytes = read_own_bytes("VmHWM")
     ended = BodyEnded(raised, shortage, text, *sampler.last(), host_peak_bytes)

@@ -1,4 +1,4 @@
-"""The host's own memory as a device, how much of it is available, and kills for lack of it.
+"""The host's own memory as a device, how much of it is available, kills for lack of it, and the cores.
 
 Used where there is no GPU, and by `nvml` on machines with unified memory. Limits of control groups
 count; swap does not.
@@ -6,6 +6,8 @@ count; swap does not.
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import socket
 from collections.abc import Callable, Collection
@@ -53,36 +55,56 @@ class _GroupFiles:
     kills: str
 
 
-_VERSION_1 = _GroupFiles(
-    ("memory.limit_in_bytes",),
-    "memory.usage_in_bytes",
-    "total_inactive_file",
-    "memory.oom_control",
-)
-_VERSION_2 = _GroupFiles(
-    ("memory.max", "memory.high"), "memory.current", "inactive_file", "memory.events"
-)
+#: By the version of control groups.
+_FILES = {
+    1: _GroupFiles(
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+        "memory.oom_control",
+    ),
+    2: _GroupFiles(
+        ("memory.max", "memory.high"), "memory.current", "inactive_file", "memory.events"
+    ),
+}
 
 
-def _find_groups(root: Path) -> tuple[tuple[Path, _GroupFiles], ...]:
-    """Return the control groups whose memory limits hold for this process: its own, then the ancestors.
+def _find_groups(root: Path, controller: str) -> tuple[tuple[Path, int], ...]:
+    """Return the control groups whose limits hold for this process, with the version of each.
 
-    They are looked for where systemd and container runtimes mount them. A container may see only its
-    own part of the tree there, so the folders of its ancestors need not exist.
+    These are its own and the ancestors. They are looked for where systemd and container runtimes mount
+    them. A container may see only its own part of the tree there, so the folders of its ancestors need not
+    exist.
     """
     mounts = root / "sys" / "fs" / "cgroup"
-    groups: list[tuple[Path, _GroupFiles]] = []
+    groups: list[tuple[Path, int]] = []
     for line in _text(root / "proc" / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            top, files = mounts, _VERSION_2
-        elif "memory" in controllers.split(","):
-            top, files = mounts / "memory", _VERSION_1
+            top, version = mounts, 2
+        elif controller in controllers.split(","):
+            top, version = mounts / controller, 1
         else:
             continue
         own = Path(path.lstrip("/"))
-        groups += [(top / group, files) for group in (own, *own.parents)]
+        groups += [(top / group, version) for group in (own, *own.parents)]
     return tuple(groups)
+
+
+def read_core_quota(root: Path = Path("/")) -> float:
+    """Return how many cores' time the control groups let this process use; infinite: no limit.
+
+    Args:
+        root: As for `read_host_memory`.
+    """
+    quotas = [math.inf]
+    for folder, version in _find_groups(root, "cpu"):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        found = " ".join(_text(folder / name) for name in names).split()
+        # Version 2 writes "max" where there is no limit, version 1 -1.
+        if len(found) == 2 and all(each.isdigit() and int(each) for each in found):
+            quotas.append(int(found[0]) / int(found[1]))
+    return min(quotas)
 
 
 def _read_group(folder: Path, files: _GroupFiles) -> HostMemory | None:
@@ -115,12 +137,22 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     """
     machine = psutil.virtual_memory()
     bounds = [HostMemory(machine.total, machine.available)]
-    for folder, files in _find_groups(root):
+    for folder, version in _find_groups(root, "memory"):
+        files = _FILES[version]
         group = _read_group(folder, files)
         if group is not None:
             bounds.append(group)
     total_bytes = min(bound.total_bytes for bound in bounds)
     return HostMemory(total_bytes, min(total_bytes, *(b.available_bytes for b in bounds)))
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use, by its affinity and the quota of its control groups."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, read_core_quota())))
 
 
 def read_host_available_bytes() -> int:
@@ -138,7 +170,8 @@ def read_oom_kills(root: Path = Path("/")) -> int:
     Args:
         root: As for `read_host_memory`.
     """
-    counters = [folder / files.kills for folder, files in _find_groups(root)]
+    groups = _find_groups(root, "memory")
+    counters = [folder / _FILES[version].kills for folder, version in groups]
     matches = [_OOM_KILLS.search(_text(file)) for file in (root / "proc" / "vmstat", *counters)]
     return sum(int(match[1]) for match in matches if match is not None)
 

@@ -19,11 +19,15 @@ from prefect_gpu.errors import DeviceError, ProtocolError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
 from prefect_gpu.units import format_bytes, parse_bytes
 
-SIMULATED_ACCEPTED = "a number of devices and their size, as in 2x24GiB or 1x80GiB,2x24GiB"
+SIMULATED_ACCEPTED = (
+    "a number of devices and their size, as in 2x24GiB or 1x80GiB,2x24GiB, with @NAME for devices that all "
+    "processes of the machine share which say that name"
+)
 
 #: A larger number is a typing error.
 MAX_DEVICES = 1024
 
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 _GROUP = re.compile(r"\s*(?:([0-9]+)\s*[x×]\s*)?(.+)", re.IGNORECASE)
 
 
@@ -82,7 +86,8 @@ class SimulatedDevices:
     """The number and sizes of simulated devices. Runners of a process share equal ones.
 
     Args:
-        devices: As in `2x24GiB`, or `1x80GiB,2x24GiB` for devices that differ.
+        devices: As in `2x24GiB`, or `1x80GiB,2x24GiB` for devices that differ. All processes that say
+            `2x24GiB@NAME` share them.
         context: What every process holds on its devices before it allocates: `512MiB`.
 
     Raises:
@@ -93,12 +98,20 @@ class SimulatedDevices:
     sizes_bytes: tuple[int, ...]
     #: Held by every process on each of its devices, in bytes.
     context_bytes: int
+    #: Of devices that processes share; empty: they are this process's own.
+    name: str
     #: As given, for messages.
     text: str = field(compare=False)
 
     def __init__(self, devices: str, context: str | None = None) -> None:
         # The class is frozen, so that only this may set them.
-        object.__setattr__(self, "sizes_bytes", _parse_sizes(devices))
+        sizes, at, name = devices.partition("@")
+        if at and not _NAME.fullmatch(name):
+            raise DeviceError(
+                f"simulated devices {devices!r}: {name!r} is no name; accepted: up to 40 letters, digits and ._-"
+            )
+        object.__setattr__(self, "sizes_bytes", _parse_sizes(sizes))
+        object.__setattr__(self, "name", name)
         object.__setattr__(self, "context_bytes", 0 if context is None else _parse_context(context))
         object.__setattr__(self, "text", devices)
         too_small = [size for size in self.sizes_bytes if size < self.context_bytes]
@@ -152,10 +165,11 @@ class SimulatedReader(DeviceReader):
         self.spec = spec
         self._clock: Clock = clock or RealClock()
         host = socket.gethostname()
+        prefix = f"SIM-{spec.name}-" if spec.name else "SIM-"
         #: By UUID.
         self.by_uuid = {
-            f"SIM-{i}": Device(
-                f"SIM-{i}", i, f"simulated {format_bytes(size)}", size, self.kind, host
+            f"{prefix}{i}": Device(
+                f"{prefix}{i}", i, f"simulated {format_bytes(size)}", size, self.kind, host
             )
             for i, size in enumerate(spec.sizes_bytes)
         }

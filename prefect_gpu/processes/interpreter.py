@@ -135,14 +135,6 @@ def working_folder() -> str:
         return ""
 
 
-def count_cores() -> int:
-    """Return how many cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
 def environment_with(
     changes: Mapping[str, str | None], base: Mapping[str, str] | None = None
 ) -> dict[str, str]:

@@ -47,7 +47,14 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
     WarmSpec,
 )
-from prefect_gpu.processes.messages import Accepted, Heated, Late, Warmed
+from prefect_gpu.processes.messages import (
+    Accepted,
+    BodyEnded,
+    BodyStarted,
+    Heated,
+    Late,
+    Warmed,
+)
 from prefect_gpu.processes.output import ChildOutput, OutputForwarder, unwatch
 from prefect_gpu.processes.transport import Frame, FrameReader, MemoryFile
 
@@ -78,7 +85,7 @@ class Handle:
 
     def __init__(self, launcher: ProcessLauncher, child: LaunchedChild) -> None:
         self._launcher = launcher
-        #: The child that it steers; replaced if a standby ends before it accepts the task. For the
+        #: The child that it steers; replaced if a standby ends before the body of its task begins. For the
         #: launcher's thread only.
         self.child = child
 
@@ -86,8 +93,8 @@ class Handle:
         """Assign a task to a standby. Only once.
 
         Args:
-            spec: The task's. If the standby ends before it has accepted the task, a fresh process is
-                started from it.
+            spec: The task's. If the standby ends before the body has begun, a fresh process is started
+                from it.
             late: What has changed since the standby was started.
             listener: Called with `ChildStarted` first, and once more if a fresh process is started.
 
@@ -124,7 +131,7 @@ class LaunchedChild:
         self.spawn = spawn
         #: Called with its messages.
         self.listener = listener
-        #: The task that a standby was given, until it has accepted it.
+        #: The task that a standby was given, until its body has begun.
         self.task: GivenTask | None = None
         self.token = uuid.uuid4().hex
         self.process: Process | None = None
@@ -560,7 +567,7 @@ class ProcessLauncher:
             link.__traceback__ = None
             link = link.__cause__ or link.__context__
         if child.task is None:
-            # A standby that has not accepted its task is replaced instead.
+            # A standby is replaced instead, until the body of its task has begun.
             tell(child.listener, ChildRefused(error))
         self._close_channel(child)
         self.kill_child(child, because)
@@ -575,14 +582,13 @@ class ProcessLauncher:
             tell(child.listener, ValueArrived(value))
             return
         message = messages.decode(frame.body)
-        if isinstance(message, Accepted):
-            task, child.task = child.task, None
-            if task is not None:
-                tell(task.standby_listener, message)
-        elif isinstance(message, (Warmed, Heated)) and child.task is not None:
-            # It answers for what the standby did before it was given the task.
+        if isinstance(message, (Accepted, Warmed, Heated)) and child.task is not None:
+            # It answers for what the standby did before it was given the task, or says that it has it.
             tell(child.task.standby_listener, message)
-        else:
+            return
+        if isinstance(message, (BodyStarted, BodyEnded)):
+            child.task = None
+        if not isinstance(message, Accepted):
             tell(child.listener, message)
 
     # The end of a child.
@@ -635,7 +641,7 @@ class ProcessLauncher:
         exited = ChildExited(code, tail, truncated, child.killed_because)
         task, child.task = child.task, None
         if task is not None and not child.asked_to_end and not self._closing:
-            # Nothing of the task has run: its listener need not know.
+            # Not a line of the body has run: its listener need not know.
             tell(task.standby_listener, exited)
             self._start_over(task)
             return

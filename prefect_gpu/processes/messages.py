@@ -24,11 +24,11 @@ One child, one stream socket, one task:
 
 What ends it early:
 
-- The child ends before `Accepted`: a standby is replaced by a fresh process, and the task does not
+- The child ends before `BodyStarted`: a standby is replaced by a fresh process, and the task does not
   notice. A fresh process is a death.
 - The call cannot be read, or the policy cannot be applied: `BodyEnded` with the exception, without a
   `BodyStarted`.
-- The child ends after `Accepted` and before its value is complete: a death, also inside a frame.
+- The child ends after `BodyStarted` and before its value is complete: a death, also inside a frame.
 - The child closes its channel without a value and lives on, or lives on after its value: the launcher
   kills it after a grace time. A value that has arrived is kept.
 - The child sends what is no message: it is killed (`ProtocolError`).

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import logging
 import os
 import selectors
 import sys
@@ -22,6 +23,8 @@ from typing import IO, Any, Literal
 
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.process_resources import start_thread
+
+logger = logging.getLogger(__name__)
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -58,6 +61,7 @@ class OutputForwarder:
         self._dropped_bytes = 0
         self._progress_at = time.monotonic()
         self._thread: threading.Thread | None = None
+        self._told = False
 
     @property
     def full(self) -> bool:
@@ -84,17 +88,21 @@ class OutputForwarder:
     def flush(self, timeout_s: float) -> bool:
         """Wait until all output is written; `False`: it was not in time."""
         with self._condition:
-            if self._pending:
-                self._start()
+            if self._pending and not self._start():
+                return False
             return self._condition.wait_for(lambda: self._pending_bytes == 0, timeout_s)
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Start the thread if there is none; return whether there is one. The next output tries again."""
         if self._thread is None:
             try:
                 self._thread = start_thread(self._run, "prefect-gpu-output")
-            except CapacityError:
-                # The next output, or the end of the flow, tries again.
-                return
+            except CapacityError as error:
+                if not self._told:
+                    self._told = True
+                    logger.warning("what tasks print is held back: %s", error)
+                return False
+        return True
 
     def _run(self) -> None:
         while True:
@@ -125,7 +133,11 @@ class OutputForwarder:
         # Looked up at every write: pytest and notebooks replace the streams while tasks run.
         target = sys.stdout if stream == "stdout" else sys.stderr
         try:
-            target.write(text)
+            try:
+                target.write(text)
+            except UnicodeEncodeError as error:
+                # The parent's stream has fewer characters than UTF-8, as under LC_ALL=C.
+                target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
             target.flush()
         except Exception:
             # A closed or broken stream of the parent must not fail a task, and there is no other

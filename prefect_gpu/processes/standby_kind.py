@@ -46,6 +46,10 @@ SIMULATED = "simulated"
 #: Failures in a row after which something is not tried again.
 MOST_FAILURES = 3
 
+#: Seconds after the last failure after which something is tried again: what made processes fail for a while
+#: must not cost a flow of days its standbys.
+FORGET_S = 600.0
+
 #: Variables to set in a process that waits, or to remove (`None`).
 Changes = dict[str, str | None]
 
@@ -404,8 +408,16 @@ class KindRecord:
             self.without_users = True
             logger.debug("standbys import nothing of the user's from now on: %s", warmed.problem)
         elif not self.given_up:
-            self.given_up = warmed.problem
+            # Its imports will not change.
+            self.given_up, self.failed_s = warmed.problem, float("inf")
             logger.debug("no standbys are kept for %s: %s", self.kind.modules, warmed.problem)
+
+    def forget(self, now_s: float) -> None:
+        """Try again what has failed, if that was long ago."""
+        if now_s - self.failed_s > FORGET_S:
+            self.failures, self.given_up = 0, ""
+        if now_s - self.hot_failed_s > FORGET_S:
+            self.hot_misfits = 0
 
     def take_misfit(self, standby: Standby, now_s: float) -> None:
         """Note that one does not suit the task that it was made for, or kept for on its device."""

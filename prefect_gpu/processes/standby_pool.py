@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from prefect_gpu.devices.host import read_host_available_bytes
+from prefect_gpu.devices.host import count_cores, read_host_available_bytes
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 from prefect_gpu.processes.interpreter import (
-    count_cores,
     environment_with,
     import_paths,
     working_folder,
@@ -348,6 +347,8 @@ class StandbyPool:
             )
             self._end_hung(now)
             announced = [a.kind for a in self._announced]
+            for record in self._records.values():
+                record.forget(now)
             demands = demands_of(self._records, announced, self._standbys)
             self._carry_out(plan_standbys(demands, machine), now)
             if now < self._hold_until_s:

@@ -250,8 +250,8 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
     """Pickle an exception so that it can be unpickled in any case.
 
     Returns:
-        The exception, packed; where it cannot be pickled, or could not be unpickled, a `ResultError`
-        that names its type and contains its text.
+        The exception, packed; where it cannot be pickled, or could not be unpickled or raised again, a
+        `ResultError` that names its type and contains its text.
     """
     try:
         data = dumps(error, "exception", "exception", reducers)
@@ -260,6 +260,13 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
         again = _load(data)
         if not isinstance(again, BaseException):
             raise TypeError(f"it comes back as a {_type_name(again)}")
+        try:
+            # Prefect reads the text of an error, and context managers of Python set its traceback.
+            str(again)
+            again.__traceback__ = again.__cause__ = None
+        except Exception as problem:
+            reason = f"{_type_name(error)} fails when it is used ({_short(problem)})"
+            raise ResultError("exception", "exception", REBUILT, reason) from problem
     except Exception as problem:
         if not isinstance(problem, ResultError):
             problem = ResultError("exception", "exception", _type_name(error), _short(problem))
@@ -283,10 +290,17 @@ def _short(error: BaseException) -> str:
     return text if len(text) <= 500 else text[:500] + "…"
 
 
+def _shown(key: object) -> str:
+    try:
+        return repr(key)
+    except Exception:
+        return f"a {_type_name(key)}"
+
+
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield f"[{key!r}]", part
+            yield f"[{_shown(key)}]", part
     elif isinstance(value, (list, tuple, set, frozenset)):
         for index, part in enumerate(value):
             yield f"[{index}]", part

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterable
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from prefect import Task
@@ -24,7 +25,9 @@ from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from prefect_gpu.broker.broker import Broker, next_sequence
-from prefect_gpu.broker.ledger import PROCESS_LEDGER, ProcessLedger
+from prefect_gpu.broker.host_ledger import host_ledger
+from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.devices.host import count_cores
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
@@ -32,7 +35,6 @@ from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes.fork_server import ForkLauncher, check_modules, fork_server_pool
-from prefect_gpu.processes.interpreter import count_cores
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_pool import Announcement, standby_pool
@@ -46,9 +48,10 @@ from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.engine_threads import TagLimits, start_engine
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
-from prefect_gpu.scheduling.model import Reservation
+from prefect_gpu.scheduling.model import Request, Reservation
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.standbys import most_by_default
+from prefect_gpu.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +211,20 @@ class ActiveRunner:
         if standby == 0 and not forks:
             return None
         try:
-            broker = self.broker()
+            broker, policy = self.broker(), plan.policy
+            # What can never be placed gets no process.
+            broker.check(
+                Request(
+                    "",
+                    plan.task_name,
+                    plan.sequence,
+                    0.0,
+                    policy.memory,
+                    policy.count,
+                    policy.devices,
+                    policy.exclusive,
+                )
+            )
             kind = self._kind(plan, broker)
             if forks:
                 with self._lock:
@@ -275,7 +291,8 @@ class ActiveRunner:
         given = self._configuration
         # Runners share a broker whatever else they do with their tasks.
         key = replace(given, reports=True, standby=0, start_method="spawn")
-        return PROCESS_RESOURCES.get(("broker", key), lambda: _make_broker(given))
+        folder = read_settings().ledger
+        return PROCESS_RESOURCES.get(("broker", key, folder), lambda: _make_broker(given, folder))
 
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without holding up the caller."""
@@ -353,17 +370,17 @@ class ActiveRunner:
         self._client.close()
 
 
-def _make_broker(given: Configuration) -> Broker:
-    simulated = given.devices.kind == "simulated"
+def _make_broker(given: Configuration, folder: Path | None) -> Broker:
+    simulated = given.devices.simulated
     return Broker(
         open_reader(given.devices, os.environ),
-        # Simulated devices of two specifications may have the same names.
-        ledger=ProcessLedger() if simulated else PROCESS_LEDGER,
+        # Simulated devices without a name are this broker's own: those of two specifications have the same UUIDs.
+        ledger=host_ledger(folder) if simulated is None or simulated.name else Ledger(),
         style=given.placement,
         max_processes=given.max_processes,
         max_tasks_per_device=given.max_tasks_per_device,
         headroom_bytes=given.headroom_bytes,
-        held_by_parent=() if simulated else _held_by_parent(),
+        held_by_parent=() if simulated is not None else _held_by_parent(),
         context_bytes=lambda framework, device: context_meter().known(device)[framework],
     )
 

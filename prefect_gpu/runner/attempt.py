@@ -438,7 +438,7 @@ class Attempt:
         elif isinstance(message, BodyStarted):
             self._learned.add_first_line()
             if self._ticket is not None:
-                self._ticket.running = True
+                self._broker.run(self._ticket)
         elif isinstance(message, CountersRead):
             self._take_counters(message)
         elif isinstance(message, Asked):
@@ -634,7 +634,10 @@ def _death_by_exception(
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, after the name of its class unless it is of this package."""
-    text = str(error).strip().partition("\n")[0]
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:  # noqa: BLE001 - a user's class may have no text
+        text = ""
     if isinstance(error, PrefectGPUError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

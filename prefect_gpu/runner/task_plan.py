@@ -16,13 +16,13 @@ from typing import Any
 
 from prefect import Task
 
+from prefect_gpu.devices.host import count_cores
 from prefect_gpu.errors import NO_ROOM, PrefectGPUError, ResultError
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK, detect_frameworks, host_bytes_of
 from prefect_gpu.frameworks.torch_adapter import reduce_large
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes import values
-from prefect_gpu.processes.interpreter import count_cores
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.processes.transport import PackedValue
 from prefect_gpu.processes.values import Share
@@ -96,6 +96,19 @@ class TaskPlan:
         return HistoryKey(self.task_name, qualified_name, learn_by=digest)
 
 
+#: Characters of a task's name that are kept. It is an argument of the process, and a part of keys and messages.
+NAME_CHARS = 200
+
+
+def clean_name(name: str) -> str:
+    """Return a task's name as one short line of characters that can be shown and encoded.
+
+    Line breaks, NUL, lone surrogates and marks that change the direction of text become `�`.
+    """
+    line = "".join(each if each.isprintable() else "�" for each in name[: NAME_CHARS + 1])
+    return line if len(line) <= NAME_CHARS else line[: NAME_CHARS - 1] + "…"
+
+
 class PlanMaker:
     """Makes the plans of a runner's tasks. Safe to use from several threads.
 
@@ -117,7 +130,7 @@ class PlanMaker:
         named = tuple(share.name for share in policy.frameworks)
         found, sharing = ((), ()) if named else self._detect(task.fn)
         return TaskPlan(
-            task_name=task.name,
+            task_name=clean_name(task.name),
             task_key=task.task_key,
             function=task.fn,
             policy=policy,

@@ -124,7 +124,7 @@ class Request:
     #: Unique among all requests of this Python process.
     id: str
     task_name: str
-    #: Order of arrival, from 0.
+    #: Order of arrival: nanoseconds of the machine's monotonic clock at `submit`, no two equal in a process.
     sequence: int
     #: Monotonic seconds when it was made.
     submitted_s: float
@@ -142,6 +142,8 @@ class Request:
     host_bytes: int = 0
     #: Seconds for which it is expected to hold its devices, from its past runs; `None`: not known.
     expected_s: float | None = None
+    #: Which other broker of the machine it waits at; empty: the one that decides.
+    origin: str = ""
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all that it has free."""

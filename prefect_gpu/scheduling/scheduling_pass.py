@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from prefect_gpu.errors import PlacementError
@@ -42,6 +43,8 @@ class Shape(NamedTuple):
     #: Power of two above the seconds that it is expected to run; `None`: not known. Where a long request
     #: would delay a blocked one, a shorter one may not.
     length: int | None = None
+    #: The broker that it waits at.
+    origin: str = ""
 
     @classmethod
     def of(cls, request: Request) -> Shape:
@@ -53,6 +56,7 @@ class Shape(NamedTuple):
             request.devices,
             request.exclusive,
             None if request.expected_s is None else math.frexp(request.expected_s)[1],
+            request.origin,
         )
 
 
@@ -123,10 +127,12 @@ class HostState:
     available_bytes: int
     #: Of these, bytes reserved for processes that were started and have not taken them yet.
     reserved_bytes: int
-    #: Processes of this runner that run.
+    #: Processes of this broker that run.
     processes: int
     #: Most of them at a time.
     max_processes: int
+    #: Processes that run in all, those of other brokers of the machine with them.
+    all_processes: int = 0
 
     @property
     def full(self) -> bool:
@@ -138,9 +144,9 @@ class HostState:
         if self.full:
             return f"{self.processes} processes run, and max_processes is {self.max_processes}"
         left = self.available_bytes - self.reserved_bytes
-        # While no process of the flow runs, waiting would not bring memory back: an estimate alone must not
+        # While no process of a flow runs, waiting would not bring memory back: an estimate alone must not
         # stop a flow for ever.
-        if self.processes and request.host_bytes > left:
+        if max(self.processes, self.all_processes) and request.host_bytes > left:
             return (
                 f"{format_bytes(request.host_bytes)} of the machine's own memory for its process; "
                 f"{format_bytes(max(0, left))} available"
@@ -152,8 +158,9 @@ class HostState:
         return HostState(
             self.available_bytes,
             self.reserved_bytes + request.host_bytes,
-            self.processes + 1,
+            self.processes + (not request.origin),
             self.max_processes,
+            self.all_processes + 1,
         )
 
 
@@ -173,8 +180,12 @@ def decide(
     host: HostState,
     patience: Patience = PATIENCE,
     now_s: float = 0.0,
+    rooms: Mapping[str, int] = MappingProxyType({}),
 ) -> Decisions:
     """Decide which requests start now and which never can.
+
+    Requests of other brokers are among them, so that all brokers of a machine keep one order. What is decided for
+    those is carried out by their own brokers.
 
     Requests are considered by priority, then first come. A blocked one limits those behind it, as `backfill`
     says. One that the machine's own memory blocks blocks all, since each needs some of it. Of each shape the
@@ -189,7 +200,9 @@ def decide(
         host: The machine's own memory and processes.
         patience: How far a blocked request may be passed.
         now_s: Monotonic seconds.
+        rooms: Processes that each other broker may start, by origin. One that is not named starts none.
     """
+    left = dict(rooms)
     backfill = Backfill(board, queue.statuses, patience, now_s)
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
@@ -210,6 +223,9 @@ def decide(
     for number, (_, request, lane, position) in enumerate(turns, 1):
         if most_free_bytes < 0 or host.full:
             break
+        if request.origin and left.get(request.origin, 0) <= 0:
+            # Nor do those behind it in its lane, which has no other origin.
+            continue
         named = board.named(request) if request.devices else None
         chosen: list[int] | None = None
         if _least_bytes(request) <= most_free_bytes:
@@ -225,7 +241,11 @@ def decide(
         if host.refusal(request):
             break
         placements.append((request, board.place(request, chosen, now_s)))
-        backfill.count_passes(chosen)
+        if request.origin:
+            # Whom it passes is counted by its own broker, when it starts.
+            left[request.origin] -= 1
+        else:
+            backfill.count_passes(chosen)
         host = host.after(request)
         most_free_bytes = board.most_free_bytes()
         if position + 1 < len(lane):

@@ -10,9 +10,10 @@ import pytest
 from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
-from prefect_gpu.broker.ledger import PROCESS_LEDGER
+from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.scheduling.model import Reservation
+from prefect_gpu.settings import read_settings
 from tests.gpu.test_runner_on_gpu import metadata_of
 from tests.process.rig import eventually, is_alive
 
@@ -29,7 +30,8 @@ RUNNER = GPUTaskRunner(devices=[0], standby="hot")
 
 
 def reservations() -> list[Reservation]:
-    return [r for group in PROCESS_LEDGER.view().by_device.values() for r in group]
+    view = host_ledger(read_settings().ledger).view()
+    return [r for group in view.by_device.values() for r in group]
 
 
 @pytest.fixture(autouse=True)

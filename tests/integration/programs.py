@@ -239,7 +239,10 @@ def _environment(folder: Path, api_url: str | None) -> dict[str, str]:
     paths = [str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
     home = folder / "home"
     home.mkdir()
+    ledger = folder / "ledger"
+    ledger.mkdir()
     environment.update(
+        PREFECT_INTEGRATIONS_GPU_LEDGER=str(ledger),
         PREFECT_HOME=str(home / "prefect"),
         PREFECT_SERVER_ANALYTICS_ENABLED="false",
         # Prefect's own 20 s are too few on a slow machine that is busy.

@@ -19,6 +19,7 @@ from prefect_gpu.errors import CapacityError
 from prefect_gpu.processes import launcher, standby_kind
 from prefect_gpu.processes import standby_pool as standby
 from prefect_gpu.processes.launch_spec import ChildExited, ChildStarted
+from prefect_gpu.processes.messages import BodyStarted
 from tests.process import bodies
 from tests.process.rig import eventually, is_alive, spec_of
 from tests.process.warm import KIND, Warm, kind_with, module
@@ -292,7 +293,28 @@ def test_a_task_that_is_killed_before_its_standby_accepts_it_is_not_started_agai
     assert [type(m) for m in child.messages] == [ChildStarted, ChildExited]
 
 
-def test_the_death_of_a_standby_after_it_accepted_its_task_is_the_death_of_the_task(
+def test_a_standby_that_dies_before_the_first_line_of_its_task_is_replaced_unseen(
+    warm: Warm, tmp_path: Path
+) -> None:
+    announced = warm.announce()
+    (waited,) = warm.wait_ready()
+    marker = str(tmp_path / "killed")
+    child = warm.run(announced, spec_of(bodies.marker_of, bodies.KilledOnArrival(marker)))
+    assert child.until(ChildStarted).pid == waited
+    assert child.value() == marker
+    assert [type(m) for m in child.messages].count(ChildExited) == 1
+    assert [type(m) for m in child.messages].count(BodyStarted) == 1
+
+
+def test_a_fresh_process_that_dies_before_the_first_line_of_its_task_is_a_death(
+    warm: Warm, tmp_path: Path
+) -> None:
+    argument = bodies.KilledOnArrival(str(tmp_path / "killed"))
+    child = warm.rig.start(bodies.marker_of, argument)
+    assert child.exit().code == -signal.SIGKILL
+
+
+def test_the_death_of_a_standby_after_the_body_has_begun_is_the_death_of_the_task(
     warm: Warm,
 ) -> None:
     announced = warm.announce()

@@ -28,6 +28,9 @@ from prefect_gpu.units import GIB, KIB
         pytest.param(" GPU ", True, id="case and outer spaces do not matter"),
         pytest.param("gpu:memory=1GiB", True, id="a key is ours"),
         pytest.param("gpu:nonsense", True, id="an unknown key is ours, to be refused"),
+        pytest.param(
+            "gpu :memory=1GiB", True, id="a space before the colon is ours, to be refused"
+        ),
         pytest.param("gpu-heavy", False, id="another word with gpu in front is not"),
         pytest.param("team:gpu", False, id="gpu after something else is not"),
         pytest.param("", False, id="an empty tag is not"),
@@ -35,6 +38,13 @@ from prefect_gpu.units import GIB, KIB
 )
 def test_which_tags_are_gpu_tags(tag: str, is_ours: bool) -> None:
     assert is_gpu_tag(tag) is is_ours
+
+
+@pytest.mark.parametrize("tag", ["gpu :memory=1GiB", " GPU\t: exclusive"])
+def test_a_space_before_the_colon_is_an_error(tag: str) -> None:
+    with pytest.raises(PolicyError, match="there is a space before the colon") as caught:
+        parse_tags([tag])
+    assert tag in str(caught.value)
 
 
 def test_without_a_gpu_tag_there_is_no_policy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -24,6 +25,7 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "REPORTS",
         "STANDBY",
         "START_METHOD",
+        "LEDGER",
     ):
         monkeypatch.delenv(PREFIX + name, raising=False)
 
@@ -37,6 +39,7 @@ def test_settings_have_defaults() -> None:
         "max_tasks_per_device": None,
         "start_method": "spawn",
         "headroom": None,
+        "ledger": None,
         "reports": True,
         "standby": "auto",
     }
@@ -49,7 +52,9 @@ def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(PREFIX + "MAX_TASKS_PER_DEVICE", "2")
     monkeypatch.setenv(PREFIX + "HEADROOM", "512 MiB")
     monkeypatch.setenv(PREFIX + "REPORTS", "false")
+    monkeypatch.setenv(PREFIX + "LEDGER", "/mnt/ledger")
     settings = GPUSettings()
+    assert settings.ledger == Path("/mnt/ledger")
     assert settings.devices == "simulated:2x24GiB"
     assert settings.placement == "pack"
     assert settings.max_processes == 3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
-from prefect_gpu.broker.ledger import ProcessLedger
+from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedMemory
 from prefect_gpu.scheduling.model import (
@@ -68,6 +68,11 @@ class WatchedBroker(Broker):
         if self._thread is not None:
             self._thread.join()
 
+    @property
+    def started(self) -> bool:
+        """Whether it has had a request."""
+        return self._thread is not None
+
     def settle(self) -> None:
         """Block until all that has come was looked at, and the thread waits on the clock."""
         with self._changed:
@@ -114,7 +119,7 @@ class Rig:
         self.clock = FakeClock()
         self.reader = Reader(SimulatedDevices(devices), self.clock)
         self.host_available_bytes = 64 * GIB
-        self.ledger = ProcessLedger()
+        self.ledger: Ledger = of_broker.pop("ledger", None) or Ledger()
         self.pids = iter(range(1000, 2000))
         #: Name of the task to what did not come back, in that order.
         self.recovered: queue.SimpleQueue[tuple[str, int | None]] = queue.SimpleQueue()
@@ -228,8 +233,8 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
     # Runners of other tests in this process keep their shared brokers.
     before = set(threading.enumerate())
 
-    def make(*args: Any, **kwargs: Any) -> Rig:
-        rigs.append(Rig(*args, **kwargs))
+    def make(*args: Any, kind: type[Rig] = Rig, **kwargs: Any) -> Rig:
+        rigs.append(kind(*args, **kwargs))
         return rigs[-1]
 
     yield make

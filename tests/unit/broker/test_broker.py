@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 import prefect_gpu.broker.broker
 from prefect_gpu.broker.broker import Broker
-from prefect_gpu.broker.ledger import ProcessLedger
+from prefect_gpu.broker.ledger import Changes, Entry, Ledger
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import CapacityError, DeviceError, PlacementError
@@ -22,6 +22,7 @@ from prefect_gpu.scheduling.model import (
     DeviceKind,
     DeviceSnapshot,
     ProcessUse,
+    Request,
     Reservation,
 )
 from prefect_gpu.scheduling.scheduling_pass import Decisions
@@ -126,7 +127,7 @@ def test_max_processes_and_host_memory(make_rig: MakeRig) -> None:
     assert rig.waits(hungry)
     assert "10GiB of the machine's own memory" in rig.broker.explain(hungry)
     # Once its body runs, its memory is in what the machine tells.
-    first.running = True
+    rig.broker.run(first)
     rig.broker.read()
     decided(hungry)
     third = rig.submit("c", 1)
@@ -183,18 +184,17 @@ def test_memory_that_others_or_an_overuse_take_is_not_given_away(rig: Rig) -> No
 # Several brokers, and a broker inside a task.
 
 
-class ContestedLedger(ProcessLedger):
+class ContestedLedger(Ledger):
     """Another broker is quicker, once."""
 
     rival: Reservation | None = None
 
-    def try_reserve(
-        self, version: int, reservations: Sequence[Reservation], instead_of: Sequence[str] = ()
-    ) -> bool:
+    def try_write(self, version: int, changes: Changes) -> bool:
         if self.rival is not None:
             rival, self.rival = self.rival, None
-            assert super().try_reserve(version, [rival])
-        return super().try_reserve(version, reservations, instead_of)
+            request = Request(rival.request_id, "rival", 0, 0.0)
+            assert super().try_write(version, {request.id: Entry(request, reservations=(rival,))})
+        return super().try_write(version, changes)
 
 
 def test_a_broker_that_lost_a_race_decides_again(make_rig: MakeRig) -> None:
@@ -266,7 +266,7 @@ def test_no_devices() -> None:
             return ()
 
     with pytest.raises(DeviceError, match="no device"):
-        Broker(Empty(SimulatedDevices("1x1GiB")))
+        Broker(Empty(SimulatedDevices("1x1GiB")), Ledger())
 
 
 # Faults of others, and of ours.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from prefect_gpu.broker.device_view import FRESH_S, SILENT_S, DeviceView
-from prefect_gpu.broker.ledger import ProcessLedger
+from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.scheduling.memory import DeviceState
@@ -31,7 +31,7 @@ ALL_FREE = DeviceSnapshot(DEVICE, 0.0, 24 * GIB)
 class Rig:
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.ledger = ProcessLedger()
+        self.ledger = Ledger()
         self.placed: dict[str, Ticket] = {}
         self.view = DeviceView((DEVICE,), "simulated", GIB, (), self.clock)
 
@@ -45,8 +45,9 @@ class Rig:
     ) -> Ticket:
         """Place a request, whose process may run."""
         held = Reservation(name, device.host, device.uuid, gib * GIB)
-        assert self.ledger.try_reserve(self.ledger.view().version, [held])
         ticket = Ticket(Request(name, "task", 0, 0.0), pid=pid)
+        entry = Entry(ticket.request, reservations=(held,))
+        assert self.ledger.try_write(self.ledger.view().version, {name: entry})
         ticket.placement = Placement(name, (device,), (gib * GIB,), (held,))
         self.placed[name] = ticket
         if pid is not None:

@@ -1,89 +1,131 @@
-"""Reservations, written only on the version that they were decided on."""
+"""The ledger: entries of requests, written only on the version that they were decided on."""
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from prefect_gpu.broker.ledger import LedgerView, ProcessLedger
-from prefect_gpu.scheduling.model import Reservation
-from tests.unit.scheduling.values import reserved
+from prefect_gpu.broker import host_ledger
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Entry, Ledger, LedgerView, MemoryStore, StoreError
+from prefect_gpu.scheduling.backfill import BlockedStatus
+from prefect_gpu.scheduling.model import ModelBudgets, Request, Reservation
+from tests.unit.scheduling.values import request, reserved
 from tests.unit.test_process_resources import in_fork
+
+
+def entry(name: str, *held: Reservation, **others: object) -> Entry:
+    """What the ledger has of a request; without reservations it waits."""
+    return Entry(request(1, name=name), reservations=held, **others)  # type: ignore[arg-type]
 
 
 def all_of(view: LedgerView) -> tuple[Reservation, ...]:
     return tuple(r for group in view.by_device.values() for r in group)
 
 
-def test_reservations_are_written_only_on_the_current_version() -> None:
-    ledger = ProcessLedger()
+def nothing() -> None:
+    pass
+
+
+@pytest.fixture(params=["one process", "processes of a machine"])
+def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Ledger:
+    shared = request.param != "one process"
+    return Ledger((lambda: HostStore(tmp_path)) if shared else MemoryStore)
+
+
+def test_reservations_are_written_only_on_the_version_they_were_decided_on(ledger: Ledger) -> None:
     before = ledger.view()
     first, second = reserved(0, by="a"), reserved(1, by="a")
-    assert ledger.try_reserve(before.version, [first, second])
+    assert ledger.try_write(before.version, {"a": entry("a", first, second)})
     assert all_of(ledger.view()) == (first, second)
-    assert not ledger.try_reserve(before.version, [reserved(by="b")])
+    assert not ledger.try_write(before.version, {"b": entry("b", reserved(by="b"))})
     assert all_of(ledger.view()) == (first, second)
-    assert ledger.try_reserve(ledger.view().version, [reserved(2, by="a")])
-    assert len(all_of(ledger.view())) == 3
+    third = reserved(2, by="b")
+    assert ledger.try_write(ledger.view().version, {"b": entry("b", third)})
+    assert all_of(ledger.view()) == (first, second, third)
 
 
-def test_a_view_is_one_moment() -> None:
-    ledger = ProcessLedger()
+def test_a_view_is_one_moment(ledger: Ledger) -> None:
     before = ledger.view()
     assert ledger.view() is before
-    ledger.try_reserve(before.version, [reserved(by="a")])
+    ledger.try_write(before.version, {"a": entry("a", reserved(by="a"))})
     assert all_of(before) == ()
     assert ledger.view() != before
 
 
-def test_a_release_calls_each_watcher_once() -> None:
-    ledger, told = ProcessLedger(), list[str]()
-    ledger.watch(lambda: told.append("one"))
-    ledger.watch(lambda: told.append("two"))
-    ledger.try_reserve(0, [reserved(by="a")])
+def test_the_reservations_of_a_device_are_one_object_until_they_change(ledger: Ledger) -> None:
+    ledger.try_write(0, {"a": entry("a", reserved(0, by="a"))})
+    (before,) = ledger.view().by_device.values()
+    ledger.try_write(ledger.view().version, {"b": entry("b", reserved(1, by="b"))})
+    ledger.attach("a", 1)
+    assert next(iter(ledger.view().by_device.values())) is before
+
+
+def test_a_release_calls_each_watcher_once(ledger: Ledger) -> None:
+    told: list[str] = []
+    ledger.join(lambda: told.append("one"))
+    ledger.join(lambda: told.append("two"))
+    ledger.try_write(0, {"a": entry("a", reserved(by="a"))})
     assert told == []
-    version = ledger.view().version
     ledger.release("a")
     assert (told, all_of(ledger.view())) == (["one", "two"], ())
-    assert ledger.view().version > version, "a decision made before the release is made again"
     ledger.release("a")
     ledger.release("unknown")
     assert told == ["one", "two"]
 
 
-def test_processes_are_named_as_long_as_they_hold_something() -> None:
-    ledger = ProcessLedger()
+def test_processes_are_named_for_as_long_as_they_hold_something(ledger: Ledger) -> None:
     ledger.attach("a", 1)
     assert ledger.view().processes == {}
-    ledger.try_reserve(0, [reserved(by="a")])
-    version = ledger.view().version
+    ledger.try_write(0, {"a": entry("a", reserved(by="a"))})
     ledger.attach("a", 1)
     ledger.attach("a", 2)
     assert ledger.view().processes == {"a": 2}
-    assert ledger.view().version == version, "it changes no reservation"
     ledger.release("a")
     assert ledger.view().processes == {}
 
 
-def test_one_reservation_replaces_another_in_one_step_without_a_call_of_the_watchers() -> None:
-    ledger, told = ProcessLedger(), list[str]()
-    ledger.watch(lambda: told.append("one"))
-    ledger.try_reserve(0, [reserved(by="standby")])
+def test_the_memory_of_the_machine_is_promised_until_a_body_runs(ledger: Ledger) -> None:
+    asked = replace(request(1, name="a"), host_bytes=7)
+    assert ledger.try_write(0, {"a": Entry(asked)})
+    assert ledger.view().host_promised_bytes == 0, "it waits"
+    ledger.try_write(ledger.view().version, {"a": Entry(asked, reservations=(reserved(by="a"),))})
+    assert ledger.view().host_promised_bytes == 7
+    ledger.run("a")
+    assert ledger.view().host_promised_bytes == 0
+
+
+def test_one_reservation_replaces_another_without_a_call_of_the_watchers(ledger: Ledger) -> None:
+    told: list[str] = []
+    ledger.join(lambda: told.append("one"))
+    ledger.try_write(0, {"standby": entry("standby", reserved(by="standby"))})
     ledger.attach("standby", 1)
     before = ledger.view()
-    assert not ledger.try_reserve(0, [reserved(by="a")], ["standby"])
+    changes = {"a": entry("a", reserved(by="a")), "standby": None}
+    assert not ledger.try_write(0, changes)
     assert ledger.view() == before, "all or nothing"
-    assert ledger.try_reserve(before.version, [reserved(by="a")], ["standby", "unknown"])
+    assert ledger.try_write(before.version, changes)
     view = ledger.view()
     assert [r.request_id for r in all_of(view)] == ["a"] and view.processes == {}
     assert told == []
 
 
-def test_a_hot_standby_is_asked_to_give_up_for_as_long_as_it_has_a_reservation() -> None:
-    ledger, asked = ProcessLedger(), list[str]()
+def test_a_hot_standby_is_asked_to_give_up_for_as_long_as_it_has_a_reservation(
+    ledger: Ledger,
+) -> None:
+    asked: list[str] = []
     ledger.lend("standby", lambda: asked.append("too early"))
     ledger.reclaim("standby")
-    ledger.try_reserve(0, [reserved(by="standby")])
-    ledger.reclaim("standby")
+    held = replace(reserved(by="standby"), standby=True)
+    ledger.try_write(0, {"standby": entry("standby", held)})
     ledger.lend("standby", lambda: asked.append("standby"))
     ledger.reclaim("standby")
     assert asked == ["standby"]
@@ -93,9 +135,365 @@ def test_a_hot_standby_is_asked_to_give_up_for_as_long_as_it_has_a_reservation()
     assert asked == ["standby"]
 
 
+def test_a_broker_is_given_the_waiting_requests_of_others_and_their_ends(ledger: Ledger) -> None:
+    ledger.try_write(0, {"early": entry("early")})
+    seat = ledger.join(nothing)
+    assert set(seat.take()) == {"early"}
+    ledger.try_write(ledger.view().version, {"late": entry("late")})
+    held = entry("early", reserved(by="early"))
+    ledger.try_write(ledger.view().version, {"early": held})
+    changes = seat.take()
+    assert changes["early"] is None, "it waits no longer"
+    assert changes["late"] is not None and changes["late"].request.task_name == "late"
+    assert seat.take() == {}
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_of_the_process_begins_with_an_empty_ledger() -> None:
-    ledger = ProcessLedger()
-    ledger.try_reserve(0, [reserved(by="a")])
+    ledger = Ledger()
+    ledger.try_write(0, {"a": entry("a", reserved(by="a"))})
     assert in_fork(lambda: all_of(ledger.view()) == ())
     assert len(all_of(ledger.view())) == 1
+
+
+# Several processes.
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Callable[[], Ledger]:
+    return lambda: Ledger(lambda: HostStore(tmp_path))
+
+
+def test_two_processes_never_reserve_on_the_same_version(shared: Callable[[], Ledger]) -> None:
+    one, two = shared(), shared()
+    before = one.view(), two.view()
+    assert one.try_write(before[0].version, {"a": entry("a", reserved(by="a"))})
+    assert not two.try_write(before[1].version, {"b": entry("b", reserved(by="b"))})
+    assert [r.request_id for r in all_of(two.view())] == ["a"]
+
+
+def test_what_a_process_writes_of_its_own_requests_disturbs_no_other(
+    shared: Callable[[], Ledger],
+) -> None:
+    one, two = shared(), shared()
+    one.try_write(0, {"a": entry("a", reserved(by="a"))})
+    before = two.view()
+    one.attach("a", 1)
+    one.run("a")
+    one.try_write(one.view().version, {"waits": entry("waits")})
+    assert two.try_write(before.version, {"b": entry("b", reserved(by="b"))})
+
+
+def test_a_release_is_seen_by_another_process_at_its_next_look(
+    shared: Callable[[], Ledger],
+) -> None:
+    one, two = shared(), shared()
+    told: list[str] = []
+    one.try_write(0, {"a": entry("a", reserved(by="a"))})
+    two.join(lambda: told.append("two"))
+    two.poll()
+    assert told == []
+    one.release("a")
+    two.poll()
+    two.poll()
+    assert told == ["two"] and all_of(two.view()) == ()
+
+
+def test_a_request_is_written_as_it_was_asked(shared: Callable[[], Ledger]) -> None:
+    one, two = shared(), shared()
+    asked = {
+        "bytes": request(3, name="bytes", priority=-1, devices=("SIM-0",)),
+        "a byte": Request("a byte", "a", 0, 0.0, memory=1),
+        "a whole device's share": request(share=1.0, name="a whole device's share"),
+        "models": replace(request(name="models"), memory=ModelBudgets((("H200", 5),))),
+        "a device to itself": request(name="a device to itself", exclusive=True, expected_s=1.5),
+    }
+    status = BlockedStatus(3, 1.5, (("host", "SIM-0"),), 2.5)
+    one.try_write(0, {i: Entry(r, status=status, devices=(("h", "u"),)) for i, r in asked.items()})
+    found = two.join(nothing).take()
+    assert {i: e.request for i, e in found.items() if e is not None} == asked
+    assert isinstance(found["a byte"].request.memory, int)
+    assert isinstance(found["a whole device's share"].request.memory, float)
+    assert {e.status for e in found.values() if e is not None} == {status}
+
+
+def test_a_change_of_a_request_that_has_gone_meanwhile_is_not_written(
+    shared: Callable[[], Ledger],
+) -> None:
+    one, two = shared(), shared()
+    waits = entry("a")
+    one.try_write(0, {"a": waits})
+    version = two.view().version
+    one.release("a")
+    passed = replace(waits, status=BlockedStatus(passed=1))
+    assert not two.try_write(version, {"a": passed})
+    assert two.entry("a") is None
+
+
+def test_a_hot_standby_of_another_process_is_asked_for_its_memory(
+    shared: Callable[[], Ledger],
+) -> None:
+    one, two = shared(), shared()
+    asked: list[str] = []
+    held = replace(reserved(by="standby"), standby=True)
+    one.try_write(0, {"standby": entry("standby", held)})
+    one.lend("standby", lambda: asked.append("standby"))
+    two.view()
+    two.reclaim("standby")
+    two.reclaim("standby")
+    assert asked == []
+    one.poll()
+    assert asked == ["standby"]
+
+
+def test_a_process_of_another_pid_namespace_is_not_named(shared: Callable[[], Ledger]) -> None:
+    one, two = shared(), shared()
+    held = entry("a", reserved(by="a"), pid=7, namespace="pid:[1]")
+    one.try_write(0, {"a": held})
+    assert two.view().processes == {}
+    assert two.view().tasks == 1
+
+
+# The ends of processes.
+
+
+def release_lock(store: HostStore) -> None:
+    """Do to a store in this process what the kernel does when a process ends."""
+    nothing_open = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing_open, store._lock, inheritable=False)
+    os.close(nothing_open)
+
+
+def in_process(folder: Path, *names: str) -> subprocess.Popen[str]:
+    """Start a process that waits and holds something in a ledger, until it is told to end."""
+    program = f"""
+import sys
+from pathlib import Path
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Ledger
+from tests.unit.broker.test_ledger import entry, reserved
+ledger = Ledger(lambda: HostStore(Path({str(folder)!r})))
+for name in {names!r}:
+    held = (reserved(by=name),) if name.startswith("holds") else ()
+    assert ledger.try_write(ledger.view().version, {{name: entry(name, *held)}})
+print("written", flush=True)
+sys.stdin.read()
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "written\n"
+    return child
+
+
+def entries(ledger: Ledger) -> set[str]:
+    """Return the ids of all requests that a ledger has, once the ends of processes were looked for."""
+    seat = ledger.join(nothing)
+    held = {r.request_id for r in all_of(ledger.view())}
+    return held | set(seat.changes)
+
+
+@pytest.mark.parametrize("how", ["killed", "ends"])
+def test_what_a_process_had_is_gone_with_it(how: str, tmp_path: Path) -> None:
+    ledger = Ledger(lambda: HostStore(tmp_path, owners_s=0.0))
+    ledger.try_write(0, {"mine": entry("mine", reserved(by="mine")), "waits": entry("waits")})
+    with in_process(tmp_path, "holds", "waits too") as child:
+        assert entries(ledger) == {"mine", "waits", "holds", "waits too"}
+        # That it has noted something of another's request does not make the request its own.
+        if how == "killed":
+            child.kill()
+        child.communicate()
+    assert entries(ledger) == {"mine", "waits"}
+    assert len(list(tmp_path.glob("*.lock"))) == 1
+
+
+def test_a_process_that_passed_another_ones_request_does_not_take_it_along(tmp_path: Path) -> None:
+    stores: list[HostStore] = []
+
+    def open_store() -> HostStore:
+        stores.append(HostStore(tmp_path, owners_s=0.0))
+        return stores[-1]
+
+    mine, theirs = Ledger(open_store), Ledger(open_store)
+    mine.try_write(0, {"waits": entry("waits")})
+    theirs.join(nothing)
+    waits = theirs.entry("waits")
+    assert waits is not None
+    passed = replace(waits, status=BlockedStatus(passed=1))
+    assert theirs.try_write(theirs.view().version, {"waits": passed})
+    release_lock(stores[1])
+    assert entries(mine) == {"waits"}
+    assert mine.entry("waits") == passed
+
+
+def test_a_fork_does_not_keep_its_parent_alive(tmp_path: Path) -> None:
+    ledger = Ledger(lambda: HostStore(tmp_path, owners_s=0.0))
+    ledger.view()
+    program = f"""
+import os, sys
+from pathlib import Path
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Ledger
+from tests.unit.broker.test_ledger import entry, reserved
+ledger = Ledger(lambda: HostStore(Path({str(tmp_path)!r})))
+assert ledger.try_write(ledger.view().version, {{"holds": entry("holds", reserved(by="holds"))}})
+read, write = os.pipe()
+if os.fork() == 0:
+    os.close(write)
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.close(read)
+os.kill(os.getpid(), 9)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "forked\n"
+        child.wait()
+        assert entries(ledger) == set()
+
+
+# Ledgers that cannot be shared.
+
+
+def test_a_ledger_of_another_release_is_not_shared(tmp_path: Path) -> None:
+    HostStore(tmp_path)
+    with sqlite3.connect(tmp_path / "ledger.db") as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    ledger = Ledger(lambda: HostStore(tmp_path))
+    assert ledger.try_write(ledger.view().version, {"a": entry("a", reserved(by="a"))})
+    assert ledger.problem == (
+        f"the ledger in {tmp_path} has schema 99 and this release of prefect-gpu uses schema 1; use one "
+        f"release for all flows of this machine"
+    )
+
+
+@pytest.mark.parametrize("how", ["no folder", "no folder, but a file", "no database", "read-only"])
+def test_a_ledger_that_cannot_be_used_is_named_once(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "ledger"
+    if how == "no folder, but a file":
+        folder.touch()
+    elif how == "no database":
+        folder.mkdir()
+        (folder / "ledger.db").write_bytes(b"something else" * 1000)
+    elif how == "read-only":
+        folder.symlink_to("/proc")
+    ledger = Ledger(lambda: HostStore(folder))
+    for name in ("a", "b"):
+        held = entry(name, reserved(by=name))
+        assert ledger.try_write(ledger.view().version, {name: held})
+    assert ledger.view().tasks == 2
+    assert str(folder) in ledger.problem
+    (record,) = caplog.records
+    assert "GPU tasks of other processes are not seen from now on" in record.getMessage()
+
+
+def test_a_ledger_that_becomes_unusable_keeps_what_this_process_knows_of_itself(
+    tmp_path: Path,
+) -> None:
+    mine, theirs = (Ledger(lambda: HostStore(tmp_path)) for _ in range(2))
+    mine.try_write(0, {"mine": entry("mine", reserved(by="mine"))})
+    theirs.try_write(theirs.view().version, {"theirs": entry("theirs", reserved(by="theirs"))})
+    assert mine.view().tasks == 2
+    with sqlite3.connect(tmp_path / "ledger.db") as database:
+        database.execute("DROP TABLE log")
+    database.close()
+    mine.attach("mine", 7)
+    assert "no such table: log" in mine.problem
+    view = mine.view()
+    assert (view.tasks, [r.request_id for r in all_of(view)]) == (1, ["mine"])
+    mine.attach("mine", 7)
+    assert mine.view().processes == {"mine": 7}
+    mine.release("mine")
+    assert mine.view().tasks == 0
+
+
+def test_a_process_whose_lock_was_removed_goes_on_alone(tmp_path: Path) -> None:
+    mine, theirs = (Ledger(lambda: HostStore(tmp_path, owners_s=0.0)) for _ in range(2))
+    mine.try_write(0, {"mine": entry("mine", reserved(by="mine"))})
+    for lock in tmp_path.glob("*.lock"):
+        lock.unlink()
+    assert theirs.view().tasks == 0
+    assert mine.view().tasks == 1
+    assert "was removed" in mine.problem
+
+
+def test_the_default_folder_is_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    monkeypatch.setattr(host_ledger, "default_folder", lambda: folder)
+    HostStore()
+    assert (folder.stat().st_mode & 0o777, folder.stat().st_uid) == (0o700, os.getuid())
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    folder.chmod(0o777)
+    with pytest.raises(StoreError, match="belongs to this user alone"):
+        HostStore()
+
+
+def test_a_link_is_not_followed_to_the_default_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(host_ledger, "default_folder", lambda: tmp_path / "link")
+    with pytest.raises(StoreError, match="belongs to this user alone"):
+        HostStore()
+
+
+def test_a_folder_of_a_group_has_files_of_the_group(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    old = os.umask(0o077)
+    try:
+        store = HostStore(tmp_path)
+    finally:
+        os.umask(old)
+    assert store.read(0) == []
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o660}
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")
+    monkeypatch.setattr(host_ledger.psutil, "disk_partitions", lambda **of_all: [mount])
+    with pytest.raises(StoreError, match=r"network file system \(nfs4\)"):
+        HostStore(tmp_path)
+
+
+def test_the_log_is_cut_but_for_what_still_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_ledger, "LOG_ROWS", 10)
+    ledger = Ledger(lambda: HostStore(tmp_path))
+    assert ledger.try_write(0, {"stays": entry("stays", reserved(by="stays"))})
+    for number in range(1100):
+        name = f"r{number}"
+        assert ledger.try_write(ledger.view().version, {name: entry(name)})
+        ledger.release(name)
+    with sqlite3.connect(tmp_path / "ledger.db") as database:
+        (rows,) = database.execute("SELECT count(*) FROM log").fetchone()
+    database.close()
+    assert rows < 500
+    assert Ledger(lambda: HostStore(tmp_path)).view().tasks == 1
+
+
+def test_a_process_that_was_stopped_for_long_reads_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_ledger, "LOG_ROWS", 10)
+    mine, theirs = (Ledger(lambda: HostStore(tmp_path)) for _ in range(2))
+    for name in ("mine", "gone", "stays"):
+        ledger = mine if name == "mine" else theirs
+        held = entry(name, reserved(by=name))
+        assert ledger.try_write(ledger.view().version, {name: held})
+    before = mine.view()
+    theirs.release("gone")
+    for number in range(1100):
+        theirs.try_write(theirs.view().version, {f"r{number}": entry("r")})
+        theirs.release(f"r{number}")
+    assert not mine.try_write(before.version, {"late": entry("late", reserved(by="late"))})
+    assert {r.request_id for r in all_of(mine.view())} == {"mine", "stays"}
+    assert mine.problem == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from prefect_gpu.devices.host import (
     HostMemory,
     HostReader,
     host_uuid,
+    read_core_quota,
     read_host_available_bytes,
     read_host_memory,
     read_oom_kills,
@@ -219,3 +221,36 @@ def test_what_is_not_there_counts_as_none(tmp_path: Path, text: str) -> None:
     write(tmp_path, "", {})
     (tmp_path / "proc" / "vmstat").write_text(text)
     assert read_oom_kills(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores"),
+    [
+        pytest.param("", {}, math.inf, id="no groups"),
+        pytest.param("0::/job\n", {"job/cpu.max": "max 100000"}, math.inf, id="no limit"),
+        pytest.param("0::/job\n", {"job/cpu.max": "150000 100000"}, 1.5, id="one and a half cores"),
+        pytest.param(
+            "0::/slice/job\n",
+            {"slice/job/cpu.max": "max 100000", "slice/cpu.max": "400000 100000"},
+            4.0,
+            id="an ancestor's limit holds",
+        ),
+        pytest.param(
+            "4:cpu,cpuacct:/job\n",
+            {"cpu/job/cpu.cfs_quota_us": 200000, "cpu/job/cpu.cfs_period_us": 100000},
+            2.0,
+            id="version 1",
+        ),
+        pytest.param(
+            "4:cpu,cpuacct:/job\n",
+            {"cpu/job/cpu.cfs_quota_us": -1, "cpu/job/cpu.cfs_period_us": 100000},
+            math.inf,
+            id="version 1 without a limit",
+        ),
+        pytest.param("0::/job\n", {"job/cpu.max": "nonsense"}, math.inf, id="what is no quota"),
+    ],
+)
+def test_control_groups_limit_the_cores(
+    tmp_path: Path, cgroup: str, files: Mapping[str, object], cores: float
+) -> None:
+    assert read_core_quota(write(tmp_path, cgroup, files)) == cores

@@ -12,6 +12,7 @@ import pytest
 from prefect_gpu.processes.launch_spec import WarmSpec
 from prefect_gpu.processes.messages import Warmed
 from prefect_gpu.processes.standby_kind import (
+    FORGET_S,
     MOST_FAILURES,
     SIMULATED,
     Kind,
@@ -145,6 +146,24 @@ def test_a_kind_is_left_alone_after_some_that_did_not_suit(record: KindRecord) -
         assert not record.given_up
         record.take_misfit(standby(started_s=number), number + 0.5)
     assert "environment" in record.given_up
+
+
+def test_deaths_are_forgotten_after_a_while(record: KindRecord) -> None:
+    for number in range(MOST_FAILURES):
+        record.take_failure(standby(started_s=number), number + 0.5, "it ended")
+    record.forget(MOST_FAILURES + FORGET_S - 1.0)
+    assert record.given_up
+    record.forget(MOST_FAILURES + FORGET_S)
+    assert not record.given_up and demands_of({KIND: record}, [KIND], [])[0].useful
+    again = standby(started_s=MOST_FAILURES + FORGET_S)
+    record.take_failure(again, again.started_s + 0.5, "it ended")
+    assert not record.given_up, "one death is one"
+
+
+def test_imports_that_fail_are_not_tried_again(record: KindRecord) -> None:
+    record.take_imports(Warmed(failed=("users",)), KIND.without_users().modules)
+    record.forget(1e9)
+    assert record.given_up
 
 
 # Which start their framework on a device.

@@ -101,6 +101,9 @@ class FakeBroker:
     def attach(self, ticket: Ticket, pid: int) -> None:
         ticket.pid = pid
 
+    def run(self, ticket: Ticket) -> None:
+        pass
+
     def end(self, ticket: Ticket) -> None:
         assert ticket.on_recovered is not None
         ticket.on_recovered(0)

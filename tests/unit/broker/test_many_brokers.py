@@ -1,0 +1,213 @@
+"""Brokers of several processes on one ledger: one order of requests, and nobody waits for a broker that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prefect_gpu.broker.broker import PASSIVE_S, Ticket
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.scheduling.backfill import NO_BACKFILL
+from prefect_gpu.scheduling.model import Request, Reservation
+from prefect_gpu.units import GIB
+from tests.unit.broker.broker_rig import Rig, decided, indices, make_rig
+
+__all__ = ["make_rig"]
+
+
+class Machine(Rig):
+    """Brokers of two processes on the same devices."""
+
+    def __init__(self, folder: Path, devices: str = "1x24GiB", **of_broker: object) -> None:
+        self._folder = folder
+        super().__init__(devices, ledger=self.open(), **of_broker)
+        self.other = self.another(ledger=self.open(), **of_broker)
+
+    def open(self) -> Ledger:
+        return Ledger(lambda: HostStore(self._folder))
+
+    def look(self) -> None:
+        """Read the devices at both brokers, which makes them see what the other has written too."""
+        for broker in (*self.brokers, *self.brokers):
+            if broker.started:
+                broker.read()
+
+    def waits_anywhere(self, *tickets: Ticket) -> bool:
+        self.look()
+        return not any(ticket.decided for ticket in tickets)
+
+
+@pytest.fixture
+def machine(make_rig: Callable[..., Rig], tmp_path: Path) -> Callable[..., Machine]:
+    return lambda *args, **kwargs: make_rig(tmp_path, *args, kind=Machine, **kwargs)  # type: ignore[return-value]
+
+
+def test_two_processes_do_not_take_the_same_memory_twice(machine: Callable[..., Machine]) -> None:
+    rig = machine()
+    first = rig.place("a", 15)
+    second = rig.submit("b", 15, broker=rig.other)
+    assert rig.waits_anywhere(second)
+    assert rig.other.explain(second).startswith("15GiB on SIM-0; most free 9GiB")
+    rig.broker.end(first)
+    rig.look()
+    decided(second)
+
+
+def test_an_exclusive_task_has_the_device_to_itself_in_all_processes(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine()
+    rig.place("a", 1, exclusive=True)
+    second = rig.submit("b", 1, broker=rig.other)
+    assert rig.waits_anywhere(second)
+
+
+def test_what_another_processs_task_takes_is_not_foreign(machine: Callable[..., Machine]) -> None:
+    rig = machine()
+    first = rig.place("a", 10)
+    rig.start(first, gib=8)
+    rig.look()
+    decided(rig.submit("b", 14, broker=rig.other))
+
+
+def test_the_first_that_was_submitted_starts_first_in_whatever_process(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine(patience=NO_BACKFILL)
+    running = rig.place("a", 20)
+    early = rig.submit("early", 20, broker=rig.other)
+    rig.look()
+    late = rig.submit("late", 4)
+    assert rig.waits_anywhere(late), "it would pass the first"
+    assert "1 ahead in the queue" in rig.broker.explain(late)
+    rig.broker.end(running)
+    rig.look()
+    decided(early)
+    rig.look()
+    decided(late)
+
+
+def test_a_higher_priority_starts_first_in_whatever_process(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine()
+    running = rig.place("a", 20)
+    low = rig.submit("low", 20)
+    high = rig.submit("high", 20, broker=rig.other, priority=1)
+    assert rig.waits_anywhere(low, high)
+    rig.broker.end(running)
+    rig.look()
+    decided(high)
+    assert not low.decided
+
+
+def test_how_often_a_request_was_passed_is_counted_in_all_processes(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine()
+    rig.place("a", 20)
+    blocked = rig.submit("blocked", 20)
+    rig.look()
+    for number in range(3):
+        decided(rig.submit(f"small {number}", 1, broker=rig.other))
+    rig.look()
+    assert "3 passed it" in rig.broker.explain(blocked)
+
+
+def test_a_broker_that_does_nothing_is_passed_after_a_while(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine(patience=NO_BACKFILL)
+    device = rig.broker.devices[0]
+    hung = Entry(
+        Request("hung", "hung", 0, 0.0, memory=20 * GIB), devices=(device.key,), max_processes=9
+    )
+    third = rig.open()
+    assert third.try_write(third.view().version, {"hung": hung})
+    rig.look()
+    mine = rig.submit("mine", 20)
+    assert rig.waits_anywhere(mine)
+    rig.clock.advance(PASSIVE_S + 0.1)
+    rig.look()
+    decided(mine)
+
+
+def test_a_broker_with_all_the_processes_that_it_may_have_holds_nobody_up(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine(patience=NO_BACKFILL)
+    device = rig.broker.devices[0]
+    third = rig.open()
+    runs = Reservation("runs", device.host, device.uuid, GIB)
+    entries = {
+        "runs": Entry(Request("runs", "runs", 0, 0.0), reservations=(runs,), max_processes=1),
+        "waits": Entry(
+            Request("waits", "waits", 1, 0.0, memory=20 * GIB),
+            devices=(device.key,),
+            max_processes=1,
+        ),
+    }
+    assert third.try_write(third.view().version, entries)
+    decided(rig.submit("mine", 20))
+
+
+def test_tasks_for_each_device_are_counted_in_all_processes(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine("2x24GiB", max_tasks_per_device=1)
+    first, second = rig.place("a", 1), rig.place("b", 1, broker=rig.other)
+    assert indices(first) != indices(second)
+    third = rig.submit("c", 1)
+    assert rig.waits_anywhere(third)
+    assert "max_tasks_per_device is 1" in rig.broker.explain(third)
+
+
+def test_the_share_of_the_processors_is_among_all_processes(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine()
+    rig.place("a", 1)
+    rig.place("b", 1, broker=rig.other)
+    assert (rig.broker.processes, rig.other.processes) == (2, 2)
+
+
+def test_a_hot_standby_of_another_process_ends_for_a_task(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine()
+    ended: list[str] = []
+    rig.place("any", 1, broker=rig.other)
+    device = rig.other.lend_device("standby", "kind", "torch", 4242, lambda: ended.append("it"))
+    assert device is not None
+    rig.other.offer_standby("standby")
+    mine = rig.submit("mine", 22.5)
+    assert rig.waits_anywhere(mine)
+    assert ended == ["it"]
+    rig.other.end_standby("standby")
+    rig.look()
+    decided(mine)
+
+
+def test_other_brokers_are_seen_by_the_devices_that_are_shared(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine("2x24GiB", patience=NO_BACKFILL)
+    rig.place("a", 20, devices=("0",))
+    blocked = rig.submit("blocked", 20, devices=("0",), broker=rig.other)
+    rig.look()
+    assert indices(rig.place("free", 20)) == [1], "the first waits for the other device alone"
+    assert rig.waits_anywhere(blocked)
+
+
+def test_a_ledger_that_cannot_be_used_is_named_where_a_task_waits(
+    make_rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    missing = tmp_path / "not there"
+    rig = make_rig(ledger=Ledger(lambda: HostStore(missing)))
+    rig.place("a", 20)
+    waiting = rig.submit("b", 20)
+    assert rig.waits(waiting)
+    assert f"the ledger in {missing} cannot be used" in rig.broker.explain(waiting)

@@ -51,7 +51,9 @@ class WatchedBroker(Broker):
     def _wait_for_work(self) -> None:
         self.resting = True
         self._changed.notify_all()
-        super()._wait_for_work()
+        # A scheduling pass may have taken the call that wakes it.
+        if not self.closing:
+            super()._wait_for_work()
         self.resting = False
         if self.closing:
             raise Closing

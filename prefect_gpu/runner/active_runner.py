@@ -373,7 +373,7 @@ class ActiveRunner:
 def _make_broker(given: Configuration, folder: Path | None) -> Broker:
     simulated = given.devices.simulated
     return Broker(
-        open_reader(given.devices, os.environ),
+        open_reader(given.devices, os.environ, shared=folder),
         # Simulated devices without a name are this broker's own: those of two specifications have the same UUIDs.
         ledger=host_ledger(folder) if simulated is None or simulated.name else Ledger(),
         style=given.placement,

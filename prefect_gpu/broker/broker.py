@@ -70,6 +70,9 @@ POLL_S = 0.02
 #: Seconds after which requests of another broker are passed that could start, as far as is known here, and do not.
 PASSIVE_S = 2.0
 
+#: Bytes by which what a process holds changes before flows of other containers are told.
+TELL_BYTES = 64 * MIB
+
 #: Makes the ids of requests unique on the machine: processes of two containers may have one number.
 _PROCESS = uuid.uuid4().hex[:8]
 
@@ -600,12 +603,28 @@ class Broker:
         if reading.error:
             return
         self._states()
+        self._tell_taken()
         for request_id, ticket in self._placed.items():
             if ticket.pid is not None and ticket.on_measured is not None:
                 sizes = tuple(self._view.measured_bytes(request_id, d) for d in ticket.devices)
                 self._calls.append(partial(ticket.on_measured, reading.at_s, sizes))
         self._view.warn(reading)
         self._release_all(self._recovery.check(reading, self._placed.values()))
+
+    def _tell_taken(self) -> None:
+        """Say what its own processes hold, where there are others to whom process ids say nothing."""
+        if not self._ledger.view().taken:
+            return
+        hot = {standby.id: standby.ticket for standby in self._hot.without_task}
+        for request_id, ticket in {**self._placed, **hot}.items():
+            entry = self._ledger.entry(request_id)
+            if entry is None or entry.pid is None:
+                continue
+            held = {d.key: self._view.measured_bytes(request_id, d) for d in ticket.devices}
+            taken = tuple(held.get(key, 0) for key in entry.devices)
+            told = entry.taken or (0,) * len(taken)
+            if any(abs(new - old) >= TELL_BYTES for new, old in zip(taken, told, strict=True)):
+                self._calls.append(partial(self._ledger.take, request_id, taken))
 
     def _release_all(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:

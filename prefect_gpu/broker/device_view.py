@@ -389,4 +389,8 @@ def _measure(
         for request_id, ticket in here.items()
         if ticket.pid is not None and ticket.devices
     }
-    return measure(snapshot, roots, stand_ins) if roots else {}
+    for reservation in view.by_device.get(key, ()):
+        elsewhere = view.taken.get(reservation.request_id, {})
+        if key in elsewhere:
+            stand_ins[reservation.request_id] = elsewhere[key]
+    return measure(snapshot, roots, stand_ins) if roots or stand_ins else {}

@@ -16,7 +16,7 @@ from typing import Any
 import pynvml
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.devices.host import HostMemory, read_host_memory
+from prefect_gpu.devices.host import HostMemory, read_host_memory, read_machine
 from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
@@ -134,7 +134,7 @@ class NvmlReader(DeviceReader):
 
     def _enumerate(self) -> Iterator[Candidate]:
         driver = pynvml.nvmlSystemGetDriverVersion()
-        host = socket.gethostname()
+        host, machine = socket.gethostname(), read_machine()
         for gpu_index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 gpu = pynvml.nvmlDeviceGetHandleByIndex(gpu_index)
@@ -151,6 +151,7 @@ class NvmlReader(DeviceReader):
                         host=host,
                         nvml_index=gpu_index,
                         driver=driver,
+                        machine=machine,
                     )
                     yield Candidate(device, gpu_uuid, ids)
             except pynvml.NVMLError as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.devices.host import read_machine
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.devices.shared_folder import SharedFolder, read_namespace
 from prefect_gpu.devices.simulated_use import FlowUse, SimulatedUse
@@ -177,12 +178,18 @@ class SimulatedReader(DeviceReader):
     ) -> None:
         self.spec = spec
         self._clock: Clock = clock or RealClock()
-        host = socket.gethostname()
+        host, machine = socket.gethostname(), read_machine()
         prefix = f"SIM-{spec.name}-" if spec.name else "SIM-"
         #: By UUID.
         self.by_uuid = {
             f"{prefix}{i}": Device(
-                f"{prefix}{i}", i, f"simulated {format_bytes(size)}", size, self.kind, host
+                f"{prefix}{i}",
+                i,
+                f"simulated {format_bytes(size)}",
+                size,
+                self.kind,
+                host,
+                machine=machine,
             )
             for i, size in enumerate(spec.sizes_bytes)
         }

@@ -27,7 +27,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Ledger
-from prefect_gpu.devices.host import count_cores
+from prefect_gpu.devices.host import count_cores, read_machine
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
@@ -390,12 +390,10 @@ def _held_by_parent() -> tuple[Reservation, ...]:
     allocation = current_allocation()
     if allocation is None:
         return ()
-    import socket
-
     return tuple(
         Reservation(
             request_id="the task around it",
-            host=socket.gethostname(),
+            machine=read_machine(),
             device_uuid=uuid,
             reserved_bytes=allocation.budget_bytes,
             exclusive=allocation.exclusive,

@@ -85,7 +85,8 @@ def measure(
         roots: Process id of each child process that may use this device, to its request's id.
         stand_ins: Request id to bytes as the child's own counters (plus the measured context)
             give them, for devices that cannot attribute memory to a process (WSL, some
-            containers and MIG set-ups).
+            containers and MIG set-ups), and as another flow has measured them, for processes
+            that have no id here (containers).
 
     Returns:
         Bytes by request id; a request that holds nothing here is left out.
@@ -105,7 +106,7 @@ def measure(
     # A stand-in can only explain memory that no process is listed with: a task that computes on the first
     # of its two devices holds nothing on the second, whatever its counters say.
     unlisted = max(0, snapshot.used_bytes - listed)
-    for request_id in roots.values():
+    for request_id in dict.fromkeys((*roots.values(), *stand_ins)):
         if request_id in untold or request_id not in measured:
             known = measured.get(request_id, 0)
             added = min(unlisted, max(0, stand_ins.get(request_id, 0) - known))

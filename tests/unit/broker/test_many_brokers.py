@@ -141,7 +141,7 @@ def test_a_broker_with_all_the_processes_that_it_may_have_holds_nobody_up(
     rig = machine(patience=NO_BACKFILL)
     device = rig.broker.devices[0]
     third = rig.open()
-    runs = Reservation("runs", device.host, device.uuid, GIB)
+    runs = Reservation("runs", *device.key, GIB)
     entries = {
         "runs": Entry(Request("runs", "runs", 0, 0.0), reservations=(runs,), max_processes=1),
         "waits": Entry(
@@ -211,3 +211,28 @@ def test_a_ledger_that_cannot_be_used_is_named_where_a_task_waits(
     waiting = rig.submit("b", 20)
     assert rig.waits(waiting)
     assert f"the ledger in {missing} cannot be used" in rig.broker.explain(waiting)
+
+
+def test_what_a_process_of_another_container_takes_is_not_foreign(
+    make_rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    def in_container(namespace: str) -> Ledger:
+        def store() -> HostStore:
+            made = HostStore(tmp_path)
+            made.namespace = namespace
+            return made
+
+        return Ledger(store)
+
+    rig = make_rig(ledger=in_container("pid:[1]"))
+    rig.reader.lists_processes = False
+    other = rig.another(ledger=in_container("pid:[2]"))
+    theirs = rig.place("theirs", 10, broker=other)
+    rig.start(theirs, gib=8, broker=other)
+    # Its own counters say so, where the device names no process.
+    theirs.stand_in_bytes = 8 * GIB
+    mine = rig.place("mine", 1)
+    rig.start(mine)
+    assert not rig.ledger.view().processes.keys() - {mine.request.id}
+    other.read()
+    decided(rig.submit("beside them", 12))

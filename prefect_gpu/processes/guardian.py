@@ -59,10 +59,12 @@ def find_strays(children: Mapping[int, str]) -> list[int]:
     executed with carries the child's token anywhere in its path of tokens. A fork that opened a
     session of its own is found only if its environment shows the token: `/proc` shows the environment
     of the last exec, which for a process of the fork server is the server's. Without `/proc` (macOS)
-    nothing is found.
+    nothing is found, nor where it numbers processes otherwise (`unshare --pid` without a mount of its own).
     """
     tokens = {token.encode() for token in children.values()}
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return []
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from prefect_gpu.broker.broker import PASSIVE_S, Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.devices import simulated
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
-from prefect_gpu.scheduling.model import Request, Reservation
+from prefect_gpu.scheduling.model import Device, Request, Reservation
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import Rig, decided, indices, make_rig
 
@@ -236,3 +238,15 @@ def test_what_a_process_of_another_container_takes_is_not_foreign(
     assert not rig.ledger.view().processes.keys() - {mine.request.id}
     other.read()
     decided(rig.submit("beside them", 12))
+
+
+def test_where_ids_are_of_another_namespace_flows_of_one_container_say_what_they_hold(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "Device", partial(Device, attributed=False))
+    rig = machine()
+    theirs = rig.place("theirs", 10, broker=rig.other)
+    rig.start(theirs, gib=8, broker=rig.other)
+    theirs.stand_in_bytes = 8 * GIB
+    rig.look()
+    decided(rig.submit("beside them", 14))

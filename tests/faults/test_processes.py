@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.programs import Workplace
 from tests.process.rig import eventually, is_alive
 
 #: Starts this Python in a PID namespace of its own, in which `/proc` still numbers processes as the machine does.
@@ -157,3 +158,85 @@ def test_nothing_outlives_a_parent_that_was_killed_with_its_guardian(parent: Par
     os.kill(parent.guardian, signal.SIGKILL)
     parent.process.kill()
     assert eventually(parent.is_gone)
+
+
+#: A flow of forks. Its argument says what becomes of the fork server, of which all modules are imported but NumPy.
+FORKS = """
+import os, pathlib, signal, sys, time
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.processes.fork_server import fork_server_pool
+from prefect_gpu.processes.launcher import process_launcher
+
+WHAT = sys.argv[1]
+
+
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+@task(tags=gpu(memory="64MiB", framework="none"))
+def work(index):
+    return os.getppid() == os.getpid()
+
+
+@flow(task_runner=GPUTaskRunner(devices="host", start_method="forkserver", reports=False))
+def forks():
+    if WHAT.startswith("imports"):
+        futures = work.map([0, 1, 2])
+        wait_for("numpy-imported")
+        if WHAT.startswith("imports, "):
+            # From now on it can be imported.
+            pathlib.Path("import-at-once").touch()
+            signum = signal.SIGKILL if "killed" in WHAT else signal.SIGSTOP
+            os.kill(fork_server_pool().pids[0], signum)
+            return futures.result()
+        raise ValueError("the flow ends here")
+    first = work.submit(0).result()
+    for pid in (process_launcher()._guardian.process.pid, *fork_server_pool().pids):
+        os.kill(pid, signal.SIGSTOP)
+    if WHAT == "at its end":
+        return [first]
+    return [first, *work.map([1, 2]).result()]
+
+
+print("RESULT", forks())
+"""
+
+NUMPY = """
+import os, pathlib, time, types
+random = types.SimpleNamespace(seed=lambda: None)
+pathlib.Path("numpy-imported").touch()
+while not os.path.exists("import-at-once"):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("when", ["before other tasks", "at its end"])
+def test_a_stopped_guardian_and_fork_server_hold_no_flow_up_and_do_not_outlive_it(
+    place: Workplace, when: str
+) -> None:
+    place.write("forks.py", FORKS)
+    done = place.run("forks.py", when)
+    assert "RESULT [False" in done.stdout
+    assert not place.processes()
+
+
+@pytest.mark.parametrize("then", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
+def test_a_fork_server_that_goes_as_it_imports_loses_no_task(place: Workplace, then: str) -> None:
+    place.write("forks.py", FORKS)
+    place.write("numpy.py", NUMPY)
+    done = place.run("forks.py", f"imports, is {then}")
+    assert "RESULT [False, False, False]" in done.stdout
+    assert not place.processes()
+
+
+def test_a_flow_that_fails_does_not_wait_for_a_fork_server_that_imports_for_ever(
+    place: Workplace,
+) -> None:
+    place.write("forks.py", FORKS)
+    place.write("numpy.py", NUMPY)
+    done = place.run("forks.py", "imports for ever", expect=1)
+    assert "the flow ends here" in done.stderr
+    assert not place.processes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -13,7 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.units import GIB
+from tests.integration.kill_flow import read_pids
 from tests.integration.programs import Workplace
+from tests.integration.test_signals import wait_for_states
 from tests.process.rig import eventually, is_alive
 
 #: Starts this Python in a PID namespace of its own, in which `/proc` still numbers processes as the machine does.
@@ -239,4 +244,301 @@ def test_a_flow_that_fails_does_not_wait_for_a_fork_server_that_imports_for_ever
     place.write("numpy.py", NUMPY)
     done = place.run("forks.py", "imports for ever", expect=1)
     assert "the flow ends here" in done.stderr
+    assert not place.processes()
+
+
+#: Flows of tasks that run into their timeouts, one for each way to start a process.
+TIMEOUTS = """
+import time
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+
+
+@task(tags=gpu(memory="64MiB", framework="none"), timeout_seconds=0.01)
+def sleeps(index):
+    time.sleep(600)
+
+
+@flow
+def times_out():
+    futures = sleeps.map(range(4))
+    futures.wait()
+    return [future.state.name for future in futures]
+
+
+for options in (
+    {"standby": 0},
+    {"standby": 2},
+    {"standby": "hot"},
+    {"start_method": "forkserver"},
+):
+    runner = GPUTaskRunner(devices="simulated:2x1GiB", reports=False, **options)
+    print("RESULT", *times_out.with_options(task_runner=runner)())
+"""
+
+
+def test_timeouts_of_a_hundredth_of_a_second_end_each_kind_of_process(place: Workplace) -> None:
+    place.write("timeouts.py", TIMEOUTS)
+    done = place.run("timeouts.py")
+    assert done.stdout.splitlines() == ["RESULT" + 4 * " TimedOut"] * 4
+    assert not place.processes()
+
+
+#: A flow whose tasks kill all standbys that wait for their siblings.
+KILLERS = """
+import os, signal, time
+import psutil
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.processes.launch_spec import STANDBY_TITLE
+
+
+@task(tags=gpu(memory="64MiB", framework="none"))
+def kills(index):
+    killed = 0
+    for process in psutil.Process(os.getppid()).children():
+        if process.pid != os.getpid() and STANDBY_TITLE in process.cmdline():
+            process.kill()
+            killed += 1
+    return index
+
+
+@flow(task_runner=GPUTaskRunner(devices="simulated:1x1GiB", standby=3, reports=False, max_processes=1))
+def fight():
+    return kills.map(range(12)).result()
+
+
+print("RESULT", fight())
+"""
+
+
+def test_tasks_that_kill_the_standbys_of_their_siblings_fail_no_other_task(
+    place: Workplace,
+) -> None:
+    place.write("killers.py", KILLERS)
+    done = place.run("killers.py")
+    assert f"RESULT {list(range(12))}" in done.stdout
+    assert not place.processes()
+
+
+#: A flow with tasks in fresh processes and in standbys, which ignore what asks them to end.
+STUBBORN = """
+import os, signal, time
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+@task(tags=gpu(memory="64MiB", framework="none"))
+def stays(index):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    with open(os.path.join(FOLDER, "pids.txt"), "a") as file:
+        file.write(f"child {os.getpid()}\\n")
+    while True:
+        time.sleep(600)
+
+
+@flow(task_runner=GPUTaskRunner(devices="simulated:1x1GiB", standby=1))
+def stubborn():
+    return stays.map(range(3)).result()
+
+
+if __name__ == "__main__":
+    stubborn.with_options(flow_run_name=os.environ["RUN_NAME"])()
+"""
+
+
+@pytest.mark.parametrize("interrupts", [1, 2, 20])
+def test_ctrl_c_again_and_again_ends_bodies_that_ignore_it(
+    place: Workplace, interrupts: int
+) -> None:
+    place.write("stubborn.py", STUBBORN)
+    name = place.environment["RUN_NAME"] = f"interrupted-{place.token}"
+    process = place.start("stubborn.py", stdout=subprocess.DEVNULL)
+    read_pids(place, 3, process)
+    for _ in range(interrupts):
+        # As a terminal does.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+    _, errors = process.communicate(timeout=DEADLOCK_S)
+    place.wait_until_gone(DEADLOCK_S)
+    print(errors[-3000:])
+    assert process.returncode != 0
+    if interrupts == 1:
+        wait_for_states(name, {"CRASHED", "CANCELLED"}, {"CRASHED", "CANCELLED"}, 3)
+
+
+def test_sigterm_ends_a_flow_whose_bodies_ignore_it(place: Workplace) -> None:
+    place.write("stubborn.py", STUBBORN)
+    name = place.environment["RUN_NAME"] = f"terminated-{place.token}"
+    process = place.start("stubborn.py", stdout=subprocess.DEVNULL)
+    read_pids(place, 3, process)
+    process.terminate()
+    process.communicate(timeout=DEADLOCK_S)
+    place.wait_until_gone(DEADLOCK_S)
+    wait_for_states(name, {"CRASHED", "CANCELLED"}, {"CRASHED", "CANCELLED"}, 3)
+
+
+#: A task that takes more of the machine's memory than its control group has, and one after it.
+GREEDY = """
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+
+
+@task(tags=gpu(memory="64MiB", framework="none"))
+def takes(size):
+    return len(bytearray(size))
+
+
+@flow(task_runner=GPUTaskRunner(devices="simulated:1x1GiB", reports=False))
+def greedy():
+    first = takes.submit(8 << 30)
+    first.wait()
+    print("FIRST", first.state.name, first.state.message)
+    print("SECOND", takes.submit(1).result())
+
+
+greedy()
+"""
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """A control group with a gibibyte of memory."""
+    for hierarchy, limit in (("memory", "memory.limit_in_bytes"), (".", "memory.max")):
+        folder = Path("/sys/fs/cgroup", hierarchy, f"prefect-gpu-test-{os.getpid()}")
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            (folder / limit).write_text(str(GIB))
+            with contextlib.suppress(OSError):
+                # Swap would hold the rest.
+                (folder / "memory.swap.max").write_text("0")
+            with contextlib.suppress(OSError):
+                (folder / "memory.memsw.limit_in_bytes").write_text(str(GIB))
+            yield folder
+            return
+        except OSError as error:
+            reason = error
+        finally:
+            assert eventually(functools.partial(remove, folder))
+        pytest.skip(f"no memory limit can be set for a control group here: {reason}")
+    pytest.skip("no control group can be made here")
+
+
+def remove(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+        return True
+    except OSError:
+        return False
+
+
+def test_a_task_that_the_kernel_ends_for_lack_of_memory_fails_alone_and_says_so(
+    place: Workplace, control_group: Path
+) -> None:
+    program = place.write("greedy.py", GREEDY)
+    done = subprocess.run(
+        [
+            "sh",
+            "-c",
+            'echo $$ > "$0" && exec "$@"',
+            str(control_group / "cgroup.procs"),
+            sys.executable,
+            str(program),
+        ],
+        cwd=place.folder,
+        env=place.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("FIRST Crashed")
+    assert "the kernel's counter of out-of-memory kills rose" in first
+    assert second == "SECOND 1"
+
+
+#: Bodies that fork after their framework has computed, and leave the forks behind.
+FORKERS = """
+import multiprocessing, os, time
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+
+
+def sleep_on(sizes):
+    taken = [bytearray(size) for size in sizes]
+    time.sleep(600)
+
+
+def leave_forks():
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=sleep_on, args=([50 << 20],)) for _ in range(2)]
+    for other in others:
+        other.start()
+    # Its end is not waited for.
+    multiprocessing.process._children.clear()
+    forked = os.fork()
+    if not forked:
+        sleep_on([50 << 20])
+    return [forked, *(other.pid for other in others)]
+
+
+@task(tags=gpu(memory="2GiB", framework="torch"))
+def torch_forks():
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    total = float(torch.ones(256, 256).matmul(torch.ones(256, 256)).sum())
+    data = TensorDataset(torch.arange(64.0))
+    loader = DataLoader(data, batch_size=4, num_workers=2, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    globals()["kept"] = batches
+    return total, [*leave_forks(), *(worker.pid for worker in batches._workers)]
+
+
+@task(tags=gpu(memory="2GiB", framework="tensorflow"))
+def tensorflow_forks():
+    import tensorflow
+
+    return float(tensorflow.reduce_sum(tensorflow.ones((256, 256)))), leave_forks()
+
+
+@flow
+def forkers():
+    # Before the flow's end, which would end them too.
+    done = [torch_forks.submit().result(), tensorflow_forks.submit().result()]
+    pids = [pid for _, pids in done for pid in pids]
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        time.sleep(0.05)
+    return [total for total, _ in done], len(pids)
+
+
+for options in ({"standby": 1}, {"start_method": "forkserver"}):
+    if "start_method" in options:
+        tensorflow_forks = torch_forks
+    runner = GPUTaskRunner(devices="host", reports=False, **options)
+    print("RESULT", *forkers.with_options(task_runner=runner)())
+"""
+
+
+@pytest.mark.slow
+def test_forks_of_bodies_that_use_torch_and_tensorflow_are_gone_after_their_task(
+    place: Workplace,
+) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("tensorflow")
+    place.write("forkers.py", FORKERS)
+    done = place.run("forkers.py")
+    assert done.stdout.splitlines() == [
+        "RESULT [16777216.0, 65536.0] 8",
+        "RESULT [16777216.0, 16777216.0] 10",
+    ]
     assert not place.processes()

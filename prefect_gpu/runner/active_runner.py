@@ -28,6 +28,7 @@ from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.devices.host import count_cores, read_machine
+from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
@@ -243,6 +244,7 @@ class ActiveRunner:
                     if isinstance(standby, int)
                     else most_by_default(count_cores(), most),
                     broker,
+                    _shared_folder(),
                 )
             return pool.announce(kind, broker)
         except Exception:
@@ -383,6 +385,15 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
         held_by_parent=() if simulated is not None else _held_by_parent(),
         context_bytes=lambda framework, device: context_meter().known(device)[framework],
     )
+
+
+def _shared_folder() -> SharedFolder | None:
+    try:
+        return shared_folder(read_settings().ledger)
+    except OSError as error:
+        # The ledger warns of it.
+        logger.debug("standbys of other processes are not counted: %s", error)
+        return None
 
 
 def _held_by_parent() -> tuple[Reservation, ...]:

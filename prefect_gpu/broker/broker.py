@@ -66,7 +66,7 @@ HEADROOM_BYTES: dict[DeviceKind, int] = {
 }
 
 #: Seconds between two looks at what other processes have written, while a request waits or a hot standby is here.
-POLL_S = 0.02
+POLL_S = 0.05
 
 #: Seconds after which requests of another broker are passed that could start, as far as is known here, and do not.
 PASSIVE_S = 2.0
@@ -598,6 +598,7 @@ class Broker:
 
     def _take_readings(self) -> None:
         arrived, self._arrived = self._arrived, []
+        self._dirty = self._dirty or bool(arrived)
         for reading in arrived:
             self._take_reading(reading)
         now_s = self._clock.now()
@@ -666,7 +667,9 @@ class Broker:
     # Decisions.
 
     def _schedule(self) -> None:
-        """Make one scheduling pass, and carry out what it decides."""
+        """Make one scheduling pass, and carry out what it decides; without effect if nothing has changed."""
+        if not self._dirty:
+            return
         self._dirty = False
         if self._waiting:
             reading = self._view.reading

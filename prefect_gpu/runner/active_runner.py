@@ -280,7 +280,7 @@ class ActiveRunner:
                 self._book = BudgetBook(
                     MemoryHistory()
                     if publisher is None
-                    else PrefectHistory(self._client.lend, publisher)
+                    else PrefectHistory(self._client.lend, publisher, shared=_shared_folder())
                 )
             return self._book
 

@@ -301,6 +301,7 @@ class ProcessLauncher:
             self._own.enter_context(end)
         self._selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._own.enter_context(self._selector)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, self._drain_wakes)
         self._guardian = Guardian(self._selector, self._known)
 
     def _known(self) -> Iterator[tuple[int, str]]:
@@ -348,7 +349,6 @@ class ProcessLauncher:
     # The launcher's thread.
 
     def _run(self) -> None:
-        self._selector.register(self._wake_out, selectors.EVENT_READ, self._drain_wakes)
         while True:
             for key, mask in self._selector.select(self._longest_wait_s()):
                 self._attempt(functools.partial(key.data, mask))

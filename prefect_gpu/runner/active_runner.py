@@ -96,7 +96,8 @@ class ActiveRunner:
         #: Whether there was a process at all: its last output may be on its way.
         self._called = False
         self._futures: set[concurrent.futures.Future[Any]] = set()
-        self._closing = False
+        #: Set once it ends its tasks, in place of waiting for them.
+        self._closing = threading.Event()
         self._publisher: Publisher | None = None
         self._reports: list[TaskReport] = []
         self._book: BudgetBook | None = None
@@ -188,10 +189,19 @@ class ActiveRunner:
             CancelledByRunner: The runner is ending already.
         """
         with self._lock:
-            if self._closing:
+            if self._closing.is_set():
                 raise CancelledByRunner
             self._bodies.add(body)
             self._called = True
+
+    def pause(self, seconds: float) -> None:
+        """Wait, for a task run without a process.
+
+        Raises:
+            CancelledByRunner: The runner is ending.
+        """
+        if self._closing.wait(max(0.0, seconds)):
+            raise CancelledByRunner
 
     def end(self, body: BodyRun) -> None:
         """Forget a body once nothing of it is left: it holds all that its task run had."""
@@ -229,14 +239,14 @@ class ActiveRunner:
             kind = self._kind(plan, broker)
             if forks:
                 with self._lock:
-                    if self._closing:
+                    if self._closing.is_set():
                         return None
                     fork_server_pool().open(self)
                 return fork_server_pool().announce(kind)
             pool = standby_pool()
             most = broker.max_processes
             with self._lock:
-                if self._closing:
+                if self._closing.is_set():
                     return None
                 pool.open(
                     self,
@@ -316,7 +326,7 @@ class ActiveRunner:
     def cancel(self) -> None:
         """End all processes of this runner, and let no new one start."""
         with self._lock:
-            self._closing = True
+            self._closing.set()
             bodies = (*self._bodies, *self._ending)
         for body in bodies:
             body.cancel()
@@ -340,8 +350,7 @@ class ActiveRunner:
             self.cancel()
             self._end_what_waits()
             self._threads.cancel_all()
-            # All must reach their state. An engine that sleeps until its next retry is left behind: its
-            # process is gone.
+            # All must reach their state.
             concurrent.futures.wait(self._unfinished(), CLOSING_S)
         else:
             # Tasks may submit others while these are waited for. Tasks in threads count too:

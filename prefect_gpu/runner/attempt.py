@@ -79,7 +79,7 @@ class CancelledByRunner(BaseException):
     """The runner ends this task: its flow failed or was cancelled."""
 
     def __str__(self) -> str:
-        return "the flow ended first; the process of this GPU task was killed"
+        return "the flow ended before this GPU task"
 
 
 class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised

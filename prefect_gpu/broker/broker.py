@@ -640,8 +640,8 @@ class Broker:
                         ticket.meet(other.task_name if own else f"{other.task_name} (another flow)")
 
     def _tell_taken(self) -> None:
-        """Say what its own processes hold, where there are others to whom process ids say nothing."""
-        if not self._ledger.view().taken:
+        """Say what its own processes hold, where process ids say nothing to others."""
+        if all(device.attributed for device in self.devices) and not self._ledger.view().taken:
             return
         hot = {standby.id: standby.ticket for standby in self._hot.without_task}
         for request_id, ticket in {**self._placed, **hot}.items():

@@ -47,8 +47,9 @@ class Entry:
     pid: int | None = None
     #: The PID namespace in which `pid` names that process; empty: not known.
     namespace: str = ""
-    #: Bytes that the process holds of each of `devices`, as its own flow has measured them. Written where processes
-    #: of another PID namespace use the ledger: its id means nothing to them.
+    #: Bytes that the process holds of each of `devices`, as its own flow has measured them. Written where its id
+    #: means nothing to others: processes of another PID namespace use the ledger, or the driver's ids are those of
+    #: one.
     taken: tuple[int, ...] = ()
     #: Its body has begun, so the memory that it needs of the machine itself is taken.
     running: bool = False
@@ -163,7 +164,8 @@ class LedgerView:
     #: Request id to the process that runs for it: what such a process holds is not foreign, whichever
     #: broker started it.
     processes: Mapping[str, int]
-    #: Request id to the bytes that such a process holds, for those of other PID namespaces.
+    #: Request id to the bytes that such a process holds, for those of other PID namespaces, and for those of which
+    #: the driver's figures tell nothing.
     taken: Mapping[str, Mapping[DeviceKey, int]]
     #: By origin: requests that hold devices, without hot standbys.
     holding: Mapping[str, int]
@@ -453,7 +455,7 @@ class Ledger:
         for request_id, entry in self._holding.items():
             if entry.pid is not None and entry.namespace == store.namespace:
                 processes[request_id] = entry.pid
-            elif entry.pid is not None:
+            if entry.pid is not None and (entry.taken or request_id not in processes):
                 sizes = entry.taken or (0,) * len(entry.devices)
                 taken[request_id] = dict(zip(entry.devices, sizes, strict=True))
             if not entry.standby:

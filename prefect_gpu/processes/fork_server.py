@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
@@ -30,6 +31,7 @@ from prefect_gpu.errors import CapacityError, PolicyError
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import late_changes
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
+from prefect_gpu.processes.guardian import with_token
 from prefect_gpu.processes.interpreter import (
     SpawnRequest,
     environment_with,
@@ -113,6 +115,8 @@ class ForkServer:
         environment: Mapping[str, str],
     ) -> None:
         self.environment = dict(environment)
+        #: Marks it, for the guardian. Its forks show the mark as well.
+        self.token = uuid.uuid4().hex
         #: Why it cannot be asked for forks; empty while it can be, or still imports.
         self.problem = ""
         #: Modules that it could not import, and why; its forks import them, or fail to.
@@ -126,7 +130,9 @@ class ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self.process = _start_server(theirs.fileno(), self.environment)
+                self.process = _start_server(
+                    theirs.fileno(), with_token(self.environment, self.token)
+                )
             except BaseException:
                 self._control.close()
                 raise
@@ -341,7 +347,7 @@ class ForkServerPool:
                 return
             servers, self._servers, self._failures = self._servers, {}, {}
         for server in servers.values():
-            server.close()
+            self._close(server)
 
     def announce(self, kind: Kind) -> ForkLauncher:
         """Start the server for tasks of a kind, if there is none, since one will come."""
@@ -363,7 +369,7 @@ class ForkServerPool:
             server = self._servers.get(kind)
             if server is not None and server.problem:
                 del self._servers[kind]
-                server.close()
+                self._close(server)
                 self._note_failure(kind, server.problem, counts=not server.served)
                 server = None
             if server is None and self._failures.get(kind, 0) < MOST_FAILURES:
@@ -371,9 +377,16 @@ class ForkServerPool:
                     server = self._servers[kind] = ForkServer(
                         _modules(kind), import_paths(), kind.environment_of(os.environ)
                     )
+                    # One that is stopped does not see its parent's end.
+                    self._launcher.guard(server.process.pid, server.token)
                 except (OSError, CapacityError) as error:
                     self._note_failure(kind, str(error), counts=True)
             return server
+
+    def _close(self, server: ForkServer) -> None:
+        # Before its id can be another process's.
+        self._launcher.guard(server.process.pid, "")
+        server.close()
 
     def _note_failure(self, kind: Kind, problem: str, *, counts: bool) -> None:
         self._failures[kind] = self._failures.get(kind, 0) + counts

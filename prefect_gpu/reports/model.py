@@ -180,6 +180,9 @@ def past_run(report: TaskReport) -> PastRun:
         return None if total_bytes is None else each(total_bytes)
 
     steps = report.steps
+    peak = report.peak_process_bytes
+    # Neither the device nor a framework has told anything of it.
+    measured = peak > 0 or report.source != "framework"
     live = report.peak_live_bytes
     if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
         live = largest(live, report.peak_reserved_bytes)
@@ -191,7 +194,7 @@ def past_run(report: TaskReport) -> PastRun:
         cap_bytes=report.cap_bytes,
         live_bytes=each_known(live),
         steady_live_bytes=each_known(steps.steady_live_bytes) if steps else None,
-        process_bytes=each(report.peak_process_bytes),
+        process_bytes=each(peak) if measured else None,
         context_bytes=each(report.context_bytes),
         alloc_retries=steps.alloc_retries if steps else 0,
         step_s=steps.step_s if steps else None,

@@ -336,19 +336,24 @@ class ActiveRunner:
         if self._configuration.standby != 0:
             standby_pool().close(self)
 
+    def _close_fork_server(self) -> None:
+        if self._configuration.start_method == "forkserver":
+            fork_server_pool().close(self)
+
     def close(self, failed: bool) -> None:
         """See `GPUTaskRunner.__exit__`."""
         try:
             self._close(failed)
         finally:
             # Last: the fork server reports how its forks ended.
-            if self._configuration.start_method == "forkserver":
-                fork_server_pool().close(self)
+            self._close_fork_server()
 
     def _close(self, failed: bool) -> None:
         if failed:
             self.cancel()
             self._end_what_waits()
+            # Engines wait for a fork server that imports; how forks end does not matter any more.
+            self._close_fork_server()
             self._threads.cancel_all()
             # All must reach their state.
             concurrent.futures.wait(self._unfinished(), CLOSING_S)

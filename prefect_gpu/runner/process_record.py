@@ -305,7 +305,9 @@ class ProcessRecord:
         if context is None:
             context = self._unseen_context_bytes(peak, peak_reserved)
         if peak_reserved is None or not self._counted or peak >= peak_reserved:
-            return peak, context, kind
+            # Without attribution the peak is what its own counters stood in with.
+            attributed = all(device.attributed for device in self._placement.devices)
+            return peak, context, kind if attributed else "framework"
         # No reading has seen the peak, or the device does not attribute memory to processes.
         return peak_reserved + context, context, "framework"
 

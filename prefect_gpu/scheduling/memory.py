@@ -94,7 +94,7 @@ def measure(
     measured: dict[str, int] = {}
     untold: set[str] = set()
     listed = 0
-    for process in snapshot.processes:
+    for process in snapshot.processes if snapshot.device.attributed else ():
         listed += process.used_bytes or 0
         request_id = roots.get(process.root_pid) if process.root_pid is not None else None
         if request_id is None:
@@ -159,10 +159,10 @@ def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
     """Return the bytes in use that no listed process holds, to which leaks add.
 
     Returns:
-        `None` where a process's bytes are not known, or on host devices, where the kernel takes
+        `None` where the bytes of processes are not known, or on host devices, where the kernel takes
         everything back from a process that is gone.
     """
-    if snapshot.device.kind == "host" or snapshot.error:
+    if snapshot.device.kind == "host" or snapshot.error or not snapshot.device.attributed:
         return None
     listed = 0
     for process in snapshot.processes:

@@ -39,6 +39,9 @@ class Device:
     #: Identity of that machine since its start, the same in all its containers, which have names of their own;
     #: empty: its name.
     machine: str = ""
+    #: Whether what the driver shows of each process can be attributed to the flow's processes. In a container it
+    #: cannot: see `devices.nvml`.
+    attributed: bool = True
     #: Machine and UUID: a UUID is unique on its machine only.
     key: DeviceKey = field(init=False, repr=False, compare=False)
 

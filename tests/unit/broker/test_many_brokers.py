@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from prefect_gpu.broker.broker import PASSIVE_S, Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.devices import simulated
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
-from prefect_gpu.scheduling.model import Request, Reservation
+from prefect_gpu.scheduling.model import Device, Request, Reservation
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import Rig, decided, indices, make_rig
 
@@ -249,3 +251,15 @@ def test_a_task_knows_who_was_on_its_device_with_it(machine: Callable[..., Machi
     rig.place("four", 1, devices=("0",))
     assert rig.broker.neighbours(one) == ("two (another flow)", "three", "four")
     assert rig.other.neighbours(two)[0] == "one (another flow)"
+
+
+def test_where_ids_are_of_another_namespace_flows_of_one_container_say_what_they_hold(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "Device", partial(Device, attributed=False))
+    rig = machine()
+    theirs = rig.place("theirs", 10, broker=rig.other)
+    rig.start(theirs, gib=8, broker=rig.other)
+    theirs.stand_in_bytes = 8 * GIB
+    rig.look()
+    decided(rig.submit("beside them", 14))

@@ -334,6 +334,12 @@ class Ledger:
         with self._lock:
             return self._entries.get(request_id)
 
+    def owns(self, request_id: str) -> bool:
+        """Return whether a request is of this process."""
+        with self._lock:
+            entry = self._entries.get(request_id)
+            return entry is not None and entry.owner == self._open().owner
+
     # With the lock held.
 
     def _open(self) -> Store:

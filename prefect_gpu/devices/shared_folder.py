@@ -110,6 +110,17 @@ class SharedFolder:
             return None
         return Hold(descriptor)
 
+    def hold_one(self, name: str, most: int) -> Hold | None:
+        """Hold one of a number of files: what the processes of a machine may have so many of at a time.
+
+        Returns:
+            `None`: all are held.
+
+        Raises:
+            OSError: They cannot be opened.
+        """
+        return next((held for at in range(most) if (held := self.hold(f"{name} {at}"))), None)
+
     def is_held(self, name: str) -> bool:
         """Return whether a process that lives holds a file. One that is not held is removed: names are used once.
 
@@ -146,6 +157,11 @@ class SharedFolder:
             yield
         finally:
             os.close(descriptor)
+
+
+def shared_folder(path: Path | None) -> SharedFolder:
+    """Return the folder of a path, one for each path in a process; see `SharedFolder`."""
+    return PROCESS_RESOURCES.get(("shared folder", path), lambda: SharedFolder(path))
 
 
 def _private_folder() -> Path:

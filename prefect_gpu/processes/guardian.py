@@ -39,9 +39,13 @@ _PR_SET_PDEATHSIG = 1
 #: The most searches for processes to kill; each one follows a search that found new processes.
 _MOST_SEARCHES = 20
 
-#: Seconds that a guardian must have lived to be replaced at once when it ends. A guardian that
-#: cannot start must not be started again and again.
+#: Seconds that a guardian must have lived to be replaced at once when it ends.
 _LIVED_S = 1.0
+
+#: Seconds until a guardian that ended sooner is replaced, doubled each time that it happens again. A
+#: guardian that cannot start must not be started all the time, and the children need one.
+_FIRST_DELAY_S = 0.1
+_LONGEST_DELAY_S = 5.0
 
 
 # Marks, and what carries them.
@@ -197,9 +201,13 @@ class Guardian:
     ) -> None:
         self._selector = selector
         self._children = children
-        #: `None`: there was no child yet, or the guardian ended and no child needs another one.
+        #: `None`: there was no child yet, or the guardian ended and was not replaced yet.
         self.process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
+        #: Guardians in a row that ended at once, or could not be started.
+        self._ended_early = 0
+        #: Monotonic seconds at which `replace` is to be called; `None`: none has to be replaced.
+        self.due_s: float | None = None
 
     def ensure(self) -> None:
         """Start the guardian if it does not run, and register all living children with it.
@@ -209,11 +217,20 @@ class Guardian:
         """
         if self.process is not None and self.process.poll() is None:
             return
+        self.close()
+        self._started_s = time.monotonic()
+        try:
+            self._start()
+        except BaseException:
+            self._replace_later()
+            raise
+        for pid, token in self._children():
+            self.tell(f"+{pid} {token}")
+
+    def _start(self) -> None:
         import selectors
         import subprocess
 
-        self.close()
-        self._started_s = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -231,10 +248,21 @@ class Guardian:
         os.set_blocking(self.process.stdin.fileno(), False)
         # A pipe that nobody can read any more is reported, whatever is waited for.
         self._selector.register(
-            self.process.stdin, selectors.EVENT_READ, lambda mask: self._take_end()
+            self.process.stdin, selectors.EVENT_READ, lambda mask: self._replace_later()
         )
-        for pid, token in self._children():
-            self.tell(f"+{pid} {token}")
+        self.due_s = None
+
+    def replace(self) -> None:
+        """Start another guardian if one ended, its delay is over, and a child lives.
+
+        Raises:
+            OSError: The system refuses to start a process; `due_s` says when to call again.
+        """
+        if self.due_s is None or time.monotonic() < self.due_s:
+            return
+        self.due_s = None
+        if any(True for _ in self._children()):
+            self.ensure()
 
     def tell(self, line: str) -> None:
         """Inform the guardian that a child exists (`+PID TOKEN`) or has ended (`-PID`)."""
@@ -245,14 +273,18 @@ class Guardian:
         except (OSError, ValueError):
             taken = 0
         if not taken:
-            # Killed or stopped; the next launch starts another one and registers all children.
-            self.close()
+            # Killed or stopped.
+            self._replace_later()
 
     def close(self) -> None:
         """End the guardian, and no child. Another one may be started after that."""
         process, self.process = self.process, None
         if process is not None and process.stdin is not None:
-            self._selector.unregister(process.stdin)
+            try:
+                self._selector.unregister(process.stdin)
+            except KeyError:
+                # Its start ended before that.
+                pass
             # If it is only stopped, it must not see its pipe close and kill the children it knows.
             process.kill()
             process.wait()
@@ -265,11 +297,24 @@ class Guardian:
             process.stdin.close()
             process.returncode = 0
 
-    def _take_end(self) -> None:
-        lived_s = time.monotonic() - self._started_s
+    def _replace_later(self) -> None:
+        """Note that it has ended, takes no more lines, or could not be started."""
+        now_s = time.monotonic()
         self.close()
-        if lived_s >= _LIVED_S and any(True for _ in self._children()):
-            self.ensure()
+        self._ended_early = 0 if now_s - self._started_s >= _LIVED_S else self._ended_early + 1
+        self.due_s = now_s + replacement_delay_s(self._ended_early)
+
+
+def replacement_delay_s(ended_early: int) -> float:
+    """Return the seconds until a guardian is replaced.
+
+    Args:
+        ended_early: Guardians in a row that ended at once.
+    """
+    if not ended_early:
+        return 0.0
+    # No larger power than the cap needs.
+    return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(ended_early - 1, 10))
 
 
 if __name__ == "__main__":

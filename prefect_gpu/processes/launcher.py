@@ -307,6 +307,7 @@ class ProcessLauncher:
             self._own.enter_context(end)
         self._selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._own.enter_context(self._selector)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, self._drain_wakes)
         self._guardian = Guardian(self._selector, self._known)
 
     def _known(self) -> Iterator[tuple[int, str]]:
@@ -355,7 +356,6 @@ class ProcessLauncher:
     # The launcher's thread.
 
     def _run(self) -> None:
-        self._selector.register(self._wake_out, selectors.EVENT_READ, self._drain_wakes)
         while True:
             for key, mask in self._selector.select(self._longest_wait_s()):
                 self._attempt(functools.partial(key.data, mask))
@@ -386,6 +386,8 @@ class ProcessLauncher:
     def _longest_wait_s(self) -> float | None:
         now = time.monotonic()
         waits = [c.deadline - now for c in self._children if c.deadline is not None]
+        if self._guardian.due_s is not None:
+            waits.append(self._guardian.due_s - now)
         if any(c.pidfd is None for c in self._children):
             waits.append(POLL_S)
         if any(c.output is not None and c.output.held_back for c in self._children):
@@ -401,6 +403,11 @@ class ProcessLauncher:
 
     def _check_children(self) -> None:
         """Carry out what no event of a descriptor announces: deadlines, held back output, ends."""
+        try:
+            self._guardian.replace()
+        except OSError:
+            # It is tried again. Without a guardian children run on; tasks that cannot start say why.
+            logger.debug("the guardian of GPU tasks cannot be replaced", exc_info=True)
         now = time.monotonic()
         for child in tuple(self._children):
             if child.output is not None:

@@ -101,6 +101,8 @@ class TaskReport:
     steps: StepFacts | None = None
     #: Digest of its `gpu:learn_by` values: each has a history of its own. Empty: none are named.
     history_key: str = ""
+    #: Names of the tasks, of all flows of the machine, that were on its devices meanwhile. Up to 20.
+    shared_with: tuple[str, ...] = ()
 
     @property
     def budget_total_bytes(self) -> int:
@@ -158,6 +160,7 @@ class TaskReport:
             "source": self.source,
             "cap_bytes": "none" if self.cap_bytes is None else str(self.cap_bytes),
             "cause": self.cause or "none",
+            "shared_with": ", ".join(self.shared_with)[:499] or "none",
             "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
         }
 

@@ -28,6 +28,7 @@ from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.devices.host import count_cores, read_machine
+from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
@@ -95,7 +96,8 @@ class ActiveRunner:
         #: Whether there was a process at all: its last output may be on its way.
         self._called = False
         self._futures: set[concurrent.futures.Future[Any]] = set()
-        self._closing = False
+        #: Set once it ends its tasks, in place of waiting for them.
+        self._closing = threading.Event()
         self._publisher: Publisher | None = None
         self._reports: list[TaskReport] = []
         self._book: BudgetBook | None = None
@@ -187,10 +189,19 @@ class ActiveRunner:
             CancelledByRunner: The runner is ending already.
         """
         with self._lock:
-            if self._closing:
+            if self._closing.is_set():
                 raise CancelledByRunner
             self._bodies.add(body)
             self._called = True
+
+    def pause(self, seconds: float) -> None:
+        """Wait, for a task run without a process.
+
+        Raises:
+            CancelledByRunner: The runner is ending.
+        """
+        if self._closing.wait(max(0.0, seconds)):
+            raise CancelledByRunner
 
     def end(self, body: BodyRun) -> None:
         """Forget a body once nothing of it is left: it holds all that its task run had."""
@@ -228,14 +239,14 @@ class ActiveRunner:
             kind = self._kind(plan, broker)
             if forks:
                 with self._lock:
-                    if self._closing:
+                    if self._closing.is_set():
                         return None
                     fork_server_pool().open(self)
                 return fork_server_pool().announce(kind)
             pool = standby_pool()
             most = broker.max_processes
             with self._lock:
-                if self._closing:
+                if self._closing.is_set():
                     return None
                 pool.open(
                     self,
@@ -243,6 +254,7 @@ class ActiveRunner:
                     if isinstance(standby, int)
                     else most_by_default(count_cores(), most),
                     broker,
+                    _shared_folder(),
                 )
             return pool.announce(kind, broker)
         except Exception:
@@ -278,7 +290,7 @@ class ActiveRunner:
                 self._book = BudgetBook(
                     MemoryHistory()
                     if publisher is None
-                    else PrefectHistory(self._client.lend, publisher)
+                    else PrefectHistory(self._client.lend, publisher, shared=_shared_folder())
                 )
             return self._book
 
@@ -314,7 +326,7 @@ class ActiveRunner:
     def cancel(self) -> None:
         """End all processes of this runner, and let no new one start."""
         with self._lock:
-            self._closing = True
+            self._closing.set()
             bodies = (*self._bodies, *self._ending)
         for body in bodies:
             body.cancel()
@@ -343,8 +355,7 @@ class ActiveRunner:
             # Engines wait for a fork server that imports; how forks end does not matter any more.
             self._close_fork_server()
             self._threads.cancel_all()
-            # All must reach their state. An engine that sleeps until its next retry is left behind: its
-            # process is gone.
+            # All must reach their state.
             concurrent.futures.wait(self._unfinished(), CLOSING_S)
         else:
             # Tasks may submit others while these are waited for. Tasks in threads count too:
@@ -388,6 +399,15 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
         held_by_parent=() if simulated is not None else _held_by_parent(),
         context_bytes=lambda framework, device: context_meter().known(device)[framework],
     )
+
+
+def _shared_folder() -> SharedFolder | None:
+    try:
+        return shared_folder(read_settings().ledger)
+    except OSError as error:
+        # The ledger warns of it.
+        logger.debug("standbys of other processes are not counted: %s", error)
+        return None
 
 
 def _held_by_parent() -> tuple[Reservation, ...]:

@@ -18,6 +18,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context, ContextVar, copy_context
+from datetime import datetime, timezone
 from typing import Any, cast
 from uuid import UUID
 
@@ -39,7 +40,7 @@ from prefect.events.worker import EventsWorker
 from prefect.exceptions import CrashedRun, MissingContextError
 from prefect.logging.handlers import emit_api_log
 from prefect.states import Crashed, Failed, Pending, Running
-from prefect.task_engine import run_task_sync
+from prefect.task_engine import SyncTaskRunEngine, run_task_sync
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
@@ -209,6 +210,28 @@ def _retry_condition(
     return check
 
 
+#: How the engine of this thread waits for the next retry of its task run.
+_pause: ContextVar[Callable[[float], None] | None] = ContextVar("prefect_gpu_pause", default=None)
+
+
+def _ended_by_the_runner(wait_until_ready: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(wait_until_ready)
+    def wait(engine: Any) -> None:
+        pause, retry_at = _pause.get(), engine.state.state_details.scheduled_time
+        if pause is not None and retry_at is not None:
+            pause((retry_at - datetime.now(timezone.utc)).total_seconds())
+        wait_until_ready(engine)
+
+    return wait
+
+
+# The engine's own name (Prefect 3.8.8): it sleeps there until the next retry, and nothing could wake it. In a
+# version without that name it sleeps on.
+if hasattr(SyncTaskRunEngine, "wait_until_ready"):
+    _waiting: Any = _ended_by_the_runner(SyncTaskRunEngine.wait_until_ready)
+    SyncTaskRunEngine.wait_until_ready = _waiting  # type: ignore[method-assign]
+
+
 class ChildCrash(BaseException):
     """Ends Prefect's engine for one task run as a crash.
 
@@ -232,6 +255,7 @@ def run_engine(
     wait_for: Iterable[Any] | None,
     dependencies: dict[str, set[Any]] | None,
     seen_run: Callable[[], TaskRun | None],
+    pause: Callable[[float], None],
 ) -> State[Any]:
     """Run Prefect's task engine to its end, in this thread and its context.
 
@@ -244,12 +268,14 @@ def run_engine(
         dependencies: Further inputs to record.
         seen_run: Returns the task run that the body was called for (`EngineRun.task_run`), which the
             engine does not return; `None`: the body was not called.
+        pause: Waits for a number of seconds; raises a `BaseException` once the runner ends.
 
     Returns:
         The final state, crashes included.
     """
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())
+    _pause.set(pause)
     try:
         for delay_s in (*SLOT_DELAYS_S, None):
             try:
@@ -266,7 +292,7 @@ def run_engine(
                 # Prefect's server was too busy before the body began: not the task's failure.
                 if delay_s is None or seen_run() is not None:
                     raise
-                threading.Event().wait(delay_s * random.uniform(0.5, 1.5))
+                pause(delay_s * random.uniform(0.5, 1.5))
     except ChildCrash as crash:
         run = seen_run()
         assert run is not None and run.state is not None

@@ -329,6 +329,7 @@ class GPUTask:
                     wait_for,
                     dependencies,
                     lambda: None if self._run is None else self._run.task_run,
+                    self._runner.pause,
                 )
         finally:
             if isinstance(announced, Announcement):

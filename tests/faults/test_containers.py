@@ -82,8 +82,16 @@ def test_two_containers_share_a_device(place: Workplace, container: tuple[str, .
     place.write("contained.py", PROGRAM)
     flows = [
         subprocess.Popen(
-            [*container, "sh", "-c", f'hostname box-{name}; exec "$@"', "sh"]
-            + [sys.executable, "contained.py", name],
+            [
+                *container,
+                "sh",
+                "-c",
+                f'hostname box-{name}; exec "$@"',
+                "sh",
+                sys.executable,
+                "contained.py",
+                name,
+            ],
             cwd=place.folder,
             env=place.environment,
             stdout=subprocess.PIPE,

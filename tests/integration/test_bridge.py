@@ -26,7 +26,7 @@ from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClien
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed
-from prefect.task_engine import run_task_sync
+from prefect.task_engine import SyncTaskRunEngine, run_task_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu import GPUTaskRunner, gpu
@@ -41,6 +41,13 @@ def test_run_task_sync_accepts_the_runners_arguments() -> None:
     assert parameters >= {
         "task", "task_run_id", "parameters", "wait_for", "return_type", "dependencies"
     }, "run_task_sync changed: see prefect_engine.run_engine"  # fmt: skip
+
+
+def test_the_engine_waits_for_a_retry_in_a_method_of_its_own() -> None:
+    wait = inspect.unwrap(SyncTaskRunEngine.wait_until_ready)
+    assert wait is not SyncTaskRunEngine.wait_until_ready
+    assert "state_details.scheduled_time" in inspect.getsource(wait), "see prefect_engine._pause"
+    assert "engine.wait_until_ready()" in inspect.getsource(run_task_sync), "nothing wakes it"
 
 
 def test_state_events_take_what_we_give_them() -> None:

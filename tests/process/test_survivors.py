@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -226,6 +227,7 @@ def test_the_next_launch_replaces_a_guardian_that_ended_at_once(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guardian, "_LIVED_S", 1e9)
+    monkeypatch.setattr(guardian, "replacement_delay_s", lambda ended_early: 1e5)
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     guardian_of(rig).kill()
@@ -233,6 +235,28 @@ def test_the_next_launch_replaces_a_guardian_that_ended_at_once(
     assert rig.call(bodies.add, 1) == 1
     _let_go_of_guardian(rig)
     assert child.exit().code == -signal.SIGKILL, "the new one was told of the old child"
+
+
+def test_a_guardian_that_cannot_be_started_is_tried_again_while_a_child_runs(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guardian, "_LIVED_S", 1e9)
+    child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
+    assert eventually((tmp_path / "ready").exists)
+    refused: list[object] = []
+    start = guardian.Guardian._start
+
+    def refuse(self: guardian.Guardian) -> None:
+        refused.append(self)
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(guardian.Guardian, "_start", refuse)
+    guardian_of(rig).kill()
+    assert eventually(lambda: len(refused) == 3)
+    monkeypatch.setattr(guardian.Guardian, "_start", start)
+    assert eventually(lambda: rig.launcher._guardian.process is not None)
+    _let_go_of_guardian(rig)
+    assert child.exit().code == -signal.SIGKILL
 
 
 def _let_go_of_guardian(rig: Rig) -> None:

@@ -240,6 +240,19 @@ def test_what_a_process_of_another_container_takes_is_not_foreign(
     decided(rig.submit("beside them", 12))
 
 
+def test_a_task_knows_who_was_on_its_device_with_it(machine: Callable[..., Machine]) -> None:
+    rig = machine("2x24GiB")
+    one = rig.place("one", 1, devices=("0",))
+    rig.place("elsewhere", 1, devices=("1",))
+    two = rig.place("two", 1, devices=("0",), broker=rig.other)
+    three = rig.place("three", 1, devices=("0",))
+    assert rig.broker.neighbours(three) == ("one", "two (another flow)")
+    rig.broker.end(three)
+    rig.place("four", 1, devices=("0",))
+    assert rig.broker.neighbours(one) == ("two (another flow)", "three", "four")
+    assert rig.other.neighbours(two)[0] == "one (another flow)"
+
+
 def test_where_ids_are_of_another_namespace_flows_of_one_container_say_what_they_hold(
     machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,18 +23,11 @@ def work() -> None:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What is waited before each further try, without the random part."""
-    found: list[float] = []
-
-    class Event:
-        def wait(self, timeout_s: float) -> None:
-            found.append(timeout_s)
-
-    monkeypatch.setattr(prefect_engine.threading, "Event", Event)
     monkeypatch.setattr(prefect_engine.random, "uniform", lambda low, high: 1.0)
-    return found
+    return []
 
 
-def run(monkeypatch: pytest.MonkeyPatch, refusals: int) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, waits: list[float], refusals: int) -> Any:
     left = [ConcurrencySlotAcquisitionError("503")] * refusals
 
     def engine(**_: Any) -> Any:
@@ -46,26 +39,26 @@ def run(monkeypatch: pytest.MonkeyPatch, refusals: int) -> Any:
     client: Any = SimpleNamespace(open=lambda: None)
     # In a copy of the context, since the engine's thread has one of its own.
     return copy_context().run(
-        prefect_engine.run_engine, client, work, uuid4(), {}, None, None, lambda: None
+        prefect_engine.run_engine, client, work, uuid4(), {}, None, None, lambda: None, waits.append
     )
 
 
 def test_the_second_try_comes_after_a_tenth_of_a_second(
     monkeypatch: pytest.MonkeyPatch, waits: list[float]
 ) -> None:
-    assert run(monkeypatch, refusals=1).is_completed()
+    assert run(monkeypatch, waits, refusals=1).is_completed()
     assert waits == [0.1]
 
 
 def test_a_server_that_stays_busy_is_asked_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch, waits: list[float]
 ) -> None:
-    assert run(monkeypatch, refusals=len(prefect_engine.SLOT_DELAYS_S)).is_completed()
+    assert run(monkeypatch, waits, refusals=len(prefect_engine.SLOT_DELAYS_S)).is_completed()
     assert waits == sorted(waits) and waits[-1] == 60.0
 
 
 def test_a_server_that_never_answers_crashes_the_task_run(
     monkeypatch: pytest.MonkeyPatch, waits: list[float]
 ) -> None:
-    state = run(monkeypatch, refusals=len(prefect_engine.SLOT_DELAYS_S) + 1)
+    state = run(monkeypatch, waits, refusals=len(prefect_engine.SLOT_DELAYS_S) + 1)
     assert state.is_crashed()

@@ -1,0 +1,52 @@
+"""The end of a flow while a task of it waits for its next retry."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from prefect import flow, get_client, task
+
+from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.runner.engine_threads import NAME
+from tests.integration import engine_api as api
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+#: Longer than the end of a flow waits for anything.
+DELAY_S = 600
+
+
+@task(tags=gpu(memory="64MiB"), retries=1, retry_delay_seconds=DELAY_S)
+def fails() -> None:
+    raise ValueError("of the body")
+
+
+def test_a_task_that_waits_for_its_retry_crashes_when_its_flow_raises() -> None:
+    kept: list[Any] = []
+
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
+    def raises() -> None:
+        kept.append(fails.submit())
+        with get_client(sync_client=True) as client:
+            api.until(lambda: shown(client, kept[0]) == "AwaitingRetry")
+        raise ValueError("of the flow")
+
+    with pytest.raises(ValueError, match="of the flow"):
+        raises()
+    (future,) = kept
+    assert future.wrapped_future.done()
+    assert not [each for each in threading.enumerate() if each.name.startswith(NAME)]
+    # As a task that waits for a device.
+    assert api.names(future.task_run_id)[-2:] == ["AwaitingRetry", "Crashed"]
+    assert isinstance(future.result(raise_on_failure=False), Exception)
+
+
+def shown(client: Any, future: Any) -> str | None:
+    """Return the name of a task run's state in the API; `None`: it is not there yet."""
+    try:
+        name: str | None = client.read_task_run(future.task_run_id).state_name
+    except Exception:
+        return None
+    return name

@@ -11,14 +11,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import UUID
 
+import psutil
 import pytest
+from prefect import get_client
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.units import GIB
+from tests.integration.engine_api import artifacts
 from tests.integration.kill_flow import read_pids
-from tests.integration.programs import Workplace
-from tests.integration.test_signals import wait_for_states
+from tests.integration.programs import Workplace, wait_for
+from tests.integration.test_signals import read_run, wait_for_states
 from tests.process.rig import eventually, is_alive
 
 #: Starts this Python in a PID namespace of its own, in which `/proc` still numbers processes as the machine does.
@@ -66,6 +70,59 @@ for process in (child, bystander):
 """
     done = subprocess.run([*UNSHARE, sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "True\nNone\n", done.stderr
+
+
+#: A driver whose list has every number that a process of a new PID namespace may get.
+PYNVML = """
+from tests.fakes.fake_nvml import GIB, FakeGpu, FakeNvml
+
+_machine = FakeNvml(FakeGpu("GPU-a", free_bytes=20 * GIB, compute=dict.fromkeys(range(1, 3000), 3 * GIB)))
+globals().update(
+    {name: getattr(_machine, name) for name in dir(_machine) if name.lower().startswith("nvml")}
+)
+"""
+
+CONTAINED = """
+import time
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+
+
+@task(tags=gpu(memory="1GiB", framework="none", enforce="kill"))
+def small():
+    # For some readings of the devices.
+    time.sleep(1)
+    return "kept"
+
+
+@flow(task_runner=GPUTaskRunner(devices="nvml"))
+def contained():
+    future = small.submit()
+    print("RESULT", future.task_run_id, future.result())
+
+
+contained()
+"""
+
+
+@needs_unshare
+def test_memory_under_a_number_that_equals_a_childs_by_chance_is_not_the_tasks(
+    place: Workplace,
+) -> None:
+    place.write("pynvml.py", PYNVML)
+    place.write("contained.py", CONTAINED)
+    command = [*UNSHARE, "--kill-child", "--mount-proc", sys.executable, "contained.py"]
+    done = subprocess.run(
+        command, cwd=place.folder, env=place.environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    _, task_run_id, value = done.stdout.split()
+    assert value == "kept"
+    (report,) = artifacts(task_run_id=UUID(task_run_id), count=1)
+    assert report.metadata_ is not None
+    assert report.metadata_["source"] == "framework"
+    assert report.metadata_["peak_process_bytes"] == "0"
+    assert report.metadata_["leaked_bytes"] == "unknown"
 
 
 #: A parent with a fork server and its fork, a fresh process that has started others, and a standby. Prints the process
@@ -542,3 +599,46 @@ def test_forks_of_bodies_that_use_torch_and_tensorflow_are_gone_after_their_task
         "RESULT [16777216.0, 16777216.0] 10",
     ]
     assert not place.processes()
+
+
+DEPLOY = """
+import os
+from prefect import flow
+
+found = flow.from_source(source=os.getcwd(), entrypoint="stubborn.py:stubborn")
+found.deploy(name="stubborn", work_pool_name=os.environ["RUN_NAME"])
+"""
+
+
+@pytest.mark.slow
+def test_runs_that_are_killed_or_cancelled_under_a_process_worker_leave_only_the_worker(
+    place: Workplace,
+) -> None:
+    name = place.environment["RUN_NAME"] = f"cancelled-{place.token}"
+    place.environment["PREFECT_WORKER_QUERY_SECONDS"] = "1"
+    place.write("stubborn.py", STUBBORN)
+    place.run("-m", "prefect", "work-pool", "create", name, "--type", "process")
+    place.run("-c", DEPLOY)
+    worker = place.start(
+        "-m", "prefect", "worker", "start", "--pool", name, stdout=subprocess.DEVNULL
+    )
+    run = ("-m", "prefect", "deployment", "run", "stubborn/stubborn", "--flow-run-name")
+    try:
+        place.run(*run, "killed")
+        pids = read_pids(place, 3, worker)
+        os.kill(psutil.Process(next(iter(pids))).ppid(), signal.SIGKILL)
+        # The worker lives on, and starts the next run.
+        wait_for(lambda: set(place.processes()) == {worker.pid})
+        (place.folder / "pids.txt").unlink()
+        place.run(*run, name)
+        pids = read_pids(place, 3, worker)
+        with get_client(sync_client=True) as client:
+            place.run("-m", "prefect", "flow-run", "cancel", str(read_run(client, name).id))
+        wait_for(lambda: not any(map(is_alive, pids)))
+        wait_for_states(name, {"CANCELLED"}, {"CRASHED", "CANCELLED"}, 3)
+        wait_for(
+            lambda: set(place.processes()) == {worker.pid}, explain=lambda: str(place.processes())
+        )
+    finally:
+        worker.terminate()
+        worker.communicate()

@@ -38,9 +38,10 @@ def run(monkeypatch: pytest.MonkeyPatch, refusals: int, pause: Callable[[float],
     monkeypatch.setattr(prefect_engine, "run_task_sync", engine)
     client: Any = SimpleNamespace(open=lambda: None)
     # In a copy of the context, since the engine's thread has one of its own.
-    return copy_context().run(
-        prefect_engine.run_engine, client, work, uuid4(), {}, None, None, lambda: None, pause
-    )
+    with prefect_engine.paused_by(pause):
+        return copy_context().run(
+            prefect_engine.run_engine, client, work, uuid4(), {}, None, None, lambda: None
+        )
 
 
 def test_the_second_try_comes_after_a_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

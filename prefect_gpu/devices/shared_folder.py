@@ -127,6 +127,9 @@ class SharedFolder:
         Raises:
             OSError: It cannot be opened.
         """
+        if name != os.path.basename(name):
+            # Another user wrote it, to have a file elsewhere removed.
+            return False
         path = self.path / name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

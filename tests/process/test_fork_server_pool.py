@@ -230,6 +230,7 @@ def test_a_server_that_does_not_report_an_end_is_killed(
     make_pool: Callable[[], Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
+    monkeypatch.setattr(fork_server, "LOOK_S", DEADLOCK_S)
     pool = make_pool()
     child = pool.start(spec_of(_wait_for, str(tmp_path)))
     assert eventually((tmp_path / "begun").exists)
@@ -244,6 +245,7 @@ def test_a_task_whose_server_does_not_answer_gets_a_fresh_interpreter(
     make_pool: Callable[[], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
+    monkeypatch.setattr(fork_server, "LOOK_S", DEADLOCK_S)
     pool = make_pool()
     os.kill(pool.parent_of(), signal.SIGSTOP)
     assert pool.parent_of() == os.getpid()

@@ -213,6 +213,7 @@ class ForkServer:
 
     def read_exit_code(self, reply: socket.socket) -> int:
         """Read how a fork that has ended did so; `UNKNOWN_CODE` if the server cannot say."""
+        reply.settimeout(ANSWER_S)
         try:
             return int(reply.recv(32))
         except TimeoutError:

@@ -10,6 +10,7 @@ fresh interpreter for each task, with standbys (the default), and with `start_me
     python benchmarks/overhead.py --budget 900                 # all of it on two quiet cores
     python benchmarks/overhead.py --all-tasks --repeats 3 --budget 3600
     python benchmarks/overhead.py --rows threads-few cold standby --framework torch --at-once 0
+    python benchmarks/overhead.py --rows --at-once 0           # the ledger alone
     python benchmarks/overhead.py --tiny                       # that it runs, in under a minute
 
 Each row is measured in a fresh process against one Prefect server whose URL everybody has, with
@@ -25,7 +26,9 @@ one task at a time; `RUSAGE_SELF` of the flow's process, without its children; h
 set has grown once all results are there and the flow goes on, futures and all; in the crowd, whose flows
 run on the system's allocator for that, also how much of it is in use: the rest is room that 2,000 tasks
 took while all of them waited. For standbys, what lies between a task's placement and its first line
-beyond serialising the call and Prefect's context.
+beyond serialising the call and Prefect's context. And the ledger that all flows of a machine share: seconds and CPU for
+all that a task writes there while another process reads, and the share of a core that it takes of a flow in which nothing
+runs, or one task waits for another flow's.
 
 Prints tables, whether each target is met, and JSON (versions, seed, every run). Within `--budget` what
 has no time left says so.
@@ -45,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import _common
+import _ledger_row
 import _overhead_row
 from _overhead_row import ROWS
 
@@ -70,6 +74,14 @@ STANDBY_MS = 10.0
 TIMES_COLD = 5.0
 ABOVE_THREADS_MS = 25.0
 KEPT_ABOVE_BYTES = 10_000
+
+#: Targets of the ledger: milliseconds a task, and the share of a core while idle.
+LEDGER_MS = 1.0
+LEDGER_CORES = 0.01
+
+#: Name of its part, and its tasks, by `--tiny`.
+LEDGER = "ledger"
+LEDGER_TASKS = {False: 1000, True: 20}
 
 #: Seconds for which the server must store nothing more before a row, and for which that is waited for.
 QUIET_S = 3.0
@@ -137,7 +149,15 @@ def checks(runs: Iterable[Run]) -> list[Check]:
                 "kB",
             )
         )
-    ran = [run for run in found if "tasks" in run]
+    ledger = [run for run in found if run["part"] == LEDGER and "tasks" in run]
+    name = f"the ledger of the machine takes at most {LEDGER_MS:g} ms a task"
+    made.append(_at_most(name, [run["shared_ms"] for run in ledger], LEDGER_MS, "ms"))
+    idle = [run["idle_cores"] * 100 for run in ledger]
+    waiting = [(run["waiting_cores"] - run["waiting_alone_cores"]) * 100 for run in ledger]
+    for shares, what in ((idle, "nothing runs"), (waiting, "a task waits")):
+        name = f"it takes at most {LEDGER_CORES:.0%} of a core while {what}"
+        made.append(_at_most(name, shares, LEDGER_CORES * 100, "%"))
+    ran = [run for run in found if "finished" in run]
     lost = [f"{run['tasks'] - run['finished']} of {run['row']}" for run in ran if _lost(run)]
     # What ended early lost its tasks; what had no time or is not installed did not begin.
     lost += [f"all of {run['row']}" for run in found if run.get("failed")]
@@ -240,6 +260,34 @@ def run_row(
     return {**found, **told[0]}
 
 
+def measure_ledger(given: argparse.Namespace) -> Run:
+    """Measure what the ledger costs, in a new process."""
+    _common.say("the ledger")
+    arguments = [
+        "--row",
+        LEDGER,
+        "--tasks",
+        str(LEDGER_TASKS[given.tiny]),
+        "--idle",
+        str(given.idle),
+    ]
+    return {"part": LEDGER, "row": LEDGER, **_common.measure(__file__, arguments, "")}
+
+
+def print_ledger(runs: list[Run]) -> None:
+    """Print what the ledger costs."""
+    own = [run for run in runs if run["part"] == LEDGER and "tasks" in run]
+    names = ("shared_ms", "shared_cpu_ms", "alone_ms", "alone_cpu_ms")
+    table = [
+        *([name, _common.spread([run[name] for run in own])] for name in names),
+        *(
+            [f"{name}, %", _common.spread([run[name] * 100 for run in own])]
+            for name in ("idle_cores", "waiting_cores", "waiting_alone_cores")
+        ),
+    ]
+    _common.print_table(["what", "median (lowest–highest)"], table)
+
+
 def main() -> None:
     """Measure every row and the crowd; print tables, checks and JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -249,15 +297,19 @@ def main() -> None:
     parser.add_argument("--one-by-one", type=int, default=6, help="tasks that show the latency")
     parser.add_argument("--flow", choices=("sync", "async"), default="sync", help="of the rows")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
+    parser.add_argument("--rows", nargs="*", choices=tuple(ROWS), default=list(ROWS))
     parser.add_argument("--budget", type=float, default=285.0, help="seconds for all of it")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which rows run")
+    parser.add_argument("--idle", type=float, default=10.0, help="seconds of the idle ledger")
     parser.add_argument("--api-url", default=None, help="use this Prefect server")
     parser.add_argument("--framework", default="none", help="that bodies one by one import")
     parser.add_argument("--out", type=Path, default=None, help="write the JSON here, not to stdout")
     parser.add_argument("--tiny", action="store_true", help="that it runs, not what it says")
-    parser.add_argument("--row", choices=tuple(ROWS), help=argparse.SUPPRESS)
+    parser.add_argument("--row", choices=(*ROWS, LEDGER), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.row == LEDGER:
+        _common.tell(_ledger_row.measure(given.tasks, given.idle))
+        return
     if given.row:
         _common.tell(
             _overhead_row.measure(
@@ -266,7 +318,7 @@ def main() -> None:
         )
         return
     if given.tiny:
-        given.tasks, given.at_once, given.one_by_one = 3, 20, 1
+        given.tasks, given.at_once, given.one_by_one, given.idle = 3, 20, 1, 0.5
         given.rows = ["threads", "threads-few", "threads-untagged", "standby", "forkserver"]
     #: Tasks a second, as far as they are known.
     given.pace = {"cold": 1.0, "standby": 1.0, "forkserver": 10.0}
@@ -275,6 +327,7 @@ def main() -> None:
     with _common.prefect_server(given.api_url) as url:
         head = {"versions": _common.versions("prefect-ray"), "seed": given.seed}
         for repeat in range(given.repeats):
+            runs.append({"repeat": repeat, **measure_ledger(given)})
             for row in order.sample(given.rows, len(given.rows)):
                 run = run_row(row, given, "rows", clock, url, given.flow)
                 runs.append({"repeat": repeat, **run})
@@ -295,6 +348,8 @@ def main() -> None:
     if given.at_once:
         print(f"\n{given.at_once} tasks mapped at once\n")
         print_crowd(runs)
+    print(f"\nThe ledger, {LEDGER_TASKS[given.tiny]} tasks, beside one that is not shared\n")
+    print_ledger(runs)
     print()
     for check in checks(runs):
         print(check.line())

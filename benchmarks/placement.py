@@ -33,7 +33,7 @@ import _common
 sys.path.insert(0, str(_common.REPOSITORY))
 
 from prefect_gpu.broker.device_view import DeviceView
-from prefect_gpu.broker.ledger import ProcessLedger
+from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
@@ -68,7 +68,7 @@ class World:
         self._random = random.Random(seed)
         self._known = known
         self._clock = FakeClock(0.0)
-        self._ledger = ProcessLedger()
+        self._ledger = Ledger()
         reader = SimulatedReader(SimulatedDevices(f"{devices}x80GiB"))
         self._view = DeviceView(reader.devices(), "simulated", 0, (), self._clock)
         self._view.take(Reading(0.0, reader.read(()), ANY))
@@ -123,8 +123,11 @@ class World:
         states = self._view.states(view, self._placed)
         board = Board(states, least_bytes=self.queue.least_bytes)
         decisions = decide(self.queue, board, host, self._patience, self.now_s)
-        reservations = [r for _, placement in decisions.placements for r in placement.reservations]
-        assert self._ledger.try_reserve(view.version, reservations)
+        entries = {
+            request.id: Entry(request, reservations=placement.reservations)
+            for request, placement in decisions.placements
+        }
+        assert self._ledger.try_write(view.version, entries)
         self.queue.statuses.update(decisions.statuses)
         for request, placement in decisions.placements:
             ticket = self._placed[request.id] = self._waiting.pop(request.id)

@@ -31,6 +31,8 @@ class Allocation:
     frameworks: tuple[str, ...]
     #: No other task of `prefect_gpu` is on its devices.
     exclusive: bool = False
+    #: Names of the tasks, of all flows of the machine, that were on its devices when its process started.
+    shared_with: tuple[str, ...] = ()
 
 
 _current: Allocation | None = None

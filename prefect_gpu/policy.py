@@ -203,7 +203,7 @@ class GPUPolicy:
     allocator_options: tuple[tuple[str, str], ...] = ()
     #: `False`: PyTorch's caching allocator is disabled, for memory checkers.
     caching: bool = True
-    #: No other GPU task of these runners uses its devices at the same time.
+    #: No other GPU task, of whichever flow, uses its devices at the same time.
     exclusive: bool = False
     #: After an out-of-memory error: run again with more memory, or fail.
     oom: OnOutOfMemory = "escalate"
@@ -311,7 +311,7 @@ def gpu(
             budget at start.
         alloc: PyTorch allocator options, `{"max_split_size_mb": 128}`.
         caching: `False` or `"off"` disables PyTorch's caching allocator, for memory checkers.
-        exclusive: No other GPU task of these runners uses its devices at the same time.
+        exclusive: No other GPU task, of whichever flow, uses its devices at the same time.
         oom: After an out-of-memory error, `"escalate"` runs the body again with more memory and `"fail"`
             fails.
         enforce: `"warn"` or `"kill"` when the process as a whole uses more than its budget.

@@ -36,6 +36,7 @@ from prefect_gpu.scheduling.backfill import PATIENCE, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (
     Device,
+    DeviceKey,
     DeviceKind,
     DeviceSnapshot,
     Placement,
@@ -65,10 +66,13 @@ HEADROOM_BYTES: dict[DeviceKind, int] = {
 }
 
 #: Seconds between two looks at what other processes have written, while a request waits or a hot standby is here.
-POLL_S = 0.02
+POLL_S = 0.05
 
 #: Seconds after which requests of another broker are passed that could start, as far as is known here, and do not.
 PASSIVE_S = 2.0
+
+#: Bytes by which what a process holds changes before flows of other containers are told.
+TELL_BYTES = 64 * MIB
 
 #: Makes the ids of requests unique on the machine: processes of two containers may have one number.
 _PROCESS = uuid.uuid4().hex[:8]
@@ -167,6 +171,8 @@ class Broker:
         #: Hot standbys on these devices.
         self._hot = HotStandbys(reader, ledger, self._recovery, self._clock, style)
         self._context_bytes = context_bytes
+        #: The reservations that `_meet` has seen.
+        self._met: dict[DeviceKey, tuple[Reservation, ...]] = {}
         #: A reading was asked for to decide on, and has not come.
         self._wants_reading = False
         self._sampler = Sampler(
@@ -334,6 +340,12 @@ class Broker:
             ticket.pid = pid
         self._ledger.attach(ticket.request.id, pid)
 
+    def neighbours(self, ticket: Ticket) -> tuple[str, ...]:
+        """Return the names of the tasks, of all flows, that have been on a request's devices since it was placed."""
+        with self._changed:
+            self._meet(ticket.devices)
+            return tuple(ticket.neighbours)
+
     def run(self, ticket: Ticket) -> None:
         """Note that the body of a request has begun: it has the memory that it needs of the machine itself."""
         self._ledger.run(ticket.request.id)
@@ -384,6 +396,7 @@ class Broker:
         `on_recovered` is called. The second call, and one for a request without a placement, has no effect.
         """
         with self._changed:
+            self._meet(ticket.devices)
             if self._placed.pop(ticket.request.id, None) is None:
                 return
             # It may have ended before it had a process.
@@ -585,6 +598,7 @@ class Broker:
 
     def _take_readings(self) -> None:
         arrived, self._arrived = self._arrived, []
+        self._dirty = self._dirty or bool(arrived)
         for reading in arrived:
             self._take_reading(reading)
         now_s = self._clock.now()
@@ -600,12 +614,45 @@ class Broker:
         if reading.error:
             return
         self._states()
+        self._tell_taken()
+        self._meet(self.devices)
         for request_id, ticket in self._placed.items():
             if ticket.pid is not None and ticket.on_measured is not None:
                 sizes = tuple(self._view.measured_bytes(request_id, d) for d in ticket.devices)
                 self._calls.append(partial(ticket.on_measured, reading.at_s, sizes))
         self._view.warn(reading)
         self._release_all(self._recovery.check(reading, self._placed.values()))
+
+    def _meet(self, devices: Sequence[Device]) -> None:
+        """Note which tasks share a device, where reservations have changed since the last call."""
+        by_device = self._ledger.view().by_device
+        for device in devices:
+            held = by_device.get(device.key, ())
+            if held is self._met.get(device.key, ()):
+                continue
+            self._met[device.key] = held
+            for at, ticket in enumerate([self._placed.get(r.request_id) for r in held]):
+                if ticket is None:
+                    continue
+                for other in (*held[:at], *held[at + 1 :]):
+                    if not other.standby:
+                        own = self._ledger.owns(other.request_id)
+                        ticket.meet(other.task_name if own else f"{other.task_name} (another flow)")
+
+    def _tell_taken(self) -> None:
+        """Say what its own processes hold, where process ids say nothing to others."""
+        if all(device.attributed for device in self.devices) and not self._ledger.view().taken:
+            return
+        hot = {standby.id: standby.ticket for standby in self._hot.without_task}
+        for request_id, ticket in {**self._placed, **hot}.items():
+            entry = self._ledger.entry(request_id)
+            if entry is None or entry.pid is None:
+                continue
+            held = {d.key: self._view.measured_bytes(request_id, d) for d in ticket.devices}
+            taken = tuple(held.get(key, 0) for key in entry.devices)
+            told = entry.taken or (0,) * len(taken)
+            if any(abs(new - old) >= TELL_BYTES for new, old in zip(taken, told, strict=True)):
+                self._calls.append(partial(self._ledger.take, request_id, taken))
 
     def _release_all(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
@@ -620,7 +667,9 @@ class Broker:
     # Decisions.
 
     def _schedule(self) -> None:
-        """Make one scheduling pass, and carry out what it decides."""
+        """Make one scheduling pass, and carry out what it decides; without effect if nothing has changed."""
+        if not self._dirty:
+            return
         self._dirty = False
         if self._waiting:
             reading = self._view.reading

@@ -349,7 +349,8 @@ class DeviceView:
         if self._context_told or self._kind != "nvml" or self._held_by_parent:
             return
         pid = os.getpid()
-        if any(p.pid == pid for s in reading.snapshots for p in s.processes):
+        shown = (s.processes for s in reading.snapshots if s.device.attributed)
+        if any(p.pid == pid for processes in shown for p in processes):
             self._context_told = True
             logger.warning(
                 "this process itself holds GPU memory, which counts as foreign until it "
@@ -389,4 +390,8 @@ def _measure(
         for request_id, ticket in here.items()
         if ticket.pid is not None and ticket.devices
     }
-    return measure(snapshot, roots, stand_ins) if roots else {}
+    for reservation in view.by_device.get(key, ()):
+        elsewhere = view.taken.get(reservation.request_id, {})
+        if key in elsewhere and reservation.request_id not in here:
+            stand_ins[reservation.request_id] = elsewhere[key]
+    return measure(snapshot, roots, stand_ins) if roots or stand_ins else {}

@@ -13,13 +13,11 @@ What the entries mean is in `ledger`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import getpass
 import json
 import os
 import socket
 import sqlite3
-import stat
 import time
 import uuid
 import weakref
@@ -31,6 +29,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from prefect_gpu.broker.ledger import Entry, Ledger, Row, StoreError, Written
+from prefect_gpu.devices.shared_folder import Hold, SharedFolder, default_folder, read_namespace
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
 #: Version of the tables and of `Entry`. Releases with different ones do not share a ledger.
@@ -45,24 +44,6 @@ OWNERS_S = 0.25
 
 #: Rows that are kept for readers which are behind, and as a record of what happened.
 LOG_ROWS = 20_000
-
-#: File systems on which several hosts see one file: SQLite's WAL mode does not work there.
-NETWORK_FILE_SYSTEMS = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "afs",
-        "9p",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "glusterfs",
-    }
-)
 
 _TABLES = """
 CREATE TABLE log (
@@ -92,17 +73,11 @@ def host_ledger(folder: Path | None = None) -> Ledger:
     return PROCESS_RESOURCES.get(("ledger", folder), lambda: Ledger(partial(HostStore, folder)))
 
 
-def default_folder() -> Path:
-    """Return the folder of this user's ledger: on a local disk, and the same in every login session."""
-    return Path("/var/tmp") / f"prefect-gpu-{os.getuid()}"
-
-
 class HostStore:
     """A log that all processes of a machine share. Not safe to use from several threads at once.
 
     Args:
-        folder: Where it is kept; `None`: `default_folder()`. The default is made for this user alone. One that
-            was named must be there; who may write to it is up to its permissions.
+        folder: See `SharedFolder`.
         owners_s: Seconds between two checks of whether other processes are still alive.
 
     Raises:
@@ -112,31 +87,25 @@ class HostStore:
     def __init__(self, folder: Path | None = None, owners_s: float = OWNERS_S) -> None:
         self._every_s = owners_s
         self.owner = uuid.uuid4().hex
-        self.namespace = _read_link("/proc/self/ns/pid")
+        self.namespace = read_namespace()
         self._registered = False
         self._owners_s = 0.0
         self._seen_version = -1
+        self._folder = default_folder() if folder is None else folder
         try:
-            self._folder = _private_folder() if folder is None else folder
-            _refuse_network(self._folder)
-            shared = bool(self._folder.stat().st_mode & stat.S_IWGRP)
-            #: Who may use the files: the user, or the folder's group too.
-            self._mode = 0o660 if shared else 0o600
-            self._lock = self._make_file(f"{self.owner}.lock")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A fork would keep the lock after this process has ended.
+            self._shared = shared = SharedFolder(folder)
+            #: While it has it, this process is alive.
+            self._hold = hold = shared.hold(f"{self.owner}.lock")
             PROCESS_RESOURCES.after_fork(self, HostStore._forget)
-            os.close(self._make_file("ledger.db"))
+            os.close(shared.open_file("ledger.db"))
             self._db = sqlite3.connect(
-                self._folder / "ledger.db",
+                shared.path / "ledger.db",
                 timeout=BUSY_S,
                 isolation_level=None,
                 check_same_thread=False,
             )
             # When the last process ends, nothing of it is left.
-            weakref.finalize(
-                self, _leave, self._db, self._lock, self._folder, self.owner, os.getpid()
-            )
+            weakref.finalize(self, _leave, self._db, hold, shared.path, self.owner, os.getpid())
             self._make_tables()
         except (OSError, sqlite3.Error) as error:
             raise StoreError(self._describe(error)) from error
@@ -224,15 +193,6 @@ class HostStore:
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         return int(version)
 
-    def _make_file(self, name: str) -> int:
-        descriptor = os.open(
-            self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, self._mode
-        )
-        if os.fstat(descriptor).st_uid == os.getuid():
-            # The umask may have taken the group's right.
-            os.fchmod(descriptor, self._mode)
-        return descriptor
-
     def _make_tables(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = OFF")
@@ -255,20 +215,8 @@ class HostStore:
         """Remove the entries of processes that hold their lock no longer."""
         owners = self._db.execute("SELECT owner FROM owners WHERE owner != ?", (self.owner,))
         for (owner,) in owners.fetchall():
-            path = self._folder / f"{owner}.lock"
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:
+            if not self._shared.is_held(f"{owner}.lock"):
                 self._remove_owner(owner)
-                continue
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._remove_owner(owner)
-                path.unlink(missing_ok=True)
-            except BlockingIOError:
-                continue
-            finally:
-                os.close(descriptor)
 
     def _remove_owner(self, owner: str) -> None:
         _remove_owner(self._db, owner)
@@ -276,13 +224,11 @@ class HostStore:
         self._seen_version = -1
 
     def _forget(self) -> None:
-        os.close(self._lock)
         # SQLite must not close in a fork what the parent has opened.
         _of_parents.append(self._db)
 
     def _describe(self, error: Exception) -> str:
-        where = getattr(self, "_folder", None) or default_folder()
-        return f"the ledger in {where} cannot be used ({type(error).__name__}: {error})"
+        return f"the ledger in {self._folder} cannot be used ({type(error).__name__}: {error})"
 
 
 def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
@@ -316,7 +262,9 @@ def _remove_owner(database: sqlite3.Connection, owner: str) -> None:
         database.execute("COMMIT")
 
 
-def _leave(database: sqlite3.Connection, lock: int, folder: Path, owner: str, pid: int) -> None:
+def _leave(
+    database: sqlite3.Connection, hold: Hold | None, folder: Path, owner: str, pid: int
+) -> None:
     """Remove this process from a ledger. Called at its end."""
     if pid != os.getpid():
         # A fork: the ledger is the parent's.
@@ -325,43 +273,8 @@ def _leave(database: sqlite3.Connection, lock: int, folder: Path, owner: str, pi
         _remove_owner(database, owner)
         database.close()
         (folder / f"{owner}.lock").unlink(missing_ok=True)
-        os.close(lock)
-
-
-def _private_folder() -> Path:
-    """Make the default folder, or check that it is this user's alone.
-
-    Raises:
-        StoreError: It is not.
-    """
-    folder = default_folder()
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise StoreError(
-            f"the ledger's folder {folder} is not a folder that belongs to this user alone; remove it, or name "
-            f"another with PREFECT_INTEGRATIONS_GPU_LEDGER"
-        )
-    return folder
-
-
-def _refuse_network(folder: Path) -> None:
-    """Check that a folder is on a local disk.
-
-    Raises:
-        StoreError: It is on a network file system.
-    """
-    resolved = folder.resolve(strict=True)
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    for parent in (resolved, *resolved.parents):
-        if parent in mounts:
-            if mounts[parent] in NETWORK_FILE_SYSTEMS:
-                raise StoreError(
-                    f"the ledger's folder {folder} is on a network file system ({mounts[parent]}); name one on "
-                    f"a local disk with PREFECT_INTEGRATIONS_GPU_LEDGER"
-                )
-            return
+        if hold is not None:
+            hold.release()
 
 
 def _about_this_process(namespace: str) -> dict[str, str | int | float]:
@@ -376,13 +289,6 @@ def _about_this_process(namespace: str) -> dict[str, str | int | float]:
             "user": getpass.getuser(),
         }
     return {"pid": os.getpid()}
-
-
-def _read_link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
 
 
 def _read_text(path: str) -> str:

@@ -123,9 +123,7 @@ class HotStandbys:
         if device is None:
             return False
         name, size = "a hot standby", context_bytes[device.key]
-        reservation = Reservation(
-            standby.id, device.host, device.uuid, size, task_name=name, standby=True
-        )
+        reservation = Reservation(standby.id, *device.key, size, task_name=name, standby=True)
         request = Request(standby.id, name, -1, self._clock.now())
         entry = Entry(request, reservations=(reservation,), devices=(device.key,))
         if not self._ledger.try_write(version, {standby.id: entry}):

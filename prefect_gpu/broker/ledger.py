@@ -47,6 +47,10 @@ class Entry:
     pid: int | None = None
     #: The PID namespace in which `pid` names that process; empty: not known.
     namespace: str = ""
+    #: Bytes that the process holds of each of `devices`, as its own flow has measured them. Written where its id
+    #: means nothing to others: processes of another PID namespace use the ledger, or the driver's ids are those of
+    #: one.
+    taken: tuple[int, ...] = ()
     #: Its body has begun, so the memory that it needs of the machine itself is taken.
     running: bool = False
     #: Another process asks for its memory back. Of hot standbys.
@@ -160,6 +164,9 @@ class LedgerView:
     #: Request id to the process that runs for it: what such a process holds is not foreign, whichever
     #: broker started it.
     processes: Mapping[str, int]
+    #: Request id to the bytes that such a process holds, for those of other PID namespaces, and for those of which
+    #: the driver's figures tell nothing.
+    taken: Mapping[str, Mapping[DeviceKey, int]]
     #: By origin: requests that hold devices, without hot standbys.
     holding: Mapping[str, int]
     #: Bytes of the machine's memory reserved for processes that have not taken them yet.
@@ -284,6 +291,11 @@ class Ledger:
         with self._lock:
             self._change(request_id, pid=pid, namespace=self._open().namespace)
 
+    def take(self, request_id: str, taken: tuple[int, ...]) -> None:
+        """Note the bytes that the process of a request holds of each device that it may use."""
+        with self._lock:
+            self._change(request_id, taken=taken)
+
     def run(self, request_id: str) -> None:
         """Note that the body of a request has begun."""
         with self._lock:
@@ -321,6 +333,12 @@ class Ledger:
         """Return what is known of a request; `None`: nothing is."""
         with self._lock:
             return self._entries.get(request_id)
+
+    def owns(self, request_id: str) -> bool:
+        """Return whether a request is of this process."""
+        with self._lock:
+            entry = self._entries.get(request_id)
+            return entry is not None and entry.owner == self._open().owner
 
     # With the lock held.
 
@@ -432,15 +450,19 @@ class Ledger:
     def _make_view(self, store: Store) -> LedgerView:
         holding: dict[str, int] = {}
         processes: dict[str, int] = {}
+        taken: dict[str, Mapping[DeviceKey, int]] = {}
         host_promised_bytes = 0
         for request_id, entry in self._holding.items():
             if entry.pid is not None and entry.namespace == store.namespace:
                 processes[request_id] = entry.pid
+            if entry.pid is not None and (entry.taken or request_id not in processes):
+                sizes = entry.taken or (0,) * len(entry.devices)
+                taken[request_id] = dict(zip(entry.devices, sizes, strict=True))
             if not entry.standby:
                 holding[entry.origin] = holding.get(entry.origin, 0) + 1
                 host_promised_bytes += 0 if entry.running else entry.request.host_bytes
         return LedgerView(
-            self._number, dict(self._by_device), processes, holding, host_promised_bytes
+            self._number, dict(self._by_device), processes, taken, holding, host_promised_bytes
         )
 
     # Without the lock.

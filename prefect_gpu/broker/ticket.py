@@ -14,6 +14,9 @@ from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
 
+#: Names that a ticket keeps of tasks beside its own.
+MOST_NEIGHBOURS = 20
+
 
 @dataclass
 class Ticket:
@@ -45,6 +48,8 @@ class Ticket:
     foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
     #: Bytes that no process held on its devices when it was placed, and what others leaked there since.
     ownerless_before: dict[DeviceKey, int | None] = field(default_factory=dict)
+    #: Names of the tasks that have been on its devices with it, in order; at most `MOST_NEIGHBOURS`.
+    neighbours: dict[str, None] = field(default_factory=dict)
     #: Monotonic seconds when its process ended; `None`: it has not.
     ended_s: float | None = None
     ended_pid: int | None = None
@@ -55,6 +60,11 @@ class Ticket:
     def devices(self) -> tuple[Device, ...]:
         """Its devices; none before it was placed."""
         return () if self.placement is None else self.placement.devices
+
+    def meet(self, name: str) -> None:
+        """Note the name of a task that is on one of its devices."""
+        if len(self.neighbours) < MOST_NEIGHBOURS:
+            self.neighbours[name] = None
 
     def decide(
         self, placement: Placement | None = None, error: PrefectGPUError | None = None

@@ -8,13 +8,15 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import select
 import socket
 import threading
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
-from prefect_gpu.processes import messages, transport
+from prefect_gpu.processes import guardian, messages, transport
+from prefect_gpu.processes.guardian import TOKEN_VARIABLE
 from prefect_gpu.processes.messages import Answered, Asked, Message
 from prefect_gpu.processes.transport import Frame, FrameReader, PackedValue, ReceivedValue
 
@@ -123,6 +125,24 @@ class Channel:
         if answer.error is not None:
             raise answer.error
         return answer.result
+
+    def end_with_parent(self) -> None:
+        """Kill this process and all that it started if the parent is gone.
+
+        The guardian does that too, unless it was killed or stopped.
+
+        Raises:
+            OSError: The body closed the stream.
+        """
+        self._check()
+        poll = select.poll()
+        # The end of the other side is reported unasked.
+        poll.register(self._socket, 0)
+        if poll.poll(0):
+            pid = os.getpid()
+            token = os.environ.get(TOKEN_VARIABLE, "").rpartition("/")[2]
+            guardian.kill_strays({pid: token or f"of {pid}"})
+            guardian.kill_group(pid)
 
     def _check(self) -> None:
         """Check that the descriptor still is the channel's."""

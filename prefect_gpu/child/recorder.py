@@ -420,6 +420,8 @@ END_S = 30.0
 class LiveSampler:
     """Takes samples every few milliseconds, from a thread of its own, and sends counters to the parent.
 
+    The thread also ends the process if the parent is gone.
+
     Args:
         channel: To the parent.
         recorder: Takes the samples and keeps what they show.
@@ -476,6 +478,7 @@ class LiveSampler:
             self._recorder.sample()
             if time.monotonic() >= due_s:
                 due_s = time.monotonic() + self._interval_s
+                self._channel.end_with_parent()
                 self._send()
             pause_s = max(SAMPLE_INTERVAL_S, SAMPLE_SHARE * (time.thread_time() - began_s))
 

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError
@@ -96,7 +97,9 @@ def _devices(*, devices: str = "", as_json: Annotated[bool, Parameter("--json")]
     # Imported here because `check` needs no driver.
     from prefect_gpu.devices.spec import open_reader, parse_spec
 
-    reader = open_reader(parse_spec(devices or _default_devices()), os.environ)
+    given = parse_spec(devices or _default_devices())
+    named = given.simulated is not None and given.simulated.name
+    reader = open_reader(given, os.environ, shared=_ledger_folder() if named else None)
     try:
         snapshots = reader.read(())
     finally:
@@ -284,6 +287,12 @@ def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
         ("cpus", "a share of the cores" if policy.cpus is None else str(policy.cpus)),
         ("learn_by", ", ".join(policy.learn_by) or "none"),
     ]
+
+
+def _ledger_folder() -> Path | None:
+    from prefect_gpu.settings import read_settings  # imports Prefect, which takes a second
+
+    return read_settings().ledger
 
 
 def _default_devices() -> str:

@@ -188,6 +188,14 @@ def host_uuid(hostname: str) -> str:
     return "HOST-" + (re.sub(r"[^A-Za-z0-9]+", "-", hostname).strip("-") or "localhost")
 
 
+def read_machine() -> str:
+    """Return the identity of this machine since its start, the same in all its containers; else its name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
 class HostReader(DeviceReader):
     """The host's memory as one device; a process counts with its resident set.
 
@@ -212,7 +220,9 @@ class HostReader(DeviceReader):
         self._table = table or ProcessTable(clock=self._clock)
         host = hostname if hostname is not None else socket.gethostname()
         total_bytes = memory().total_bytes
-        self._device = Device(host_uuid(host), 0, "host memory", total_bytes, self.kind, host)
+        self._device = Device(
+            host_uuid(host), 0, "host memory", total_bytes, self.kind, host, machine=read_machine()
+        )
 
     def devices(self) -> tuple[Device, ...]:
         """Return the one device; see `DeviceReader.devices`."""

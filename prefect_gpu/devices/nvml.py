@@ -16,7 +16,7 @@ from typing import Any
 import pynvml
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.devices.host import HostMemory, read_host_memory
+from prefect_gpu.devices.host import HostMemory, read_host_memory, read_machine
 from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
@@ -77,9 +77,11 @@ class NvmlReader(DeviceReader):
         self._clock: Clock = clock or RealClock()
         self._table = table or ProcessTable(clock=self._clock)
         self._memory = memory
-        # In a container NVML may report the host's process ids, and one of those may by chance be the
-        # id of a child. There a process must also have a GPU open.
-        self._pids_are_ours = self._table.processes.in_initial_namespace()
+        #: Whether the driver numbers processes as they are numbered here, which it does outside of
+        #: containers. In a PID namespace, drivers list the host's numbers, or translate them for the list and
+        #: then look up the memory of the host's process with the translated number (seen in the sources of
+        #: the open kernel modules). Any number may by chance be that of a child, so none is believed.
+        self._attributed = self._table.processes.in_initial_namespace()
         #: Each reader starts and stops NVML once: NVML counts.
         self._started = False
         self._handles: dict[str, Handle] = {}
@@ -134,7 +136,7 @@ class NvmlReader(DeviceReader):
 
     def _enumerate(self) -> Iterator[Candidate]:
         driver = pynvml.nvmlSystemGetDriverVersion()
-        host = socket.gethostname()
+        host, machine = socket.gethostname(), read_machine()
         for gpu_index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 gpu = pynvml.nvmlDeviceGetHandleByIndex(gpu_index)
@@ -151,6 +153,8 @@ class NvmlReader(DeviceReader):
                         host=host,
                         nvml_index=gpu_index,
                         driver=driver,
+                        machine=machine,
+                        attributed=self._attributed,
                     )
                     yield Candidate(device, gpu_uuid, ids)
             except pynvml.NVMLError as error:
@@ -243,7 +247,7 @@ class NvmlReader(DeviceReader):
                 known = [value for value in (used.get(process.pid), size) if value is not None]
                 used[process.pid] = max(known, default=None)
         resident: tuple[ProcessUse, ...] = ()
-        if unified:
+        if unified and self._attributed:
             # Memory from the driver is pinned and in no resident set, so a process holds both. This
             # is from documentation, not measured on such a machine.
             resident = tuple(
@@ -251,19 +255,11 @@ class NvmlReader(DeviceReader):
                 for use in self._table.resident(roots)
             )
         return resident + tuple(
-            ProcessUse(pid, self._root_of(pid, roots), used_bytes)
+            ProcessUse(
+                pid, self._table.root_of(pid, roots) if self._attributed else None, used_bytes
+            )
             for pid, used_bytes in used.items()
         )
-
-    def _root_of(self, pid: int, roots: Collection[int]) -> int | None:
-        root = self._table.root_of(pid, roots)
-        if (
-            root is not None
-            and not self._pids_are_ours
-            and not self._table.processes.holds_gpu(pid)
-        ):
-            return None
-        return root
 
 
 def _parts(gpu: Handle) -> Iterator[tuple[Handle, tuple[int, int] | None]]:

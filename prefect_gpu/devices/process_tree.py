@@ -61,15 +61,6 @@ class HostProcesses:
         except psutil.Error:
             return 0
 
-    def holds_gpu(self, pid: int) -> bool:
-        """Return whether a process of this user has a GPU's device file open."""
-        folder = f"/proc/{pid}/fd"
-        try:
-            links = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
-        except OSError:
-            return False
-        return any(link.startswith(("/dev/nvidia", "/dev/dxg")) for link in links)
-
     def in_initial_namespace(self) -> bool:
         """Return whether process ids here are the host's own, as a driver knows them."""
         try:

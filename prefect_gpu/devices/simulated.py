@@ -1,4 +1,4 @@
-"""Devices that exist only in this process: for tests, and to try out a schedule.
+"""Devices that exist only as numbers, in this process or in all that share a name: for tests, and to try out a schedule.
 
 Covers the arithmetic of a device's memory: contexts, allocations and caps. How a task in a child
 requests memory is in `prefect_gpu.testing`.
@@ -6,15 +6,19 @@ requests memory is in `prefect_gpu.testing`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.devices.host import read_machine
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
+from prefect_gpu.devices.shared_folder import SharedFolder, read_namespace
+from prefect_gpu.devices.simulated_use import FlowUse, SimulatedUse
 from prefect_gpu.errors import DeviceError, ProtocolError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
 from prefect_gpu.units import format_bytes, parse_bytes
@@ -157,26 +161,72 @@ class SimulatedReader(DeviceReader):
     Args:
         spec: The devices.
         clock: Sets the time of the snapshots.
+        folder: Where devices that have a name are shared with other processes; `None`: they are not shared.
+
+    Raises:
+        DeviceError: Another process says something else of devices of that name.
+        OSError: The folder cannot be used.
     """
 
     kind: DeviceKind = "simulated"
 
-    def __init__(self, spec: SimulatedDevices, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        spec: SimulatedDevices,
+        clock: Clock | None = None,
+        folder: SharedFolder | None = None,
+    ) -> None:
         self.spec = spec
         self._clock: Clock = clock or RealClock()
-        host = socket.gethostname()
+        host, machine = socket.gethostname(), read_machine()
         prefix = f"SIM-{spec.name}-" if spec.name else "SIM-"
         #: By UUID.
         self.by_uuid = {
             f"{prefix}{i}": Device(
-                f"{prefix}{i}", i, f"simulated {format_bytes(size)}", size, self.kind, host
+                f"{prefix}{i}",
+                i,
+                f"simulated {format_bytes(size)}",
+                size,
+                self.kind,
+                host,
+                machine=machine,
             )
             for i, size in enumerate(spec.sizes_bytes)
         }
-        #: Guards `attached` and what the processes in it hold.
-        self.lock = threading.Lock()
-        #: The processes on the devices.
+        #: Guards all below.
+        self._lock = threading.Lock()
+        #: The processes of this flow on the devices, and what they hold. Used within `account`.
         self.attached: dict[int, SimulatedMemory] = {}
+        self._shared: SimulatedUse | None = None
+        if folder is not None and spec.name:
+            sizes = [*spec.sizes_bytes, spec.context_bytes]
+            self._shared = SimulatedUse(folder, spec.name, sizes)
+        #: What those of other flows hold.
+        self._elsewhere: Sequence[FlowUse] = ()
+
+    @contextlib.contextmanager
+    def account(self) -> Iterator[None]:
+        """Read or change what processes hold; nobody else does meanwhile.
+
+        Raises:
+            OSError: What other flows hold cannot be read.
+        """
+        with self._lock, contextlib.ExitStack() as alone:
+            if self._shared is not None:
+                alone.enter_context(self._shared.alone())
+                self._elsewhere = self._shared.others()
+            yield
+            if self._shared is not None:
+                self._shared.write(
+                    {
+                        uuid: {
+                            p: size
+                            for p, m in self.attached.items()
+                            if (size := m.held_bytes(uuid))
+                        }
+                        for uuid in self.by_uuid
+                    }
+                )
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices; see `DeviceReader.devices`."""
@@ -184,7 +234,7 @@ class SimulatedReader(DeviceReader):
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read every device once; see `DeviceReader.read`."""
-        with self.lock:
+        with self.account():
             at_s = self._clock.now()
             return tuple(
                 DeviceSnapshot(
@@ -194,8 +244,7 @@ class SimulatedReader(DeviceReader):
                     processes=tuple(
                         # A process that is not among the roots any more may still hold memory.
                         ProcessUse(pid, pid if pid in roots else None, held_bytes)
-                        for pid, memory in self.attached.items()
-                        if (held_bytes := memory.held_bytes(uuid)) > 0
+                        for pid, held_bytes in self._processes(uuid)
                     ),
                 )
                 for uuid, device in self.by_uuid.items()
@@ -208,9 +257,19 @@ class SimulatedReader(DeviceReader):
         return SimulatedMemory(self, device_uuids, budget_bytes)
 
     def free_bytes(self, device_uuid: str) -> int:
-        """Return what processes may still allocate of a device. Called with the lock."""
+        """Return what processes may still allocate of a device. Called within `account`."""
         held_bytes = sum(memory.held_bytes(device_uuid) for memory in self.attached.values())
+        held_bytes += sum(sum(each.use.get(device_uuid, {}).values()) for each in self._elsewhere)
         return max(0, self.by_uuid[device_uuid].total_bytes - held_bytes)
+
+    def _processes(self, device_uuid: str) -> Iterator[tuple[int, int]]:
+        """Yield each process on a device whose id means something here, and the bytes that it holds."""
+        for pid, memory in self.attached.items():
+            if held_bytes := memory.held_bytes(device_uuid):
+                yield pid, held_bytes
+        for each in self._elsewhere:
+            if each.namespace == read_namespace():
+                yield from each.use.get(device_uuid, {}).items()
 
 
 class SimulatedMemory(ProcessMemory):
@@ -244,7 +303,7 @@ class SimulatedMemory(ProcessMemory):
     def attach(self, pid: int) -> None:
         """See `ProcessMemory.attach`."""
         self.detach()
-        with self._reader.lock:
+        with self._reader.account():
             self._pid = pid
             self._live = dict.fromkeys(self._live, 0)
             self._peak = dict(self._live)
@@ -257,7 +316,7 @@ class SimulatedMemory(ProcessMemory):
 
     def detach(self) -> tuple[int, int] | None:
         """See `ProcessMemory.detach`."""
-        with self._reader.lock:
+        with self._reader.account():
             if self._pid is None:
                 return None
             if self._reader.attached.get(self._pid) is self:
@@ -291,7 +350,7 @@ class SimulatedMemory(ProcessMemory):
             raise DeviceError(f"{device_uuid} is not a device of process {self._pid}")
         if size_bytes < 0:
             raise ValueError(f"cannot allocate {size_bytes} bytes")
-        with self._reader.lock:
+        with self._reader.account():
             free_bytes = self._reader.free_bytes(device_uuid)
             refusal = SimulatedOutOfMemoryError(
                 size_bytes,
@@ -306,5 +365,5 @@ class SimulatedMemory(ProcessMemory):
             self._peak[device_uuid] = max(self._peak[device_uuid], live_bytes)
 
     def _free(self, device_uuid: str, size_bytes: int) -> None:
-        with self._reader.lock:
+        with self._reader.account():
             self._live[device_uuid] -= size_bytes

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from prefect_gpu.clock import Clock
 from prefect_gpu.devices.host import HostReader
 from prefect_gpu.devices.reader import DeviceReader
+from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.devices.simulated import SIMULATED_ACCEPTED, SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import DeviceError
 
@@ -98,6 +100,7 @@ def open_reader(
     spec: DeviceSpec,
     environ: Mapping[str, str],
     clock: Clock | None = None,
+    shared: Path | None = None,
 ) -> DeviceReader:
     """Open the reader of a specification.
 
@@ -105,13 +108,15 @@ def open_reader(
         spec: Which devices.
         environ: Environment of this process; `CUDA_VISIBLE_DEVICES` limits its NVIDIA devices.
         clock: Sets the time of the snapshots.
+        shared: Folder in which processes share simulated devices that have a name; `None`: the default one.
 
     Raises:
-        DeviceError: NVIDIA devices were asked for and there is no driver, or not those devices.
+        DeviceError: NVIDIA devices were asked for and there is no driver, or not those devices; or simulated
+            ones cannot be shared.
     """
     if spec.kind == "simulated":
         assert spec.simulated is not None, "parse_spec sets it"
-        return SimulatedReader(spec.simulated, clock)
+        return _open_simulated(spec.simulated, clock, shared)
     if spec.kind == "host":
         return HostReader(clock=clock)
     from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
@@ -125,3 +130,14 @@ def open_reader(
         level = logging.DEBUG if isinstance(error, NvmlMissingError) else logging.WARNING
         logger.log(level, "GPU tasks use this machine's memory, not a GPU: %s", error)
         return HostReader(clock=clock)
+
+
+def _open_simulated(
+    simulated: SimulatedDevices, clock: Clock | None, shared: Path | None
+) -> DeviceReader:
+    if not simulated.name:
+        return SimulatedReader(simulated, clock)
+    try:
+        return SimulatedReader(simulated, clock, SharedFolder(shared))
+    except OSError as error:
+        raise DeviceError(f"{simulated!r} cannot be shared by processes: {error}") from error

@@ -18,10 +18,13 @@ import importlib.util
 import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
@@ -29,7 +32,8 @@ from typing import IO
 from prefect_gpu.errors import CapacityError, PolicyError
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import late_changes
-from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
+from prefect_gpu.process_resources import PROCESS_RESOURCES, read_status, start_thread
+from prefect_gpu.processes.guardian import with_token
 from prefect_gpu.processes.interpreter import (
     SpawnRequest,
     environment_with,
@@ -50,6 +54,9 @@ ANSWER_S = 10.0
 
 #: Seconds that a server may take to import: half a minute is a cold disk, ten times that a hang.
 READY_S = 300.0
+
+#: Seconds between two looks whether a server that does not answer is stopped.
+LOOK_S = 0.1
 
 #: Servers of one kind that may fail before their first fork, until its tasks get fresh interpreters.
 MOST_FAILURES = 3
@@ -113,6 +120,8 @@ class ForkServer:
         environment: Mapping[str, str],
     ) -> None:
         self.environment = dict(environment)
+        #: Marks it, for the guardian. Its forks show the mark as well.
+        self.token = uuid.uuid4().hex
         #: Why it cannot be asked for forks; empty while it can be, or still imports.
         self.problem = ""
         #: Modules that it could not import, and why; its forks import them, or fail to.
@@ -126,7 +135,9 @@ class ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self.process = _start_server(theirs.fileno(), self.environment)
+                self.process = _start_server(
+                    theirs.fileno(), with_token(self.environment, self.token)
+                )
             except BaseException:
                 self._control.close()
                 raise
@@ -144,8 +155,8 @@ class ForkServer:
         """
         with self._lock:
             if not self._ready and not self.problem:
-                self._control.settimeout(timeout_s)
                 try:
+                    self._wait_for_answer(self._control, timeout_s)
                     told = json.loads(self._control.recv(1 << 16))
                 except TimeoutError:
                     self._give_up(f"it has imported for more than {timeout_s:g} s")
@@ -195,7 +206,7 @@ class ForkServer:
                 self._control.settimeout(ANSWER_S)
                 socket.send_fds(self._control, [b"!"], descriptors)
                 theirs.close()
-                reply.settimeout(ANSWER_S)
+                self._wait_for_answer(reply, ANSWER_S)
                 said, received, _, _ = socket.recv_fds(reply, 512, 1, socket.MSG_CMSG_CLOEXEC)
                 if not said:
                     self._control.settimeout(0)
@@ -213,8 +224,8 @@ class ForkServer:
 
     def read_exit_code(self, reply: socket.socket) -> int:
         """Read how a fork that has ended did so; `UNKNOWN_CODE` if the server cannot say."""
-        reply.settimeout(ANSWER_S)
         try:
+            self._wait_for_answer(reply, ANSWER_S)
             return int(reply.recv(32))
         except TimeoutError:
             with self._lock:
@@ -223,6 +234,23 @@ class ForkServer:
             # The server is gone.
             pass
         return UNKNOWN_CODE
+
+    def _wait_for_answer(self, answer: socket.socket, timeout_s: float) -> None:
+        """Wait until there is something to read, which is the end if the server is gone.
+
+        A server that is stopped is killed: the launcher, and with it all tasks, would wait for it.
+
+        Raises:
+            TimeoutError: There was nothing in time.
+        """
+        poll, deadline = select.poll(), time.monotonic() + timeout_s
+        poll.register(answer, select.POLLIN)
+        while (left_s := deadline - time.monotonic()) > 0:
+            if poll.poll(1000 * min(left_s, LOOK_S)):
+                return
+            if read_status(self.process.pid, "State").startswith("T"):
+                self.process.kill()
+        raise TimeoutError
 
     def _give_up(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -342,7 +370,7 @@ class ForkServerPool:
                 return
             servers, self._servers, self._failures = self._servers, {}, {}
         for server in servers.values():
-            server.close()
+            self._close(server)
 
     def announce(self, kind: Kind) -> ForkLauncher:
         """Start the server for tasks of a kind, if there is none, since one will come."""
@@ -364,7 +392,7 @@ class ForkServerPool:
             server = self._servers.get(kind)
             if server is not None and server.problem:
                 del self._servers[kind]
-                server.close()
+                self._close(server)
                 self._note_failure(kind, server.problem, counts=not server.served)
                 server = None
             if server is None and self._failures.get(kind, 0) < MOST_FAILURES:
@@ -372,9 +400,16 @@ class ForkServerPool:
                     server = self._servers[kind] = ForkServer(
                         _modules(kind), import_paths(), kind.environment_of(os.environ)
                     )
+                    # One that is stopped does not see its parent's end.
+                    self._launcher.guard(server.process.pid, server.token)
                 except (OSError, CapacityError) as error:
                     self._note_failure(kind, str(error), counts=True)
             return server
+
+    def _close(self, server: ForkServer) -> None:
+        # Before its id can be another process's.
+        self._launcher.guard(server.process.pid, "")
+        server.close()
 
     def _note_failure(self, kind: Kind, problem: str, *, counts: bool) -> None:
         self._failures[kind] = self._failures.get(kind, 0) + counts

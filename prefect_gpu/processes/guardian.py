@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 #: Variable that marks all processes of one child. Its value is a path of tokens, outermost first.
 TOKEN_VARIABLE = "PREFECT_GPU_CHILD"
 
+#: Of `prctl`: the signal at the parent's end (`linux/prctl.h`).
+_PR_SET_PDEATHSIG = 1
+
 #: The most searches for processes to kill; each one follows a search that found new processes.
 _MOST_SEARCHES = 20
 
@@ -63,10 +66,12 @@ def find_strays(children: Mapping[int, str]) -> list[int]:
     executed with carries the child's token anywhere in its path of tokens. A fork that opened a
     session of its own is found only if its environment shows the token: `/proc` shows the environment
     of the last exec, which for a process of the fork server is the server's. Without `/proc` (macOS)
-    nothing is found.
+    nothing is found, nor where it numbers processes otherwise (`unshare --pid` without a mount of its own).
     """
     tokens = {token.encode() for token in children.values()}
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return []
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
         return []
@@ -131,6 +136,7 @@ def main() -> None:
     """Read lines from standard input until it closes, then kill the children that are left."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
+    continue_at_parents_end()
     children: dict[int, str] = {}
     # Unbuffered: a line takes effect when it is written, and end of file at once.
     with open(0, "rb", buffering=0) as pipe:
@@ -147,6 +153,16 @@ def main() -> None:
                     # A malformed line must not end the process that ends the children.
                     continue
     kill_all(children)
+
+
+def continue_at_parents_end() -> None:
+    """Make the kernel continue this process, should it be stopped, when the parent ends (Linux)."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    # The signal also comes when only the thread that started this process ends, and then does nothing.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def obey(line: str, children: dict[int, str]) -> None:

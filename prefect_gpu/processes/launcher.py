@@ -244,6 +244,8 @@ class ProcessLauncher:
         #: What the thread waits on.
         self._own = contextlib.ExitStack()
         self._children: set[LaunchedChild] = set()
+        #: Process ids and tokens of further processes that the guardian kills.
+        self._guarded: dict[int, str] = {}
         self.output = OutputForwarder(on_progress=self._wake)
 
     # Any thread.
@@ -279,6 +281,10 @@ class ProcessLauncher:
         self.call(lambda: self._launch(child))
         return Handle(self, child)
 
+    def guard(self, pid: int, token: str) -> None:
+        """Have the guardian kill a process, too, once there is a child; an empty token: no longer."""
+        self.call(functools.partial(self._guard, pid, token))
+
     def call(self, command: Callable[[], None]) -> None:
         """Call something on the launcher's thread, soon."""
         self._commands.append(command)
@@ -308,6 +314,7 @@ class ProcessLauncher:
         for child in self._children:
             if child.process is not None:
                 yield child.process.pid, child.token
+        yield from self._guarded.items()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End all children, the guardian and the thread. The launcher may be used again after that."""
@@ -411,6 +418,13 @@ class ProcessLauncher:
             if child.pidfd is None and child.process is not None:
                 if child.process.poll() is not None:
                     self._finish(child)
+
+    def _guard(self, pid: int, token: str) -> None:
+        if token:
+            self._guarded[pid] = token
+            self._guardian.tell(f"+{pid} {token}")
+        elif self._guarded.pop(pid, None):
+            self._guardian.tell(f"-{pid}")
 
     # Starting a child, or giving a task to a standby.
 

@@ -15,11 +15,13 @@ import itertools
 import logging
 import os
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from prefect_gpu.devices.shared_folder import Hold
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import (
     CPU_VARIABLES,
@@ -49,6 +51,9 @@ MOST_FAILURES = 3
 #: Seconds after the last failure after which something is tried again: what made processes fail for a while
 #: must not cost a flow of days its standbys.
 FORGET_S = 600.0
+
+#: Makes the names of standbys unique on the machine: processes of two containers may have one number.
+_PROCESS = uuid.uuid4().hex[:8]
 
 #: Variables to set in a process that waits, or to remove (`None`).
 Changes = dict[str, str | None]
@@ -258,11 +263,14 @@ class Standby:
     #: Its device, for tasks there alone, and the broker that lent it; `None`: it has none.
     device: Device | None = None
     broker: DeviceBroker | None = None
+    #: What it counts for among the standbys of the machine, and among those that import.
+    place: Hold | None = None
+    import_place: Hold | None = None
 
     @property
     def id(self) -> str:
         """Its name in the ledger."""
-        return f"standby-{os.getpid()}-{self.serial}"
+        return f"standby-{_PROCESS}-{os.getpid()}-{self.serial}"
 
     @property
     def ready(self) -> bool:
@@ -273,6 +281,14 @@ class Standby:
         """Go on to a stage, unless it ends."""
         if self.stage is not Stage.ENDING:
             self.stage = stage
+        if self.import_place is not None:
+            self.import_place.release()
+
+    def leave(self) -> None:
+        """Count as a standby no longer: it has a task, or is gone."""
+        for place in (self.place, self.import_place):
+            if place is not None:
+                place.release()
 
     def changes_for(self, kind: Kind, environment: Mapping[str, str]) -> Changes | None:
         """Return what must change in it for a task; `None`: it does not suit it.

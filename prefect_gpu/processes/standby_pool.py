@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefect_gpu.devices.host import count_cores, read_host_available_bytes
+from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 from prefect_gpu.processes.interpreter import (
@@ -51,7 +52,7 @@ from prefect_gpu.processes.standby_kind import (
     demands_of,
     device_environment,
 )
-from prefect_gpu.scheduling.standbys import Machine, StandbyPlan, plan_standbys
+from prefect_gpu.scheduling.standbys import Machine, StandbyPlan, most_imports, plan_standbys
 from prefect_gpu.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class StandbyPool:
         #: Runners that are open: standbys at most, and what hands out the devices of its tasks.
         self._owners: dict[object, tuple[int, DeviceBroker]] = {}
         self._announced: dict[Announcement, None] = {}
+        self._shared: SharedFolder | None = None
         #: All that no task has.
         self._standbys: list[Standby] = []
         #: Those that were given a task whose body has not begun, and the task's kind.
@@ -146,17 +148,22 @@ class StandbyPool:
 
     # Any thread.
 
-    def open(self, owner: object, most: int, broker: DeviceBroker) -> None:
+    def open(
+        self, owner: object, most: int, broker: DeviceBroker, shared: SharedFolder | None = None
+    ) -> None:
         """Keep standbys for a runner until `close`; without effect the second time.
 
         Args:
             owner: The runner.
             most: Standbys at most. With several runners the largest number counts.
             broker: Hands out the devices of its tasks.
+            shared: Folder in which all processes of the machine count their standbys: `most` is of the machine
+                then. `None`: they are not counted.
         """
         with self._changed:
             if not self._shut:
                 self._owners.setdefault(owner, (most, broker))
+                self._shared = shared or self._shared
 
     def close(self, owner: object) -> None:
         """End what was kept for a runner. With the last runner all standbys end."""
@@ -251,6 +258,7 @@ class StandbyPool:
         assert standby.handle is not None
         self._standbys.remove(standby)
         standby.given = True
+        standby.leave()
         hot = ""
         if standby.device is not None:
             hot = standby.kind.hot
@@ -391,15 +399,34 @@ class StandbyPool:
             sys_path=import_paths(),
         )
         standby = Standby(kind, spec, now)
+        if not self._take_places(standby):
+            return
         try:
             standby.handle = self._launcher.start(
                 spec, lambda message: self._hear(standby, message)
             )
         except CapacityError as error:
+            standby.leave()
             self._take_refusal(error)
             return
         # Its messages come on another thread, which waits for the lock.
         self._standbys.append(standby)
+
+    def _take_places(self, standby: Standby) -> bool:
+        """Count a new standby on the machine; return whether it may be started."""
+        if self._shared is None:
+            return True
+        most = max(most for most, _ in self._owners.values())
+        try:
+            standby.import_place = self._shared.hold_one("import", most_imports(self._cores))
+            if standby.import_place is not None:
+                standby.place = self._shared.hold_one("standby", most)
+        except OSError as error:
+            logger.debug("standbys of other processes are not counted: %s", error)
+            return True
+        if standby.place is None:
+            standby.leave()
+        return standby.place is not None
 
     def _take_refusal(self, error: Exception) -> None:
         """No process can be started: leave to tasks what the system still allows."""
@@ -499,6 +526,7 @@ class StandbyPool:
         # One that was given a task is in the list no more.
         if standby in self._standbys:
             self._standbys.remove(standby)
+            standby.leave()
 
     def _take_end(self, standby: Standby, message: ChildExited, now: float) -> None:
         """Note the end of one that was not asked to end."""

@@ -360,7 +360,7 @@ def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
     live = top.live_bytes if top.steady_live_bytes is None else top.steady_live_bytes
     if live is None:
         # No framework reports its memory: only the process as a whole is known.
-        return f"peak {_with_margin(top.process_bytes)}{of_runs}"
+        return f"peak {_with_margin(top.process_bytes or 0)}{of_runs}"
     steady = "live peak" if top.steady_live_bytes is None else "steady live peak"
     context = f" + context {format_bytes(lesson.context_bytes)}" if lesson.context_bytes else ""
     return f"{steady} {_with_margin(live)}{context}{of_runs}"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -26,6 +27,7 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import get_settings_context
 
 from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.devices.shared_folder import Hold, SharedFolder
 from prefect_gpu.reports.markup import escape, table
 from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
 from prefect_gpu.reports.publish import (
@@ -79,6 +81,13 @@ class MemoryHistory:
         """See `HistoryStore.add`."""
         self.put(key, run)
 
+    def claim(self, key: HistoryKey) -> bool:
+        """See `HistoryStore.claim`: no other process has these runs."""
+        return True
+
+    def release(self, key: HistoryKey) -> None:
+        """See `HistoryStore.release`."""
+
     def put(
         self, key: HistoryKey, *newer: PastRun, older: Sequence[PastRun] = ()
     ) -> tuple[PastRun, ...]:
@@ -92,14 +101,15 @@ class MemoryHistory:
 class PrefectHistory:
     """Keeps runs as versions of artifacts. Any thread may use it.
 
-    A key is read from the API once. From then on the runs of this process are added to what was found.
-    Runs that other processes add later are seen by the next store.
+    A key is read from the API once, and again while another process claims it. The runs of this process
+    are added to what was found. Other runs that other processes add later are seen by the next store.
 
     Args:
         lend: Returns a client for the flow's API, for use in a `with` block. It is called in the thread
             that asks for runs, under the settings that were active when the store was created.
         publisher: Writes runs, and counts those that were lost.
         clock: Measures for how long an API that does not answer is not called.
+        shared: Folder in which the processes of this machine claim histories; `None`: they do not.
     """
 
     def __init__(
@@ -108,6 +118,7 @@ class PrefectHistory:
         publisher: Publisher,
         *,
         clock: Clock | None = None,
+        shared: SharedFolder | None = None,
     ) -> None:
         self._lend = lend
         self._publisher = publisher
@@ -121,6 +132,9 @@ class PrefectHistory:
         self._reading: dict[HistoryKey, threading.Lock] = {}
         #: Keys that were read.
         self._is_read: set[HistoryKey] = set()
+        self._shared = shared
+        #: What is held for the claims of this process.
+        self._claims: dict[HistoryKey, Hold] = {}
         self._away_until_s = -math.inf
         self._away_because = ""
 
@@ -149,6 +163,35 @@ class PrefectHistory:
             lambda client: publish_run(key, version, runs, client), series=key, most=MOST_WAITING
         )
 
+    def claim(self, key: HistoryKey) -> bool:
+        """See `HistoryStore.claim`."""
+        if self._shared is None:
+            return True
+        try:
+            hold = self._shared.hold(self._claim_name(key))
+        except OSError:
+            return True
+        with self._lock:
+            if hold is not None:
+                self._claims[key] = hold
+                return True
+            # The next reading finds what the other process has found out, unless the API is away.
+            self._is_read.discard(key)
+            return self._clock.now() < self._away_until_s
+
+    def release(self, key: HistoryKey) -> None:
+        """See `HistoryStore.release`."""
+        with self._lock:
+            hold = self._claims.pop(key, None)
+        if hold is not None and self._shared is not None:
+            # After the run, which waits before it. If it is dropped, nothing refers to the hold.
+            path = self._shared.path / self._claim_name(key)
+            self._publisher.put(lambda client: _end_claim(hold, path))
+
+    def _claim_name(self, key: HistoryKey) -> str:
+        text = f"{self._settings.settings.api.url} {history_artifact_key(key)}"
+        return f"probe {hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARS]}"
+
     def _read(self, key: HistoryKey) -> Sequence[PastRun]:
         with self._lock:
             if self._clock.now() < self._away_until_s:
@@ -173,6 +216,12 @@ class PrefectHistory:
                     if not left or not may_pass(error):
                         raise
         raise AssertionError("the last try returns or raises")
+
+
+def _end_claim(hold: Hold, path: Path) -> None:
+    # A process that has opened it before may hold it beside a third one: then two probe.
+    path.unlink(missing_ok=True)
+    hold.release()
 
 
 @functools.lru_cache(256)
@@ -322,7 +371,8 @@ def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
 def _lesson(runs: Sequence[PastRun]) -> str:
     lesson = learn(runs)
     if lesson is None:
-        return "No run has completed: the next one has a device to itself, to find out."
+        known = "whose memory was measured " if any(r.outcome == "completed" for r in runs) else ""
+        return f"No run {known}has completed: the next one has a device to itself, to find out."
     count = "1 completed run" if lesson.runs == 1 else f"{lesson.runs} completed runs"
     text = (
         f"Next budget: {format_bytes(lesson.budget_bytes)} of each device, "

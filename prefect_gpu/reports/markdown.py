@@ -130,6 +130,7 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
     return [
         ("Outcome", OUTCOME_WORDS[report.outcome] + _attempt_words(report)),
         ("Device", _device_words(report)),
+        ("Shared with", escape(", ".join(report.shared_with), 500) or "no other GPU task"),
         (
             "Budget",
             f"**{format_bytes(report.budget_bytes)}**{each}, {_BUDGET_WORDS[report.budget_source]}",

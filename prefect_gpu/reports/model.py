@@ -101,6 +101,8 @@ class TaskReport:
     steps: StepFacts | None = None
     #: Digest of its `gpu:learn_by` values: each has a history of its own. Empty: none are named.
     history_key: str = ""
+    #: Names of the tasks, of all flows of the machine, that were on its devices meanwhile. Up to 20.
+    shared_with: tuple[str, ...] = ()
 
     @property
     def budget_total_bytes(self) -> int:
@@ -158,6 +160,7 @@ class TaskReport:
             "source": self.source,
             "cap_bytes": "none" if self.cap_bytes is None else str(self.cap_bytes),
             "cause": self.cause or "none",
+            "shared_with": ", ".join(self.shared_with)[:499] or "none",
             "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
         }
 
@@ -177,6 +180,9 @@ def past_run(report: TaskReport) -> PastRun:
         return None if total_bytes is None else each(total_bytes)
 
     steps = report.steps
+    peak = report.peak_process_bytes
+    # Neither the device nor a framework has told anything of it.
+    measured = peak > 0 or report.source != "framework"
     live = report.peak_live_bytes
     if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
         live = largest(live, report.peak_reserved_bytes)
@@ -188,7 +194,7 @@ def past_run(report: TaskReport) -> PastRun:
         cap_bytes=report.cap_bytes,
         live_bytes=each_known(live),
         steady_live_bytes=each_known(steps.steady_live_bytes) if steps else None,
-        process_bytes=each(report.peak_process_bytes),
+        process_bytes=each(peak) if measured else None,
         context_bytes=each(report.context_bytes),
         alloc_retries=steps.alloc_retries if steps else 0,
         step_s=steps.step_s if steps else None,

@@ -27,7 +27,8 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Ledger
-from prefect_gpu.devices.host import count_cores
+from prefect_gpu.devices.host import count_cores, read_machine
+from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
@@ -254,6 +255,7 @@ class ActiveRunner:
                     if isinstance(standby, int)
                     else most_by_default(count_cores(), most),
                     broker,
+                    _shared_folder(),
                 )
             return pool.announce(kind, broker)
         except Exception:
@@ -289,7 +291,7 @@ class ActiveRunner:
                 self._book = BudgetBook(
                     MemoryHistory()
                     if publisher is None
-                    else PrefectHistory(self._client.lend, publisher)
+                    else PrefectHistory(self._client.lend, publisher, shared=_shared_folder())
                 )
             return self._book
 
@@ -335,19 +337,24 @@ class ActiveRunner:
         if self._configuration.standby != 0:
             standby_pool().close(self)
 
+    def _close_fork_server(self) -> None:
+        if self._configuration.start_method == "forkserver":
+            fork_server_pool().close(self)
+
     def close(self, failed: bool) -> None:
         """See `GPUTaskRunner.__exit__`."""
         try:
             self._close(failed)
         finally:
             # Last: the fork server reports how its forks ended.
-            if self._configuration.start_method == "forkserver":
-                fork_server_pool().close(self)
+            self._close_fork_server()
 
     def _close(self, failed: bool) -> None:
         if failed:
             self.cancel()
             self._end_what_waits()
+            # Engines wait for a fork server that imports; how forks end does not matter any more.
+            self._close_fork_server()
             self._threads.cancel_all()
             # All must reach their state.
             concurrent.futures.wait(self._unfinished(), CLOSING_S)
@@ -383,7 +390,7 @@ class ActiveRunner:
 def _make_broker(given: Configuration, folder: Path | None) -> Broker:
     simulated = given.devices.simulated
     return Broker(
-        open_reader(given.devices, os.environ),
+        open_reader(given.devices, os.environ, shared=folder),
         # Simulated devices without a name are this broker's own: those of two specifications have the same UUIDs.
         ledger=host_ledger(folder) if simulated is None or simulated.name else Ledger(),
         style=given.placement,
@@ -395,17 +402,24 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
     )
 
 
+def _shared_folder() -> SharedFolder | None:
+    try:
+        return shared_folder(read_settings().ledger)
+    except OSError as error:
+        # The ledger warns of it.
+        logger.debug("standbys of other processes are not counted: %s", error)
+        return None
+
+
 def _held_by_parent() -> tuple[Reservation, ...]:
     """Return what the GPU task around this process holds, if there is one."""
     allocation = current_allocation()
     if allocation is None:
         return ()
-    import socket
-
     return tuple(
         Reservation(
             request_id="the task around it",
-            host=socket.gethostname(),
+            machine=read_machine(),
             device_uuid=uuid,
             reserved_bytes=allocation.budget_bytes,
             exclusive=allocation.exclusive,

@@ -79,7 +79,7 @@ class CancelledByRunner(BaseException):
     """The runner ends this task: its flow failed or was cancelled."""
 
     def __str__(self) -> str:
-        return "the flow ended before this GPU task"
+        return "the flow ended before this task"
 
 
 class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
@@ -279,6 +279,7 @@ class Attempt:
             device_uuids=policy.device_uuids,
             frameworks=frameworks,
             exclusive=any(r.exclusive for r in placement.reservations),
+            shared_with=self._broker.neighbours(ticket),
         )
         environment = {
             **child_environment(policy, registry.adapters_for(policy), os.environ),
@@ -543,6 +544,7 @@ class Attempt:
                     self._verdict,
                     self._leaked_bytes,
                     self._ticket.ended_s,
+                    tuple(self._ticket.neighbours),
                 )
         finally:
             try:

@@ -223,6 +223,7 @@ class ProcessRecord:
         verdict: Verdict,
         leaked_bytes: int | None,
         gone_s: float | None,
+        shared_with: tuple[str, ...] = (),
     ) -> TaskReport:
         """Make the report, once nothing is left of the process.
 
@@ -235,6 +236,7 @@ class ProcessRecord:
             verdict: How it ended.
             leaked_bytes: What did not come back; `None`: not known.
             gone_s: Monotonic seconds when the process ended; `None`: now.
+            shared_with: Names of the tasks that were on its devices meanwhile.
         """
         with self._lock:
             ended_s = self.ended_s if self.ended_s is not None else gone_s
@@ -278,6 +280,7 @@ class ProcessRecord:
                 wanted_bytes=verdict.wanted_bytes,
                 steps=self._seen_steps(),
                 history_key=call.identity.learn_by,
+                shared_with=shared_with,
             )
 
     def _seen_steps(self) -> StepFacts | None:
@@ -302,7 +305,9 @@ class ProcessRecord:
         if context is None:
             context = self._unseen_context_bytes(peak, peak_reserved)
         if peak_reserved is None or not self._counted or peak >= peak_reserved:
-            return peak, context, kind
+            # Without attribution the peak is what its own counters stood in with.
+            attributed = all(device.attributed for device in self._placement.devices)
+            return peak, context, kind if attributed else "framework"
         # No reading has seen the peak, or the device does not attribute memory to processes.
         return peak_reserved + context, context, "framework"
 

@@ -78,8 +78,8 @@ class PastRun:
     live_bytes: int | None = None
     #: The same over its steady steps; `None`: no evidence of steps.
     steady_live_bytes: int | None = None
-    #: Most bytes that the device showed for the whole process.
-    process_bytes: int = 0
+    #: Most bytes that the device showed for the whole process; `None`: it shows none, and no counters stood in.
+    process_bytes: int | None = None
     #: Bytes that it took outside its frameworks' allocators.
     context_bytes: int = 0
     #: Times that an allocation succeeded only after the cache was given up, past the first step.
@@ -142,6 +142,14 @@ class HistoryStore(Protocol):
         """Keep one more run. It returns at once; a run that cannot be kept is lost with a warning."""
         ...
 
+    def claim(self, key: HistoryKey) -> bool:
+        """Return whether this process may find out what a task needs: no other process that keeps its runs here does."""
+        ...
+
+    def release(self, key: HistoryKey) -> None:
+        """End a claim, once the runs that were added are kept; without effect if there is none."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
@@ -164,10 +172,10 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
         runs: All runs of one key.
 
     Returns:
-        `None`: no run has completed.
+        `None`: no run has completed whose memory was measured.
     """
     past = tuple(runs)
-    completed = [run for run in past if run.outcome == "completed"]
+    completed = [run for run in past if run.outcome == "completed" and _is_measured(run)]
     if not completed:
         return None
     context = max(run.context_bytes for run in completed)
@@ -209,11 +217,15 @@ def expected_s(runs: Iterable[PastRun]) -> float | None:
     return statistics.median(held) if held else None
 
 
+def _is_measured(run: PastRun) -> bool:
+    return run.live_bytes is not None or run.process_bytes is not None
+
+
 def _need_bytes(run: PastRun, context_bytes: int) -> int:
     live = run.live_bytes if run.steady_live_bytes is None else run.steady_live_bytes
     if live is None:
         # No framework reports it: only the process as a whole is known.
-        return _with_margin(run.process_bytes)
+        return _with_margin(run.process_bytes or 0)
     return _with_margin(live) + context_bytes
 
 

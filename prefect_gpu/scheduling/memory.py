@@ -85,7 +85,8 @@ def measure(
         roots: Process id of each child process that may use this device, to its request's id.
         stand_ins: Request id to bytes as the child's own counters (plus the measured context)
             give them, for devices that cannot attribute memory to a process (WSL, some
-            containers and MIG set-ups).
+            containers and MIG set-ups), and as another flow has measured them, for processes
+            that have no id here (containers).
 
     Returns:
         Bytes by request id; a request that holds nothing here is left out.
@@ -93,7 +94,7 @@ def measure(
     measured: dict[str, int] = {}
     untold: set[str] = set()
     listed = 0
-    for process in snapshot.processes:
+    for process in snapshot.processes if snapshot.device.attributed else ():
         listed += process.used_bytes or 0
         request_id = roots.get(process.root_pid) if process.root_pid is not None else None
         if request_id is None:
@@ -105,7 +106,7 @@ def measure(
     # A stand-in can only explain memory that no process is listed with: a task that computes on the first
     # of its two devices holds nothing on the second, whatever its counters say.
     unlisted = max(0, snapshot.used_bytes - listed)
-    for request_id in roots.values():
+    for request_id in dict.fromkeys((*roots.values(), *stand_ins)):
         if request_id in untold or request_id not in measured:
             known = measured.get(request_id, 0)
             added = min(unlisted, max(0, stand_ins.get(request_id, 0) - known))
@@ -158,10 +159,10 @@ def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
     """Return the bytes in use that no listed process holds, to which leaks add.
 
     Returns:
-        `None` where a process's bytes are not known, or on host devices, where the kernel takes
+        `None` where the bytes of processes are not known, or on host devices, where the kernel takes
         everything back from a process that is gone.
     """
-    if snapshot.device.kind == "host" or snapshot.error:
+    if snapshot.device.kind == "host" or snapshot.error or not snapshot.device.attributed:
         return None
     listed = 0
     for process in snapshot.processes:

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, Union
 
 DeviceKind = Literal["nvml", "host", "simulated"]
 
-#: Host and UUID of a device.
+#: Machine and UUID of a device.
 DeviceKey = tuple[str, str]
 
 
@@ -36,12 +36,18 @@ class Device:
     #: Version of the driver, by which the sizes of contexts differ: "580.159.04"; empty for host and
     #: simulated devices.
     driver: str = ""
-    #: Host and UUID: a UUID is unique on its host only.
+    #: Identity of that machine since its start, the same in all its containers, which have names of their own;
+    #: empty: its name.
+    machine: str = ""
+    #: Whether what the driver shows of each process can be attributed to the flow's processes. In a container it
+    #: cannot: see `devices.nvml`.
+    attributed: bool = True
+    #: Machine and UUID: a UUID is unique on its machine only.
     key: DeviceKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Made once: a scheduling pass looks it up for each device.
-        object.__setattr__(self, "key", (self.host, self.uuid))
+        object.__setattr__(self, "key", (self.machine or self.host, self.uuid))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,8 @@ class Reservation:
     """Bytes of one device that are kept for one request."""
 
     request_id: str
-    host: str
+    #: As the device's key has it.
+    machine: str
     device_uuid: str
     #: Bytes reserved, the context included.
     reserved_bytes: int
@@ -177,7 +184,7 @@ class Reservation:
     @property
     def device_key(self) -> DeviceKey:
         """Which device, as `Device.key` has it."""
-        return self.host, self.device_uuid
+        return self.machine, self.device_uuid
 
 
 @dataclass(frozen=True, slots=True)

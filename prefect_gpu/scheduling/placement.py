@@ -159,8 +159,7 @@ class Board:
             device = state.snapshot.device
             reservation = Reservation(
                 request.id,
-                device.host,
-                device.uuid,
+                *device.key,
                 state.free_bytes if need is None else need,
                 request.exclusive or need is None,
                 request.task_name,

@@ -81,6 +81,11 @@ def most_by_default(cores: int, max_processes: int) -> int:
     return min(max_processes, max(2, cores // 2))
 
 
+def most_imports(cores: int) -> int:
+    """Return the most standbys that import at a time: each takes a core, and the tasks that run need theirs."""
+    return max(1, cores // 2)
+
+
 def plan_standbys(demands: Sequence[KindDemand], machine: Machine) -> StandbyPlan:
     """Return which standbys to start and which to end.
 
@@ -133,8 +138,7 @@ def _targets(demands: Sequence[KindDemand], most: int) -> dict[Hashable, int]:
 def _starts(
     demands: Sequence[KindDemand], targets: dict[Hashable, int], left_bytes: int, cores: int
 ) -> tuple[Hashable, ...]:
-    # Importing takes a core each; the tasks that run need theirs.
-    slots = max(1, cores // 2) - sum(d.importing for d in demands)
+    slots = most_imports(cores) - sum(d.importing for d in demands)
     missing = {d.kind: targets[d.kind] - d.ready - d.importing for d in demands}
     starts: list[Hashable] = []
     for turn in range(max(missing.values(), default=0)):

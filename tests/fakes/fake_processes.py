@@ -15,7 +15,6 @@ class FakeProcess:
     parent: int
     session: int
     used_bytes: int
-    holds_gpu: bool
 
 
 class FakeProcesses(HostProcesses):
@@ -32,10 +31,9 @@ class FakeProcesses(HostProcesses):
         parent: int = 1,
         session: int | None = None,
         used_bytes: int = 1,
-        holds_gpu: bool = False,
     ) -> None:
         """Add or change a process; by default it leads a session."""
-        self.known[pid] = FakeProcess(parent, session or pid, used_bytes, holds_gpu)
+        self.known[pid] = FakeProcess(parent, session or pid, used_bytes)
 
     def remove(self, pid: int) -> None:
         """End a process."""
@@ -53,9 +51,6 @@ class FakeProcesses(HostProcesses):
 
     def resident_bytes(self, pid: int) -> int:
         return self.known[pid].used_bytes if pid in self.known else 0
-
-    def holds_gpu(self, pid: int) -> bool:
-        return pid in self.known and self.known[pid].holds_gpu
 
     def in_initial_namespace(self) -> bool:
         return self.initial_namespace

@@ -7,7 +7,7 @@
 # All of them take about twenty minutes on an H200. Where a call may take ten, in three:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler
-#   run_all.sh FOLDER leaks profile-training tests
+#   run_all.sh FOLDER leaks profile-training many-flows tests
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
@@ -17,7 +17,7 @@ mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
-modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks"
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks many-flows"
 [[ $# -gt 0 ]] || set -- $modules $flows tests
 for name; do
   [[ " $modules $flows tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows tests"; exit 2; }

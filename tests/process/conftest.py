@@ -62,8 +62,8 @@ def importable(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> s
 def make_warm(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Warm]]:
     warms: list[Warm] = []
 
-    def make(most: int = 1) -> Warm:
-        warms.append(Warm(make_rig(), most))
+    def make(most: int = 1, **of_warm: Any) -> Warm:
+        warms.append(Warm(make_rig(), most, **of_warm))
         return warms[-1]
 
     yield make

@@ -229,6 +229,7 @@ def test_tasks_go_on_when_their_server_is_killed(
 def test_a_server_that_does_not_report_an_end_is_killed(
     make_pool: Callable[[], Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fork_server, "LOOK_S", DEADLOCK_S)
     pool = make_pool()
     child = pool.start(spec_of(_wait_for, str(tmp_path)))
     assert eventually((tmp_path / "begun").exists)
@@ -244,6 +245,7 @@ def test_a_server_that_does_not_report_an_end_is_killed(
 def test_a_task_whose_server_does_not_answer_gets_a_fresh_interpreter(
     make_pool: Callable[[], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fork_server, "LOOK_S", DEADLOCK_S)
     pool = make_pool()
     server_pid = pool.parent_of()
     assert server_pid != os.getpid()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.processes import launcher, standby_kind
 from prefect_gpu.processes import standby_pool as standby
@@ -471,6 +472,22 @@ def test_there_are_as_many_standbys_as_announced_tasks(make_warm: Callable[..., 
     assert len(warm.wait_ready(2)) == 2
     results = [warm.run(a, spec_of(bodies.add, i)) for i, a in enumerate(announced)]
     assert [r.value() for r in results] == [0, 1]
+
+
+def test_the_standbys_of_all_flows_are_counted(
+    make_warm: Callable[..., Warm], tmp_path: Path
+) -> None:
+    one, other = (make_warm(most=2, shared=SharedFolder(tmp_path)) for _ in range(2))
+    theirs = [one.announce(), one.announce()]
+    one.wait_ready(2)
+    announced = other.announce()
+    other.wait_checks()
+    assert other.pool.pids == ()
+    # A task has it: there is room for a standby, of whichever flow.
+    assert one.run(theirs[0], spec_of(bodies.add, 1)).value() == 1
+    one.pool.close(one)
+    other.wait_ready(1)
+    assert other.run(announced, spec_of(bodies.add, 2)).value() == 2
 
 
 def test_standbys_end_with_the_last_runner_that_closes(warm: Warm) -> None:

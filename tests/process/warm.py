@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.processes.launch_spec import LaunchSpec
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.processes.standby_pool import Announcement, StandbyPool
@@ -29,14 +30,16 @@ class Broker:
 class Warm:
     """A pool on a rig's launcher, whose machine has room."""
 
-    def __init__(self, rig: Rig, most: int = 1, broker: Any = None) -> None:
+    def __init__(
+        self, rig: Rig, most: int = 1, broker: Any = None, shared: SharedFolder | None = None
+    ) -> None:
         self.rig = rig
         self.available_bytes = 64 * GIB
         self.broker = broker or Broker()
         #: How often the pool has checked what is due.
         self.checks = 0
         self.pool = StandbyPool(rig.launcher, read_available=self._read_available, cores=4)
-        self.pool.open(self, most, self.broker)
+        self.pool.open(self, most, self.broker, shared)
 
     def _read_available(self) -> int:
         self.checks += 1

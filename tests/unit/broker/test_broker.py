@@ -201,7 +201,7 @@ def test_a_broker_that_lost_a_race_decides_again(make_rig: MakeRig) -> None:
     ledger = ContestedLedger()
     rig = make_rig("2x24GiB", ledger=ledger)
     device = rig.broker.devices[0]
-    ledger.rival = Reservation("rival", device.host, device.uuid, 20 * GIB)
+    ledger.rival = Reservation("rival", *device.key, 20 * GIB)
     assert indices(rig.place("a", 20)) == [1]
 
 
@@ -226,7 +226,7 @@ def test_brokers_that_share_a_ledger_see_each_other(rig: Rig) -> None:
 
 def test_what_the_task_around_this_process_holds_counts_once(make_rig: MakeRig) -> None:
     device = SimulatedReader(SimulatedDevices("1x24GiB")).devices()[0]
-    outer = Reservation("outer", device.host, device.uuid, 10 * GIB)
+    outer = Reservation("outer", *device.key, 10 * GIB)
     rig = make_rig(held_by_parent=(outer,))
     rig.reader.attach(os.getpid(), ["SIM-0"])
     rig.reader.allocate(os.getpid(), "SIM-0", 6 * GIB)

@@ -44,7 +44,7 @@ class Rig:
         self, name: str, gib: int, device: Device = DEVICE, pid: int | None = None
     ) -> Ticket:
         """Place a request, whose process may run."""
-        held = Reservation(name, device.host, device.uuid, gib * GIB)
+        held = Reservation(name, *device.key, gib * GIB)
         ticket = Ticket(Request(name, "task", 0, 0.0), pid=pid)
         entry = Entry(ticket.request, reservations=(held,))
         assert self.ledger.try_write(self.ledger.view().version, {name: entry})

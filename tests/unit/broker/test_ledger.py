@@ -16,6 +16,7 @@ import pytest
 from prefect_gpu.broker import host_ledger
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger, LedgerView, MemoryStore, StoreError
+from prefect_gpu.devices import shared_folder
 from prefect_gpu.scheduling.backfill import BlockedStatus
 from prefect_gpu.scheduling.model import ModelBudgets, Request, Reservation
 from tests.unit.scheduling.values import request, reserved
@@ -260,7 +261,7 @@ def test_a_process_of_another_pid_namespace_is_not_named(shared: Callable[[], Le
 def release_lock(store: HostStore) -> None:
     """Do to a store in this process what the kernel does when a process ends."""
     nothing_open = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing_open, store._lock, inheritable=False)
+    os.dup2(nothing_open, store._hold.descriptor, inheritable=False)
     os.close(nothing_open)
 
 
@@ -426,7 +427,7 @@ def test_the_default_folder_is_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "mine"
-    monkeypatch.setattr(host_ledger, "default_folder", lambda: folder)
+    monkeypatch.setattr(shared_folder, "default_folder", lambda: folder)
     HostStore()
     assert (folder.stat().st_mode & 0o777, folder.stat().st_uid) == (0o700, os.getuid())
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
@@ -440,7 +441,7 @@ def test_a_link_is_not_followed_to_the_default_folder(
 ) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    monkeypatch.setattr(host_ledger, "default_folder", lambda: tmp_path / "link")
+    monkeypatch.setattr(shared_folder, "default_folder", lambda: tmp_path / "link")
     with pytest.raises(StoreError, match="belongs to this user alone"):
         HostStore()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from prefect_gpu.broker.broker import PASSIVE_S, Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.devices import simulated
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
-from prefect_gpu.scheduling.model import Request, Reservation
+from prefect_gpu.scheduling.model import Device, Request, Reservation
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import Rig, decided, indices, make_rig
 
@@ -141,7 +143,7 @@ def test_a_broker_with_all_the_processes_that_it_may_have_holds_nobody_up(
     rig = machine(patience=NO_BACKFILL)
     device = rig.broker.devices[0]
     third = rig.open()
-    runs = Reservation("runs", device.host, device.uuid, GIB)
+    runs = Reservation("runs", *device.key, GIB)
     entries = {
         "runs": Entry(Request("runs", "runs", 0, 0.0), reservations=(runs,), max_processes=1),
         "waits": Entry(
@@ -211,3 +213,53 @@ def test_a_ledger_that_cannot_be_used_is_named_where_a_task_waits(
     waiting = rig.submit("b", 20)
     assert rig.waits(waiting)
     assert f"the ledger in {missing} cannot be used" in rig.broker.explain(waiting)
+
+
+def test_what_a_process_of_another_container_takes_is_not_foreign(
+    make_rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    def in_container(namespace: str) -> Ledger:
+        def store() -> HostStore:
+            made = HostStore(tmp_path)
+            made.namespace = namespace
+            return made
+
+        return Ledger(store)
+
+    rig = make_rig(ledger=in_container("pid:[1]"))
+    rig.reader.lists_processes = False
+    other = rig.another(ledger=in_container("pid:[2]"))
+    theirs = rig.place("theirs", 10, broker=other)
+    rig.start(theirs, gib=8, broker=other)
+    # Its own counters say so, where the device names no process.
+    theirs.stand_in_bytes = 8 * GIB
+    mine = rig.place("mine", 1)
+    rig.start(mine)
+    assert not rig.ledger.view().processes.keys() - {mine.request.id}
+    other.read()
+    decided(rig.submit("beside them", 12))
+
+
+def test_a_task_knows_who_was_on_its_device_with_it(machine: Callable[..., Machine]) -> None:
+    rig = machine("2x24GiB")
+    one = rig.place("one", 1, devices=("0",))
+    rig.place("elsewhere", 1, devices=("1",))
+    two = rig.place("two", 1, devices=("0",), broker=rig.other)
+    three = rig.place("three", 1, devices=("0",))
+    assert rig.broker.neighbours(three) == ("one", "two (another flow)")
+    rig.broker.end(three)
+    rig.place("four", 1, devices=("0",))
+    assert rig.broker.neighbours(one) == ("two (another flow)", "three", "four")
+    assert rig.other.neighbours(two)[0] == "one (another flow)"
+
+
+def test_where_ids_are_of_another_namespace_flows_of_one_container_say_what_they_hold(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated, "Device", partial(Device, attributed=False))
+    rig = machine()
+    theirs = rig.place("theirs", 10, broker=rig.other)
+    rig.start(theirs, gib=8, broker=rig.other)
+    theirs.stand_in_bytes = 8 * GIB
+    rig.look()
+    decided(rig.submit("beside them", 14))

@@ -27,6 +27,9 @@ class FakeChannel:
         if self.gone:
             raise BrokenPipeError
 
+    def end_with_parent(self) -> None:
+        pass
+
     def wait(self) -> CountersRead:
         assert self.came.acquire(timeout=DEADLOCK_S)
         message = self.sent[-1]

@@ -118,7 +118,7 @@ def test_devices_shows_the_error_of_a_device(
         DeviceSnapshot(DEVICE, 0.0, 100 * GIB, processes=(ProcessUse(7, None, GIB),)),
         DeviceSnapshot(DEVICE, 0.0, 0, error="fell off the bus"),
     )
-    monkeypatch.setattr(device_spec, "open_reader", lambda spec, environ: reader)
+    monkeypatch.setattr(device_spec, "open_reader", lambda spec, environ, shared: reader)
     assert main(["devices", "--devices", "nvml"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith("140GiB  100GiB                      1")
@@ -132,7 +132,7 @@ def test_devices_shows_the_error_of_a_device(
 
 
 def test_devices_says_when_there_are_none(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_spec, "open_reader", lambda spec, environ: _Reader())
+    monkeypatch.setattr(device_spec, "open_reader", lambda spec, environ, shared: _Reader())
     assert main(["devices", "--devices", "nvml"]) == 0
     assert capsys.readouterr().out == "no devices\n"
 

@@ -53,6 +53,7 @@ def test_a_device_is_described(rig: Rig) -> None:
     assert (device.uuid, device.index, device.nvml_index) == ("GPU-a", 0, 0)
     assert (device.name, device.driver, device.kind) == ("NVIDIA H200", "580.159.04", "nvml")
     assert device.total_bytes == 24 * GIB
+    assert device.attributed
 
 
 @pytest.mark.parametrize(
@@ -119,12 +120,21 @@ def test_the_mark_for_not_available_is_no_number(rig: Rig) -> None:
     assert rig.read()[0].processes == (ProcessUse(100, 100, None),)
 
 
-def test_in_a_container_a_pid_is_believed_only_with_the_gpu_open(rig: Rig) -> None:
+def test_in_a_container_a_pid_that_equals_a_childs_by_chance_is_not_attributed(rig: Rig) -> None:
     rig.processes.initial_namespace = False
-    rig.processes.add(200, holds_gpu=True)
-    rig.nvml.gpus[0].compute = {100: GIB, 200: GIB, 300: GIB}
+    rig.nvml.gpus[0].compute = {100: GIB, 101: GIB, 300: GIB}
+    (snapshot,) = rig.read()
 
-    assert [use.root_pid for use in rig.read()[0].processes] == [None, 200, None]
+    assert not snapshot.device.attributed
+    assert [use.root_pid for use in snapshot.processes] == [None, None, None]
+
+
+def test_in_a_container_no_chance_pid_is_added_to_unified_memory(rig: Rig) -> None:
+    rig.processes.initial_namespace = False
+    gpu = rig.nvml.gpus[0]
+    gpu.memory_error = 3
+    gpu.compute = {100: GIB}
+    assert rig.read()[0].processes == (ProcessUse(100, None, GIB),)
 
 
 def test_an_older_driver_lists_processes_in_its_own_way(rig: Rig) -> None:

@@ -25,7 +25,7 @@ class Rig:
 
     def __init__(self, folder: Path) -> None:
         self.processes = FakeProcesses()
-        self.processes.add(PID, holds_gpu=True)
+        self.processes.add(PID)
         self.processes.add(PID + 1, parent=PID, session=PID)
         self.nvml = nvml.pynvml = FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b", free_bytes=5 * GIB))
         self.opened = 0
@@ -64,11 +64,12 @@ def test_a_driver_that_gives_no_bytes_or_other_numbers_leaves_them_unknown(rig: 
     assert [use.process_bytes for use in rig.own.read()] == [None, None]
 
 
-def test_in_a_container_a_process_id_counts_only_with_the_gpu_open(rig: Rig) -> None:
+def test_in_a_container_no_process_id_is_taken_for_its_own(rig: Rig) -> None:
     rig.processes.initial_namespace = False
     rig.nvml.gpus[0].compute = {PID: GIB}
     rig.nvml.gpus[1].compute = {PID + 1: GIB}
-    assert [use.process_bytes for use in rig.own.read()] == [None, GIB]
+    unknown = [(None, 5 * GIB), (None, 23 * GIB)]
+    assert [(use.process_bytes, use.free_bytes) for use in rig.own.read()] == unknown
 
 
 def test_a_device_that_fails_is_unknown_and_the_others_are_not(rig: Rig) -> None:

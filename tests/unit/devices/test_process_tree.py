@@ -155,7 +155,6 @@ def test_this_process_is_read() -> None:
     # In a container the session may be of a namespace that cannot be seen from here: `getsid` returns 0.
     assert (host.session_of(me), host.parent_of(me)) == (os.getsid(0) or None, os.getppid())
     assert host.resident_bytes(me) > 2**20
-    assert not host.holds_gpu(me)
 
 
 @pytest.mark.parametrize("pid", [ABSENT, 2**32 - 1, 0])
@@ -165,17 +164,7 @@ def test_a_process_that_does_not_exist_is_not_found(pid: int) -> None:
     if pid:
         assert host.parent_of(pid) is None
         assert host.resident_bytes(pid) == 0
-    assert not host.holds_gpu(pid)
     assert ProcessTable().root_of(pid, {os.getpid()}) is None
-
-
-def test_a_gpu_is_held_by_an_open_device_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    links = {"/proc/7/fd/0": "/dev/null", "/proc/7/fd/1": "/dev/nvidiactl"}
-    monkeypatch.setattr(os, "listdir", lambda folder: [link.rpartition("/")[2] for link in links])
-    monkeypatch.setattr(os, "readlink", links.__getitem__)
-    assert HostProcesses().holds_gpu(7)
-    links["/proc/7/fd/1"] = "/dev/tty"
-    assert not HostProcesses().holds_gpu(7)
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,12 @@ def test_metadata_has_every_field_of_the_design_as_a_short_string() -> None:
         # Beyond the design's.
         "cap_bytes",
         "cause",
+        "shared_with",
         "steady_live_bytes",
     ]
     assert all(isinstance(value, str) and len(value) < 500 for value in metadata.values())
+    many = task_report(shared_with=("n" * 200,) * 20)
+    assert len(many.metadata()["shared_with"]) < 500
     assert task_report(peak_live_bytes=None).metadata()["peak_live_bytes"] == "unknown"
 
 

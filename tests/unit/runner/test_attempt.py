@@ -104,6 +104,9 @@ class FakeBroker:
     def run(self, ticket: Ticket) -> None:
         pass
 
+    def neighbours(self, ticket: Ticket) -> tuple[str, ...]:
+        return ()
+
     def end(self, ticket: Ticket) -> None:
         assert ticket.on_recovered is not None
         ticket.on_recovered(0)

@@ -274,3 +274,55 @@ def test_a_floor_is_remembered_when_the_run_that_showed_it_is_forgotten(books: B
     assert all(r.outcome == "completed" for r in kept)
     lesson = learn(kept)
     assert lesson and lesson.floor_bytes == 6 * GIB
+
+
+class OneFlowAtATime(MemoryHistory):
+    """A store of two flows, of which the other has claimed a history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.claimed = True
+
+    def claim(self, key: HistoryKey) -> bool:
+        return not self.claimed
+
+
+def test_a_task_waits_for_the_probe_of_another_flow(
+    books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "ELSEWHERE_S", 0.01)
+    store = OneFlowAtATime()
+    book = books.book(store)
+    with books.waiting(book=book) as first, books.waiting(book=book) as second:
+        store.add(WHO.on(MODEL), run())
+        store.claimed = False
+        for answer in (first, second):
+            granted = answer()
+            assert granted is not None
+            assert (granted.source, granted.claims) == ("learned", frozenset())
+
+
+def test_where_the_probe_of_another_flow_tells_nothing_one_task_probes(
+    books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "ELSEWHERE_S", 0.01)
+    store = OneFlowAtATime()
+    book = books.book(store)
+    with books.waiting(book=book) as answer:
+        store.claimed = False
+        granted = answer()
+    assert granted is not None
+    assert (granted.source, granted.claims) == ("probe", {WHO.on(MODEL)})
+
+
+def test_a_task_that_gives_up_on_another_flows_probe_leaves_it_to_the_next(
+    books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "ELSEWHERE_S", 0.01)
+    store = OneFlowAtATime()
+    book = books.book(store)
+    with pytest.raises(PlacementTimeoutError):
+        books.grant(book, limit_s=0.1)
+    store.claimed = False
+    granted = books.grant(book)
+    assert granted is not None and granted.source == "probe"

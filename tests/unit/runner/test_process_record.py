@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -14,9 +15,9 @@ from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.measurements import Mark, StepFacts
 from prefect_gpu.processes.messages import BodyEnded
-from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.model import TaskReport, past_run
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
-from prefect_gpu.scheduling.history import HistoryKey
+from prefect_gpu.scheduling.history import HistoryKey, learn
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 from prefect_gpu.units import GIB, MIB
@@ -277,3 +278,25 @@ def test_one_device_above_its_own_budget_is_an_overshoot_once() -> None:
 
 def test_without_a_budget_to_keep_to_there_is_no_overshoot() -> None:
     assert watch(watched=False).add_reading(1.0, (9 * GIB, 9 * GIB)) is None
+
+
+@pytest.mark.parametrize(
+    ("counted", "peak_gib"),
+    [
+        pytest.param(True, 3, id="its counters plus the context stood in"),
+        pytest.param(False, 0, id="there are no counters"),
+    ],
+)
+def test_a_device_whose_figures_are_not_attributed_is_not_named_as_the_source(
+    counted: bool, peak_gib: int
+) -> None:
+    there = replace(device(), attributed=False)
+    learned = ProcessRecord(Placement("1", (there,), (6 * GIB,)), placed_s=0.0, queued_s=1.5)
+    learned.add_reading(1.0, (peak_gib * GIB,))
+    if counted:
+        learned.add_counters(counters(1 * GIB, 2 * GIB), ("torch",))
+    report = made_of(learned)
+    assert (report.peak_process_bytes, report.source) == (peak_gib * GIB, "framework")
+    run = past_run(report)
+    assert run.process_bytes == (peak_gib * GIB or None)
+    assert learn([replace(run, outcome="completed")]) is None or counted

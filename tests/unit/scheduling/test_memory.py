@@ -158,6 +158,25 @@ def test_attributing_memory(
     assert found == {key: int(gib * GIB) for key, gib in measured.items()}
 
 
+@pytest.mark.parametrize(
+    ("listed", "stand_in_gib", "mine_gib"),
+    [
+        pytest.param(use(OURS, 9, OURS), 2, 2, id="a number that is a child's by chance"),
+        pytest.param(use(OTHER, 9), 2, 2, id="its own process under the host's number"),
+        pytest.param(use(OURS, 0, OURS), 2, 2, id="the memory of another process, which has none"),
+        pytest.param(use(OURS, 9, OURS), 0, None, id="no counters: nothing is known of it"),
+    ],
+)
+def test_where_ids_are_of_another_namespace_only_counters_are_attributed(
+    listed: ProcessUse, stand_in_gib: int, mine_gib: int | None
+) -> None:
+    taken = snapshot(used_gib=9, processes=(listed,))
+    taken = replace(taken, device=replace(taken.device, attributed=False))
+    found = measure(taken, {OURS: "mine"}, {"mine": stand_in_gib * GIB})
+    assert found == ({} if mine_gib is None else {"mine": mine_gib * GIB})
+    assert ownerless_bytes(taken) is None
+
+
 def test_memory_that_no_process_holds() -> None:
     assert ownerless_bytes(snapshot(used_gib=5, processes=(use(OTHER, 2),))) == 3 * GIB
     assert ownerless_bytes(snapshot(used_gib=5, processes=(use(OTHER, None),))) is None

@@ -1,0 +1,100 @@
+"""What the processes of a machine hold of simulated devices that they share by a name.
+
+Each flow writes what its own children hold into a file that it holds for as long as it lives. Where a real
+driver would know what all processes have, readers add the files of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_gpu.devices.shared_folder import SharedFolder, read_namespace
+from prefect_gpu.errors import DeviceError
+
+#: Bytes by process id, by UUID of a device.
+Use = Mapping[str, Mapping[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class FlowUse:
+    """What the children of another flow hold."""
+
+    #: Of their process ids; see `shared_folder.read_namespace`.
+    namespace: str
+    use: Use
+
+
+class SimulatedUse:
+    """The files of one name. Safe to use from several threads, within `alone`.
+
+    Args:
+        folder: Where they are.
+        name: Of the devices.
+        devices: What this flow says of them: flows that share a name must say the same.
+
+    Raises:
+        DeviceError: Another flow says something else of them.
+        OSError: The folder cannot be used.
+    """
+
+    def __init__(self, folder: SharedFolder, name: str, devices: Sequence[object]) -> None:
+        self._folder = folder
+        # A name has no space.
+        self._prefix = f"simulated {name} "
+        self._lock = f"simulated {name}"
+        self._devices = list(devices)
+        self._namespace = read_namespace()
+        self._written = ""
+        self._name = f"{self._prefix}{uuid.uuid4().hex}"
+        with self.alone():
+            for theirs in self._files():
+                if theirs["devices"] != self._devices:
+                    raise DeviceError(
+                        f"simulated devices @{name}: this flow says {self._devices} (bytes of each, and of a context) "
+                        f"and one that runs says {theirs['devices']}; accepted: the same in all flows, or another name"
+                    )
+            self._hold = folder.hold(self._name)
+            self.write({})
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other flow reads or writes."""
+        with self._folder.locked(self._lock):
+            yield
+
+    def others(self) -> list[FlowUse]:
+        """Return what the children of other flows hold."""
+        return [
+            FlowUse(
+                theirs["namespace"],
+                {
+                    device: {int(pid): size for pid, size in held.items()}
+                    for device, held in theirs["use"].items()
+                },
+            )
+            for theirs in self._files()
+        ]
+
+    def write(self, use: Use) -> None:
+        """Write what the children of this flow hold."""
+        if self._hold is None:
+            # A fork of the flow has no children here.
+            return
+        text = json.dumps(
+            {"devices": self._devices, "namespace": self._namespace, "use": use}, sort_keys=True
+        )
+        if text != self._written:
+            written = os.pwrite(self._hold.descriptor, text.encode(), 0)
+            os.ftruncate(self._hold.descriptor, written)
+            self._written = text
+
+    def _files(self) -> Iterator[dict[str, Any]]:
+        for path in self._folder.path.glob(f"{self._prefix}*"):
+            if path.name != self._name and self._folder.is_held(path.name):
+                yield json.loads(path.read_bytes())

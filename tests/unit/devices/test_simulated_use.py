@@ -1,0 +1,96 @@
+"""Simulated devices that flows share by a name: each sees what the others hold, as a driver would show it."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+
+from prefect_gpu.devices.shared_folder import SharedFolder
+from prefect_gpu.devices.simulated import (
+    SimulatedDevices,
+    SimulatedMemory,
+    SimulatedOutOfMemoryError,
+    SimulatedReader,
+)
+from prefect_gpu.errors import DeviceError
+from prefect_gpu.units import GIB
+
+
+def flow(folder: Path, devices: str = "1x24GiB@lab") -> SimulatedReader:
+    return SimulatedReader(SimulatedDevices(devices), None, SharedFolder(folder))
+
+
+def child(reader: SimulatedReader, pid: int, gib: int = 0) -> SimulatedMemory:
+    (uuid,) = reader.by_uuid
+    memory = reader.process_memory([uuid], None)
+    memory.attach(pid)
+    memory.answer("simulated_allocate", {"device_uuid": uuid, "size_bytes": gib * GIB})
+    return memory
+
+
+def free_gib(reader: SimulatedReader) -> float:
+    (snapshot,) = reader.read(())
+    return snapshot.free_bytes / GIB
+
+
+def test_each_flow_sees_what_the_others_hold(tmp_path: Path) -> None:
+    one, other = flow(tmp_path), flow(tmp_path)
+    held = child(one, 10, 8)
+    (snapshot,) = other.read([10])
+    assert snapshot.free_bytes == 16 * GIB
+    assert [(p.pid, p.root_pid, p.used_bytes) for p in snapshot.processes] == [(10, 10, 8 * GIB)]
+    held.detach()
+    assert free_gib(other) == 24
+
+
+def test_an_allocation_finds_no_more_than_the_others_leave(tmp_path: Path) -> None:
+    one, other = flow(tmp_path), flow(tmp_path)
+    child(one, 10, 20)
+    with pytest.raises(SimulatedOutOfMemoryError, match="4GiB of 24GiB free"):
+        child(other, 11, 5)
+    child(other, 12, 4)
+    assert free_gib(one) == 0
+
+
+def test_what_a_flow_held_is_free_at_its_end(tmp_path: Path) -> None:
+    one, other = flow(tmp_path), flow(tmp_path)
+    child(one, 10, 20)
+    assert free_gib(other) == 4
+    del one
+    gc.collect()
+    assert free_gib(other) == 24
+    assert len(list(tmp_path.glob("simulated lab *"))) == 1, "its file is removed"
+
+
+def test_process_ids_of_another_namespace_are_nobodys_here(tmp_path: Path) -> None:
+    one, other = flow(tmp_path), flow(tmp_path)
+    child(one, 10, 8)
+    (path,) = (p for p in tmp_path.glob("simulated lab *") if '"10"' in p.read_text())
+    path.write_text(json.dumps({**json.loads(path.read_text()), "namespace": "pid:[1]"}))
+    (snapshot,) = other.read([10])
+    assert (snapshot.free_bytes, snapshot.processes) == (16 * GIB, ())
+
+
+def test_names_are_told_apart(tmp_path: Path) -> None:
+    child(flow(tmp_path, "1x24GiB@lab.old"), 10, 8)
+    kept = flow(tmp_path, "1x24GiB@lab-new")
+    child(kept, 10, 4)
+    assert free_gib(flow(tmp_path)) == 24
+
+
+def test_flows_that_say_different_things_of_one_name_are_refused(tmp_path: Path) -> None:
+    one = flow(tmp_path)
+    with pytest.raises(DeviceError, match=r"@lab: .* accepted: the same in all flows"):
+        flow(tmp_path, "2x24GiB@lab")
+    del one
+    gc.collect()
+    flow(tmp_path, "2x24GiB@lab")
+
+
+def test_devices_without_a_name_are_not_shared(tmp_path: Path) -> None:
+    child(flow(tmp_path, "1x24GiB"), 10, 8)
+    assert free_gib(flow(tmp_path, "1x24GiB")) == 24
+    assert not list(tmp_path.iterdir())

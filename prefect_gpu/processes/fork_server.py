@@ -128,6 +128,8 @@ class ForkServer:
         self.failed: Mapping[str, str] = {}
         #: It has forked at least once.
         self.served = False
+        #: Its imports did not end. Those of the next one would not either.
+        self.hung = False
         self._lock = threading.Lock()
         #: The server has reported that it can be forked.
         self._ready = False
@@ -159,6 +161,7 @@ class ForkServer:
                     self._wait_for_answer(self._control, timeout_s)
                     told = json.loads(self._control.recv(1 << 16))
                 except TimeoutError:
+                    self.hung = True
                     self._give_up(f"it has imported for more than {timeout_s:g} s")
                 except (OSError, ValueError):
                     self._give_up("its process ended as it imported")
@@ -393,7 +396,8 @@ class ForkServerPool:
             if server is not None and server.problem:
                 del self._servers[kind]
                 self._close(server)
-                self._note_failure(kind, server.problem, counts=not server.served)
+                count = MOST_FAILURES if server.hung else int(not server.served)
+                self._note_failure(kind, server.problem, count)
                 server = None
             if server is None and self._failures.get(kind, 0) < MOST_FAILURES:
                 try:
@@ -403,7 +407,7 @@ class ForkServerPool:
                     # One that is stopped does not see its parent's end.
                     self._launcher.guard(server.process.pid, server.token)
                 except (OSError, CapacityError) as error:
-                    self._note_failure(kind, str(error), counts=True)
+                    self._note_failure(kind, str(error), 1)
             return server
 
     def _close(self, server: ForkServer) -> None:
@@ -411,8 +415,8 @@ class ForkServerPool:
         self._launcher.guard(server.process.pid, "")
         server.close()
 
-    def _note_failure(self, kind: Kind, problem: str, *, counts: bool) -> None:
-        self._failures[kind] = self._failures.get(kind, 0) + counts
+    def _note_failure(self, kind: Kind, problem: str, count: int) -> None:
+        self._failures[kind] = self._failures.get(kind, 0) + count
         logger.warning("the fork server of GPU tasks is given up: %s", problem)
 
     def _forget(self) -> None:

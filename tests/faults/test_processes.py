@@ -275,7 +275,9 @@ while not os.path.exists("import-at-once"):
 """
 
 
-@pytest.mark.parametrize("when", ["before other tasks", "at its end"])
+@pytest.mark.parametrize(
+    "when", ["before other tasks", pytest.param("at its end", marks=pytest.mark.slow)]
+)
 def test_a_stopped_guardian_and_fork_server_hold_no_flow_up_and_do_not_outlive_it(
     place: Workplace, when: str
 ) -> None:
@@ -334,6 +336,7 @@ for options in (
 """
 
 
+@pytest.mark.slow
 def test_timeouts_of_a_hundredth_of_a_second_end_each_kind_of_process(place: Workplace) -> None:
     place.write("timeouts.py", TIMEOUTS)
     done = place.run("timeouts.py")
@@ -362,7 +365,7 @@ def kills(index):
 
 @flow(task_runner=GPUTaskRunner(devices="simulated:1x1GiB", standby=3, reports=False, max_processes=1))
 def fight():
-    return kills.map(range(12)).result()
+    return kills.map(range(6)).result()
 
 
 print("RESULT", fight())
@@ -374,7 +377,7 @@ def test_tasks_that_kill_the_standbys_of_their_siblings_fail_no_other_task(
 ) -> None:
     place.write("killers.py", KILLERS)
     done = place.run("killers.py")
-    assert f"RESULT {list(range(12))}" in done.stdout
+    assert f"RESULT {list(range(6))}" in done.stdout
     assert not place.processes()
 
 
@@ -407,7 +410,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("interrupts", [1, 2, 20])
+@pytest.mark.parametrize(
+    "interrupts",
+    [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(20, marks=pytest.mark.slow)],
+)
 def test_ctrl_c_again_and_again_ends_bodies_that_ignore_it(
     place: Workplace, interrupts: int
 ) -> None:
@@ -421,14 +427,14 @@ def test_ctrl_c_again_and_again_ends_bodies_that_ignore_it(
             os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
-    _, errors = process.communicate(timeout=DEADLOCK_S)
+    process.communicate(timeout=DEADLOCK_S)
     place.wait_until_gone(DEADLOCK_S)
-    print(errors[-3000:])
     assert process.returncode != 0
     if interrupts == 1:
         wait_for_states(name, {"CRASHED", "CANCELLED"}, {"CRASHED", "CANCELLED"}, 3)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_flow_whose_bodies_ignore_it(place: Workplace) -> None:
     place.write("stubborn.py", STUBBORN)
     name = place.environment["RUN_NAME"] = f"terminated-{place.token}"

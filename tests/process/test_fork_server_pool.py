@@ -278,6 +278,23 @@ def test_tasks_get_fresh_interpreters_after_three_servers_that_could_not_be_fork
     assert len(pool.pool.pids) == 1
 
 
+def test_tasks_get_fresh_interpreters_after_one_server_whose_imports_never_end(
+    make_pool: Callable[[], Pool],
+    importable: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Path(importable, "imports_for_ever.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(fork_server, "TESTED", (*fork_server.TESTED, "imports_for_ever"))
+    monkeypatch.setattr(fork_server, "READY_S", 0.1)
+    pool = make_pool()
+    kind = replace(KIND, always=("imports_for_ever",))
+    for _ in range(2):
+        assert pool.parent_of(kind=kind) == os.getpid()
+    given_up = [r for r in caplog.records if "it has imported for more than" in r.getMessage()]
+    assert len(given_up) == 1
+
+
 def test_servers_end_with_the_last_runner(make_pool: Callable[[], Pool]) -> None:
     pool = make_pool()
     pool.pool.open("another")

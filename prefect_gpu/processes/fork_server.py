@@ -227,7 +227,6 @@ class ForkServer:
 
     def read_exit_code(self, reply: socket.socket) -> int:
         """Read how a fork that has ended did so; `UNKNOWN_CODE` if the server cannot say."""
-        reply.settimeout(ANSWER_S)
         try:
             self._wait_for_answer(reply, ANSWER_S)
             return int(reply.recv(32))

@@ -25,10 +25,10 @@ from tests.chaos import bodies, checks, plan
 from tests.chaos.faults import Disk, Faults, read_notes
 from tests.chaos.proxy import Proxy
 from tests.gpu._checks import nvml_handles, prefect_server
-from tests.integration.programs import Workplace
+from tests.integration.programs import Workplace, lines_of
 
 #: Tasks of one flow.
-TASKS = 40
+TASKS = 50
 
 #: Seconds between two looks at the ledger's log, which keeps a limited number of rows.
 LOOK_S = 30.0
@@ -116,6 +116,15 @@ class Run:
                 return False
             time.sleep(0.1)
 
+    def count(self) -> int:
+        """Return how many task runs have ended, those of killed flows among them."""
+        folder = self._place.folder
+        return sum(
+            line.startswith('{"key"')
+            for number in range(self._next)
+            for line in lines_of(folder / f"flow-{number}.jsonl")
+        )
+
     def hung(self) -> list[str]:
         """Return the flows that run still."""
         return [f"flow {flow.number}, pid {pid}" for pid, flow in self._running.items()]
@@ -123,7 +132,16 @@ class Run:
     def _is_over(self, now_s: float) -> bool:
         if self._options.seconds is not None:
             return now_s >= float(self._options.seconds)
-        return sum(len(each.outcomes) for each in self.ended) >= self._options.tasks
+        return self.count() >= int(self._options.tasks)
+
+    def _count(self) -> int:
+        """Return how many task runs have ended, those of killed flows among them."""
+        folder = self._place.folder
+        return sum(
+            line.startswith('{"key"')
+            for number in range(self._next)
+            for line in lines_of(folder / f"flow-{number}.jsonl")
+        )
 
     def _start(self) -> None:
         number, self._next = self._next, self._next + 1
@@ -161,7 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--tasks", type=int, help="task runs of flows that end by themselves")
+    length.add_argument("--tasks", type=int, help="task runs that have ended, at least")
     length.add_argument("--seconds", type=float, help="until no more tasks are submitted")
     parser.add_argument("--flows", type=int, default=3, help="that run at a time")
     parser.add_argument("--devices", default="simulated:2x24GiB@chaos")
@@ -215,13 +233,16 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     flows = Run(options, place, faults, look)
     ended = flows.run()
     print("faults: " + ", ".join(f"{n} × {name}" for name, n in sorted(faults.counts.items())))
-    print(f"flows: {len(flows.ended)} ended by themselves, {flows.killed} were killed")
+    print(
+        f"flows: {len(flows.ended)} ended by themselves, {flows.killed} were killed; "
+        f"{flows.count()} task runs ended in all"
+    )
 
     verdict = checks.Verdict()
     verdict.say("every flow ends", [] if ended else flows.hung())
     outages = sum(n for name, n in faults.counts.items() if name.startswith("outage"))
     checks.check_flows(verdict, flows.ended, outages)
-    checks.check_values(verdict, flows.ended, flows.jobs())
+    checks.check_values(verdict, flows.ended, flows.jobs(), faults.kills)
     checks.check_states(verdict, flows.ended, api_url)
     checks.check_bodies(verdict, read_notes(notes))
     checks.check_processes(verdict, place)

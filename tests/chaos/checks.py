@@ -101,8 +101,17 @@ def check_flows(verdict: Verdict, flows: Sequence[Ended], outages: int) -> None:
     )
 
 
-def check_values(verdict: Verdict, flows: Sequence[Ended], jobs: dict[str, plan.Job]) -> None:
-    """Each task run has returned what it should, failed as it should, or its process was killed."""
+def check_values(
+    verdict: Verdict, flows: Sequence[Ended], jobs: dict[str, plan.Job], kills: int
+) -> None:
+    """Each task run has returned what it should, failed as it should, or its process was killed.
+
+    Args:
+        verdict: Says what was found.
+        flows: That ended by themselves.
+        jobs: By key.
+        kills: How many processes were killed that may have had a task.
+    """
     problems = []
     counts: Counter[str] = Counter()
     for flow in flows:
@@ -118,6 +127,11 @@ def check_values(verdict: Verdict, flows: Sequence[Ended], jobs: dict[str, plan.
         "each task run returned what it should, or failed as it should",
         problems,
         ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items())),
+    )
+    crashed = counts["killed"]
+    verdict.say(
+        "no more task runs crashed than processes were killed",
+        [f"{crashed} crashed and {kills} were killed"] if crashed > kills else [],
     )
 
 

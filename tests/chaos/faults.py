@@ -125,6 +125,8 @@ class Faults:
         self.killed_flows: set[int] = set()
         #: Process ids of those that were stopped and not continued yet.
         self._stopped: set[int] = set()
+        #: Children and standbys that were killed.
+        self.kills = 0
         #: How often each sort of fault was carried out.
         self.counts: dict[str, int] = {}
 
@@ -167,7 +169,7 @@ class Faults:
         if any(lasting.kind == fault.kind != "stop" for _, lasting, _ in self._until):
             return
         if fault.kind == "kill":
-            self._kill(pid, flows)
+            self._kill(pid, fault.target)
         elif fault.kind == "stop":
             if not _send(pid, signal.SIGSTOP):
                 return
@@ -194,14 +196,14 @@ class Faults:
         else:
             self._stopped.discard(pid)
             if fault.harsh:
-                self._kill(pid, [pid] if fault.target == "flow" else [])
+                self._kill(pid, fault.target)
             else:
                 _send(pid, signal.SIGCONT)
 
-    def _kill(self, pid: int, flows: Sequence[int]) -> None:
-        if pid in flows:
+    def _kill(self, pid: int, target: Target) -> None:
+        if _send(pid, signal.SIGKILL) and target == "flow":
             self.killed_flows.add(pid)
-        _send(pid, signal.SIGKILL)
+        self.kills += target in ("child", "standby")
 
 
 def _send(pid: int, signum: signal.Signals) -> bool:

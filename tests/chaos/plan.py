@@ -28,7 +28,12 @@ _SORTS: dict[Sort, int] = {
 Method = Literal["spawn", "standby", "forkserver"]
 
 #: The first flows have one of each, so that a short run has all. A fork costs a tenth of a fresh process.
-METHODS: tuple[Method, ...] = ("forkserver", "spawn", "standby", "forkserver", "forkserver")
+METHODS: tuple[Method, ...] = (
+    "forkserver",
+    "spawn",
+    "standby",
+    *(["forkserver"] * 5),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Run:
                 heard, heard_s = words, time.monotonic()
             elif time.monotonic() - heard_s > QUIET_S:
                 return False
-            time.sleep(0.1)
+            time.sleep(0.25)
 
     def count(self) -> int:
         """Return how many task runs have ended, those of killed flows among them."""

@@ -142,19 +142,20 @@ class Fault:
         return " ".join(filter(None, words))
 
 
+#: How often each comes: a flow is killed every two minutes, or it would have ended few task runs.
 _FAULTS: dict[tuple[FaultKind, Target], int] = {
-    ("kill", "child"): 10,
-    ("kill", "standby"): 5,
-    ("kill", "guardian"): 5,
-    ("kill", "fork server"): 4,
-    ("kill", "flow"): 2,
-    ("stop", "child"): 4,
-    ("stop", "standby"): 3,
-    ("stop", "guardian"): 3,
-    ("stop", "fork server"): 2,
+    ("kill", "child"): 20,
+    ("kill", "standby"): 10,
+    ("kill", "guardian"): 10,
+    ("kill", "fork server"): 8,
+    ("kill", "flow"): 1,
+    ("stop", "child"): 8,
+    ("stop", "standby"): 6,
+    ("stop", "guardian"): 6,
+    ("stop", "fork server"): 4,
     ("stop", "flow"): 3,
-    ("outage", ""): 4,
-    ("full disk", ""): 2,
+    ("outage", ""): 6,
+    ("full disk", ""): 4,
 }
 
 
@@ -164,7 +165,7 @@ def faults(seed: int) -> Iterator[Fault]:
     kinds = [kind for kind, times in _FAULTS.items() for _ in range(times)]
     at_s = 5.0
     while True:
-        at_s += choose.uniform(0.5, 4.0)
+        at_s += choose.uniform(0.5, 5.0)
         kind, target = choose.choice(kinds)
         lasts = kind != "kill"
         seconds = choose.uniform(0.5, LONGEST_STOP_S) if lasts else 0.0

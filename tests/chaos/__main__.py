@@ -24,7 +24,7 @@ from prefect_gpu.devices.spec import parse_spec
 from tests.chaos import bodies, checks, plan
 from tests.chaos.faults import Disk, Faults, read_notes
 from tests.chaos.proxy import Proxy
-from tests.gpu._checks import nvml_handles, prefect_server
+from tests.gpu._checks import nvml_handles, prefect_server, used_bytes
 from tests.integration.programs import Workplace, lines_of
 
 #: Tasks of one flow.
@@ -228,7 +228,7 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     stack.callback(place.kill_all)
     ledger = work / "ledger"
     look = checks.watch_capacity(ledger, max(capacities(options.devices)))
-    shared_memory = checks.memory_files()
+    shared_memory, used = checks.memory_files(), used_bytes()
     faults = Faults(plan.faults(options.seed), place, proxy, disk, notes)
     flows = Run(options, place, faults, look)
     ended = flows.run()
@@ -249,6 +249,8 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     place.kill_all()
     checks.check_ledger(verdict, ledger, look)
     checks.check_files(verdict, shared_memory, disk.temporary)
+    if not simulated:
+        checks.check_device_memory(verdict, used)
     if not verdict.passed:
         print(f"FAILED with seed {options.seed}")
     return 0 if verdict.passed else 1

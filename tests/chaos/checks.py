@@ -20,6 +20,7 @@ from prefect_gpu.devices.shared_folder import SharedFolder
 from tests.chaos import plan
 from tests.chaos.faults import Note
 from tests.faults.test_many_flows import check_capacity, read_log, steps
+from tests.gpu._checks import TOLERANCE_BYTES, settle, size
 from tests.integration.programs import Workplace
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -284,3 +285,15 @@ def check_files(verdict: Verdict, before: set[str], temporary: Path) -> None:
     verdict.say("no memory file is left", sorted(memory_files() - before))
     left = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*"))
     verdict.say("no temporary file is left", left)
+
+
+def check_device_memory(verdict: Verdict, before: list[int]) -> None:
+    """No device has more in use than before."""
+    after = settle(before)
+    left = [
+        f"device {index}: {size(now - then)} MiB more than before"
+        for index, (then, now) in enumerate(zip(before, after, strict=True))
+        if now - then > TOLERANCE_BYTES
+    ]
+    used = ", ".join(f"{size(now - then)} MiB" for then, now in zip(before, after, strict=True))
+    verdict.say("no memory of a real device is left", left, used or "no device")

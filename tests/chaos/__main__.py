@@ -93,9 +93,11 @@ class Run:
         heard = 0
         while True:
             now_s = time.monotonic() - began_s
-            over = self._is_over(now_s)
+            # A person may make the file too.
+            stop = self._place.folder / "stop"
+            over = stop.exists() or self._is_over(now_s)
             if over:
-                (self._place.folder / "stop").touch()
+                stop.touch()
                 self._faults.end()
                 if not self._running:
                     return True
@@ -235,13 +237,15 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     print("faults: " + ", ".join(f"{n} × {name}" for name, n in sorted(faults.counts.items())))
     print(
         f"flows: {len(flows.ended)} ended by themselves, {flows.killed} were killed; "
-        f"{flows.count()} task runs ended in all"
+        f"{flows.count()} task runs ended in all, and "
+        f"{sum(each.failed_readings for each in flows.ended)} readings of devices failed"
     )
 
     verdict = checks.Verdict()
     verdict.say("every flow ends", [] if ended else flows.hung())
     outages = sum(n for name, n in faults.counts.items() if name.startswith("outage"))
     checks.check_flows(verdict, flows.ended, outages)
+    checks.check_logs(verdict, work)
     checks.check_values(verdict, flows.ended, flows.jobs(), faults.kills)
     checks.check_states(verdict, flows.ended, api_url)
     checks.check_bodies(verdict, read_notes(notes))

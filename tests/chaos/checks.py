@@ -35,6 +35,21 @@ MOST_SHOWN = 12
 API_ERRORS = ("httpx", "httpcore", "prefect.exceptions.PrefectHTTPStatusError", "prefect.client")
 
 
+#: What a flow logs only if something met an error that it was not made for, or gave the ledger up.
+UNEXPECTED = (
+    "met an error",
+    "raised on",
+    "could not be passed on",
+    "devices could not be read",
+    "could not take what it was told",
+    "cannot begin anew",
+    "are not seen from now on",
+    "Exception in thread",
+    "Exception ignored",
+    "Fatal Python error",
+)
+
+
 @dataclass
 class Ended:
     """A flow that ended by itself, and what it wrote."""
@@ -48,6 +63,8 @@ class Ended:
     #: Type and text of the error that ended it; empty: none did.
     failed: str = ""
     ended: bool = False
+    #: Readings of the devices that failed.
+    failed_readings: int = 0
 
 
 def read_flow(folder: Path, number: int) -> Ended:
@@ -63,7 +80,8 @@ def read_flow(folder: Path, number: int) -> Ended:
             found.outcomes[said["key"]] = said
         elif "failed" in said:
             found.failed = f"{said['failed']}: {said['text']}"
-        found.ended |= "ended" in said
+        elif "ended" in said:
+            found.ended, found.failed_readings = True, said["failed_readings"]
     return found
 
 
@@ -100,6 +118,17 @@ def check_flows(verdict: Verdict, flows: Sequence[Ended], outages: int) -> None:
         wrong,
         f"{len(flows)} flows, {len(excused)} of them ended by the API's absence",
     )
+
+
+def check_logs(verdict: Verdict, folder: Path) -> None:
+    """No flow has logged an error of a thread, or that it shares no ledger."""
+    problems = [
+        f"{path.name}: {line.strip()[:600]}"
+        for path in sorted(folder.glob("flow-*.log"))
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if any(each in line for each in UNEXPECTED)
+    ]
+    verdict.say("no flow met an error in its own threads, and all shared the ledger", problems)
 
 
 def check_values(

@@ -41,6 +41,8 @@ class Readings:
         self._choose = choose
         self._lock = threading.Lock()
         self._next_s = time.monotonic() + choose.uniform(3.0, 20.0)
+        #: How many failed.
+        self.failed = 0
 
     def patch(self, reader: type[Any]) -> None:
         """Change a class of readers."""
@@ -58,7 +60,9 @@ class Readings:
             since_s = time.monotonic() - self._next_s
             if since_s > 1.0:
                 self._next_s = time.monotonic() + self._choose.uniform(3.0, 20.0)
-            return 0.0 <= since_s <= 1.0
+            fails = 0.0 <= since_s <= 1.0
+            self.failed += fails
+            return fails
 
 
 def submit(job: plan.Job, framework: str) -> Any:
@@ -144,7 +148,7 @@ def main() -> int:
         say(failed=f"{kind.__module__}.{kind.__qualname__}", text=str(error)[:2000])
         traceback.print_exc()
         return 1
-    say(ended=True)
+    say(ended=True, failed_readings=readings.failed)
     return 0
 
 

@@ -40,17 +40,23 @@ class Proxy:
 
     def close(self) -> None:
         """End it."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        server = self._loop.run_until_complete(
-            asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=200)
-        )
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._listen())
+
+    async def _listen(self) -> None:
+        self._stop = asyncio.Event()
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=200)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
-        self._loop.run_forever()
+        await self._stop.wait()
+        server.close()
+        self._set_mode("refuse")
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
 
     def _set_mode(self, mode: Mode) -> None:
         self._mode = mode

@@ -1,0 +1,328 @@
+"""Looks at what became of a chaos run. Each check prints a line."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.devices.shared_folder import SharedFolder
+from tests.chaos import plan
+from tests.chaos.faults import Note
+from tests.faults.test_many_flows import check_capacity, read_log, steps
+from tests.gpu._checks import TOLERANCE_BYTES, settle, size
+from tests.integration.programs import Workplace
+
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
+#: Seconds until the server has taken in all states, at most.
+STATES_S = 180.0
+
+#: Problems that are printed of each check.
+MOST_SHOWN = 12
+
+#: Errors of Prefect's client, which end a flow while its server is away.
+API_ERRORS = ("httpx", "httpcore", "prefect.exceptions.PrefectHTTPStatusError", "prefect.client")
+
+
+#: What a flow logs only if something met an error that it was not made for, or gave the ledger up.
+UNEXPECTED = (
+    "met an error",
+    "raised on",
+    "could not be passed on",
+    "devices could not be read",
+    "could not take what it was told",
+    "cannot begin anew",
+    "are not seen from now on",
+    "Exception in thread",
+    "Exception ignored",
+    "Fatal Python error",
+)
+
+
+@dataclass
+class Ended:
+    """A flow that ended by itself, and what it wrote."""
+
+    number: int
+    flow_run: str = ""
+    #: Task run by key.
+    submitted: dict[str, str] = field(default_factory=dict)
+    #: What the flow saw of each, by key.
+    outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
+    #: Type and text of the error that ended it; empty: none did.
+    failed: str = ""
+    ended: bool = False
+    #: Readings of the devices that failed.
+    failed_readings: int = 0
+
+
+def read_flow(folder: Path, number: int) -> Ended:
+    """Read what a flow has written."""
+    found = Ended(number)
+    for line in (folder / f"flow-{number}.jsonl").read_text(encoding="utf-8").splitlines():
+        said = json.loads(line)
+        if "flow_run" in said:
+            found.flow_run = said["flow_run"]
+        elif "submitted" in said:
+            found.submitted[said["submitted"]] = said["task_run"]
+        elif "key" in said:
+            found.outcomes[said["key"]] = said
+        elif "failed" in said:
+            found.failed = f"{said['failed']}: {said['text']}"
+        elif "ended" in said:
+            found.ended, found.failed_readings = True, said["failed_readings"]
+    return found
+
+
+class Verdict:
+    """Prints a line for each check, and remembers whether one failed."""
+
+    def __init__(self) -> None:
+        self.passed = True
+
+    def say(self, what: str, problems: Iterable[object], found: str = "") -> None:
+        """Print whether a check has passed, and what is wrong."""
+        listed = list(problems)
+        self.passed &= not listed
+        detail = f" ({found})" if found else ""
+        print(f"{'FAIL' if listed else 'PASS'}  {what}{detail}", flush=True)
+        for each in listed[:MOST_SHOWN]:
+            print(f"      {each}", flush=True)
+        if len(listed) > MOST_SHOWN:
+            print(f"      and {len(listed) - MOST_SHOWN} more", flush=True)
+
+
+def check_flows(verdict: Verdict, flows: Sequence[Ended], outages: int) -> None:
+    """Flows end without an error, but for those whose calls of the API failed."""
+    failed = [each for each in flows if each.failed]
+    excused = [each for each in failed if outages and each.failed.startswith(API_ERRORS)]
+    wrong = [f"flow {each.number}: {each.failed[:600]}" for each in failed if each not in excused]
+    wrong += [
+        f"flow {each.number} ended without a word"
+        for each in flows
+        if not each.failed and not each.ended
+    ]
+    verdict.say(
+        "flows that were not killed end without an error",
+        wrong,
+        f"{len(flows)} flows, {len(excused)} of them ended by the API's absence",
+    )
+
+
+def check_logs(verdict: Verdict, folder: Path) -> None:
+    """No flow has logged an error of a thread, or that it shares no ledger."""
+    problems = [
+        f"{path.name}: {line.strip()[:600]}"
+        for path in sorted(folder.glob("flow-*.log"))
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if any(each in line for each in UNEXPECTED)
+    ]
+    verdict.say("no flow met an error in its own threads, and all shared the ledger", problems)
+
+
+def check_values(
+    verdict: Verdict, flows: Sequence[Ended], jobs: dict[str, plan.Job], kills: int
+) -> None:
+    """Each task run has returned what it should, failed as it should, or its process was killed.
+
+    Args:
+        verdict: Says what was found.
+        flows: That ended by themselves.
+        jobs: By key.
+        kills: How many processes were killed that may have had a task.
+    """
+    problems = []
+    counts: Counter[str] = Counter()
+    for flow in flows:
+        for key, seen in flow.outcomes.items():
+            kind = _kind(jobs[key], seen)
+            counts[kind or "wrong"] += 1
+            if kind is None:
+                shown = {name: text[:700] for name, text in seen.items()}
+                problems.append(f"{jobs[key].sort} {shown}")
+        if flow.ended:
+            problems += [f"{key}: no outcome" for key in flow.submitted.keys() - flow.outcomes]
+    verdict.say(
+        "each task run returned what it should, or failed as it should",
+        problems,
+        ", ".join(f"{number} {kind}" for kind, number in sorted(counts.items())),
+    )
+    crashed = counts["killed"]
+    verdict.say(
+        "no more task runs crashed than processes were killed",
+        [f"{crashed} crashed and {kills} were killed"] if crashed > kills else [],
+    )
+
+
+def _kind(job: plan.Job, seen: dict[str, str]) -> str | None:
+    """Return what a task run's end is called; `None`: it is wrong."""
+    state, error, text = seen["state"], seen.get("error", ""), seen.get("text", "")
+    if seen.get("value") == "right" and state == "COMPLETED" and job.sort != "raises":
+        return "completed"
+    meant = job.sort == "raises" or (job.sort == "retried" and not job.retries)
+    if meant and state == "FAILED" and error == "MeantError" and text == job.key:
+        return "failed as meant"
+    if state == "CRASHED" and ("SIGKILL" in text or "exit code 255" in text):
+        return "killed"
+    return None
+
+
+def check_states(
+    verdict: Verdict, flows: Sequence[Ended], api_url: str, wait_s: float = STATES_S
+) -> None:
+    """Each task run of a flow that ended by itself has exactly one final state."""
+    wanted = {
+        task_run: (flow.number, key) for flow in flows for key, task_run in flow.submitted.items()
+    }
+    states: dict[str, list[str]] = {}
+    deadline = time.monotonic() + wait_s
+    while True:
+        missing = [each for each in wanted if len(_final(states.get(each, []))) != 1]
+        states |= asyncio.run(_states(api_url, missing))
+        missing = [each for each in wanted if not _final(states[each])]
+        if not missing or time.monotonic() > deadline:
+            break
+        time.sleep(2.0)
+    problems = [
+        f"flow {wanted[each][0]}, task {wanted[each][1]}: {seen}"
+        for each, seen in states.items()
+        if len(_final(seen)) != 1
+    ]
+    seen_by_flow = {
+        flow.submitted[key]: outcome["state"]
+        for flow in flows
+        for key, outcome in flow.outcomes.items()
+    }
+    problems += [
+        f"task {wanted[each][1]}: {seen_by_flow[each]} in the flow, {seen} on the server"
+        for each, seen in states.items()
+        if each in seen_by_flow and len(_final(seen)) == 1 and seen_by_flow[each] not in seen
+    ]
+    verdict.say(
+        "each task run has exactly one final state on the server", problems, f"{len(wanted)}"
+    )
+
+
+def _final(states: Sequence[str]) -> list[str]:
+    return [each for each in states if each in FINAL]
+
+
+async def _states(api_url: str, task_runs: Sequence[str]) -> dict[str, list[str]]:
+    """Ask the server for all states of task runs."""
+    found: dict[str, list[str]] = {}
+    allowed = asyncio.Semaphore(8)
+
+    async def ask(client: httpx.AsyncClient, task_run: str) -> None:
+        async with allowed:
+            answer = await client.get("/task_run_states/", params={"task_run_id": task_run})
+            answer.raise_for_status()
+            said: list[dict[str, Any]] = answer.json()
+            said.sort(key=lambda each: str(each["timestamp"]))
+            found[task_run] = [str(each["type"]) for each in said]
+
+    async with httpx.AsyncClient(base_url=api_url, timeout=60.0) as client:
+        await asyncio.gather(*(ask(client, each) for each in task_runs))
+    return found
+
+
+def check_bodies(verdict: Verdict, notes: Sequence[Note]) -> None:
+    """No attempt's body ran again that had ended, or that was not short of memory."""
+    by_attempt: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for note in notes:
+        by_attempt[note.key, note.attempt].append(note.word)
+    again = []
+    for (key, attempt), words in by_attempt.items():
+        for before, after in itertools.pairwise(words):
+            # After an error the body may begin again with more memory.
+            if (before, after) not in {("begin", "end"), ("begin", "raise"), ("raise", "begin")}:
+                again.append(f"task {key}, attempt {attempt}: {words}")
+                break
+    begun = sum(note.word == "begin" for note in notes)
+    verdict.say("no body ran again without Prefect's knowledge", again, f"{begun} bodies")
+
+
+def check_processes(verdict: Verdict, place: Workplace) -> None:
+    """No process is left."""
+    try:
+        place.wait_until_gone(60.0)
+    except AssertionError:
+        pass
+    left = [f"{pid}: {command}" for pid, command in place.processes().items()]
+    verdict.say("no process is left", left)
+
+
+def check_ledger(verdict: Verdict, folder: Path, most_bytes: Callable[[], int]) -> None:
+    """Nothing of dead processes is left in the ledger, and no memory was promised twice."""
+    store = HostStore(folder)
+    # A process that is gone is removed by the others that look.
+    store.changed()
+    log = read_log(folder)
+    rows = store.read(0)
+    left = [row.request_id for row in rows if row.entry is not None]
+    verdict.say("no request of a dead process is in the ledger", left)
+    shared = SharedFolder(folder)
+    names = [each.name for each in folder.iterdir() if not each.name.startswith("ledger.db")]
+    locks = [each for each in names if each.endswith(".lock") and store.owner not in each]
+    held = [each for each in names if store.owner not in each and shared.hold(each) is None]
+    verdict.say("no file of a dead process is in the ledger", [*locks, *held])
+    try:
+        most, problems = most_bytes(), []
+    except AssertionError as error:
+        most, problems = 0, [str(error)[:300]]
+    verdict.say(
+        "no device was promised above its capacity",
+        problems,
+        f"{most / plan.GIB:.1f} GiB at most, {len(log)} rows at the end",
+    )
+    *_, (_, held_now) = steps(log) if log else [(None, {"no rows": 1})]
+    verdict.say("no promise is left", [f"{k}: {v}" for k, v in held_now.items() if v])
+
+
+def watch_capacity(folder: Path, capacity_bytes: int) -> Callable[[], int]:
+    """Return what checks the rows that the log has at the time; it returns the most bytes ever promised."""
+    most = 0
+
+    def look() -> int:
+        nonlocal most
+        most = max(most, check_capacity(read_log(folder), capacity_bytes))
+        return most
+
+    return look
+
+
+def memory_files() -> set[str]:
+    """Return the files of shared memory of this machine that are this package's."""
+    try:
+        return {name for name in os.listdir("/dev/shm") if "prefect" in name or "gpu" in name}
+    except FileNotFoundError:
+        return set()
+
+
+def check_files(verdict: Verdict, before: set[str], temporary: Path) -> None:
+    """No memory file and no temporary file is left."""
+    verdict.say("no memory file is left", sorted(memory_files() - before))
+    left = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*"))
+    verdict.say("no temporary file is left", left)
+
+
+def check_device_memory(verdict: Verdict, before: list[int]) -> None:
+    """No device has more in use than before."""
+    after = settle(before)
+    left = [
+        f"device {index}: {size(now - then)} MiB more than before"
+        for index, (then, now) in enumerate(zip(before, after, strict=True))
+        if now - then > TOLERANCE_BYTES
+    ]
+    used = ", ".join(f"{size(now - then)} MiB" for then, now in zip(before, after, strict=True))
+    verdict.say("no memory of a real device is left", left, used or "no device")

@@ -1,0 +1,156 @@
+"""The program of one flow of a chaos run.
+
+    python -m tests.chaos.flow SEED NUMBER TASKS DEVICES COUNT
+
+It writes one line of JSON for itself, and for each task run that has ended, to `flow-NUMBER.jsonl` in its folder. It
+submits no further tasks when there is a file `stop`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prefect import flow, task
+from prefect.runtime import flow_run
+
+from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.devices.nvml import NvmlReader
+from prefect_gpu.devices.simulated import SimulatedReader
+from prefect_gpu.errors import DeviceError
+from tests.chaos import bodies, plan
+
+#: Task runs that have not ended, at most.
+WINDOW = 10
+
+
+class Readings:
+    """Makes the readings of devices fail for a second now and then."""
+
+    def __init__(self, choose: random.Random) -> None:
+        self._choose = choose
+        self._lock = threading.Lock()
+        self._next_s = time.monotonic() + choose.uniform(3.0, 20.0)
+        #: How many failed.
+        self.failed = 0
+
+    def patch(self, reader: type[Any]) -> None:
+        """Change a class of readers."""
+        read = reader.read
+
+        def read_or_fail(*args: Any) -> Any:
+            if self._fails():
+                raise DeviceError("the driver does not answer (chaos)")
+            return read(*args)
+
+        reader.read = read_or_fail
+
+    def _fails(self) -> bool:
+        with self._lock:
+            since_s = time.monotonic() - self._next_s
+            if since_s > 1.0:
+                self._next_s = time.monotonic() + self._choose.uniform(3.0, 20.0)
+            fails = 0.0 <= since_s <= 1.0
+            self.failed += fails
+            return fails
+
+
+def submit(job: plan.Job, framework: str) -> Any:
+    """Submit the task of a job."""
+    tags = gpu(
+        memory=None if job.budget_gib is None else f"{job.budget_gib:g}GiB",
+        count=job.count if job.count > 1 else None,
+        exclusive=job.sort == "exclusive",
+        priority=job.priority or None,
+        framework=framework,
+    )
+    tagged = task(
+        bodies.work,
+        # What runs without a budget learns from its history.
+        name=f"{job.sort}-{job.gib:g}",
+        tags=tags,
+        retries=job.retries,
+        retry_delay_seconds=job.retry_delay_s,
+    )
+    return tagged.submit(job, np.frombuffer(plan.argument(job), dtype=np.uint8))
+
+
+def outcome(job: plan.Job, future: Any) -> dict[str, str]:
+    """Wait for the end of a task run; return what became of it."""
+    future.wait()
+    state = future.state
+    found = {"key": job.key, "task_run": str(future.task_run_id), "state": state.type.value}
+    try:
+        result = future.result(raise_on_failure=False)
+    except BaseException as error:
+        result = error
+    if isinstance(result, BaseException):
+        return {**found, "error": type(result).__name__, "text": str(result)[:2000]}
+    right = zlib.crc32(result) == plan.value_sum(job)
+    return {**found, "value": "right" if right else "wrong"}
+
+
+def main() -> int:
+    seed, number, count = map(int, sys.argv[1:4])
+    devices, device_count = sys.argv[4], int(sys.argv[5])
+    method = plan.method(number)
+    # What was submitted and what came of it, for the checks.
+    record = Path(f"flow-{number}.jsonl")
+
+    def say(**what: object) -> None:
+        with record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(what) + "\n")
+
+    readings = Readings(random.Random(f"{seed}/{number}/readings"))
+    for reader in (SimulatedReader, NvmlReader):
+        readings.patch(reader)
+    real = os.environ[bodies.MEMORY] == "torch"
+    standby: int | str = 0
+    if method == "standby":
+        standby = "hot" if real else 2
+
+    runner: Any = GPUTaskRunner(
+        devices=devices,
+        start_method="forkserver" if method == "forkserver" else "spawn",
+        standby=standby,
+        max_processes=4,
+    )
+
+    @flow(name=f"chaos-{method}", task_runner=runner)
+    def chaos() -> None:
+        say(flow_run=str(flow_run.id))
+        waiting: deque[tuple[plan.Job, Any]] = deque()
+        for job in plan.jobs(seed, number, count, device_count):
+            if os.path.exists("stop"):
+                break
+            future = submit(job, "torch" if real else "none")
+            say(submitted=job.key, task_run=str(future.task_run_id))
+            waiting.append((job, future))
+            if len(waiting) == WINDOW:
+                say(**outcome(*waiting.popleft()))
+        for job, future in waiting:
+            say(**outcome(job, future))
+
+    try:
+        chaos()
+    except BaseException as error:
+        kind = type(error)
+        say(failed=f"{kind.__module__}.{kind.__qualname__}", text=str(error)[:2000])
+        traceback.print_exc()
+        return 1
+    say(ended=True, failed_readings=readings.failed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Faults at random moments, from a seed; see `tests.chaos`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import plan
+from tests.chaos.checks import Ended, Verdict, check_bodies, check_values
+from tests.chaos.faults import Note
+
+#: Seconds for two minutes of faults, the end of what was submitted, and the checks.
+LIMIT_S = 1500
+
+
+def test_a_seed_has_one_plan() -> None:
+    def whole(seed: int) -> tuple[list[plan.Job], list[plan.Fault]]:
+        return list(plan.jobs(seed, 3, 50, 2)), list(islice(plan.faults(seed), 50))
+
+    assert whole(1) == whole(1)
+    assert whole(1) != whole(2)
+
+
+def test_a_body_that_ran_again_is_found() -> None:
+    words = ["begin", "raise", "begin", "end"]
+    verdict = Verdict()
+    check_bodies(verdict, [Note(word, "0.1", 1, 7) for word in words])
+    assert verdict.passed
+    check_bodies(verdict, [Note(word, "0.1", 1, 7) for word in [*words, "begin", "end"]])
+    assert not verdict.passed
+
+
+def test_a_wrong_value_is_found() -> None:
+    (job,) = plan.jobs(1, 0, 1, 2)
+    for value, passes in (("right", True), ("wrong", False)):
+        outcome = {"key": job.key, "state": "COMPLETED", "value": value}
+        verdict = Verdict()
+        check_values(verdict, [Ended(0, outcomes={job.key: outcome})], {job.key: job}, 0)
+        assert verdict.passed == passes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 100)
+def test_flows_end_well_under_two_minutes_of_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["-m", "tests.chaos", "--seed", "173", "--seconds", "120", "--keep", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S
+    )
+    with capsys.disabled():
+        print(f"\n{done.stdout}")
+    assert done.returncode == 0

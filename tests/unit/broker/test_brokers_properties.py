@@ -537,5 +537,5 @@ def test_brokers_keep_one_order_and_never_promise_twice_whatever_ends() -> None:
 @pytest.mark.slow
 def test_brokers_keep_one_order_through_many_steps() -> None:
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=600, stateful_step_count=80, deadline=None)
+        Machine, settings=settings(max_examples=200, stateful_step_count=60, deadline=None)
     )

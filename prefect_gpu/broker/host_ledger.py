@@ -232,8 +232,10 @@ class HostStore:
         """Remove the entries of processes that hold their lock no longer."""
         owners = self._db.execute("SELECT owner FROM owners WHERE owner != ?", (self.owner,))
         for (owner,) in owners.fetchall():
-            if not self._shared.is_held(f"{owner}.lock"):
-                self._remove_owner(owner)
+            # One of another user that may not be opened counts as alive.
+            with contextlib.suppress(OSError):
+                if not self._shared.is_held(f"{owner}.lock"):
+                    self._remove_owner(owner)
 
     def _remove_owner(self, owner: str) -> None:
         _remove_owner(self._db, owner)
@@ -296,7 +298,7 @@ def _leave(
 
 def _about_this_process(namespace: str) -> dict[str, str | int | float]:
     """Return what a person needs to find this process. Nothing depends on it."""
-    with contextlib.suppress(KeyError, OSError):
+    with contextlib.suppress(KeyError, OSError, psutil.Error):
         return {
             "pid": os.getpid(),
             "namespace": namespace,

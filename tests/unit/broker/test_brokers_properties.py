@@ -530,12 +530,12 @@ def test_requests_of_a_stopped_process_are_passed_together(machine: Machine) -> 
 
 def test_brokers_keep_one_order_and_never_promise_twice_whatever_ends() -> None:
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+        Machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None)
     )
 
 
 @pytest.mark.slow
 def test_brokers_keep_one_order_through_many_steps() -> None:
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=600, stateful_step_count=80, deadline=None)
+        Machine, settings=settings(max_examples=200, stateful_step_count=60, deadline=None)
     )

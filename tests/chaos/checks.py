@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -310,11 +310,17 @@ def watch_capacity(folder: Path, capacity_bytes: int) -> Callable[[], int]:
 
 
 def memory_files() -> set[str]:
-    """Return the files of shared memory of this machine that are this package's."""
-    try:
-        return {name for name in os.listdir("/dev/shm") if "prefect" in name or "gpu" in name}
-    except FileNotFoundError:
-        return set()
+    """Return the files of shared memory of this machine that no process has.
+
+    Folders are none: other programs use that disk for temporary files.
+    """
+    folder = Path("/dev/shm")
+    names = {path.name for path in folder.glob("*") if path.is_file()}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped = maps.read_text(errors="replace")
+            names -= {name for name in names if str(folder / name) in mapped}
+    return names
 
 
 def check_files(verdict: Verdict, before: set[str], temporary: Path) -> None:

@@ -221,7 +221,7 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     stack.callback(place.kill_all)
     ledger = work / "ledger"
     look = checks.watch_capacity(ledger, max(capacities(options.devices)))
-    shared_memory, used = checks.memory_files(), used_bytes()
+    used = used_bytes()
     faults = Faults(plan.faults(options.seed), place, proxy, disk, notes)
     flows = Run(options, place, faults, look)
     ended = flows.run()
@@ -243,7 +243,7 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     checks.check_processes(verdict, place)
     place.kill_all()
     checks.check_ledger(verdict, ledger, look)
-    checks.check_files(verdict, shared_memory, disk.temporary)
+    checks.check_files(verdict, flows.ended, disk.temporary)
     if not simulated:
         checks.check_device_memory(verdict, used)
     if not verdict.passed:

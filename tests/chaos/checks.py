@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import time
@@ -65,6 +64,8 @@ class Ended:
     ended: bool = False
     #: Readings of the devices that failed.
     failed_readings: int = 0
+    #: Memory files that its process had open at its end.
+    memory_files: list[str] = field(default_factory=list)
 
 
 def read_flow(folder: Path, number: int) -> Ended:
@@ -82,6 +83,7 @@ def read_flow(folder: Path, number: int) -> Ended:
             found.failed = f"{said['failed']}: {said['text']}"
         elif "ended" in said:
             found.ended, found.failed_readings = True, said["failed_readings"]
+            found.memory_files = said["memory_files"]
     return found
 
 
@@ -309,23 +311,13 @@ def watch_capacity(folder: Path, capacity_bytes: int) -> Callable[[], int]:
     return look
 
 
-def memory_files() -> set[str]:
-    """Return the files of shared memory of this machine that no process has.
+def check_files(verdict: Verdict, flows: Sequence[Ended], temporary: Path) -> None:
+    """No flow had a memory file open at its end, and no temporary file is left.
 
-    Folders are none: other programs use that disk for temporary files.
+    Memory files have no name: those of a process that is gone are gone with it.
     """
-    folder = Path("/dev/shm")
-    names = {path.name for path in folder.glob("*") if path.is_file()}
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            mapped = maps.read_text(errors="replace")
-            names -= {name for name in names if str(folder / name) in mapped}
-    return names
-
-
-def check_files(verdict: Verdict, before: set[str], temporary: Path) -> None:
-    """No memory file and no temporary file is left."""
-    verdict.say("no memory file is left", sorted(memory_files() - before))
+    kept = [f"flow {flow.number}: {name}" for flow in flows for name in flow.memory_files]
+    verdict.say("no memory file is left", kept)
     left = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*"))
     verdict.say("no temporary file is left", left)
 

@@ -8,6 +8,8 @@ submits no further tasks when there is a file `stop`.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import random
@@ -100,6 +102,16 @@ def outcome(job: plan.Job, future: Any) -> dict[str, str]:
     return {**found, "value": "right" if right else "wrong"}
 
 
+def memory_files() -> list[str]:
+    """Return the memory files that this process has open."""
+    gc.collect()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [link for link in found if link.startswith("/memfd:")]
+
+
 def main() -> int:
     seed, number, count = map(int, sys.argv[1:4])
     devices, device_count = sys.argv[4], int(sys.argv[5])
@@ -148,7 +160,7 @@ def main() -> int:
         say(failed=f"{kind.__module__}.{kind.__qualname__}", text=str(error)[:2000])
         traceback.print_exc()
         return 1
-    say(ended=True, failed_readings=readings.failed)
+    say(ended=True, failed_readings=readings.failed, memory_files=memory_files())
     return 0
 
 

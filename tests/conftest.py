@@ -6,6 +6,9 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 # A standby costs a start of a process for each kind of task, and competes with the tests that run
 # beside it: only tests about standbys start them, with an argument of the runner.
@@ -15,3 +18,35 @@ os.environ["PREFECT_INTEGRATIONS_GPU_STANDBY"] = "0"
 _ledger = tempfile.mkdtemp(prefix="prefect-gpu-ledger-")
 os.environ["PREFECT_INTEGRATIONS_GPU_LEDGER"] = _ledger
 atexit.register(shutil.rmtree, _ledger, ignore_errors=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Allow the one warning that real Prefect forces."""
+    # In an async flow Prefect 3.8.8 asks the server for its default result storage with a client
+    # that it never closes (`results._read_server_default_result_storage_block_id`); its socket is
+    # found by the garbage collector, in whichever test comes next.
+    config.addinivalue_line("filterwarnings", "ignore:unclosed <socket.socket:ResourceWarning")
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[str]:
+    """The URL of a temporary Prefect API, set for everything in this process.
+
+    Takes about 10 s to start on an idle machine, so it runs once in each worker. It sets the API URL, which hides what a user
+    without a server sees: the ephemeral server has tests of its own. Task-run states reach the API
+    seconds late: poll.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        # The server's process inherits these. Analytics try to reach the internet.
+        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+        patch.setenv("DO_NOT_TRACK", "1")
+        patch.delenv("PREFECT_API_URL", raising=False)
+        # Servers and children without compiled bytecode start twice as slowly.
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        from prefect.settings import PREFECT_API_URL
+        from prefect.testing.utilities import prefect_test_harness
+
+        with prefect_test_harness(server_startup_timeout=270):
+            url = PREFECT_API_URL.value()
+            assert url
+            yield url

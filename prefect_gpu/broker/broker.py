@@ -156,6 +156,10 @@ class Broker:
         #: and do not.
         self._most: dict[str, int] = {}
         self._passive_s: dict[str, float] = {}
+        #: Monotonic seconds when the thread has last looked, and whether it has not for so long that other brokers may
+        #: take this one for one that does nothing.
+        self._looked_s = self._clock.now()
+        self._was_away = False
         #: Its own that the ledger does not have yet.
         self._unwritten: dict[str, Request] = {}
         #: By request id.
@@ -558,6 +562,7 @@ class Broker:
         while True:
             with self._changed:
                 self._wait_for_work()
+                self._note_absence()
                 self._attempt(self._take_readings)
             # Reservations whose memory is back are released first, all that came together: so they are
             # one scheduling pass.
@@ -577,6 +582,13 @@ class Broker:
             if left_s is not None and left_s <= 0:
                 return
             self._clock.wait(self._changed, left_s)
+
+    def _note_absence(self) -> None:
+        """Request a pass if the process was stopped while requests waited: others pass them, and must count again."""
+        now_s, before_s = self._clock.now(), self._looked_s
+        self._looked_s = now_s
+        if self._shares and self._waiting and now_s - before_s > PASSIVE_S / 2:
+            self._was_away = self._dirty = True
 
     def _attempt(self, step: Callable[[], None]) -> None:
         try:
@@ -692,6 +704,7 @@ class Broker:
                 break
             # Another broker has written meanwhile: what was free may no longer be.
         self._unwritten.clear()
+        self._was_away = False
         self._queue.statuses.update(
             (i, status) for i, status in decisions.statuses.items() if i in self._waiting
         )
@@ -725,8 +738,11 @@ class Broker:
                 continue
             known = self._elsewhere.pop(request_id, None)
             if known is not None:
+                passed = self._queue.statuses.get(request_id, BlockedStatus()).passed
                 self._queue.remove(known)
-                self._passive_s.pop(known.origin, None)
+                if entry is None or entry.status.passed <= passed:
+                    # Whoever passes a request writes it too.
+                    self._passive_s.pop(known.origin, None)
             request = None if entry is None else self._seen_from_here(entry)
             if entry is not None and request is not None:
                 self._elsewhere[request_id] = request
@@ -775,6 +791,13 @@ class Broker:
             if standby_id:
                 # The reservations replace those of the hot standby that is taken.
                 changes[standby_id] = None
+        if self._was_away:
+            # Written as it is, one says that this broker is here.
+            for request_id in self._waiting:
+                entry = self._ledger.entry(request_id)
+                if entry is not None:
+                    changes.setdefault(request_id, entry)
+                    break
         return changes
 
     def _entry_of(self, request: Request) -> Entry:

@@ -91,6 +91,8 @@ class HostStore:
         self._registered = False
         self._owners_s = 0.0
         self._seen_version = -1
+        #: Whether the path names another file than the one that is open, or none.
+        self._replaced = False
         self._folder = default_folder() if folder is None else folder
         try:
             self._shared = shared = SharedFolder(folder)
@@ -98,6 +100,7 @@ class HostStore:
             self._hold = hold = shared.hold(f"{self.owner}.lock")
             PROCESS_RESOURCES.after_fork(self, HostStore._forget)
             os.close(shared.open_file("ledger.db"))
+            self._file = self._identify()
             self._db = sqlite3.connect(
                 shared.path / "ledger.db",
                 timeout=BUSY_S,
@@ -116,6 +119,10 @@ class HostStore:
             self._owners_s = time.monotonic() + self._every_s
             with contextlib.suppress(OSError, sqlite3.Error):
                 self._remove_ended()
+            self._replaced = self._replaced or self._identify() != self._file
+        if self._replaced:
+            # `read` says so.
+            return True
         try:
             return self._version() != self._seen_version
         except sqlite3.Error:
@@ -124,6 +131,8 @@ class HostStore:
 
     def read(self, after: int) -> Sequence[Row]:
         """See `Store.read`."""
+        if self._replaced:
+            raise StoreError(f"the ledger in {self._folder} was removed or replaced while in use")
         try:
             version = self._version()
             # A process that knows nothing has decided nothing: it needs the last row of each request alone.
@@ -189,6 +198,14 @@ class HostStore:
         query = "SELECT max(number), request, promises, entry FROM log GROUP BY request ORDER BY 1"
         return [_row(*each) for each in self._db.execute(query)]
 
+    def _identify(self) -> tuple[int, int] | None:
+        """Return which file the path of the database names; `None`: none that can be seen."""
+        try:
+            found = os.stat(self._shared.path / "ledger.db")
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
     def _version(self) -> int:
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         return int(version)
@@ -215,8 +232,10 @@ class HostStore:
         """Remove the entries of processes that hold their lock no longer."""
         owners = self._db.execute("SELECT owner FROM owners WHERE owner != ?", (self.owner,))
         for (owner,) in owners.fetchall():
-            if not self._shared.is_held(f"{owner}.lock"):
-                self._remove_owner(owner)
+            # One of another user that may not be opened counts as alive.
+            with contextlib.suppress(OSError):
+                if not self._shared.is_held(f"{owner}.lock"):
+                    self._remove_owner(owner)
 
     def _remove_owner(self, owner: str) -> None:
         _remove_owner(self._db, owner)
@@ -279,7 +298,7 @@ def _leave(
 
 def _about_this_process(namespace: str) -> dict[str, str | int | float]:
     """Return what a person needs to find this process. Nothing depends on it."""
-    with contextlib.suppress(KeyError, OSError):
+    with contextlib.suppress(KeyError, OSError, psutil.Error):
         return {
             "pid": os.getpid(),
             "namespace": namespace,

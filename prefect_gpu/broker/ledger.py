@@ -406,8 +406,11 @@ class Ledger:
     def _take(self, rows: Iterable[Row]) -> None:
         """Take what other processes have written."""
         assert self._store is not None
+        # A store leaves out rows for a process that is far behind, and for one that has read none.
+        left_out = not self._number
         for row in rows:
             if not row.request_id:
+                left_out = True
                 give_ups = dict(self._give_ups)
                 for request_id in tuple(self._entries):
                     self._apply(request_id, None, None)
@@ -418,6 +421,9 @@ class Ledger:
                 raise StoreError("its file that says that this process is alive was removed")
             self._apply(row.request_id, row.entry, row)
             self._news = True
+        if left_out:
+            # Any of the rows that are not there may have promised memory.
+            self._promised = self._number
 
     def _apply(self, request_id: str, entry: Entry | None, row: Row | None) -> None:
         """Bring the entries up to one change."""
@@ -479,4 +485,10 @@ class Ledger:
                 and entry.reclaimed
             ]
         for call in (*watchers, *asked):
-            call()
+            try:
+                call()
+            except Exception:
+                # One broker may find no thread; the others must look all the same.
+                logger.exception(
+                    "a broker of GPU devices could not take that the ledger has changed"
+                )

@@ -60,6 +60,11 @@ class Hold:
         # A fork would hold it after this process has ended.
         PROCESS_RESOURCES.after_fork(self, Hold.release)
 
+    @property
+    def held(self) -> bool:
+        """Whether it was not released, here or by a fork: the descriptor may be another file's then."""
+        return self._close.alive
+
     def release(self) -> None:
         """Hold the file no longer."""
         self._close()
@@ -127,6 +132,9 @@ class SharedFolder:
         Raises:
             OSError: It cannot be opened.
         """
+        if name != os.path.basename(name):
+            # Another user wrote it, to have a file elsewhere removed.
+            return False
         path = self.path / name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -185,7 +193,11 @@ def _refuse_network(folder: Path) -> None:
     Raises:
         OSError: It is on a network file system.
     """
-    resolved = folder.resolve(strict=True)
+    try:
+        resolved = folder.resolve(strict=True)
+    except RuntimeError as error:
+        # A loop of links, before Python 3.13.
+        raise OSError(str(error)) from error
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     for parent in (resolved, *resolved.parents):
         if parent in mounts:

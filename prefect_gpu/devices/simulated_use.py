@@ -83,7 +83,7 @@ class SimulatedUse:
 
     def write(self, use: Use) -> None:
         """Write what the children of this flow hold."""
-        if self._hold is None:
+        if self._hold is None or not self._hold.held:
             # A fork of the flow has no children here.
             return
         text = json.dumps(

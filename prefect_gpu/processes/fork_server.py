@@ -18,10 +18,12 @@ import importlib.util
 import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,7 +32,7 @@ from typing import IO
 from prefect_gpu.errors import CapacityError, PolicyError
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import late_changes
-from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
+from prefect_gpu.process_resources import PROCESS_RESOURCES, read_status, start_thread
 from prefect_gpu.processes.guardian import with_token
 from prefect_gpu.processes.interpreter import (
     SpawnRequest,
@@ -52,6 +54,9 @@ ANSWER_S = 10.0
 
 #: Seconds that a server may take to import: half a minute is a cold disk, ten times that a hang.
 READY_S = 300.0
+
+#: Seconds between two looks whether a server that does not answer is stopped.
+LOOK_S = 0.1
 
 #: Servers of one kind that may fail before their first fork, until its tasks get fresh interpreters.
 MOST_FAILURES = 3
@@ -123,6 +128,8 @@ class ForkServer:
         self.failed: Mapping[str, str] = {}
         #: It has forked at least once.
         self.served = False
+        #: Its imports did not end. Those of the next one would not either.
+        self.hung = False
         self._lock = threading.Lock()
         #: The server has reported that it can be forked.
         self._ready = False
@@ -150,10 +157,11 @@ class ForkServer:
         """
         with self._lock:
             if not self._ready and not self.problem:
-                self._control.settimeout(timeout_s)
                 try:
+                    self._wait_for_answer(self._control, timeout_s)
                     told = json.loads(self._control.recv(1 << 16))
                 except TimeoutError:
+                    self.hung = True
                     self._give_up(f"it has imported for more than {timeout_s:g} s")
                 except (OSError, ValueError):
                     self._give_up("its process ended as it imported")
@@ -201,7 +209,7 @@ class ForkServer:
                 self._control.settimeout(ANSWER_S)
                 socket.send_fds(self._control, [b"!"], descriptors)
                 theirs.close()
-                reply.settimeout(ANSWER_S)
+                self._wait_for_answer(reply, ANSWER_S)
                 said, received, _, _ = socket.recv_fds(reply, 512, 1, socket.MSG_CMSG_CLOEXEC)
                 if not said:
                     self._control.settimeout(0)
@@ -220,6 +228,7 @@ class ForkServer:
     def read_exit_code(self, reply: socket.socket) -> int:
         """Read how a fork that has ended did so; `UNKNOWN_CODE` if the server cannot say."""
         try:
+            self._wait_for_answer(reply, ANSWER_S)
             return int(reply.recv(32))
         except TimeoutError:
             with self._lock:
@@ -228,6 +237,23 @@ class ForkServer:
             # The server is gone.
             pass
         return UNKNOWN_CODE
+
+    def _wait_for_answer(self, answer: socket.socket, timeout_s: float) -> None:
+        """Wait until there is something to read, which is the end if the server is gone.
+
+        A server that is stopped is killed: the launcher, and with it all tasks, would wait for it.
+
+        Raises:
+            TimeoutError: There was nothing in time.
+        """
+        poll, deadline = select.poll(), time.monotonic() + timeout_s
+        poll.register(answer, select.POLLIN)
+        while (left_s := deadline - time.monotonic()) > 0:
+            if poll.poll(1000 * min(left_s, LOOK_S)):
+                return
+            if read_status(self.process.pid, "State").startswith("T"):
+                self.process.kill()
+        raise TimeoutError
 
     def _give_up(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -370,7 +396,8 @@ class ForkServerPool:
             if server is not None and server.problem:
                 del self._servers[kind]
                 self._close(server)
-                self._note_failure(kind, server.problem, counts=not server.served)
+                count = MOST_FAILURES if server.hung else int(not server.served)
+                self._note_failure(kind, server.problem, count)
                 server = None
             if server is None and self._failures.get(kind, 0) < MOST_FAILURES:
                 try:
@@ -380,7 +407,7 @@ class ForkServerPool:
                     # One that is stopped does not see its parent's end.
                     self._launcher.guard(server.process.pid, server.token)
                 except (OSError, CapacityError) as error:
-                    self._note_failure(kind, str(error), counts=True)
+                    self._note_failure(kind, str(error), 1)
             return server
 
     def _close(self, server: ForkServer) -> None:
@@ -388,8 +415,8 @@ class ForkServerPool:
         self._launcher.guard(server.process.pid, "")
         server.close()
 
-    def _note_failure(self, kind: Kind, problem: str, *, counts: bool) -> None:
-        self._failures[kind] = self._failures.get(kind, 0) + counts
+    def _note_failure(self, kind: Kind, problem: str, count: int) -> None:
+        self._failures[kind] = self._failures.get(kind, 0) + count
         logger.warning("the fork server of GPU tasks is given up: %s", problem)
 
     def _forget(self) -> None:

@@ -590,8 +590,9 @@ class ProcessLauncher:
         if child.task is None:
             # A standby is replaced instead, until the body of its task has begun.
             tell(child.listener, ChildRefused(error))
-        self._close_channel(child)
+        # In this order: a child whose channel closes ends by itself.
         self.kill_child(child, because)
+        self._close_channel(child)
 
     def _take_frame(self, child: LaunchedChild, frame: Frame) -> None:
         if frame.kind == transport.VALUE:

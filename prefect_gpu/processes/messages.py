@@ -235,7 +235,18 @@ def decode(body: bytes | FrameBody) -> Message:
     try:
         message = pickle.loads(body)
     except Exception as error:
-        raise ProtocolError(f"a process sent a message that cannot be read: {error!r}") from error
+        raise ProtocolError(
+            f"a process sent a message that cannot be read ({short_text(error)})"
+        ) from error
     if not isinstance(message, Message):
         raise ProtocolError(f"a process sent a {type(message).__name__}, which is no message")
     return message
+
+
+def short_text(error: BaseException) -> str:
+    """Return the type and the text of an error, also of one whose text fails."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = f"{type(error).__name__}, whose text cannot be had"
+    return text if len(text) <= 500 else text[:500] + "…"

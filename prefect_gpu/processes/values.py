@@ -33,7 +33,7 @@ from prefect_gpu.errors import NO_ROOM, REBUILT, ResultError
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes import transport
-from prefect_gpu.processes.messages import Call
+from prefect_gpu.processes.messages import Call, short_text
 from prefect_gpu.processes.transport import MemoryFile, PackedValue, ReceivedValue, WriteFile
 from prefect_gpu.units import format_bytes
 
@@ -169,7 +169,7 @@ def load_call(data: PackedValue | ReceivedValue) -> Call:
     try:
         call: Call = _load(data)
     except (ImportError, AttributeError, pickle.UnpicklingError) as error:
-        raise ResultError("call", "it", REBUILT, _short(error)) from error
+        raise ResultError("call", "it", REBUILT, short_text(error)) from error
     _from_parent.update(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
     return call
 
@@ -199,7 +199,7 @@ def dumps(
         return pack(output.stream, output.buffers)
     except (OSError, MemoryError) as error:
         size_bytes = sum(part.nbytes for part in (*output.stream, *output.buffers))
-        reason = f"{format_bytes(size_bytes)}: {_short(error)}"
+        reason = f"{format_bytes(size_bytes)}: {short_text(error)}"
         raise ResultError(what, name, NO_ROOM, reason) from error
 
 
@@ -220,12 +220,12 @@ def check(
         ValuePickler(output, reducers).dump(value)
         return output
     except MemoryError as error:
-        raise ResultError(what, name, NO_ROOM, _short(error)) from error
+        raise ResultError(what, name, NO_ROOM, short_text(error)) from error
     except Exception as error:
         # The smallest part that cannot be pickled is named.
         for suffix, part in _parts(value) if depth else ():
             check(part, what, name + suffix, reducers, depth - 1)
-        raise ResultError(what, name, _type_name(value), _short(error)) from error
+        raise ResultError(what, name, _type_name(value), short_text(error)) from error
 
 
 def loads(data: PackedValue | ReceivedValue, what: str) -> Any:
@@ -237,7 +237,7 @@ def loads(data: PackedValue | ReceivedValue, what: str) -> Any:
     try:
         return _load(data)
     except Exception as error:
-        raise ResultError(what, "it", REBUILT, _short(error)) from error
+        raise ResultError(what, "it", REBUILT, short_text(error)) from error
 
 
 def _load(data: PackedValue | ReceivedValue) -> Any:
@@ -265,29 +265,21 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
             str(again)
             again.__traceback__ = again.__cause__ = None
         except Exception as problem:
-            reason = f"{_type_name(error)} fails when it is used ({_short(problem)})"
+            reason = f"{_type_name(error)} fails when it is used ({short_text(problem)})"
             raise ResultError("exception", "exception", REBUILT, reason) from problem
     except Exception as problem:
         if not isinstance(problem, ResultError):
-            problem = ResultError("exception", "exception", _type_name(error), _short(problem))
+            problem = ResultError("exception", "exception", _type_name(error), short_text(problem))
         where = problem.where
         if where != "exception":
             where += f" of {_type_name(error)}"
-        reason = f"{problem.reason}; it said: {_short(error)}"
+        reason = f"{problem.reason}; it said: {short_text(error)}"
         return dumps(ResultError("exception", where, problem.type_name, reason), "exception", "it")
     return data
 
 
 def _type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _short(error: BaseException) -> str:
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:
-        text = f"{type(error).__name__}, whose text cannot be had"
-    return text if len(text) <= 500 else text[:500] + "…"
 
 
 def _shown(key: object) -> str:

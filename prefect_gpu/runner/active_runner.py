@@ -178,7 +178,8 @@ class ActiveRunner:
         wait_for: Iterable[PrefectFuture[Any]] | None,
         dependencies: dict[str, set[Any]] | None,
     ) -> PrefectConcurrentFuture[Any]:
-        future = self._threads.submit(task, parameters, wait_for, dependencies)
+        with prefect_engine.paused_by(self.pause):
+            future = self._threads.submit(task, parameters, wait_for, dependencies)
         self._remember(future.wrapped_future)
         return future
 

@@ -79,7 +79,7 @@ class CancelledByRunner(BaseException):
     """The runner ends this task: its flow failed or was cancelled."""
 
     def __str__(self) -> str:
-        return "the flow ended before this GPU task"
+        return "the flow ended before this task"
 
 
 class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised

@@ -210,8 +210,22 @@ def _retry_condition(
     return check
 
 
-#: How the engine of this thread waits for the next retry of its task run.
-_pause: ContextVar[Callable[[float], None] | None] = ContextVar("prefect_gpu_pause", default=None)
+#: How an engine waits for the next retry of its task run; `None`: as Prefect does.
+_pause: ContextVar[Callable[[float], object] | None] = ContextVar("prefect_gpu_pause", default=None)
+
+
+@contextlib.contextmanager
+def paused_by(pause: Callable[[float], object]) -> Iterator[None]:
+    """Make engines that are run or submitted in a `with` block wait by a function of the runner.
+
+    Args:
+        pause: Waits for a number of seconds; raises a `BaseException` once the runner ends.
+    """
+    token = _pause.set(pause)
+    try:
+        yield
+    finally:
+        _pause.reset(token)
 
 
 def _ended_by_the_runner(wait_until_ready: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -255,7 +269,6 @@ def run_engine(
     wait_for: Iterable[Any] | None,
     dependencies: dict[str, set[Any]] | None,
     seen_run: Callable[[], TaskRun | None],
-    pause: Callable[[float], None],
 ) -> State[Any]:
     """Run Prefect's task engine to its end, in this thread and its context.
 
@@ -268,14 +281,13 @@ def run_engine(
         dependencies: Further inputs to record.
         seen_run: Returns the task run that the body was called for (`EngineRun.task_run`), which the
             engine does not return; `None`: the body was not called.
-        pause: Waits for a number of seconds; raises a `BaseException` once the runner ends.
 
     Returns:
         The final state, crashes included.
     """
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())
-    _pause.set(pause)
+    pause = _pause.get() or threading.Event().wait
     try:
         for delay_s in (*SLOT_DELAYS_S, None):
             try:

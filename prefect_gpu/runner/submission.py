@@ -43,6 +43,7 @@ from prefect_gpu.runner.prefect_engine import (
     ChildCrash,
     EngineRun,
     SharedClient,
+    paused_by,
     run_engine,
     with_body,
 )
@@ -320,7 +321,7 @@ class GPUTask:
         if isinstance(announced, Announcement) and announced.kind.hot:
             self._hot = announced.kind
         try:
-            with asked_first(self._runner.limits):
+            with asked_first(self._runner.limits), paused_by(self._runner.pause):
                 return run_engine(
                     client,
                     with_body(self._task, self._body, is_hopeless),
@@ -329,7 +330,6 @@ class GPUTask:
                     wait_for,
                     dependencies,
                     lambda: None if self._run is None else self._run.task_run,
-                    self._runner.pause,
                 )
         finally:
             if isinstance(announced, Announcement):

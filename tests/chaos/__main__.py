@@ -109,7 +109,7 @@ class Run:
             if time.monotonic() - looked_s > LOOK_S:
                 looked_s = time.monotonic()
                 with contextlib.suppress(AssertionError):
-                    # The last look says it.
+                    # The last look raises it again.
                     self._look()
             words = sum(each.stat().st_size for each in self._place.folder.glob("flow-*.jsonl"))
             if words != heard:
@@ -135,15 +135,6 @@ class Run:
         if self._options.seconds is not None:
             return now_s >= float(self._options.seconds)
         return self.count() >= int(self._options.tasks)
-
-    def _count(self) -> int:
-        """Return how many task runs have ended, those of killed flows among them."""
-        folder = self._place.folder
-        return sum(
-            line.startswith('{"key"')
-            for number in range(self._next)
-            for line in lines_of(folder / f"flow-{number}.jsonl")
-        )
 
     def _start(self) -> None:
         number, self._next = self._next, self._next + 1

@@ -290,12 +290,20 @@ def check_ledger(verdict: Verdict, folder: Path, most_bytes: Callable[[], int]) 
 
 
 def watch_capacity(folder: Path, capacity_bytes: int) -> Callable[[], int]:
-    """Return what checks the rows that the log has at the time; it returns the most bytes ever promised."""
+    """Return what checks the rows that the log has at the time; it returns the most bytes ever promised.
+
+    The log keeps a limited number of rows, so each later call raises what an earlier one has found.
+    """
     most = 0
+    found = ""
 
     def look() -> int:
-        nonlocal most
-        most = max(most, check_capacity(read_log(folder), capacity_bytes))
+        nonlocal most, found
+        try:
+            most = max(most, check_capacity(read_log(folder), capacity_bytes))
+        except AssertionError as error:
+            found = found or str(error)
+        assert not found, found
         return most
 
     return look

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import prefect_server, pytest_configure
 from tests.integration.programs import Workplace, workplace
-
-__all__ = ["prefect_server", "pytest_configure"]
 
 
 @pytest.fixture

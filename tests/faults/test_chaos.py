@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sqlite3
 import subprocess
 import sys
 from itertools import islice
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import plan
-from tests.chaos.checks import Ended, Verdict, check_bodies, check_values
+from tests.chaos.checks import Ended, Verdict, check_bodies, check_values, watch_capacity
 from tests.chaos.faults import Note
 
 #: Seconds for two minutes of faults, the end of what was submitted, and the checks.
@@ -41,6 +44,21 @@ def test_a_wrong_value_is_found() -> None:
         verdict = Verdict()
         check_values(verdict, [Ended(0, outcomes={job.key: outcome})], {job.key: job}, 0)
         assert verdict.passed == passes
+
+
+def test_a_promise_above_capacity_is_found_after_the_log_has_lost_it(tmp_path: Path) -> None:
+    entry = {"reservations": [{"device_uuid": "GPU-1", "reserved_bytes": 2 * plan.GIB}]}
+    look = watch_capacity(tmp_path, plan.GIB)
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as database:
+        database.execute("CREATE TABLE log (number INTEGER, at_s, owner, request, entry)")
+        database.execute("INSERT INTO log VALUES (1, 0.0, 'a', 'r', ?)", (json.dumps(entry),))
+        database.commit()
+        with pytest.raises(AssertionError, match="GPU-1"):
+            look()
+        database.execute("DELETE FROM log")
+        database.commit()
+        with pytest.raises(AssertionError, match="GPU-1"):
+            look()
 
 
 @pytest.mark.slow

@@ -196,7 +196,7 @@ def test_a_flow_that_is_killed_leaves_its_memory_to_the_others(
         placed = [len(each) for each in waits_s(log).values()]
         return min(placed) > 30 and any(row.held for row in last.values())
 
-    wait_for(all_run, 60.0)
+    wait_for(all_run)
     os.kill(flows[0].pid, signal.SIGKILL)
     killed_s = time.monotonic()
     flows[0].communicate()

@@ -23,24 +23,29 @@ def fails() -> None:
     raise ValueError("of the body")
 
 
+@task(retries=1, retry_delay_seconds=DELAY_S)
+def fails_in_a_thread() -> None:
+    raise ValueError("of the body")
+
+
 def test_a_task_that_waits_for_its_retry_crashes_when_its_flow_raises() -> None:
     kept: list[Any] = []
 
     @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
     def raises() -> None:
-        kept.append(fails.submit())
+        kept.extend((fails.submit(), fails_in_a_thread.submit()))
         with get_client(sync_client=True) as client:
-            api.until(lambda: shown(client, kept[0]) == "AwaitingRetry")
+            api.until(lambda: {shown(client, future) for future in kept} == {"AwaitingRetry"})
         raise ValueError("of the flow")
 
     with pytest.raises(ValueError, match="of the flow"):
         raises()
-    (future,) = kept
-    assert future.wrapped_future.done()
+    assert all(future.wrapped_future.done() for future in kept)
     assert not [each for each in threading.enumerate() if each.name.startswith(NAME)]
-    # As a task that waits for a device.
-    assert api.names(future.task_run_id)[-2:] == ["AwaitingRetry", "Crashed"]
-    assert isinstance(future.result(raise_on_failure=False), Exception)
+    for future in kept:
+        # As a task that waits for a device.
+        assert api.names(future.task_run_id)[-2:] == ["AwaitingRetry", "Crashed"]
+    assert isinstance(kept[0].result(raise_on_failure=False), Exception)
 
 
 def shown(client: Any, future: Any) -> str | None:

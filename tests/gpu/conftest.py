@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.integration.conftest import prefect_server as prefect_server
-
 MIB = 1 << 20
 
 

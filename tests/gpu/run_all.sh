@@ -7,7 +7,8 @@
 # All of them take about twenty minutes on an H200. Where a call may take ten, in three:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler
-#   run_all.sh FOLDER leaks profile-training tests
+#   run_all.sh FOLDER leaks profile-training many-flows tests
+# and another one for `chaos`: five minutes of faults.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
@@ -17,10 +18,11 @@ mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
-modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks"
-[[ $# -gt 0 ]] || set -- $modules $flows tests
+runs="chaos"
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks many-flows"
+[[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
-  [[ " $modules $flows tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows tests"; exit 2; }
+  [[ " $modules $flows $runs tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
 done
 release=$(PYTHONPATH=benchmarks "$python" -c 'import _common; print("{}, commit {}".format(*_common.release()))') || exit
 failed=0
@@ -37,6 +39,8 @@ check() {
 for name; do
   if [[ $name == tests ]]; then
     check gpu-tests "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu
+  elif [[ $name == chaos ]]; then
+    check gpu-chaos "$python" -m tests.chaos --seed 1 --seconds 300 --flows 4 --devices nvml
   elif [[ " $flows " == *" $name "* ]]; then
     check "gpu-$name" "$python" "flows/${name//-/_}.py"
   else

@@ -151,6 +151,34 @@ class Workplace:
             assert done.returncode == expect, f"{done.stdout}\n{done.stderr}"
         return done
 
+    def run_while_it_prints(self, *arguments: str, silent_s: float = LIMIT_S) -> str:
+        """Run this Python with arguments to its end, however long it takes.
+
+        Args:
+            *arguments: Of the interpreter.
+            silent_s: Seconds in which it prints something, be it a line of a log: else it hangs.
+
+        Returns:
+            What it printed on standard output.
+        """
+        said, errors = self.folder / "stdout.txt", self.folder / "stderr.txt"
+        with said.open("w") as stdout, errors.open("w") as stderr:
+            process = self.start(*arguments, stdout=stdout, stderr=stderr)
+            sizes, heard = (0, 0), time.monotonic()
+            while process.poll() is None:
+                now = said.stat().st_size, errors.stat().st_size
+                if now != sizes:
+                    sizes, heard = now, time.monotonic()
+                if time.monotonic() - heard > silent_s:
+                    process.kill()
+                    process.wait()
+                    raise AssertionError(
+                        f"silent for {silent_s:g} s:\n{errors.read_text()[-5000:]}"
+                    )
+                time.sleep(0.1)
+        assert process.returncode == 0, errors.read_text()[-5000:]
+        return said.read_text()
+
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         """Start this Python with arguments, as the leader of a group as under a terminal."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}

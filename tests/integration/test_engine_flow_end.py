@@ -201,7 +201,7 @@ def test_a_report_has_these_numbers(reported: Reported) -> None:
         "schema", "task_key", "device_uuid", "device_name", "framework", "outcome", "attempt",
         "budget_bytes", "budget_source", "peak_process_bytes", "peak_live_bytes",
         "peak_reserved_bytes", "context_bytes", "leaked_bytes", "queued_s", "start_s", "run_s",
-        "samples", "source", "cap_bytes", "cause", "steady_live_bytes",
+        "samples", "source", "cap_bytes", "cause", "shared_with", "steady_live_bytes",
     }  # fmt: skip
     assert metadata["peak_live_bytes"] == str(32 << 20)
     assert metadata["budget_bytes"] == str(64 << 20)

@@ -14,6 +14,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import Artifact
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.reports.history import PrefectHistory, history_artifact_key
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
@@ -117,7 +118,7 @@ def test_hosts_that_add_at_the_same_time_lose_nothing(key: HistoryKey) -> None:
                 store.add(key, numbered(number))
 
         for future in [pool.submit(work, one, 0), pool.submit(work, other, 100)]:
-            future.result(timeout=60)
+            future.result(timeout=DEADLOCK_S)
     with opened() as store:
         found = {run.ended_at for run in store.runs(key)}
     assert found == {numbered(n).ended_at for n in (*range(8), *range(100, 108))}

@@ -31,7 +31,7 @@ try:
                 printed.append([content["name"], content["text"]])
             elif kind == "error":
                 printed.append(["error", "\\n".join(content["traceback"])])
-        reply = client.execute_interactive(cell, output_hook=hear, timeout=90)
+        reply = client.execute_interactive(cell, output_hook=hear, timeout=450)
         outputs.append([reply["content"]["status"], printed])
 finally:
     client.stop_channels()

@@ -93,8 +93,15 @@ class Heard:
 
 
 class Rig:
+    """A launcher and its children, which may take as long to end as the machine needs.
+
+    Args:
+        **options: Of the launcher.
+    """
+
     def __init__(self, **options: Any) -> None:
-        self.launcher = ProcessLauncher(**options)
+        patient = {"exit_grace_s": DEADLOCK_S, "silent_grace_s": DEADLOCK_S}
+        self.launcher = ProcessLauncher(**{**patient, **options})
         self.started: list[Heard] = []
 
     def start(self, function: Body, *args: Any, **kwargs: Any) -> Heard:

@@ -229,10 +229,12 @@ def test_tasks_go_on_when_their_server_is_killed(
 def test_a_server_that_does_not_report_an_end_is_killed(
     make_pool: Callable[[], Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
+    monkeypatch.setattr(fork_server, "LOOK_S", DEADLOCK_S)
     pool = make_pool()
     child = pool.start(spec_of(_wait_for, str(tmp_path)))
     assert eventually((tmp_path / "begun").exists)
+    # After the fork, which may take longer.
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
     server_pid = pool.server_pid
     os.kill(server_pid, signal.SIGSTOP)
     child.handle.kill()
@@ -243,9 +245,12 @@ def test_a_server_that_does_not_report_an_end_is_killed(
 def test_a_task_whose_server_does_not_answer_gets_a_fresh_interpreter(
     make_pool: Callable[[], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
+    monkeypatch.setattr(fork_server, "LOOK_S", DEADLOCK_S)
     pool = make_pool()
-    os.kill(pool.parent_of(), signal.SIGSTOP)
+    server_pid = pool.parent_of()
+    assert server_pid != os.getpid()
+    monkeypatch.setattr(fork_server, "ANSWER_S", 0.2)
+    os.kill(server_pid, signal.SIGSTOP)
     assert pool.parent_of() == os.getpid()
 
 
@@ -271,6 +276,23 @@ def test_tasks_get_fresh_interpreters_after_three_servers_that_could_not_be_fork
     pool.pool.open(pool)
     pool.pool.announce(kind)
     assert len(pool.pool.pids) == 1
+
+
+def test_tasks_get_fresh_interpreters_after_one_server_whose_imports_never_end(
+    make_pool: Callable[[], Pool],
+    importable: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Path(importable, "imports_for_ever.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(fork_server, "TESTED", (*fork_server.TESTED, "imports_for_ever"))
+    monkeypatch.setattr(fork_server, "READY_S", 0.1)
+    pool = make_pool()
+    kind = replace(KIND, always=("imports_for_ever",))
+    for _ in range(2):
+        assert pool.parent_of(kind=kind) == os.getpid()
+    given_up = [r for r in caplog.records if "it has imported for more than" in r.getMessage()]
+    assert len(given_up) == 1
 
 
 def test_servers_end_with_the_last_runner(make_pool: Callable[[], Pool]) -> None:

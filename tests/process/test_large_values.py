@@ -381,5 +381,6 @@ def test_descriptors_run_out_in_the_parent_and_the_task_alone_fails(rig: Rig) ->
         for descriptor in spare:
             os.close(descriptor)
     assert "ulimit -n" in str(refused.error)
-    assert child.exit().code == -signal.SIGKILL
+    # It has sent its value, and may end by itself before it is killed.
+    assert "sent what cannot be received" in child.exit().killed_because
     assert rig.call(bodies.add, 1) == 1, "others go on"

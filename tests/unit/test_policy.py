@@ -250,6 +250,62 @@ def test_any_text_is_read_or_refused_as_policy(text: str, start: str) -> None:
             assert tag.strip() in str(error)
 
 
+_WHOLE = [
+    "gpu",
+    "gpu:memory=6GiB",
+    "gpu:memory=40%",
+    "gpu:count=2",
+    "gpu:device=0,GPU-1a",
+    "gpu:framework=torch:70%",
+    "gpu:framework=jax",
+    "gpu:framework=none",
+    "gpu:allocation=limit",
+    "gpu:alloc.max_split_size_mb=128",
+    "gpu:alloc.roundup_power2_divisions=[256:1,512:2,>:4]",
+    "gpu:caching=off",
+    "gpu:exclusive",
+    "gpu:oom=fail",
+    "gpu:priority=-5",
+    "gpu:wait=1h 30m",
+    "gpu:cpus=4",
+    "gpu:learn_by=batch_size",
+    "other",
+]
+#: What no person writes, and a program may.
+_ODD = st.sampled_from(["\0", "\ud800", "\udfff", "\u202e", "٣", "９", "²", "𝟙", "e9", "_", "-", "=", ":", ".", ",", "%", "[", "nan", "inf", "\n"])  # fmt: skip
+
+
+@st.composite
+def _damaged(draw: st.DrawFn) -> str:
+    tag = draw(st.sampled_from(_WHOLE))
+    for _ in range(draw(st.integers(0, 3))):
+        at, end = draw(st.integers(0, len(tag))), draw(st.integers(0, len(tag)))
+        tag = tag[:at] + draw(_ODD | st.text(max_size=2)) + tag[max(at, end) :]
+    return tag
+
+
+@given(st.lists(_damaged(), max_size=6), st.lists(_damaged(), max_size=3))
+def test_any_mix_of_whole_and_damaged_tags_is_read_or_refused(
+    own: list[str], around: list[str]
+) -> None:
+    try:
+        policy = parse_tags(own, around)
+    except PolicyError as error:
+        assert "; accepted: " in str(error)
+    else:
+        assert (policy is None) == (not any(map(is_gpu_tag, own + around)))
+        assert policy == parse_tags(reversed(own), reversed(around))
+
+
+@pytest.mark.parametrize("text", ["9", "\0", "\ud800", "1,", "0.", ">:4,"])
+def test_a_tag_of_any_length_is_read_or_refused(text: str) -> None:
+    for start in ("gpu", "gpu:", "gpu:memory=", "gpu:device=", "gpu:framework=torch:", "gpu:wait=", "gpu:alloc.", "gpu:alloc.roundup_power2_divisions=["):  # fmt: skip
+        try:
+            parse_tags([start + text * (200_000 // len(text))])
+        except PolicyError as error:
+            assert start in str(error)
+
+
 # -- gpu(...) ----------------------------------------------------------------------------------
 
 _options = st.fixed_dictionaries(

@@ -498,3 +498,55 @@ def test_a_process_that_was_stopped_for_long_reads_anew(
     assert not mine.try_write(before.version, {"late": entry("late", reserved(by="late"))})
     assert {r.request_id for r in all_of(mine.view())} == {"mine", "stays"}
     assert mine.problem == ""
+
+
+@pytest.mark.parametrize("empty", [True, False], ids=["an empty ledger", "a long stop"])
+def test_a_decision_from_before_rows_that_were_left_out_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: bool
+) -> None:
+    monkeypatch.setattr(host_ledger, "LOG_ROWS", 10)
+    stopped, other = (Ledger(lambda: HostStore(tmp_path)) for _ in range(2))
+    if not empty:
+        assert other.try_write(0, {"waits": entry("waits")})
+    before = stopped.view()
+    assert other.try_write(other.view().version, {"a": entry("a", reserved(by="a"))})
+    for pid in range(1, 15):
+        other.attach("a", pid)
+    # Another thread of the process reads first, once it goes on.
+    assert all_of(stopped.view()) == (reserved(by="a"),)
+    assert not stopped.try_write(before.version, {"b": entry("b", reserved(by="b"))})
+
+
+def test_a_watcher_that_fails_keeps_no_other_from_being_called(ledger: Ledger) -> None:
+    called: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    ledger.join(fail)
+    ledger.join(lambda: called.append("second"))
+    ledger.try_write(ledger.view().version, {"a": entry("a", reserved(by="a"))})
+    ledger.release("a")
+    assert called == ["second"]
+
+
+def test_a_process_whose_lock_cannot_be_read_keeps_no_dead_one_in_the_ledger(
+    tmp_path: Path,
+) -> None:
+    stores = [HostStore(tmp_path, owners_s=0.0) for _ in range(3)]
+    ledgers = [Ledger(lambda store=store: store) for store in stores]  # type: ignore[misc]
+    for name, each in zip("abc", ledgers, strict=True):
+        assert each.try_write(each.view().version, {name: entry(name)})
+    unreadable = tmp_path / f"{stores[0].owner}.lock"
+    unreadable.unlink()
+    unreadable.symlink_to("elsewhere")
+    release_lock(stores[1])
+    assert entries(ledgers[2]) == {"a", "c"}
+
+
+def test_a_folder_that_is_a_loop_of_links_is_not_shared(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    ledger = Ledger(lambda: HostStore(tmp_path / "a"))
+    ledger.view()
+    assert "cannot be used" in ledger.problem

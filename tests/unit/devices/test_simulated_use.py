@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from prefect_gpu.devices.simulated import (
 )
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.units import GIB
+from tests.unit.test_process_resources import in_fork
 
 
 def flow(folder: Path, devices: str = "1x24GiB@lab") -> SimulatedReader:
@@ -94,3 +96,20 @@ def test_devices_without_a_name_are_not_shared(tmp_path: Path) -> None:
     child(flow(tmp_path, "1x24GiB"), 10, 8)
     assert free_gib(flow(tmp_path, "1x24GiB")) == 24
     assert not list(tmp_path.iterdir())
+
+
+def test_a_fork_of_a_flow_writes_nothing_in_its_name(tmp_path: Path) -> None:
+    reader = flow(tmp_path)
+    child(reader, 10, 4)
+    other = flow(tmp_path)
+
+    def end_in_the_fork() -> bool:
+        # The number of the flow's file is free here: another file may get it.
+        assert reader._shared is not None and reader._shared._hold is not None
+        with (tmp_path / "of the fork").open("w+b") as file:
+            os.dup2(file.fileno(), reader._shared._hold.descriptor)
+            reader.attached[10].detach()
+            return file.read() == b""
+
+    assert in_fork(end_in_the_fork)
+    assert free_gib(other) == 20

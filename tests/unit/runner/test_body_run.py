@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.policy import GPUPolicy
@@ -85,7 +86,7 @@ class FakeAttempt:
 
     def run(self) -> Any:
         if self._ends == "wait":
-            assert self.cancelled.wait(10)
+            assert self.cancelled.wait(DEADLOCK_S)
             raise CancelledByRunner
         failed = isinstance(self._ends, OutOfMemory)
         self._report = task_report(
@@ -311,10 +312,10 @@ def test_the_next_process_begins_once_the_report_of_the_one_before_it_is_in() ->
     scene = Scene(own_cap(), "done", late=True)
     thread = threading.Thread(target=scene.call.run)
     thread.start()
-    assert scene.closed.acquire(timeout=10)
+    assert scene.closed.acquire(timeout=DEADLOCK_S)
     assert len(scene.attempts) == 1 and thread.is_alive()
     scene.attempts[0].hand_on()
-    thread.join(10)
+    thread.join(DEADLOCK_S)
     scene.attempts[1].hand_on()
     assert [report.cause for report in scene.reports] == ["own_cap", ""]
 
@@ -351,7 +352,7 @@ def test_it_can_be_cancelled_while_a_process_runs() -> None:
     while not scene.attempts:
         pass
     scene.call.cancel()
-    thread.join(10)
+    thread.join(DEADLOCK_S)
     assert isinstance(raised[0], CancelledByRunner)
     assert scene.call.wait_finished(1)
     assert scene.gate.claim([WHO.on(device().name)])
@@ -371,6 +372,6 @@ def test_it_can_be_cancelled_while_it_waits_for_a_probe() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     scene.call.cancel()
-    thread.join(10)
+    thread.join(DEADLOCK_S)
     assert isinstance(raised[0], CancelledByRunner)
     assert not scene.attempts

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.runner import budgets
@@ -67,13 +68,13 @@ class Books:
         thread.start()
 
         def answer() -> Grant | None:
-            thread.join(10)
+            thread.join(DEADLOCK_S)
             assert not thread.is_alive()
             return answers[0]
 
-        assert said.wait(10)
+        assert said.wait(DEADLOCK_S)
         yield answer
-        thread.join(10)
+        thread.join(DEADLOCK_S)
 
 
 @pytest.fixture

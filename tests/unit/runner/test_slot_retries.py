@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.states import Completed
 
 from prefect_gpu.runner import prefect_engine
+from prefect_gpu.runner.attempt import CancelledByRunner
 
 
 @task
@@ -20,14 +22,12 @@ def work() -> None:
     """Do nothing: the engine is replaced."""
 
 
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What is waited before each further try, without the random part."""
+@pytest.fixture(autouse=True)
+def without_the_random_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefect_engine.random, "uniform", lambda low, high: 1.0)
-    return []
 
 
-def run(monkeypatch: pytest.MonkeyPatch, waits: list[float], refusals: int) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, refusals: int, pause: Callable[[float], None]) -> Any:
     left = [ConcurrencySlotAcquisitionError("503")] * refusals
 
     def engine(**_: Any) -> Any:
@@ -38,27 +38,35 @@ def run(monkeypatch: pytest.MonkeyPatch, waits: list[float], refusals: int) -> A
     monkeypatch.setattr(prefect_engine, "run_task_sync", engine)
     client: Any = SimpleNamespace(open=lambda: None)
     # In a copy of the context, since the engine's thread has one of its own.
-    return copy_context().run(
-        prefect_engine.run_engine, client, work, uuid4(), {}, None, None, lambda: None, waits.append
-    )
+    with prefect_engine.paused_by(pause):
+        return copy_context().run(
+            prefect_engine.run_engine, client, work, uuid4(), {}, None, None, lambda: None
+        )
 
 
-def test_the_second_try_comes_after_a_tenth_of_a_second(
-    monkeypatch: pytest.MonkeyPatch, waits: list[float]
-) -> None:
-    assert run(monkeypatch, waits, refusals=1).is_completed()
+def test_the_second_try_comes_after_a_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    assert run(monkeypatch, 1, waits.append).is_completed()
     assert waits == [0.1]
 
 
 def test_a_server_that_stays_busy_is_asked_less_and_less_often(
-    monkeypatch: pytest.MonkeyPatch, waits: list[float]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run(monkeypatch, waits, refusals=len(prefect_engine.SLOT_DELAYS_S)).is_completed()
+    waits: list[float] = []
+    assert run(monkeypatch, len(prefect_engine.SLOT_DELAYS_S), waits.append).is_completed()
     assert waits == sorted(waits) and waits[-1] == 60.0
 
 
-def test_a_server_that_never_answers_crashes_the_task_run(
-    monkeypatch: pytest.MonkeyPatch, waits: list[float]
-) -> None:
-    state = run(monkeypatch, waits, refusals=len(prefect_engine.SLOT_DELAYS_S) + 1)
+def test_a_server_that_never_answers_crashes_the_task_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    state = run(monkeypatch, len(prefect_engine.SLOT_DELAYS_S) + 1, waits.append)
     assert state.is_crashed()
+
+
+def test_the_end_of_the_runner_ends_the_wait_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(duration_s: float) -> None:
+        raise CancelledByRunner
+
+    state = run(monkeypatch, 1, end)
+    assert state.is_crashed() and "CancelledByRunner" in (state.message or "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -178,6 +179,8 @@ def main() -> int:
     parser.add_argument("--devices", default="simulated:2x24GiB@chaos")
     parser.add_argument("--keep", type=Path, help="an empty folder for what the flows write")
     options = parser.parse_args()
+    # What was started and mounted is ended with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     with contextlib.ExitStack() as stack:
         folder = options.keep
         if folder is None:

@@ -13,6 +13,7 @@ What the entries mean is in `ledger`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import getpass
 import json
 import os
@@ -21,14 +22,14 @@ import sqlite3
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from prefect_gpu.broker.ledger import Entry, Ledger, Row, StoreError, Written
+from prefect_gpu.broker.ledger import Entry, Ledger, Row, StoreError, StoreReplacedError, Written
 from prefect_gpu.devices.shared_folder import Hold, SharedFolder, default_folder, read_namespace
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
@@ -38,6 +39,9 @@ SCHEMA = 1
 #: Seconds that a call waits for another process to finish its write, which takes less than a millisecond. A
 #: process that was stopped in the middle of one may keep the file for ever.
 BUSY_S = 5.0
+
+#: Seconds that a process waits so when it leaves the ledger: what it leaves behind, others remove.
+LEAVING_S = 0.5
 
 #: Seconds between two checks of whether other processes are still alive.
 OWNERS_S = 0.25
@@ -58,10 +62,10 @@ CREATE INDEX of_request ON log (request, number);
 CREATE TABLE owners (owner TEXT PRIMARY KEY, about TEXT NOT NULL);
 """
 
-#: Connections of the processes that this one is a fork of.
-_of_parents: list[sqlite3.Connection] = []
-
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
+
+#: What reading rows raises if another program has written them.
+_GARBAGE = (ValidationError, ValueError, TypeError)
 
 
 def host_ledger(folder: Path | None = None) -> Ledger:
@@ -91,16 +95,17 @@ class HostStore:
         self._registered = False
         self._owners_s = 0.0
         self._seen_version = -1
-        #: Whether the path names another file than the one that is open, or none.
-        self._replaced = False
+        #: Why it cannot be used any more; `None`: it can.
+        self._broken: sqlite3.Error | None = None
         self._folder = default_folder() if folder is None else folder
         try:
             self._shared = shared = SharedFolder(folder)
             #: While it has it, this process is alive.
             self._hold = hold = shared.hold(f"{self.owner}.lock")
             PROCESS_RESOURCES.after_fork(self, HostStore._forget)
-            os.close(shared.open_file("ledger.db"))
-            self._file = self._identify()
+            descriptor = shared.open_file("ledger.db")
+            database = _identify(os.fstat(descriptor))
+            os.close(descriptor)
             self._db = sqlite3.connect(
                 shared.path / "ledger.db",
                 timeout=BUSY_S,
@@ -108,8 +113,11 @@ class HostStore:
                 check_same_thread=False,
             )
             # When the last process ends, nothing of it is left.
-            weakref.finalize(self, _leave, self._db, hold, shared.path, self.owner, os.getpid())
+            self._finalizer = weakref.finalize(
+                self, _leave, self._db, database, hold, shared.path, self.owner, os.getpid()
+            )
             self._make_tables()
+            self._files = (database, *_read_files(shared.path)[1:])
         except (OSError, sqlite3.Error) as error:
             raise StoreError(self._describe(error)) from error
 
@@ -117,29 +125,35 @@ class HostStore:
         """See `Store.changed`. It also removes what processes have written that are gone."""
         if time.monotonic() >= self._owners_s:
             self._owners_s = time.monotonic() + self._every_s
-            with contextlib.suppress(OSError, sqlite3.Error):
+            try:
                 self._remove_ended()
-            self._replaced = self._replaced or self._identify() != self._file
-        if self._replaced:
-            # `read` says so.
-            return True
+            except OSError:
+                # A lock cannot be opened now, for want of descriptors.
+                pass
+            except sqlite3.Error as error:
+                self._broken = error
         try:
-            return self._version() != self._seen_version
-        except sqlite3.Error:
             # `read` says what is wrong.
+            return (
+                self._broken is not None
+                or self._is_replaced()
+                or self._version() != self._seen_version
+            )
+        except sqlite3.Error:
             return True
 
     def read(self, after: int) -> Sequence[Row]:
         """See `Store.read`."""
-        if self._replaced:
-            raise StoreError(f"the ledger in {self._folder} was removed or replaced while in use")
         try:
+            if self._broken is not None:
+                raise self._broken
+            self._check_files()
             version = self._version()
             # A process that knows nothing has decided nothing: it needs the last row of each request alone.
             rows = self._rows(after) if after else self._last_rows()
             self._seen_version = version
             return rows
-        except (sqlite3.Error, ValidationError) as error:
+        except (sqlite3.Error, *_GARBAGE) as error:
             raise StoreError(self._describe(error)) from error
 
     def write(
@@ -147,20 +161,20 @@ class HostStore:
     ) -> Written:
         """See `Store.write`."""
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with _transaction(self._db):
+                self._check_files()
                 self._seen_version = self._version()
                 rows = self._rows(after)
                 number: int | None = None
                 if not any(conflicts(row) for row in rows):
                     number = self._append(changes) or (rows[-1].number if rows else after)
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("ROLLBACK" if number is None else "COMMIT")
             return Written(rows, number)
-        except (sqlite3.Error, ValidationError, OSError) as error:
+        except (sqlite3.Error, OSError, *_GARBAGE) as error:
             raise StoreError(self._describe(error)) from error
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self._finalizer()
 
     def _append(self, changes: Iterable[Row]) -> int:
         if not self._registered:
@@ -198,14 +212,6 @@ class HostStore:
         query = "SELECT max(number), request, promises, entry FROM log GROUP BY request ORDER BY 1"
         return [_row(*each) for each in self._db.execute(query)]
 
-    def _identify(self) -> tuple[int, int] | None:
-        """Return which file the path of the database names; `None`: none that can be seen."""
-        try:
-            found = os.stat(self._shared.path / "ledger.db")
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
-
     def _version(self) -> int:
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         return int(version)
@@ -213,8 +219,7 @@ class HostStore:
     def _make_tables(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = OFF")
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with _transaction(self._db):
             (schema,) = self._db.execute("PRAGMA user_version").fetchone()
             if schema == 0:
                 for statement in _TABLES.split(";"):
@@ -225,8 +230,15 @@ class HostStore:
                     f"the ledger in {self._folder} has schema {schema} and this release of prefect-gpu uses "
                     f"schema {SCHEMA}; use one release for all flows of this machine"
                 )
-        finally:
-            self._db.execute("COMMIT")
+
+    def _is_replaced(self) -> bool:
+        return _read_files(self._shared.path) != self._files
+
+    def _check_files(self) -> None:
+        if self._is_replaced():
+            raise StoreReplacedError(
+                f"the files of the ledger in {self._folder} were removed or replaced while it was in use"
+            )
 
     def _remove_ended(self) -> None:
         """Remove the entries of processes that hold their lock no longer."""
@@ -244,14 +256,54 @@ class HostStore:
 
     def _forget(self) -> None:
         # SQLite must not close in a fork what the parent has opened.
-        _of_parents.append(self._db)
+        _never_close(self._db)
 
     def _describe(self, error: Exception) -> str:
         return f"the ledger in {self._folder} cannot be used ({type(error).__name__}: {error})"
 
 
+def _read_files(folder: Path) -> tuple[tuple[int, int] | None, ...]:
+    """Return what identifies the files of the database that are found in a folder now."""
+    found: list[tuple[int, int] | None] = []
+    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+        try:
+            found.append(_identify(os.stat(folder / name)))
+        except OSError:
+            found.append(None)
+    return tuple(found)
+
+
+def _identify(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _never_close(database: sqlite3.Connection) -> None:
+    """Keep a connection open until this process ends, also while the interpreter exits.
+
+    SQLite, as it closes a database, may remove files by their names, which others use.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(database))
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        # SQLite itself ends some that fail, as on a full disk.
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
+
+
 def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
     entry = None if text is None else _ENTRY.validate_json(text)
+    if entry is not None and len(entry.taken) not in (0, len(entry.devices)):
+        raise ValueError(
+            f"row {number} has {len(entry.taken)} sizes for {len(entry.devices)} devices"
+        )
     return Row(number, request_id, bool(promises), entry)
 
 
@@ -268,8 +320,7 @@ def _insert(
 
 def _remove_owner(database: sqlite3.Connection, owner: str) -> None:
     """Remove a process that is gone, and all that it has written of requests."""
-    database.execute("BEGIN IMMEDIATE")
-    try:
+    with _transaction(database):
         left = database.execute(
             "SELECT request, entry, max(number) FROM log WHERE owner = ? GROUP BY request", (owner,)
         )
@@ -277,23 +328,33 @@ def _remove_owner(database: sqlite3.Connection, owner: str) -> None:
             if entry is not None:
                 _insert(database, owner, request, False, None)
         database.execute("DELETE FROM owners WHERE owner = ?", (owner,))
-    finally:
-        database.execute("COMMIT")
 
 
 def _leave(
-    database: sqlite3.Connection, hold: Hold | None, folder: Path, owner: str, pid: int
+    database: sqlite3.Connection,
+    identity: tuple[int, int],
+    hold: Hold | None,
+    folder: Path,
+    owner: str,
+    pid: int,
 ) -> None:
     """Remove this process from a ledger. Called at its end."""
     if pid != os.getpid():
         # A fork: the ledger is the parent's.
         return
-    with contextlib.suppress(sqlite3.Error, OSError):
+    with contextlib.suppress(sqlite3.Error):
+        database.execute(f"PRAGMA busy_timeout = {LEAVING_S * 1000:.0f}")
         _remove_owner(database, owner)
-        database.close()
+    if _read_files(folder)[0] == identity:
+        with contextlib.suppress(sqlite3.Error):
+            database.close()
+    else:
+        # The log beside it is another database's now.
+        _never_close(database)
+    if hold is not None:
+        hold.release()
+    with contextlib.suppress(OSError):
         (folder / f"{owner}.lock").unlink(missing_ok=True)
-        if hold is not None:
-            hold.release()
 
 
 def _about_this_process(namespace: str) -> dict[str, str | int | float]:

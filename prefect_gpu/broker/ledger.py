@@ -97,6 +97,10 @@ class StoreError(Exception):
     """A store cannot be used any more. Its text says why."""
 
 
+class StoreReplacedError(StoreError):
+    """A store is not where other processes find theirs any more: it must be opened anew."""
+
+
 class Store(Protocol):
     """Where a log is kept. The ledger calls it under its lock; each call returns soon, whatever others do."""
 
@@ -132,6 +136,15 @@ class Store(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Remove what this process has written, for other processes: it uses the store no longer."""
+        ...
+
+
+#: Times that a ledger opens its store anew. File systems whose files change their numbers would make it go on for
+#: ever.
+MOST_OPENED = 10
+
 
 class MemoryStore:
     """The log of a process that shares nothing. It keeps no rows, since nobody else reads them."""
@@ -152,6 +165,9 @@ class MemoryStore:
     ) -> Written:
         """See `Store.write`."""
         return Written((), after + len(changes))
+
+    def close(self) -> None:
+        """Do nothing: no other process reads here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +236,14 @@ class Ledger:
         #: Those of them that hold something.
         self._holding: dict[str, Entry] = {}
         self._by_device: dict[DeviceKey, tuple[Reservation, ...]] = {}
-        #: Number of the last row that was read or written, and of the last one that promised memory.
+        #: Number of the last row that was read or written.
         self._number = 0
+        #: Version at which this store was opened: versions go on where those of an earlier store end.
+        self._base = 0
+        #: Version at which memory was promised last.
         self._promised = 0
+        #: Times that the store was opened anew.
+        self._opened = 0
         #: Others have written something that the watchers were not called for.
         self._news = False
         #: Made at most once for each change.
@@ -253,11 +274,10 @@ class Ledger:
     def view(self) -> LedgerView:
         """Read what other processes have written, and return what is promised now."""
         with self._lock:
-            store = self._open()
-            if store.changed():
+            if self._open().changed():
                 self._read()
             if self._view is None:
-                self._view = self._make_view(store)
+                self._view = self._make_view(self._open())
             return self._view
 
     def poll(self) -> None:
@@ -358,16 +378,56 @@ class Ledger:
         """Go on with what this process knows of itself."""
         self.problem = str(error)
         logger.warning("GPU tasks of other processes are not seen from now on: %s", error)
-        owner = "" if self._store is None else self._store.owner
+        mine = self._leave()
         self._store = MemoryStore()
-        for request_id, entry in list(self._entries.items()):
-            mine = entry.owner == owner
-            self._apply(request_id, replace(entry, owner=MemoryStore.owner) if mine else None, None)
+        self._write(mine, lambda row: False)
+
+    def _open_anew(self, error: StoreReplacedError) -> None:
+        """Go on with the store that other processes use now, in which this one has nothing yet."""
+        self._opened += 1
+        if self._opened > MOST_OPENED:
+            self._share_nothing(error)
+            return
+        logger.warning("%s; it is opened anew, and memory may be promised twice until then", error)
+        mine = self._leave()
+        while True:
+            # It is another one after each failure.
+            namespace = self._open().namespace
+            changes = {i: replace(entry, namespace=namespace) for i, entry in mine.items()}
+            if self._write(changes, lambda row: False):
+                return
+
+    def _leave(self) -> dict[str, Entry]:
+        """Close the store; return what this process had in it, to be written to another one."""
+        owner = ""
+        if self._store is not None:
+            owner = self._store.owner
+            self._store.close()
+        self._store = None
+        mine = {
+            request_id: replace(entry, owner="", namespace="")
+            for request_id, entry in self._entries.items()
+            if entry.owner == owner
+        }
+        self._forget_entries()
+        # What was decided on another store's entries is decided again.
+        self._base = self._promised = self._base + self._number + 1
+        self._number = 0
+        self._news = True
+        return mine
+
+    def _forget_entries(self) -> None:
+        give_ups = dict(self._give_ups)
+        for request_id in tuple(self._entries):
+            self._apply(request_id, None, None)
+        self._give_ups = give_ups
 
     def _read(self) -> None:
         assert self._store is not None
         try:
             self._take(self._store.read(self._number))
+        except StoreReplacedError as error:
+            self._open_anew(error)
         except StoreError as error:
             self._share_nothing(error)
 
@@ -392,6 +452,9 @@ class Ledger:
         try:
             written = store.write(self._number, rows, conflicts)
             self._take(written.rows)
+        except StoreReplacedError as error:
+            self._open_anew(error)
+            return False
         except StoreError as error:
             # What others had reserved is no longer known: what was decided on it is decided again.
             self._share_nothing(error)
@@ -411,10 +474,7 @@ class Ledger:
         for row in rows:
             if not row.request_id:
                 left_out = True
-                give_ups = dict(self._give_ups)
-                for request_id in tuple(self._entries):
-                    self._apply(request_id, None, None)
-                self._give_ups = give_ups
+                self._forget_entries()
                 continue
             mine = self._entries.get(row.request_id)
             if row.entry is None and mine is not None and mine.owner == self._store.owner:
@@ -423,14 +483,14 @@ class Ledger:
             self._news = True
         if left_out:
             # Any of the rows that are not there may have promised memory.
-            self._promised = self._number
+            self._promised = self._base + self._number
 
     def _apply(self, request_id: str, entry: Entry | None, row: Row | None) -> None:
         """Bring the entries up to one change."""
         if row is not None:
             self._number = row.number
             if row.promises:
-                self._promised = row.number
+                self._promised = self._base + row.number
         before = self._entries.pop(request_id, None)
         self._holding.pop(request_id, None)
         if entry is not None:
@@ -468,7 +528,12 @@ class Ledger:
                 holding[entry.origin] = holding.get(entry.origin, 0) + 1
                 host_promised_bytes += 0 if entry.running else entry.request.host_bytes
         return LedgerView(
-            self._number, dict(self._by_device), processes, taken, holding, host_promised_bytes
+            self._base + self._number,
+            dict(self._by_device),
+            processes,
+            taken,
+            holding,
+            host_promised_bytes,
         )
 
     # Without the lock.

@@ -7,6 +7,7 @@ requests memory is in `prefect_gpu.testing`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import socket
 import threading
@@ -22,6 +23,8 @@ from prefect_gpu.devices.simulated_use import FlowUse, SimulatedUse
 from prefect_gpu.errors import DeviceError, ProtocolError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
 from prefect_gpu.units import format_bytes, parse_bytes
+
+logger = logging.getLogger(__name__)
 
 SIMULATED_ACCEPTED = (
     "a number of devices and their size, as in 2x24GiB or 1x80GiB,2x24GiB, with @NAME for devices that all "
@@ -208,15 +211,20 @@ class SimulatedReader(DeviceReader):
     def account(self) -> Iterator[None]:
         """Read or change what processes hold; nobody else does meanwhile.
 
-        Raises:
-            OSError: What other flows hold cannot be read.
+        If the folder that flows share cannot be used any more, the devices are this flow's alone, with one warning.
         """
         with self._lock, contextlib.ExitStack() as alone:
             if self._shared is not None:
-                alone.enter_context(self._shared.alone())
-                self._elsewhere = self._shared.others()
+                try:
+                    alone.enter_context(self._shared.alone())
+                    self._elsewhere = self._shared.others()
+                except (OSError, ValueError, LookupError, TypeError) as error:
+                    # The folder is gone, or another program has written to it.
+                    self._share_nothing(error)
             yield
-            if self._shared is not None:
+            if self._shared is None:
+                return
+            try:
                 self._shared.write(
                     {
                         uuid: {
@@ -227,6 +235,17 @@ class SimulatedReader(DeviceReader):
                         for uuid in self.by_uuid
                     }
                 )
+            except OSError as error:
+                self._share_nothing(error)
+
+    def _share_nothing(self, error: Exception) -> None:
+        self._shared, self._elsewhere = None, ()
+        logger.warning(
+            "what other flows hold of simulated devices @%s is not seen from now on: %s: %s",
+            self.spec.name,
+            type(error).__name__,
+            error,
+        )
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices; see `DeviceReader.devices`."""

@@ -184,9 +184,9 @@ class PrefectHistory:
         with self._lock:
             hold = self._claims.pop(key, None)
         if hold is not None and self._shared is not None:
-            # After the run, which waits before it. If it is dropped, nothing refers to the hold.
+            # After the run, which waits before it.
             path = self._shared.path / self._claim_name(key)
-            self._publisher.put(lambda client: _end_claim(hold, path))
+            self._publisher.call_after(lambda: _end_claim(hold, path))
 
     def _claim_name(self, key: HistoryKey) -> str:
         text = f"{self._settings.settings.api.url} {history_artifact_key(key)}"

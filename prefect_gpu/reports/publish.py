@@ -1,19 +1,27 @@
 """Publish reports to Prefect's API as artifacts, without delaying or failing a task.
 
-It covers the keys of artifacts, the API calls and the thread that makes them. Text and numbers come from `markdown` and `model`. `history` makes its calls in the same thread.
+It covers the keys of artifacts, the API calls, the thread that makes them, and the folder for reports that the API
+does not take. Text and numbers come from `markdown` and `model`. `history` makes its calls in the same thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import httpx
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import PrefectHTTPStatusError
@@ -37,11 +45,18 @@ KEY_LIMIT = 100
 #: Reports that may wait to be published. More wait only if the API hangs.
 WAITING_LIMIT = 1000
 
-#: Seconds between the tries for one report. Prefect's own client would retry for a minute.
-RETRY_DELAYS_S = (0.5, 2.0)
+#: Seconds between a failed call and the next one. They double up to the second number while all calls fail.
+RETRY_DELAYS_S = (0.5, 8.0)
+
+#: Calls for one report that the API may answer with an error of its own, or not in time. It may have created the
+#: artifact all the same, so more calls could create many.
+TRIES = 3
 
 #: Seconds that one request may take. Prefect's default of 60 is too long at the end of a flow.
 REQUEST_TIMEOUT_S = 15.0
+
+#: Seconds at most for which the API may ask not to be called again.
+LONGEST_WAIT_S = 300.0
 
 #: Characters of a metadata value that the API accepts.
 _VALUE_LIMIT = 500
@@ -76,52 +91,36 @@ def artifact_key(prefix: str, name: str) -> str:
     return "-".join(part for part in (front, slug or digest) if part)
 
 
-def publish_task_report(report: TaskReport, client: SyncPrefectClient) -> None:
-    """Create the artifact of one process, on its task run.
-
-    Raises:
-        Exception: Any error of the client, if the API does not accept it.
-    """
-    client.create_artifact(
-        ArtifactCreate(
-            key=artifact_key(TASK_PREFIX, report.task_name),
-            type="markdown",
-            description="What one GPU process had, took and needed, by prefect_gpu.",
-            data=task_markdown(report),
-            metadata_=cut_values(report.metadata()),
-            task_run_id=report.task_run_id,
-            flow_run_id=report.flow_run_id,
-        )
+def task_artifact(report: TaskReport) -> ArtifactCreate:
+    """Return the artifact of one process, on its task run."""
+    return ArtifactCreate(
+        key=artifact_key(TASK_PREFIX, report.task_name),
+        type="markdown",
+        description="What one GPU process had, took and needed, by prefect_gpu.",
+        data=task_markdown(report),
+        metadata_=cut_values(report.metadata()),
+        task_run_id=report.task_run_id,
+        flow_run_id=report.flow_run_id,
     )
 
 
-def publish_flow_report(
-    reports: Sequence[TaskReport],
-    client: SyncPrefectClient,
-    *,
-    flow_name: str,
-    flow_run_id: UUID | None,
-) -> None:
-    """Create the artifact of one flow run.
+def flow_artifact(
+    reports: Sequence[TaskReport], *, flow_name: str, flow_run_id: UUID | None
+) -> ArtifactCreate:
+    """Return the artifact of one flow run.
 
     Args:
         reports: One for each process; compact ones are enough.
-        client: Prefect's client of the flow.
         flow_name: Names the artifact.
         flow_run_id: The run whose page shows it. `None`: no run.
-
-    Raises:
-        Exception: Any error of the client, if the API does not accept it.
     """
-    client.create_artifact(
-        ArtifactCreate(
-            key=artifact_key(FLOW_PREFIX, flow_name),
-            type="markdown",
-            description="What ran on each device, and what to write in its tags next time.",
-            data=flow_markdown(reports, flow_name=flow_name),
-            metadata_=cut_values(flow_metadata(reports)),
-            flow_run_id=flow_run_id,
-        )
+    return ArtifactCreate(
+        key=artifact_key(FLOW_PREFIX, flow_name),
+        type="markdown",
+        description="What ran on each device, and what to write in its tags next time.",
+        data=flow_markdown(reports, flow_name=flow_name),
+        metadata_=cut_values(flow_metadata(reports)),
+        flow_run_id=flow_run_id,
     )
 
 
@@ -130,19 +129,35 @@ def cut_values(metadata: dict[str, str]) -> dict[str, str]:
     return {key: value[:_VALUE_LIMIT] for key, value in metadata.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One thing for the publisher's thread to do."""
+
+    #: Publishes it. It may be called again after a failure.
+    call: Callable[[SyncPrefectClient], object]
+    #: Jobs of one series replace each other while they wait. `None`: of no series.
+    series: Hashable = None
+    #: Makes the artifact whose text is written to a file if it cannot be published. `None`: it is dropped then.
+    artifact: Callable[[], ArtifactCreate] | None = None
+    #: Called in place of `call`, also if the publisher gives up: it needs no API. `None`: there is none.
+    local: Callable[[], object] | None = None
+    #: Failed calls that the API may have carried out.
+    tries: int = 0
+
+
 class Publisher:
     """Publishes reports from one daemon thread, so that no task waits for the API.
 
-    Any thread may call any method, and no method raises because of the API. While the API does not
-    answer, the first report costs a few tries and each further one a single try. Lost reports are
-    counted, and `close` logs one warning about them.
+    Any thread may call any method, and no method raises because of the API. While the API is away, reports wait, and
+    are published in their order once it is back. A report that the API refuses, or that still waits when the
+    publisher is closed, is written to a file. `close` logs one warning, which names the folder.
 
     Args:
         lend: Returns a client for the flow's API, for use in a `with` block. It is called for each
             try, in the publisher's thread, under the settings that were active when the publisher was
             created.
         logger: Gets the warning; Prefect's `prefect.gpu` by default.
-        retry_delays_s: Seconds between tries.
+        retry_delays_s: See `RETRY_DELAYS_S`.
     """
 
     def __init__(
@@ -150,34 +165,52 @@ class Publisher:
         lend: Callable[[], AbstractContextManager[SyncPrefectClient]],
         *,
         logger: Any = None,
-        retry_delays_s: Sequence[float] = RETRY_DELAYS_S,
+        retry_delays_s: tuple[float, float] = RETRY_DELAYS_S,
     ) -> None:
         self._lend = lend
         self._logger = logger or get_logger("gpu")
-        self._retry_delays_s = tuple(retry_delays_s)
+        self._first_delay_s, self._most_delay_s = retry_delays_s
         # A thread starts without Prefect's context variables. Without the flow's settings
         # `create_artifact` would start a temporary server to emit its event.
         self._settings = get_settings_context()
-        #: Set once nothing may be waited for.
-        self._hurry = threading.Event()
         #: Guards everything below; notified when a job is added or the publisher is closed.
         self._changed = threading.Condition()
-        #: Calls and their series (see `put`), oldest first; the one that is being made is not among them.
-        self._waiting: deque[tuple[Callable[[SyncPrefectClient], None], Hashable]] = deque()
-        self._busy = False
+        #: Oldest first; the one that is being done is not among them.
+        self._waiting: deque[Job] = deque()
+        #: The one that is being done.
+        self._current: Job | None = None
         self._thread: threading.Thread | None = None
+        #: No call is made before this time of the monotonic clock.
+        self._next_call_s = 0.0
+        #: Seconds waited after the last call, if it failed; 0: it did not.
+        self._delay_s = 0.0
+        #: Nothing more is published than what waits.
         self._closed = False
-        #: Reports that were given up so far.
+        #: Nothing more is published.
+        self._ended = False
+        #: Reports that were written to files of `folder`, and those that were given up.
+        self.saved = 0
         self.lost = 0
+        #: Where reports are written that cannot be published; `None`: none was yet.
+        self.folder: Path | None = None
         self._last_error = ""
         self._warned = False
 
     def publish(self, report: TaskReport) -> None:
         """Publish the report of one process; return at once."""
-        self.put(functools.partial(publish_task_report, report))
+        self._put_artifact(functools.partial(task_artifact, report))
+
+    def publish_flow(
+        self, reports: Sequence[TaskReport], *, flow_name: str, flow_run_id: UUID | None
+    ) -> None:
+        """Publish the report of one flow run; return at once. See `flow_artifact`."""
+        make = functools.partial(
+            flow_artifact, reports, flow_name=flow_name, flow_run_id=flow_run_id
+        )
+        self._put_artifact(make)
 
     def put(
-        self, call: Callable[[SyncPrefectClient], None], series: Hashable = None, most: int = 0
+        self, call: Callable[[SyncPrefectClient], object], series: Hashable = None, most: int = 0
     ) -> None:
         """Make any other call that publishes one thing; return at once.
 
@@ -188,20 +221,28 @@ class Publisher:
             series: Jobs of one series replace each other while they wait. `None`: of no series.
             most: Jobs of the series that may wait, from 1. Older ones are dropped, and are not lost.
         """
+        self._put(Job(call, series), most)
+
+    def call_after(self, local: Callable[[], object]) -> None:
+        """Call something that needs no API once all that waits is published or given up; return at once."""
+        self._put(Job(lambda client: None, local=local))
+
+    def _put_artifact(self, make: Callable[[], ArtifactCreate]) -> None:
+        self._put(Job(lambda client: client.create_artifact(make()), artifact=make))
+
+    def _put(self, job: Job, most: int = 0) -> None:
         with self._changed:
-            if self._closed or len(self._waiting) + self._busy >= WAITING_LIMIT:
-                self.lost += 1
-                self._last_error = self._last_error or (
-                    "it came after the flow had closed its reports"
-                    if self._closed
-                    else f"{WAITING_LIMIT} others were waiting for the API"
-                )
+            if self._closed:
+                self._give_up(job, "it came after the flow had closed its reports")
                 return
-            if series is not None:
-                same = [job for job in self._waiting if job[1] == series]
+            if len(self._waiting) + (self._current is not None) >= WAITING_LIMIT:
+                self._give_up(job, f"{WAITING_LIMIT} others were waiting for the API")
+                return
+            if job.series is not None:
+                same = [each for each in self._waiting if each.series == job.series]
                 if len(same) >= most:
                     self._waiting.remove(same[0])
-            self._waiting.append((call, series))
+            self._waiting.append(job)
             self._changed.notify()
             if self._thread is None:
                 try:
@@ -211,63 +252,130 @@ class Publisher:
                     self._last_error = str(error)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Publish what waits and end the thread; give up after `timeout_s`, with one warning."""
+        """Publish what waits and end the thread; after `timeout_s` write what is left to files, with one warning."""
         with self._changed:
             self._closed = True
             self._changed.notify()
             thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-        self._hurry.set()
+        try:
+            if thread is not None:
+                thread.join(timeout_s)
+        finally:
+            # Also after Ctrl-C.
+            self._end(f"the API took longer than {timeout_s:g}s")
+
+    def _end(self, reason: str) -> None:
         with self._changed:
-            missing = self.lost + len(self._waiting) + self._busy
-            if missing == 0 or self._warned:
+            self._ended = True
+            self._changed.notify()
+            left = ([] if self._current is None else [self._current], self._waiting)
+            for job in itertools.chain(*left):
+                self._give_up(job, self._last_error or reason)
+            self._current = None
+            self._waiting.clear()
+            if self._warned or not self.saved + self.lost:
                 return
             self._warned = True
-        reason = self._last_error or f"the API took longer than {timeout_s:g}s"
-        reports = "1 memory report was" if missing == 1 else f"{missing} memory reports were"
+            said = []
+            if self.saved:
+                said.append(f"{_count(self.saved)} not published but written to {self.folder}")
+            if self.lost:
+                said.append(f"{_count(self.lost)} lost")
+            reason = self._last_error
         self._logger.warning(
-            f"{reports} lost: {reason}. Tasks and their results are not affected; "
+            f"{' and '.join(said)}: {reason}. Tasks and their results are not affected; "
             "check that PREFECT_API_URL answers"
         )
 
     def _run(self) -> None:
         with bounded_settings(self._settings, REQUEST_TIMEOUT_S):
-            answers = True
-            while (call := self._next()) is not None:
-                error = self._try(call, self._retry_delays_s if answers else ())
-                # The call holds its report, which must not stay alive until the next one comes.
-                del call
-                answers = error == ""
-                with self._changed:
-                    self._busy = False
-                    if error:
-                        self.lost += 1
-                        self._last_error = error
+            while (job := self._next()) is not None:
+                self._take_answer(job, self._try(job))
+                # It holds its report, which must not stay alive until the next one comes.
+                del job
 
-    def _next(self) -> Callable[[SyncPrefectClient], None] | None:
-        """Wait for the next call; return `None` at the end."""
+    def _next(self) -> Job | None:
+        """Wait for the next job and its time; return `None` at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._waiting or self._hurry.is_set():
-                return None
-            self._busy = True
-            return self._waiting.popleft()[0]
+            while not self._ended and (self._waiting or not self._closed):
+                wait_s = None
+                if self._waiting:
+                    wait_s = self._next_call_s - time.monotonic()
+                    if wait_s <= 0:
+                        self._current = self._waiting.popleft()
+                        return self._current
+                self._changed.wait(wait_s)
+        return None
 
-    def _try(self, call: Callable[[SyncPrefectClient], None], delays_s: Sequence[float]) -> str:
-        """Make a call; return the last error, or an empty text."""
-        for delay_s in (*delays_s, None):
-            try:
+    def _try(self, job: Job) -> Exception | None:
+        try:
+            if job.local is not None:
+                job.local()
+            else:
                 with self._lend() as client:
-                    call(client)
-                return ""
-            except Exception as error:  # noqa: BLE001
-                # Process boundary: the API, or a report that cannot be drawn, must not fail the flow.
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
-                if delay_s is None or not may_pass(error):
-                    return text
-            self._hurry.wait(delay_s)
-        raise AssertionError("the last try has no delay")
+                    job.call(client)
+        except Exception as error:  # noqa: BLE001
+            # Process boundary: the API, or a report that cannot be drawn, must not fail the flow.
+            return error
+        return None
+
+    def _take_answer(self, job: Job, error: Exception | None) -> None:
+        with self._changed:
+            self._current = None
+            if self._ended:
+                return
+            if error is None or job.local is not None:
+                self._delay_s = self._next_call_s = 0.0
+                if not self.saved + self.lost:
+                    self._last_error = ""
+                return
+            tries = job.tries + (not is_away(error))
+            if not may_pass(error) or tries >= TRIES:
+                self._give_up(job, _first_line(error))
+                return
+            self._last_error = _first_line(error)
+            self._waiting.appendleft(replace(job, tries=tries))
+            self._delay_s = min(self._delay_s * 2 or self._first_delay_s, self._most_delay_s)
+            self._next_call_s = time.monotonic() + max(self._delay_s, read_retry_after(error))
+
+    def _give_up(self, job: Job, reason: str) -> None:
+        """Write what is not published to a file, or count it as lost. Called with the lock held."""
+        if job.local is not None:
+            with contextlib.suppress(Exception):
+                job.local()
+            return
+        self._last_error = reason
+        try:
+            if job.artifact is not None:
+                self._save(job.artifact())
+                self.saved += 1
+                return
+        except Exception as error:  # noqa: BLE001
+            # Process boundary: a full disk, or a report that cannot be drawn, must not fail the flow.
+            self._last_error = f"{reason}; {_first_line(error)}"
+        self.lost += 1
+
+    def _save(self, artifact: ArtifactCreate) -> None:
+        if self.folder is None:
+            name = str(artifact.flow_run_id or f"{datetime.now():%Y-%m-%d-%H%M%S}")
+            folder = self._settings.settings.home / "prefect-gpu" / "reports" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            self.folder = folder
+        for number in itertools.count(self.saved + 1):
+            # Another runner of the flow run may write to the same folder.
+            with contextlib.suppress(FileExistsError):
+                path = self.folder / f"{artifact.key}-{number}.md"
+                with path.open("x", encoding="utf-8", errors="replace") as file:
+                    file.write(str(artifact.data))
+                return
+
+
+def _count(reports: int) -> str:
+    return "1 memory report was" if reports == 1 else f"{reports} memory reports were"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def may_pass(error: Exception) -> bool:
@@ -276,3 +384,22 @@ def may_pass(error: Exception) -> bool:
         status = error.response.status_code
         return status >= 500 or status in (408, 425, 429)
     return True
+
+
+def is_away(error: Exception) -> bool:
+    """Return whether a call cannot have been carried out: the API does not answer, or takes no calls now."""
+    if isinstance(error, PrefectHTTPStatusError):
+        return error.response.status_code in (425, 429, 502, 503, 504)
+    timeout = isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout))
+    return isinstance(error, (httpx.TransportError, OSError)) and not timeout
+
+
+def read_retry_after(error: Exception) -> float:
+    """Return the seconds for which the API asks not to be called again; 0: it does not say."""
+    if not isinstance(error, PrefectHTTPStatusError):
+        return 0.0
+    try:
+        # The other form, a date, is not sent by Prefect.
+        return min(max(float(error.response.headers.get("Retry-After", 0)), 0.0), LONGEST_WAIT_S)
+    except ValueError:
+        return 0.0

@@ -41,7 +41,7 @@ from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_pool import Announcement, standby_pool
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.reports.publish import Publisher, publish_flow_report
+from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook
@@ -379,10 +379,7 @@ class ActiveRunner:
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)
             if self._reports:
-                call = functools.partial(
-                    publish_flow_report, self._reports, flow_name=name, flow_run_id=flow_run_id
-                )
-                self._publisher.put(call)
+                self._publisher.publish_flow(self._reports, flow_name=name, flow_run_id=flow_run_id)
             self._publisher.close(CLOSING_S)
         self._client.close()
 

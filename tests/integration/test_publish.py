@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -18,6 +18,7 @@ from prefect.settings import (
     PREFECT_API_REQUEST_TIMEOUT,
     PREFECT_API_URL,
     PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_HOME,
     temporary_settings,
 )
 
@@ -25,8 +26,8 @@ from prefect_gpu.reports.markdown import flow_metadata
 from prefect_gpu.reports.publish import (
     Publisher,
     bounded_settings,
-    publish_flow_report,
-    publish_task_report,
+    flow_artifact,
+    task_artifact,
 )
 from tests.fakes.reports import device, flow_reports, task_report
 
@@ -48,7 +49,7 @@ def read(client: SyncPrefectClient, key: str) -> list[Artifact]:
 
 def test_a_task_report_comes_back_with_all_its_metadata(client: SyncPrefectClient) -> None:
     report = task_report(task_name="Évaluate ResNet_50", task_run_id=uuid4(), flow_run_id=uuid4())
-    publish_task_report(report, client)
+    client.create_artifact(task_artifact(report))
     (artifact,) = read(client, "gpu-memory-evaluate-resnet-50")
     assert artifact.metadata_ == report.metadata()
     assert artifact.type == "markdown"
@@ -60,7 +61,7 @@ def test_a_value_that_is_too_long_is_cut_and_does_not_stop_the_report(
     client: SyncPrefectClient,
 ) -> None:
     devices = tuple(device(i) for i in range(16))
-    publish_task_report(task_report(task_name="wide", devices=devices), client)
+    client.create_artifact(task_artifact(task_report(task_name="wide", devices=devices)))
     (artifact,) = read(client, "gpu-memory-wide")
     assert len(artifact.metadata_["device_uuid"]) == 500
 
@@ -68,7 +69,7 @@ def test_a_value_that_is_too_long_is_cut_and_does_not_stop_the_report(
 def test_a_flow_report_comes_back_on_its_flow_run(client: SyncPrefectClient) -> None:
     flow_run_id = uuid4()
     reports = flow_reports()
-    publish_flow_report(reports, client, flow_name="nightly", flow_run_id=flow_run_id)
+    client.create_artifact(flow_artifact(reports, flow_name="nightly", flow_run_id=flow_run_id))
     (artifact,) = read(client, "gpu-flow-nightly")
     assert artifact.flow_run_id == flow_run_id
     assert artifact.metadata_ == flow_metadata(reports)
@@ -81,9 +82,7 @@ def test_a_publisher_drains_from_its_thread_under_the_settings_of_the_flow(
     began = time.perf_counter()
     for i in range(10):
         publisher.publish(task_report(task_name="drained", attempt=i + 1))
-    publisher.put(
-        partial(publish_flow_report, flow_reports(), flow_name="drained", flow_run_id=None)
-    )
+    publisher.publish_flow(flow_reports(), flow_name="drained", flow_run_id=None)
     accepted_s = time.perf_counter() - began
     publisher.close(timeout_s=60)
     found = read(client, "gpu-memory-drained")
@@ -94,26 +93,27 @@ def test_a_publisher_drains_from_its_thread_under_the_settings_of_the_flow(
 
 
 def test_an_unreachable_api_costs_one_warning_that_counts(
-    prefect_server: str, caplog: pytest.LogCaptureFixture
+    prefect_server: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+    away = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_HOME: tmp_path}
+    with temporary_settings(away):
         publisher = Publisher(
-            lambda: get_client(sync_client=True),
-            logger=logging.getLogger("reports"),
-            retry_delays_s=(0.01, 0.01),
+            lambda: get_client(sync_client=True), logger=logging.getLogger("reports")
         )
         for _ in range(3):
             publisher.publish(task_report())
-        publisher.close(timeout_s=60)
-        publisher.close(timeout_s=60)
+        publisher.close(timeout_s=2)
+        publisher.close(timeout_s=2)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "3 memory reports were lost" in record.getMessage()
-    assert "ConnectError" in record.getMessage()
+    said = f"3 memory reports were not published but written to {publisher.folder}"
+    assert said in record.getMessage() and "ConnectError" in record.getMessage()
+    assert publisher.folder is not None and publisher.folder.is_relative_to(tmp_path)
+    assert len(list(publisher.folder.iterdir())) == 3
 
 
 def test_an_api_that_never_answers_does_not_hold_up_the_end_of_a_flow(
-    prefect_server: str, caplog: pytest.LogCaptureFixture
+    prefect_server: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     never = threading.Event()
 
@@ -123,13 +123,14 @@ def test_an_api_that_never_answers_does_not_hold_up_the_end_of_a_flow(
         raise OSError("gone")
         yield
 
-    publisher = Publisher(hang, logger=logging.getLogger("reports"))
+    with temporary_settings({PREFECT_HOME: tmp_path}):
+        publisher = Publisher(hang, logger=logging.getLogger("reports"))
     publisher.publish(task_report())
     publisher.publish(task_report())
     began = time.monotonic()
     publisher.close(timeout_s=0.2)
     assert time.monotonic() - began < 30
-    assert "2 memory reports were lost" in caplog.text
+    assert "2 memory reports were not published but written to" in caplog.text
     assert "took longer than 0.2s" in caplog.text
     never.set()
 

@@ -10,7 +10,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_gpu.reports.publish import publish_flow_report, publish_task_report
+from prefect_gpu.reports.publish import flow_artifact, task_artifact
 from tests.fakes.reports import flow_reports, task_report
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -40,8 +40,10 @@ def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         temporary_settings({PREFECT_API_URL: url}),
     ):
         with get_client(sync_client=True) as client:
-            publish_task_report(task_report(), client)
-            publish_flow_report(flow_reports(), client, flow_name="nightly", flow_run_id=None)
+            client.create_artifact(task_artifact(task_report()))
+            client.create_artifact(
+                flow_artifact(flow_reports(), flow_name="nightly", flow_run_id=None)
+            )
         yield url
 
 

@@ -97,7 +97,7 @@ class Setting:
         self.api = api or FakeAPI()
         self.clock = FakeClock()
         self.publisher = Publisher(
-            self.api.connect, logger=logging.getLogger("reports"), retry_delays_s=(0.001,)
+            self.api.connect, logger=logging.getLogger("reports"), retry_delays_s=(0.001, 0.001)
         )
         self.store: HistoryStore = PrefectHistory(
             self.api.connect,

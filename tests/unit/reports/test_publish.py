@@ -7,8 +7,9 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -16,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_HOME, temporary_settings
 
 from prefect_gpu.reports import publish
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.reports.publish import Publisher, artifact_key, publish_flow_report
+from prefect_gpu.reports.publish import Publisher, artifact_key
 from tests.fakes.reports import flow_reports, task_report
 
 PATIENCE_S = 60.0
@@ -47,11 +49,22 @@ class FakeAPI:
         self.keys.append(artifact.key)
 
 
-def answered(status: int) -> PrefectHTTPStatusError:
+def answered(status: int, **headers: str) -> PrefectHTTPStatusError:
     request = httpx.Request("POST", "http://api/artifacts/")
-    return PrefectHTTPStatusError(
-        f"{status}", request=request, response=httpx.Response(status, request=request)
-    )
+    response = httpx.Response(status, request=request, headers=headers)
+    return PrefectHTTPStatusError(f"{status}", request=request, response=response)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path) -> Iterator[Path]:
+    """Where reports are written that cannot be published."""
+    with temporary_settings({PREFECT_HOME: tmp_path / "home"}):
+        yield tmp_path / "home"
+
+
+def written(home: Path) -> dict[str, str]:
+    """Return all files under a folder, by the names in it."""
+    return {path.name: path.read_text("utf-8") for path in home.rglob("*") if path.is_file()}
 
 
 def publisher(api: FakeAPI) -> Publisher:
@@ -79,43 +92,126 @@ def test_reports_arrive_in_order(caplog: pytest.LogCaptureFixture) -> None:
     api = FakeAPI()
     it = publisher(api)
     it.publish(task_report())
-    it.put(partial(publish_flow_report, flow_reports(), flow_name="nightly", flow_run_id=None))
+    it.publish_flow(flow_reports(), flow_name="nightly", flow_run_id=None)
     it.close(PATIENCE_S)
     assert api.keys == ["gpu-memory-evaluate", "gpu-flow-nightly"]
     assert it.lost == 0 and not caplog.records
 
 
-def test_a_connection_error_is_tried_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_connection_error_is_tried_again(caplog: pytest.LogCaptureFixture, home: Path) -> None:
     api = FakeAPI(OSError("reset"), answered(503))
     it = publisher(api)
     it.publish(task_report())
     it.close(PATIENCE_S)
-    assert len(api.keys) == 1 and api.opened == 3 and not caplog.records
+    assert len(api.keys) == 1 and api.opened == 3
+    assert not caplog.records and written(home) == {}
 
 
-def test_a_refusal_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_that_the_api_refuses_is_written_to_a_file_at_once(
+    caplog: pytest.LogCaptureFixture, home: Path
+) -> None:
     api = FakeAPI(answered(422))
     it = publisher(api)
+    flow_run_id = uuid4()
+    it.publish(task_report(task_name="../a b/☃", flow_run_id=flow_run_id))
+    it.close(PATIENCE_S)
+    assert api.keys == [] and (it.saved, it.lost) == (1, 0) and api.opened == 1
+    folder = home / "prefect-gpu" / "reports" / str(flow_run_id)
+    ((name, text),) = written(folder).items()
+    assert name == "gpu-memory-a-b-1.md" and "data:image/svg+xml" in text
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"1 memory report was not published but written to {folder}: PrefectHTTPStatusError: 422."
+    )
+
+
+def test_an_api_that_is_away_for_long_gets_all_reports_in_order_when_it_is_back(
+    caplog: pytest.LogCaptureFixture, home: Path
+) -> None:
+    api = FakeAPI(*(httpx.ConnectError("away") for _ in range(50)))
+    it = publisher(api)
+    for name in ("one", "two", "three"):
+        it.publish(task_report(task_name=name))
+    it.close(PATIENCE_S)
+    assert api.keys == ["gpu-memory-one", "gpu-memory-two", "gpu-memory-three"]
+    assert api.opened == 53 and not caplog.records and written(home) == {}
+
+
+@pytest.mark.parametrize("error", [answered(500), httpx.ReadTimeout("slow"), ValueError("odd")])
+def test_a_report_that_fails_by_itself_does_not_hold_up_the_others(
+    error: Exception, home: Path
+) -> None:
+    api = FakeAPI(*[error] * publish.TRIES)
+    it = publisher(api)
+    for name in ("one", "two"):
+        it.publish(task_report(task_name=name))
+    it.close(PATIENCE_S)
+    assert api.keys == ["gpu-memory-two"]
+    assert list(written(home)) == ["gpu-memory-one-1.md"]
+
+
+def test_the_time_for_which_an_api_asks_not_to_be_called_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seconds(error: Exception) -> float:
+        return publish.read_retry_after(error)
+
+    assert seconds(answered(429, **{"Retry-After": "7"})) == 7.0
+    assert seconds(answered(429, **{"Retry-After": "99999999"})) == publish.LONGEST_WAIT_S
+    for text in ("-1", "Wed, 21 Oct 2026 07:28:00 GMT", ""):
+        assert seconds(answered(429, **{"Retry-After": text})) == 0.0
+    assert seconds(answered(503)) == seconds(OSError("away")) == 0.0
+    api = FakeAPI(answered(429, **{"Retry-After": "200"}))
+    it = publisher(api)
+    it.publish(task_report())
+    while api.errors:
+        threading.Event().wait(0.001)
+    it.publish(task_report())
+    it.close(0.01)
+    assert api.opened == 1 and it.saved == 2
+
+
+def test_what_was_to_be_done_after_a_job_is_done_after_it_or_when_it_is_given_up() -> None:
+    done: list[str] = []
+
+    def run(client: object) -> None:
+        if len(done) < 2:
+            done.append("failed")
+            raise OSError("away")
+        done.append("run")
+
+    it = publisher(FakeAPI())
+    it.put(run)
+    it.call_after(lambda: done.append("after"))
+    it.close(PATIENCE_S)
+    it.call_after(lambda: done.append("late"))
+    assert done == ["failed", "failed", "run", "after", "late"] and it.lost == 0
+
+    away = FakeAPI(*(httpx.ConnectError("away") for _ in range(100_000)))
+    it = publisher(away)
+    it.publish(task_report())
+    it.put(lambda client: None)
+    it.call_after(lambda: done.append("given up"))
+    it.close(0.01)
+    assert done[-1] == "given up"
+    assert (it.saved, it.lost) == (1, 1), "what has no text of its own is lost"
+
+
+def test_reports_that_cannot_be_written_either_are_lost_with_both_reasons(
+    caplog: pytest.LogCaptureFixture, home: Path
+) -> None:
+    home.mkdir(exist_ok=True)
+    (home / "prefect-gpu").touch()
+    it = publisher(FakeAPI(answered(422)))
     it.publish(task_report())
     it.close(PATIENCE_S)
-    assert api.keys == [] and it.lost == 1 and api.errors == []
-    assert "1 memory report was lost: PrefectHTTPStatusError: 422" in caplog.text
+    (record,) = caplog.records
+    assert "1 memory report was lost: PrefectHTTPStatusError: 422; " in record.getMessage()
+    assert "prefect-gpu" in record.getMessage()
 
 
-def test_an_api_that_does_not_answer_costs_one_try_for_each_report_after_the_first() -> None:
-    api = FakeAPI(*(OSError("away") for _ in range(4)))
-    it = publisher(api)
-    for _ in range(3):
-        it.publish(task_report())
-    it.close(PATIENCE_S)
-    # Three tries for the first, one for the second, and the third arrives.
-    assert api.opened == 5 and it.lost == 2 and len(api.keys) == 1
-
-
-def test_a_hanging_api_loses_reports_but_not_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_hanging_api_delays_the_end_only_by_what_is_allowed_and_loses_no_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, home: Path
 ) -> None:
     monkeypatch.setattr(publish, "WAITING_LIMIT", 2)
     api = FakeAPI()
@@ -126,20 +222,23 @@ def test_a_hanging_api_loses_reports_but_not_time(
     it.close(0.01)
     it.close(0.01)
     (record,) = caplog.records
-    assert "3 memory reports were lost" in record.getMessage()
+    assert "3 memory reports were not published but written to" in record.getMessage()
     assert "2 others were waiting" in record.getMessage()
+    assert len(written(home)) == 3
     api.go.set()
 
 
-def test_a_report_after_the_end_is_counted_and_never_raises(
-    caplog: pytest.LogCaptureFixture,
+def test_a_report_after_the_end_is_written_to_a_file_and_never_raises(
+    caplog: pytest.LogCaptureFixture, home: Path
 ) -> None:
     it = publisher(FakeAPI())
     it.close(PATIENCE_S)
     assert not caplog.records
     it.publish(task_report())
     it.close(PATIENCE_S)
-    assert "1 memory report was lost: it came after" in caplog.text
+    assert "1 memory report was not published" in caplog.text
+    assert "it came after the flow" in caplog.text
+    assert len(written(home)) == 1
 
 
 def test_a_published_report_is_not_kept_in_memory() -> None:
@@ -232,7 +331,7 @@ def test_a_thread_that_cannot_be_started_loses_no_report_if_a_later_one_can(
     assert not caplog.records
 
 
-def test_reports_that_no_thread_can_publish_are_lost_with_the_reason(
+def test_reports_that_no_thread_can_publish_are_written_to_files_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
@@ -242,7 +341,5 @@ def test_reports_that_no_thread_can_publish_are_lost_with_the_reason(
     made = publisher(FakeAPI())
     made.publish(task_report())
     made.close(PATIENCE_S)
-    assert (
-        "1 memory report was lost: the thread 'prefect-gpu-publisher' could not be started"
-        in caplog.text
-    )
+    assert "1 memory report was not published but written to" in caplog.text
+    assert "the thread 'prefect-gpu-publisher' could not be started" in caplog.text

@@ -237,6 +237,8 @@ def test_what_a_process_of_another_container_takes_is_not_foreign(
     rig.start(mine)
     assert not rig.ledger.view().processes.keys() - {mine.request.id}
     other.read()
+    # What the other says counts from the next reading on.
+    rig.broker.read()
     decided(rig.submit("beside them", 12))
 
 

@@ -101,7 +101,8 @@ def test_each_thread_that_cannot_be_started_fails_at_most_one_task(place: Workpl
 def descriptors_free(count: int) -> Iterator[None]:
     """Leave this process a few descriptors that it may open; its children have none of the others."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, limits[1]))
     spare: list[int] = []
     try:
         with contextlib.suppress(OSError):

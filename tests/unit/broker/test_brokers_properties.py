@@ -180,8 +180,9 @@ class Machine(RuleBasedStateMachine):
         self.passed_s: dict[str, float] = {}
 
     def teardown(self) -> None:
+        # While the files are there: SQLite's connection to a file that was removed stays open.
         for owner in (*self.owners, *self.dead):
-            release_lock(owner.store.inner)
+            owner.store.inner.close()
         if self.log is not None:
             self.log.close()
         shutil.rmtree(self.folder)

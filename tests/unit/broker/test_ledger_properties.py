@@ -58,11 +58,13 @@ class Machine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.observer = Process(self.folder)
         self.alive: list[Process] = []
+        self.crashed: list[Process] = []
         self.made = 0
 
     def teardown(self) -> None:
-        for process in (self.observer, *self.alive):
-            process.crash()
+        # While the files are there: SQLite's connection to a file that was removed stays open.
+        for process in (self.observer, *self.alive, *self.crashed):
+            process.store.close()
         shutil.rmtree(self.folder)
 
     @precondition(lambda self: len(self.alive) < 4)
@@ -118,6 +120,7 @@ class Machine(RuleBasedStateMachine):
             return multiple()
         self.alive.remove(process)
         process.crash()
+        self.crashed.append(process)
         return multiple()
 
     @rule()

@@ -30,8 +30,11 @@ STATES_S = 180.0
 #: Problems that are printed of each check.
 MOST_SHOWN = 12
 
-#: Errors of Prefect's client, which end a flow while its server is away.
-API_ERRORS = ("httpx", "httpcore", "prefect.exceptions.PrefectHTTPStatusError", "prefect.client")
+#: Errors of Prefect's client that end a flow while its server refuses connections.
+API_ERRORS = ("httpx.ConnectError", "httpx.ReadError", "httpx.RemoteProtocolError", "httpcore.")
+
+#: The same while it answers with 503.
+API_REFUSALS = ("httpx.HTTPStatusError", "prefect.exceptions.PrefectHTTPStatusError")
 
 
 #: What a flow logs only if something met an error that it was not made for, or gave the ledger up.
@@ -108,7 +111,7 @@ class Verdict:
 def check_flows(verdict: Verdict, flows: Sequence[Ended], outages: int) -> None:
     """Flows end without an error, but for those whose calls of the API failed."""
     failed = [each for each in flows if each.failed]
-    excused = [each for each in failed if outages and each.failed.startswith(API_ERRORS)]
+    excused = [each for each in failed if outages and _is_absence(each.failed)]
     wrong = [f"flow {each.number}: {each.failed[:600]}" for each in failed if each not in excused]
     wrong += [
         f"flow {each.number} ended without a word"
@@ -120,6 +123,10 @@ def check_flows(verdict: Verdict, flows: Sequence[Ended], outages: int) -> None:
         wrong,
         f"{len(flows)} flows, {len(excused)} of them ended by the API's absence",
     )
+
+
+def _is_absence(failed: str) -> bool:
+    return failed.startswith(API_ERRORS) or (failed.startswith(API_REFUSALS) and "503" in failed)
 
 
 def check_logs(verdict: Verdict, folder: Path) -> None:
@@ -238,12 +245,26 @@ async def _states(api_url: str, task_runs: Sequence[str]) -> dict[str, list[str]
     return found
 
 
-def check_bodies(verdict: Verdict, notes: Sequence[Note]) -> None:
-    """No attempt's body ran again that had ended, or that was not short of memory."""
+def check_bodies(verdict: Verdict, flows: Sequence[Ended], notes: Sequence[Note]) -> None:
+    """No body ran again that had ended, or that was not short of memory; what completed has ended once.
+
+    Args:
+        verdict: Says what was found.
+        flows: That ended by themselves.
+        notes: Of all bodies, those of killed flows among them.
+    """
     by_attempt: dict[tuple[str, int], list[str]] = defaultdict(list)
+    ends: Counter[str] = Counter()
     for note in notes:
         by_attempt[note.key, note.attempt].append(note.word)
-    again = []
+        ends[note.key] += note.word == "end"
+    again = [f"task {key} ended {count} times" for key, count in ends.items() if count > 1]
+    again += [
+        f"task {key} completed and its body has not ended"
+        for flow in flows
+        for key, seen in flow.outcomes.items()
+        if seen["state"] == "COMPLETED" and not ends[key]
+    ]
     for (key, attempt), words in by_attempt.items():
         for before, after in itertools.pairwise(words):
             # After an error the body may begin again with more memory.
@@ -251,7 +272,11 @@ def check_bodies(verdict: Verdict, notes: Sequence[Note]) -> None:
                 again.append(f"task {key}, attempt {attempt}: {words}")
                 break
     begun = sum(note.word == "begin" for note in notes)
-    verdict.say("no body ran again without Prefect's knowledge", again, f"{begun} bodies")
+    verdict.say(
+        "each body ran once for an attempt, and to its end once if its task run completed",
+        again,
+        f"{begun} bodies",
+    )
 
 
 def check_processes(verdict: Verdict, place: Workplace) -> None:

@@ -28,13 +28,24 @@ def test_a_seed_has_one_plan() -> None:
     assert whole(1) != whole(2)
 
 
-def test_a_body_that_ran_again_is_found() -> None:
-    words = ["begin", "raise", "begin", "end"]
+@pytest.mark.parametrize(
+    ("words", "passes"),
+    [
+        ("begin:1 end:1", True),
+        ("begin:1 raise:1 begin:1 end:1", True),
+        ("begin:1 raise:1 begin:2 end:2", True),
+        ("begin:1 end:1 begin:1 end:1", False),
+        ("begin:1 end:1 begin:2 end:2", False),
+        ("begin:1 begin:1 end:1", False),
+        ("begin:1", False),
+    ],
+)
+def test_a_body_that_ran_again_or_did_not_end_is_found(words: str, passes: bool) -> None:
+    notes = [Note(word[:-2], "0.1", int(word[-1]), 7) for word in words.split()]
     verdict = Verdict()
-    check_bodies(verdict, [Note(word, "0.1", 1, 7) for word in words])
-    assert verdict.passed
-    check_bodies(verdict, [Note(word, "0.1", 1, 7) for word in [*words, "begin", "end"]])
-    assert not verdict.passed
+    flow = Ended(0, outcomes={"0.1": {"key": "0.1", "state": "COMPLETED", "value": "right"}})
+    check_bodies(verdict, [flow], notes)
+    assert verdict.passed == passes
 
 
 def test_a_wrong_value_is_found() -> None:

@@ -17,14 +17,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pynvml
 
 from prefect_gpu.devices.spec import parse_spec
 from tests.chaos import bodies, checks, plan
 from tests.chaos.faults import Disk, Faults, read_notes
-from tests.chaos.proxy import Proxy
+from tests.faults.api_proxy import proxy
 from tests.gpu._checks import nvml_handles, prefect_server, used_bytes
 from tests.integration.programs import Workplace, lines_of
 
@@ -200,17 +199,14 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
         each.mkdir()
     server = stack.enter_context(prefect_server(str(server_home)))
     api_url = server["PREFECT_API_URL"]
-    port = urlsplit(api_url).port
-    assert port is not None
-    proxy = Proxy(port)
-    stack.callback(proxy.close)
+    before_api = stack.enter_context(proxy(api_url))
     disk = Disk(work / "disk")
     stack.callback(disk.close)
     print(f"seed {options.seed}, {options.flows} flows at a time, devices {options.devices}")
     if not disk.mounted:
         print("full disks are left out: no disk can be mounted here")
 
-    place = Workplace(work, f"http://127.0.0.1:{proxy.port}/api")
+    place = Workplace(work, before_api.url)
     notes = work / "notes.txt"
     simulated = parse_spec(options.devices).kind == "simulated"
     place.environment |= {
@@ -225,7 +221,7 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     ledger = work / "ledger"
     look = checks.watch_capacity(ledger, max(capacities(options.devices)))
     used = used_bytes()
-    faults = Faults(plan.faults(options.seed), place, proxy, disk, notes)
+    faults = Faults(plan.faults(options.seed), place, before_api, disk, notes)
     flows = Run(options, place, faults, look)
     ended = flows.run()
     print("faults: " + ", ".join(f"{n} × {name}" for name, n in sorted(faults.counts.items())))

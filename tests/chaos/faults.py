@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prefect_gpu.processes.launcher import STANDBY_TITLE
 from tests.chaos.plan import Fault, Target
-from tests.chaos.proxy import Proxy
+from tests.faults.api_proxy import Answer, Proxy
 from tests.integration.programs import Workplace, lines_of
 
 
@@ -175,7 +175,10 @@ class Faults:
                 return
             self._stopped.add(pid)
         elif fault.kind == "outage":
-            self._proxy.set_mode("503" if fault.harsh else "refuse")
+            if fault.harsh:
+                self._proxy.choose_answer = lambda what: Answer(503)
+            else:
+                self._proxy.go_away()
         elif not self._disk.mounted:
             return
         else:
@@ -190,7 +193,10 @@ class Faults:
 
     def _end(self, fault: Fault, pid: int) -> None:
         if fault.kind == "outage":
-            self._proxy.set_mode("open")
+            if fault.harsh:
+                self._proxy.choose_answer = lambda what: None
+            else:
+                self._proxy.come_back()
         elif fault.kind == "full disk":
             self._disk.empty()
         else:

@@ -69,7 +69,8 @@ def bounded_settings(of: SettingsContext, timeout_s: float) -> SettingsContext:
     client = settings.client.model_copy(update={"max_retries": 0})
     api = settings.api.model_copy(update={"request_timeout": timeout_s})
     settings = settings.model_copy(update={"client": client, "api": api})
-    return SettingsContext(profile=of.profile, settings=settings)
+    # Validation would change settings that other threads use.
+    return SettingsContext.model_construct(profile=of.profile, settings=settings)
 
 
 # Each call of slugify searches `sys.path` for a package that is not installed, which takes 0.3 ms.

@@ -500,7 +500,8 @@ class _AsTheyAre(SettingsContext):
         if settings.api.url != url:
             api = settings.api.model_copy(update={"url": url})
             settings = settings.model_copy(update={"api": api})
-        return cls(profile=current.profile, settings=settings)
+        # Prefect's validation changes the settings that all threads share for a moment, and fails if two do so.
+        return cls.model_construct(profile=current.profile, settings=settings)
 
     def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
         """See `SettingsContext.serialize`."""

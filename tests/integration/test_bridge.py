@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +20,7 @@ from prefect.context import (
     SyncClientContext,
     TagsContext,
     TaskRunContext,
+    get_settings_context,
     hydrated_context,
     serialize_context,
 )
@@ -32,6 +35,7 @@ from prefect.utilities.engine import emit_task_run_state_change_event
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.child import prefect_context
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
+from prefect_gpu.reports.publish import bounded_settings
 from prefect_gpu.runner import prefect_engine
 from tests.integration import engine_api as api
 
@@ -53,6 +57,24 @@ def test_the_engine_waits_for_a_retry_in_a_method_of_its_own() -> None:
 def test_state_events_take_what_we_give_them() -> None:
     parameters = set(inspect.signature(emit_task_run_state_change_event).parameters)
     assert parameters >= {"task_run", "initial_state", "validated_state"}, "see EngineRun._show"
+
+
+def test_threads_may_copy_the_settings_at_the_same_time() -> None:
+    # To validate a copy, Prefect sets fields of the settings that all threads share, and unsets them.
+    def copy_often(_: int) -> None:
+        for _ in range(500):
+            with prefect_engine._AsTheyAre.of_thread("http://127.0.0.1:1/api") as copied:
+                assert copied.settings.api.url == "http://127.0.0.1:1/api"
+            with bounded_settings(get_settings_context(), 1.5) as copied:
+                assert copied.settings.api.request_timeout == 1.5
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(copy_often, range(4)))
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def test_task_run_ids_are_ordered_by_time() -> None:

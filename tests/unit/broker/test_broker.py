@@ -56,8 +56,8 @@ def test_two_of_40_percent_run_together_and_the_third_after_them(rig: Rig) -> No
 def test_the_first_decision_waits_for_a_reading_and_later_ones_for_a_fresh_one(rig: Rig) -> None:
     rig.broker.end(rig.place("a", 20))
     rig.next_recovered()
-    rig.clock.advance(60)
     rig.reader.occupy("SIM-0", 10 * GIB)
+    rig.clock.advance(60)
     late = rig.submit("b", 20)
     rig.broker.read()
     assert rig.waits(late)
@@ -78,17 +78,18 @@ def test_the_impossible_is_refused(rig: Rig) -> None:
 
 
 def test_memory_that_the_driver_keeps_is_learned_later(rig: Rig) -> None:
+    read = Reader.read
+
+    def with_reserved(roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
+        snapshots = read(rig.reader, roots)
+        return tuple(s if s.error else replace(s, system_reserved_bytes=GIB) for s in snapshots)
+
+    rig.reader.read = with_reserved  # type: ignore[method-assign]
     rig.reader.failed["SIM-0"] = "GPU is lost"
     waiting = rig.submit("a", 24)
     rig.broker.read()
     assert rig.waits(waiting)
-    read = Reader.read
-
-    def with_reserved(roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
-        return tuple(replace(s, system_reserved_bytes=GIB) for s in read(rig.reader, roots))
-
     rig.reader.failed.clear()
-    rig.reader.read = with_reserved  # type: ignore[method-assign]
     rig.broker.read()
     decided(waiting)
     assert isinstance(waiting.error, PlacementError)
@@ -325,7 +326,9 @@ def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
         rig.start(ticket, gib=1)
         rig.exit(ticket)
         rig.next_recovered()
-    rig.broker.withdraw(rig.submit("withdrawn", 1))
+    running = rig.place("running", 20)
+    assert rig.broker.withdraw(rig.submit("withdrawn", 20))
+    rig.broker.end(running)
     decided(rig.submit("refused", 99))
     rig.broker.settle()
     broker = rig.broker

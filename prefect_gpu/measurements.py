@@ -14,8 +14,8 @@ from dataclasses import dataclass
 #: neighbours merge. A chart is 860 pixels wide and cannot show more; a point costs about 200 bytes.
 SERIES_LIMIT = 1000
 
-#: Points of one process in a flow's report (5 kB): an outline in a bar a few hundred pixels wide.
-COMPACT_SAMPLES = 24
+#: Points of one process in a flow's report (2 kB): an outline in a bar a few hundred pixels wide.
+COMPACT_SAMPLES = 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ attributes, so those are numbers and words of this package, never a user's text.
 from __future__ import annotations
 
 import math
-import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -21,8 +20,8 @@ GRID = "#e5e7eb"
 PAPER = "#ffffff"
 FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
-#: Characters that XML 1.0 forbids, and single surrogates, which cannot be encoded.
-_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+#: Characters that join letters and emoji: no width, and no effect on other text.
+_JOINERS = "\u200c\u200d"
 
 _NICE_SECONDS = (
     *(step * 10.0**power for power in range(-3, 1) for step in (1, 2, 5)),
@@ -34,8 +33,13 @@ _NICE_SECONDS = (
 
 
 def clean(text: str) -> str:
-    """Return text on one line, without characters that XML cannot hold."""
-    return " ".join(_FORBIDDEN.sub("�", text).split())
+    """Return text on one line, of characters that can be shown, encoded and put into XML.
+
+    White space becomes single spaces. Control characters, lone surrogates and marks that change the direction of text
+    become `�`.
+    """
+    line = " ".join(text.split())
+    return "".join(each if each.isprintable() or each in _JOINERS else "�" for each in line)
 
 
 def text_width(text: str, size: float) -> float:

@@ -14,10 +14,19 @@ from prefect_gpu.reports.canvas import clean
 #: Characters of a name that are shown.
 NAME_LIMIT = 80
 
+#: Characters of a name that are kept. A task's name is an argument of its process, and a part of keys and messages.
+NAME_CHARS = 200
+
 #: Characters with a meaning in the middle of a line. A user's text never starts a line.
 _SPECIAL = re.compile(r"([\\`*_\[\]|~$])")
 #: GitHub's markdown makes a link of these anywhere.
 _AUTOLINK = re.compile(r"(?i)(https?|ftp)://|www\.|@")
+
+
+def clean_name(name: str) -> str:
+    """Return the name of a task, task run or flow as one short line; see `canvas.clean`."""
+    line = clean(name[: NAME_CHARS + 1])
+    return line if len(name) <= NAME_CHARS else line[: NAME_CHARS - 1] + "…"
 
 
 def escape(text: str, limit: int = NAME_LIMIT) -> str:

@@ -45,6 +45,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu.policy import is_gpu_tag
+from prefect_gpu.reports.markup import clean_name
 
 #: Seconds between tries to get a slot of a tag concurrency limit from a server that is too busy to
 #: answer. Most refusals last for a moment; Prefect's own client may have tried six times by then.
@@ -99,11 +100,11 @@ def flow_run_goes_on(context: FlowRunContext | None, runner: object) -> bool:
 
 
 def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
-    """Return the name of a flow and the id of its run; "no-flow" and `None` outside one."""
+    """Return the name of a flow, as reports show it, and the id of its run; "no-flow" and `None` outside one."""
     if context is None or context.flow_run is None:
         return "no-flow", None
     name = context.flow.name if context.flow is not None else context.flow_run.name
-    return name, context.flow_run.id
+    return clean_name(name), context.flow_run.id
 
 
 class SharedClient:

@@ -18,6 +18,7 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.frameworks.registry import SEEN_BY_LOOKING
 from prefect_gpu.measurements import Mark, MarkKeeper, Sample, SeriesBuilder, StepFacts, largest
 from prefect_gpu.processes.messages import BodyEnded
+from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
@@ -251,7 +252,7 @@ class ProcessRecord:
                 task_name=call.plan.task_name,
                 task_key=call.plan.task_key,
                 task_run_id=call.run.task_run.id,
-                task_run_name=call.run.task_run.name,
+                task_run_name=clean_name(call.run.task_run.name),
                 flow_run_id=call.run.task_run.flow_run_id,
                 pid=self.pid,
                 devices=self._placement.devices,

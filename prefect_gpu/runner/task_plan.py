@@ -26,6 +26,7 @@ from prefect_gpu.processes import values
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.processes.transport import PackedValue
 from prefect_gpu.processes.values import Share
+from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.runner.learn_by import digest_values
 from prefect_gpu.runner.prefect_engine import EngineRun, without_flow_parameters
 from prefect_gpu.scheduling.history import HistoryKey
@@ -94,19 +95,6 @@ class TaskPlan:
             digest = digest_values(self.function, self.policy.learn_by, bound.arguments)
         qualified_name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         return HistoryKey(self.task_name, qualified_name, learn_by=digest)
-
-
-#: Characters of a task's name that are kept. It is an argument of the process, and a part of keys and messages.
-NAME_CHARS = 200
-
-
-def clean_name(name: str) -> str:
-    """Return a task's name as one short line of characters that can be shown and encoded.
-
-    Line breaks, NUL, lone surrogates and marks that change the direction of text become `�`.
-    """
-    line = "".join(each if each.isprintable() else "�" for each in name[: NAME_CHARS + 1])
-    return line if len(line) <= NAME_CHARS else line[: NAME_CHARS - 1] + "…"
 
 
 class PlanMaker:

@@ -1,4 +1,4 @@
-"""Tags that the machine can never satisfy: no process is started for them, of whatever kind."""
+"""Tags that are wrong, or that the machine can never satisfy: no process is started for them, of whatever kind."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def never():
 
 
 IMPOSSIBLE = [gpu(count=3), gpu(memory="80GiB"), gpu(memory="23.9GiB"), gpu(device=7)]
+WRONG = [["gpu :memory=1GiB"], ["gpu", "gpu:memory=1"]]
 
 
 def ends():
-    futures = [never.with_options(tags=tags).submit() for tags in IMPOSSIBLE]
+    futures = [never.with_options(tags=tags).submit() for tags in IMPOSSIBLE + WRONG]
     return [type(future.result(raise_on_failure=False)).__name__ for future in futures]
 
 
@@ -46,12 +47,12 @@ print("FOUND", json.dumps({"ends": found, "processes": processes, "threads": nam
 """
 
 
-def test_for_a_tag_that_can_never_be_met_nothing_is_started(place: Workplace) -> None:
+def test_for_a_tag_that_is_wrong_or_can_never_be_met_nothing_is_started(place: Workplace) -> None:
     place.write("never.py", PROGRAM)
     done = place.run("never.py")
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     found = json.loads(line.removeprefix("FOUND "))
-    assert found["ends"] == [["PlacementError"] * 4] * 3
+    assert found["ends"] == [["PlacementError"] * 4 + ["PolicyError"] * 2] * 3
     assert found["processes"] == []
     # Neither what starts processes, nor what keeps standbys.
     assert not {"prefect-gpu-launcher", "prefect-gpu-standby"} & set(found["threads"])

@@ -2,6 +2,9 @@
 
 The kernel ends a hold when its process ends, in whatever way, also in another container or of another user.
 Nothing is left to clean up, and nothing depends on process ids.
+
+A process that is stopped (`SIGSTOP`, a debugger, a frozen container) holds its files and does nothing. So a process
+that works sets the time of its files again and again, and the others see which files keep an old time.
 """
 
 from __future__ import annotations
@@ -10,15 +13,19 @@ import contextlib
 import fcntl
 import os
 import stat
+import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
-#: File systems on which several hosts see one file: SQLite's WAL mode does not work there.
+#: File systems on which several hosts see one file: SQLite's WAL mode does not work there. Those in user space are
+#: named without "fuse.".
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         "nfs",
@@ -32,9 +39,32 @@ NETWORK_FILE_SYSTEMS = frozenset(
         "gpfs",
         "beegfs",
         "ceph",
+        "ceph-fuse",
         "glusterfs",
+        "panfs",
+        "pvfs2",
+        "wekafs",
+        "juicefs",
+        "sshfs",
+        "s3fs",
+        "gcsfuse",
+        "rclone",
     }
 )
+
+#: Seconds without a sign of life after which the process that holds a file counts as stopped.
+SILENT_S = 2.0
+
+#: Looks at a file that must have shown the same time by then: after a pause of the whole machine every file has an
+#: old time.
+SILENT_LOOKS = 3
+
+#: Seconds between two signs of life of a process.
+BEAT_S = 0.25
+
+#: Seconds that `SharedFolder.locked` waits for another process, which takes less than a millisecond unless it is
+#: stopped.
+LOCKED_S = 5.0
 
 
 def default_folder() -> Path:
@@ -57,6 +87,7 @@ class Hold:
         #: Of the file.
         self.descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
+        self._time_ns = 0
         # A fork would hold it after this process has ended.
         PROCESS_RESOURCES.after_fork(self, Hold.release)
 
@@ -69,24 +100,86 @@ class Hold:
         """Hold the file no longer."""
         self._close()
 
+    def beat(self) -> None:
+        """Show that this process works: give the file a new time."""
+        if not self.held:
+            return
+        # The kernel's own time moves in steps of some milliseconds.
+        self._time_ns = max(self._time_ns + 1, time.time_ns())
+        try:
+            os.utime(self.descriptor, ns=(self._time_ns, self._time_ns))
+        except PermissionError:
+            # Another user made the file, and may choose its time alone.
+            with contextlib.suppress(OSError):
+                os.utime(self.descriptor)
+        except OSError:
+            # Others take this process for a stopped one.
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was seen of a file that another process holds."""
+
+    #: Its time, in nanoseconds.
+    time_ns: int
+    #: Monotonic seconds of the first look that showed this time.
+    since_s: float
+    #: How many looks have shown it.
+    looks: int = 1
+
 
 class SharedFolder:
-    """A folder on a local disk.
+    """A folder on a local disk. Safe to use from several threads.
 
     Args:
         path: Where it is; `None`: `default_folder()`, which is made for this user alone. One that was named must
             be there; who may write to it is up to its permissions.
+        now: Returns monotonic seconds.
 
     Raises:
         OSError: It cannot be used.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.path = _private_folder() if path is None else path
         _refuse_network(self.path)
         shared = bool(self.path.stat().st_mode & stat.S_IWGRP)
         #: Who may use the files: the user, or the folder's group too.
         self._mode = 0o660 if shared else 0o600
+        self._now = now
+        self._reset()
+        PROCESS_RESOURCES.after_fork(self, SharedFolder._reset)
+
+    def _reset(self) -> None:
+        #: Guards all below.
+        self._lock = threading.Lock()
+        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+        self._beat_s = -BEAT_S
+        #: By the name of a file.
+        self._seen: dict[str, _Seen] = {}
+
+    def make_file(self, name: str) -> None:
+        """Make a file of the folder if there is none, without opening one that is there.
+
+        A process that closes one of several descriptors of a file loses the locks that SQLite has on it.
+
+        Raises:
+            OSError: It cannot be made, or is no plain file.
+        """
+        with contextlib.suppress(FileExistsError):
+            self._make(name)
+        if not stat.S_ISREG(os.lstat(self.path / name).st_mode):
+            raise OSError(f"{self.path / name} is no plain file")
+
+    def _make(self, name: str) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(self.path / name, flags, self._mode)
+        try:
+            # The umask may have taken the group's right.
+            os.fchmod(descriptor, self._mode)
+        finally:
+            os.close(descriptor)
 
     def open_file(self, name: str) -> int:
         """Open a file of the folder, made if there is none, and return its descriptor.
@@ -94,12 +187,14 @@ class SharedFolder:
         Raises:
             OSError: It cannot be opened, or it is a link.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self.path / name, flags, self._mode)
-        if os.fstat(descriptor).st_uid == os.getuid():
-            # The umask may have taken the group's right.
-            os.fchmod(descriptor, self._mode)
-        return descriptor
+        while True:
+            try:
+                return os.open(self.path / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                # Not with one call: in a folder with the sticky bit the kernel may refuse `O_CREAT` for the file of
+                # another user (`fs.protected_regular`).
+                with contextlib.suppress(FileExistsError):
+                    self._make(name)
 
     def hold(self, name: str) -> Hold | None:
         """Hold a file of the folder; `None`: another process, or another part of this one, holds it.
@@ -107,13 +202,28 @@ class SharedFolder:
         Raises:
             OSError: It cannot be opened.
         """
-        descriptor = self.open_file(name)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        for _ in range(10):
+            descriptor = self.open_file(name)
+            if not _try_lock(descriptor):
+                os.close(descriptor)
+                return None
+            if self._is_there(name, descriptor):
+                hold = Hold(descriptor)
+                hold.beat()
+                with self._lock:
+                    self._holds.add(hold)
+                return hold
+            # The process that held it removed it after this one had opened it.
             os.close(descriptor)
-            return None
-        return Hold(descriptor)
+        raise OSError(f"{self.path / name} is removed or replaced again and again")
+
+    def _is_there(self, name: str, descriptor: int) -> bool:
+        """Return whether an open file is still the one of its name."""
+        try:
+            found = os.lstat(self.path / name)
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(descriptor))
 
     def hold_one(self, name: str, most: int) -> Hold | None:
         """Hold one of a number of files: what the processes of a machine may have so many of at a time.
@@ -141,32 +251,88 @@ class SharedFolder:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+            if not _try_lock(descriptor):
+                return True
+            # Only its owner may remove it from a folder with the sticky bit.
+            with contextlib.suppress(OSError):
+                path.unlink()
             return False
-        except BlockingIOError:
-            return True
         finally:
             os.close(descriptor)
+
+    def beat(self) -> None:
+        """Show that this process works, to those that ask `is_silent` of the files that it holds."""
+        now_s = self._now()
+        with self._lock:
+            if now_s - self._beat_s < BEAT_S:
+                return
+            self._beat_s = now_s
+            holds = list(self._holds)
+        for hold in holds:
+            hold.beat()
+
+    def is_silent(self, name: str, after_s: float = SILENT_S) -> bool:
+        """Return whether the process that holds a file has shown no sign of life for some time.
+
+        To be asked again and again: what counts is for how long the looks of this process have shown one time.
+
+        Args:
+            name: Of the file.
+            after_s: Seconds.
+        """
+        now_s = self._now()
+        with self._lock:
+            try:
+                time_ns = os.stat(self.path / name, follow_symlinks=False).st_mtime_ns
+            except OSError:
+                self._seen.pop(name, None)
+                return False
+            seen = self._seen.get(name)
+            if seen is None or seen.time_ns != time_ns:
+                self._seen[name] = _Seen(time_ns, now_s)
+                return False
+            self._seen[name] = seen = replace(seen, looks=seen.looks + 1)
+            return seen.looks >= SILENT_LOOKS and now_s - seen.since_s > after_s
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
         """Wait until no other process is in such a block of the same name.
 
         Raises:
-            OSError: The lock cannot be had.
+            OSError: The lock cannot be had, or another process keeps it for more than `LOCKED_S` seconds.
         """
         descriptor = self.open_file(name)
+        pause = threading.Event()
+        until_s = time.monotonic() + LOCKED_S
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            while not _try_lock(descriptor):
+                if time.monotonic() > until_s:
+                    raise OSError(
+                        f"another process has kept the lock {name!r} in {self.path} for more than "
+                        f"{LOCKED_S:g} s; it may be stopped"
+                    )
+                pause.wait(0.001)
             yield
         finally:
             os.close(descriptor)
 
 
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def shared_folder(path: Path | None) -> SharedFolder:
-    """Return the folder of a path, one for each path in a process; see `SharedFolder`."""
-    return PROCESS_RESOURCES.get(("shared folder", path), lambda: SharedFolder(path))
+    """Return the folder of a path, one for each folder in a process; see `SharedFolder`."""
+    return PROCESS_RESOURCES.get(("shared folder", folder_key(path)), lambda: SharedFolder(path))
+
+
+def folder_key(path: Path | None) -> str:
+    """Return what is equal for two paths of one folder; `None` is the default one."""
+    return os.path.realpath(default_folder() if path is None else path)
 
 
 def _private_folder() -> Path:
@@ -201,7 +367,7 @@ def _refuse_network(folder: Path) -> None:
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     for parent in (resolved, *resolved.parents):
         if parent in mounts:
-            if mounts[parent] in NETWORK_FILE_SYSTEMS:
+            if mounts[parent].removeprefix("fuse.") in NETWORK_FILE_SYSTEMS:
                 raise OSError(
                     f"{folder} is on a network file system ({mounts[parent]}); name a folder on a local disk with "
                     f"PREFECT_INTEGRATIONS_GPU_LEDGER"

@@ -218,8 +218,7 @@ class SimulatedReader(DeviceReader):
                 try:
                     alone.enter_context(self._shared.alone())
                     self._elsewhere = self._shared.others()
-                except (OSError, ValueError, LookupError, TypeError) as error:
-                    # The folder is gone, or another program has written to it.
+                except OSError as error:
                     self._share_nothing(error)
             yield
             if self._shared is None:
@@ -238,12 +237,11 @@ class SimulatedReader(DeviceReader):
             except OSError as error:
                 self._share_nothing(error)
 
-    def _share_nothing(self, error: Exception) -> None:
+    def _share_nothing(self, error: OSError) -> None:
         self._shared, self._elsewhere = None, ()
         logger.warning(
-            "what other flows hold of simulated devices @%s is not seen from now on: %s: %s",
+            "what other flows hold of simulated devices @%s is not seen from now on: %s",
             self.spec.name,
-            type(error).__name__,
             error,
         )
 

@@ -12,7 +12,6 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_gpu.devices.shared_folder import SharedFolder, read_namespace
 from prefect_gpu.errors import DeviceError
@@ -53,11 +52,11 @@ class SimulatedUse:
         self._written = ""
         self._name = f"{self._prefix}{uuid.uuid4().hex}"
         with self.alone():
-            for theirs in self._files():
-                if theirs["devices"] != self._devices:
+            for theirs, _ in self._files():
+                if theirs != self._devices:
                     raise DeviceError(
                         f"simulated devices @{name}: this flow says {self._devices} (bytes of each, and of a context) "
-                        f"and one that runs says {theirs['devices']}; accepted: the same in all flows, or another name"
+                        f"and one that runs says {theirs}; accepted: the same in all flows, or another name"
                     )
             self._hold = folder.hold(self._name)
             self.write({})
@@ -69,17 +68,12 @@ class SimulatedUse:
             yield
 
     def others(self) -> list[FlowUse]:
-        """Return what the children of other flows hold."""
-        return [
-            FlowUse(
-                theirs["namespace"],
-                {
-                    device: {int(pid): size for pid, size in held.items()}
-                    for device, held in theirs["use"].items()
-                },
-            )
-            for theirs in self._files()
-        ]
+        """Return what the children of other flows hold.
+
+        Raises:
+            OSError: The folder cannot be used, or another program has written to its files.
+        """
+        return [use for _, use in self._files()]
 
     def write(self, use: Use) -> None:
         """Write what the children of this flow hold."""
@@ -94,7 +88,19 @@ class SimulatedUse:
             os.ftruncate(self._hold.descriptor, written)
             self._written = text
 
-    def _files(self) -> Iterator[dict[str, Any]]:
+    def _files(self) -> Iterator[tuple[list[object], FlowUse]]:
+        """Yield what each other flow says: the devices, and what its children hold of them."""
         for path in self._folder.path.glob(f"{self._prefix}*"):
-            if path.name != self._name and self._folder.is_held(path.name):
-                yield json.loads(path.read_bytes())
+            if path.name == self._name or not self._folder.is_held(path.name):
+                continue
+            try:
+                said = json.loads(path.read_bytes())
+                use = {
+                    device: {int(pid): int(size) for pid, size in held.items()}
+                    for device, held in said["use"].items()
+                }
+                yield said["devices"], FlowUse(said["namespace"], use)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise OSError(
+                    f"{path} cannot be read ({type(error).__name__}: {error}): another program has written to it"
+                ) from error

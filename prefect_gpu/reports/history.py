@@ -10,6 +10,7 @@ text of a version is a page about the last runs and the next budget.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -60,6 +61,10 @@ AWAY_S = 60.0
 #: Runs of one history that may wait to be written. Older ones are dropped if tasks end faster than the
 #: API accepts artifacts. Only `KEPT_RUNS` are ever read.
 MOST_WAITING = 2 * KEPT_RUNS
+
+#: Seconds without a sign of life after which a flow's claim is no longer waited for. A flow shows none while it only
+#: waits for the API to take its last runs, which takes less than this unless the API is away.
+CLAIM_SILENT_S = 10.0
 
 #: Characters of the digest in an artifact's key: 48 bits distinguish histories of one name.
 DIGEST_CHARS = 12
@@ -167,9 +172,13 @@ class PrefectHistory:
         """See `HistoryStore.claim`."""
         if self._shared is None:
             return True
+        name = self._claim_name(key)
         try:
-            hold = self._shared.hold(self._claim_name(key))
+            hold = self._shared.hold(name)
         except OSError:
+            return True
+        if hold is None and self._shared.is_silent(name, CLAIM_SILENT_S):
+            # Its flow was stopped. If it goes on, two have probed.
             return True
         with self._lock:
             if hold is not None:
@@ -219,8 +228,9 @@ class PrefectHistory:
 
 
 def _end_claim(hold: Hold, path: Path) -> None:
-    # A process that has opened it before may hold it beside a third one: then two probe.
-    path.unlink(missing_ok=True)
+    # In a folder with the sticky bit another user's file stays.
+    with contextlib.suppress(OSError):
+        path.unlink()
     hold.release()
 
 

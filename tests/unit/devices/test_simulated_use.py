@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_gpu.devices import shared_folder
 from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.devices.simulated import (
     SimulatedDevices,
@@ -113,3 +114,29 @@ def test_a_fork_of_a_flow_writes_nothing_in_its_name(tmp_path: Path) -> None:
 
     assert in_fork(end_in_the_fork)
     assert free_gib(other) == 20
+
+
+def test_a_process_that_is_stopped_in_the_middle_holds_no_other_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_folder, "LOCKED_S", 0.02)
+    reader = flow(tmp_path)
+    with SharedFolder(tmp_path).locked("simulated lab"):
+        with pytest.raises(OSError, match="has kept the lock 'simulated lab'"):
+            flow(tmp_path)
+        assert free_gib(reader) == free_gib(reader) == 24
+    (record,) = caplog.records
+    assert "is not seen from now on: another process has kept" in record.getMessage()
+
+
+def test_a_file_that_was_cut_short_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, other = flow(tmp_path), flow(tmp_path)
+    (path,) = (p for p in tmp_path.glob("simulated lab *") if p.name != reader._shared._name)  # type: ignore[union-attr]
+    path.write_text('{"devices": [')
+    with pytest.raises(OSError, match="another program has written to it"):
+        flow(tmp_path)
+    assert free_gib(reader) == 24
+    assert str(path) in caplog.text
+    del other

@@ -23,6 +23,7 @@ from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.reports.history import (
     AWAY_S,
+    CLAIM_SILENT_S,
     READ_TRIES,
     MemoryHistory,
     PrefectHistory,
@@ -103,7 +104,7 @@ class Setting:
             self.api.connect,
             self.publisher,
             clock=self.clock,
-            shared=None if shared is None else SharedFolder(shared),
+            shared=None if shared is None else SharedFolder(shared, self.clock.now),
         )
 
     def close(self) -> None:
@@ -446,6 +447,19 @@ def test_a_claim_ends_with_its_flow(tmp_path: Path) -> None:
     del one
     gc.collect()
     assert other.store.claim(KEY)
+
+
+def test_a_claim_of_a_flow_that_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    stopped, other = (Setting(shared=tmp_path) for _ in range(2))
+    assert stopped.store.claim(KEY)
+    for _ in range(20):
+        assert not other.store.claim(KEY)
+        other.clock.advance(CLAIM_SILENT_S / 20)
+    assert not other.store.claim(KEY)
+    other.clock.advance(0.1)
+    assert other.store.claim(KEY)
+    stopped.close()
+    other.close()
 
 
 def test_a_claim_ends_also_if_its_run_cannot_be_kept(tmp_path: Path) -> None:

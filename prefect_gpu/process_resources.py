@@ -13,13 +13,25 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from prefect_gpu.errors import CapacityError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Lock(Protocol):
+    """A lock or a reentrant lock."""
+
+    def acquire(self) -> bool:
+        """Wait for the lock."""
+        ...
+
+    def release(self) -> None:
+        """Release the lock."""
+        ...
 
 
 class ProcessResources:
@@ -35,7 +47,17 @@ class ProcessResources:
         self._in_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = (
             weakref.WeakKeyDictionary()
         )
-        os.register_at_fork(after_in_child=self._begin_anew)
+        #: Returns the lock of each object that a fork must not find in the middle of something.
+        self._quiet: weakref.WeakKeyDictionary[Any, Callable[[Any], Lock]] = (
+            weakref.WeakKeyDictionary()
+        )
+        #: Those of them that the fork under way holds.
+        self._held: list[Lock] = []
+        os.register_at_fork(
+            before=self._before_fork,
+            after_in_parent=self._after_fork,
+            after_in_child=self._begin_anew,
+        )
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object of a key; make it if there is none.
@@ -53,6 +75,26 @@ class ProcessResources:
                 found = self._shared[key] = make()
             return cast("T", found)
 
+    def quiet_at_fork(self, owner: T, lock: Callable[[T], Lock]) -> None:
+        """Take a lock of an object before each fork of this process, and release it in the parent after it.
+
+        Args:
+            owner: It is not kept alive. Its reset, see `after_fork`, makes a new lock.
+            lock: Returns the lock. It must not refer to `owner`. What is done under the lock takes no other of
+                these locks, and ends soon.
+        """
+        self._quiet[owner] = lock
+
+    def _before_fork(self) -> None:
+        for owner, lock in list(self._quiet.items()):
+            taken = lock(owner)
+            taken.acquire()
+            self._held.append(taken)
+
+    def _after_fork(self) -> None:
+        while self._held:
+            self._held.pop().release()
+
     def after_fork(self, owner: T, reset: Callable[[T], object]) -> None:
         """Call `reset(owner)` in every fork of this process, for as long as `owner` lives.
 
@@ -64,6 +106,7 @@ class ProcessResources:
         self._in_fork[owner] = reset
 
     def _begin_anew(self) -> None:
+        self._held.clear()
         self._lock = threading.Lock()
         self._making.clear()
         for owner, reset in list(self._in_fork.items()):

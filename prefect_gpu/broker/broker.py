@@ -16,13 +16,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
-from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView
+from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
 from prefect_gpu.clock import Clock, RealClock
@@ -68,7 +68,8 @@ HEADROOM_BYTES: dict[DeviceKind, int] = {
 #: Seconds between two looks at what other processes have written, while a request waits or a hot standby is here.
 POLL_S = 0.05
 
-#: Seconds after which requests of another broker are passed that could start, as far as is known here, and do not.
+#: Seconds after which requests of another broker that could start, as far as is known here, and do not count as blocked:
+#: it may have limits that are not known here.
 PASSIVE_S = 2.0
 
 #: Bytes by which what a process holds changes before flows of other containers are told.
@@ -156,10 +157,6 @@ class Broker:
         #: and do not.
         self._most: dict[str, int] = {}
         self._passive_s: dict[str, float] = {}
-        #: Monotonic seconds when the thread has last looked, and whether it has not for so long that other brokers may
-        #: take this one for one that does nothing.
-        self._looked_s = self._clock.now()
-        self._was_away = False
         #: Its own that the ledger does not have yet.
         self._unwritten: dict[str, Request] = {}
         #: By request id.
@@ -562,11 +559,14 @@ class Broker:
         while True:
             with self._changed:
                 self._wait_for_work()
-                self._note_absence()
                 self._attempt(self._take_readings)
+                works = not (self._waiting and self._view.silence)
             # Reservations whose memory is back are released first, all that came together: so they are
             # one scheduling pass.
             self._make_calls()
+            if works:
+                # Its requests are not waited for while its devices do not answer.
+                self._attempt(self._ledger.beat)
             self._attempt(self._ledger.poll)
             with self._changed:
                 self._attempt(self._schedule)
@@ -582,13 +582,6 @@ class Broker:
             if left_s is not None and left_s <= 0:
                 return
             self._clock.wait(self._changed, left_s)
-
-    def _note_absence(self) -> None:
-        """Request a pass if the process was stopped while requests waited: others pass them, and must count again."""
-        now_s, before_s = self._clock.now(), self._looked_s
-        self._looked_s = now_s
-        if self._shares and self._waiting and now_s - before_s > PASSIVE_S / 2:
-            self._was_away = self._dirty = True
 
     def _attempt(self, step: Callable[[], None]) -> None:
         try:
@@ -683,6 +676,8 @@ class Broker:
         if not self._dirty:
             return
         self._dirty = False
+        # Also while nothing waits: they add up.
+        self._take_changes(self._seat.take())
         if self._waiting:
             reading = self._view.reading
             if reading is None or not self._view.fresh:
@@ -704,7 +699,6 @@ class Broker:
                 break
             # Another broker has written meanwhile: what was free may no longer be.
         self._unwritten.clear()
-        self._was_away = False
         self._queue.statuses.update(
             (i, status) for i, status in decisions.statuses.items() if i in self._waiting
         )
@@ -738,10 +732,8 @@ class Broker:
                 continue
             known = self._elsewhere.pop(request_id, None)
             if known is not None:
-                passed = self._queue.statuses.get(request_id, BlockedStatus()).passed
                 self._queue.remove(known)
-                if entry is None or entry.status.passed <= passed:
-                    # Whoever passes a request writes it too.
+                if entry is None:
                     self._passive_s.pop(known.origin, None)
             request = None if entry is None else self._seen_from_here(entry)
             if entry is not None and request is not None:
@@ -791,13 +783,6 @@ class Broker:
             if standby_id:
                 # The reservations replace those of the hot standby that is taken.
                 changes[standby_id] = None
-        if self._was_away:
-            # Written as it is, one says that this broker is here.
-            for request_id in self._waiting:
-                entry = self._ledger.entry(request_id)
-                if entry is not None:
-                    changes.setdefault(request_id, entry)
-                    break
         return changes
 
     def _entry_of(self, request: Request) -> Entry:
@@ -813,25 +798,32 @@ class Broker:
             max_processes=self.max_processes,
         )
 
-    def _rooms(self, view: LedgerView) -> dict[str, int]:
-        """Return how many processes each other broker may start."""
-        now_s = self._clock.now()
+    def _rooms(self, view: LedgerView, passive: Collection[str]) -> dict[str, int]:
+        """Return how many processes each other broker may start; one that is silent, or passive for too long, none."""
+        now_s, most_s = self._clock.now(), self._patience.wait_s
         return {
             origin: 0
-            if now_s - self._passive_s.get(origin, now_s) > PASSIVE_S
+            if owner_of(origin) in view.silent
+            or (origin in passive and now_s - self._passive_s[origin] > most_s)
             else most - view.holding.get(origin, 0)
             for origin, most in self._most.items()
         }
 
-    def _note_passive(self, decisions: Decisions) -> None:
-        """Note which other brokers could start a request and have not yet."""
+    def _passive(self) -> frozenset[str]:
+        """Return which other brokers could start a request, as far as is known here, and do not."""
         now_s = self._clock.now()
+        return frozenset(o for o, since_s in self._passive_s.items() if now_s - since_s > PASSIVE_S)
+
+    def _note_passive(
+        self, decisions: Decisions, passive: Collection[str], silent: Collection[str]
+    ) -> None:
+        """Note which other brokers could start a request and have not yet."""
         could = {request.origin for request, _ in decisions.placements if request.origin}
-        for origin in could:
-            self._passive_s.setdefault(origin, now_s)
-        for origin, since_s in list(self._passive_s.items()):
-            if origin not in could and now_s - since_s <= PASSIVE_S:
-                del self._passive_s[origin]
+        self._passive_s = {
+            origin: self._passive_s.get(origin, self._clock.now())
+            for origin in (*could, *passive)
+            if owner_of(origin) not in silent
+        }
 
     def _decide(
         self, states: Sequence[DeviceState], host: HostState, view: LedgerView
@@ -844,10 +836,17 @@ class Broker:
             self._held_by_parent,
             self._queue.least_bytes,
         )
+        passive = self._passive()
         decisions = decide(
-            self._queue, board, host, self._patience, self._clock.now(), self._rooms(view)
+            self._queue,
+            board,
+            host,
+            self._patience,
+            self._clock.now(),
+            self._rooms(view, passive),
+            passive,
         )
-        self._note_passive(decisions)
+        self._note_passive(decisions, passive, view.silent)
         if not any(state.standbys for state in states):
             made = tuple(
                 (r, placement, "") for r, placement in decisions.placements if not r.origin

@@ -16,22 +16,35 @@ import contextlib
 import ctypes
 import getpass
 import json
+import logging
 import os
 import socket
 import sqlite3
 import time
 import uuid
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from prefect_gpu.broker.ledger import Entry, Ledger, Row, StoreError, StoreReplacedError, Written
-from prefect_gpu.devices.shared_folder import Hold, SharedFolder, default_folder, read_namespace
+from prefect_gpu.devices.host import read_machine
+from prefect_gpu.devices.shared_folder import (
+    Hold,
+    SharedFolder,
+    default_folder,
+    folder_key,
+    read_namespace,
+    shared_folder,
+)
 from prefect_gpu.process_resources import PROCESS_RESOURCES
+
+logger = logging.getLogger(__name__)
 
 #: Version of the tables and of `Entry`. Releases with different ones do not share a ledger.
 SCHEMA = 1
@@ -62,7 +75,13 @@ CREATE INDEX of_request ON log (request, number);
 CREATE TABLE owners (owner TEXT PRIMARY KEY, about TEXT NOT NULL);
 """
 
+#: The database, and what SQLite keeps beside it.
+_FILES = ("ledger.db", "ledger.db-wal", "ledger.db-shm")
+
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
+
+#: Device and inode of a file.
+FileIdentity: TypeAlias = tuple[int, int]
 
 #: What reading rows raises if another program has written them.
 _GARBAGE = (ValidationError, ValueError, TypeError)
@@ -74,7 +93,9 @@ def host_ledger(folder: Path | None = None) -> Ledger:
     Args:
         folder: See `HostStore`.
     """
-    return PROCESS_RESOURCES.get(("ledger", folder), lambda: Ledger(partial(HostStore, folder)))
+    return PROCESS_RESOURCES.get(
+        ("ledger", folder_key(folder)), lambda: Ledger(partial(HostStore, folder, shared_folder))
+    )
 
 
 class HostStore:
@@ -82,16 +103,24 @@ class HostStore:
 
     Args:
         folder: See `SharedFolder`.
+        open_folder: Opens it.
         owners_s: Seconds between two checks of whether other processes are still alive.
 
     Raises:
         StoreError: It cannot be used.
     """
 
-    def __init__(self, folder: Path | None = None, owners_s: float = OWNERS_S) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        open_folder: Callable[[Path | None], SharedFolder] = SharedFolder,
+        owners_s: float = OWNERS_S,
+    ) -> None:
         self._every_s = owners_s
         self.owner = uuid.uuid4().hex
         self.namespace = read_namespace()
+        self.node = socket.gethostname()
+        self.silent: frozenset[str] = frozenset()
         self._registered = False
         self._owners_s = 0.0
         self._seen_version = -1
@@ -99,34 +128,43 @@ class HostStore:
         self._broken: sqlite3.Error | None = None
         self._folder = default_folder() if folder is None else folder
         try:
-            self._shared = shared = SharedFolder(folder)
+            self._shared = shared = open_folder(folder)
             #: While it has it, this process is alive.
             self._hold = hold = shared.hold(f"{self.owner}.lock")
-            PROCESS_RESOURCES.after_fork(self, HostStore._forget)
-            descriptor = shared.open_file("ledger.db")
-            database = _identify(os.fstat(descriptor))
-            os.close(descriptor)
-            self._db = sqlite3.connect(
-                shared.path / "ledger.db",
-                timeout=BUSY_S,
-                isolation_level=None,
-                check_same_thread=False,
-            )
-            # When the last process ends, nothing of it is left.
-            self._finalizer = weakref.finalize(
-                self, _leave, self._db, database, hold, shared.path, self.owner, os.getpid()
-            )
-            self._make_tables()
-            self._files = (database, *_read_files(shared.path)[1:])
+            try:
+                # No other process finds out meanwhile that it is alone.
+                with shared.locked("opening"):
+                    self._db, database = self._open()
+            except BaseException:
+                if hold is not None:
+                    hold.release()
+                with contextlib.suppress(OSError):
+                    (shared.path / f"{self.owner}.lock").unlink()
+                raise
         except (OSError, sqlite3.Error) as error:
             raise StoreError(self._describe(error)) from error
+        self._files = (database, *_read_files(shared.path)[1:])
+        # When the last process ends, nothing of it is left.
+        self._finalizer = weakref.finalize(
+            self, _leave, self._db, database, hold, shared.path, self.owner, os.getpid()
+        )
+        PROCESS_RESOURCES.after_fork(self, HostStore._forget)
+
+    @property
+    def closed(self) -> bool:
+        """See `Store.closed`."""
+        return not self._finalizer.alive
+
+    def beat(self) -> None:
+        """See `Store.beat`."""
+        self._shared.beat()
 
     def changed(self) -> bool:
         """See `Store.changed`. It also removes what processes have written that are gone."""
         if time.monotonic() >= self._owners_s:
             self._owners_s = time.monotonic() + self._every_s
             try:
-                self._remove_ended()
+                self._look_at_owners()
             except OSError:
                 # A lock cannot be opened now, for want of descriptors.
                 pass
@@ -216,20 +254,43 @@ class HostStore:
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         return int(version)
 
-    def _make_tables(self) -> None:
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = OFF")
-        with _transaction(self._db):
-            (schema,) = self._db.execute("PRAGMA user_version").fetchone()
-            if schema == 0:
-                for statement in _TABLES.split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {SCHEMA}")
-            elif schema != SCHEMA:
-                raise StoreError(
-                    f"the ledger in {self._folder} has schema {schema} and this release of prefect-gpu uses "
-                    f"schema {SCHEMA}; use one release for all flows of this machine"
-                )
+    def _open(self) -> tuple[sqlite3.Connection, FileIdentity | None]:
+        """Open the database; return it, and which file it is.
+
+        One that no process has open is replaced if it is of another start of the machine, which may have ended in the
+        middle of a write, of another release, or damaged.
+
+        Raises:
+            StoreError: It has another schema, and another process is there.
+            OSError: It cannot be made.
+            sqlite3.Error: It cannot be used.
+        """
+        path = self._shared.path / _FILES[0]
+        alone = not self._finds_others()
+        self._shared.make_file(path.name)
+        identity = _read_files(self._shared.path)[0]
+        try:
+            database = _connect(path, self._folder)
+            if not alone or _read_boot(database) == _boot_number():
+                return database, identity
+            database.close()
+        except (StoreError, sqlite3.DatabaseError) as error:
+            # One that is locked, or on a full disk, is not damaged.
+            if not alone or isinstance(error, sqlite3.OperationalError):
+                raise
+            logger.warning("%s; no process uses it, and it is replaced", self._describe(error))
+        for name in _FILES:
+            (self._shared.path / name).unlink(missing_ok=True)
+        self._shared.make_file(path.name)
+        identity = _read_files(self._shared.path)[0]
+        return _connect(path, self._folder), identity
+
+    def _finds_others(self) -> bool:
+        """Return whether another process is alive that shares the folder, of whatever release."""
+        locks = [path.name for path in self._shared.path.glob("*.lock")]
+        # All are looked at: files of processes that are gone are removed.
+        held = [name for name in locks if self.owner not in name and self._shared.is_held(name)]
+        return bool(held)
 
     def _is_replaced(self) -> bool:
         return _read_files(self._shared.path) != self._files
@@ -240,14 +301,18 @@ class HostStore:
                 f"the files of the ledger in {self._folder} were removed or replaced while it was in use"
             )
 
-    def _remove_ended(self) -> None:
-        """Remove the entries of processes that hold their lock no longer."""
+    def _look_at_owners(self) -> None:
+        """Remove the entries of processes that hold their lock no longer, and find those that are silent."""
         owners = self._db.execute("SELECT owner FROM owners WHERE owner != ?", (self.owner,))
+        silent: set[str] = set()
         for (owner,) in owners.fetchall():
             # One of another user that may not be opened counts as alive.
             with contextlib.suppress(OSError):
                 if not self._shared.is_held(f"{owner}.lock"):
                     self._remove_owner(owner)
+                elif self._shared.is_silent(f"{owner}.lock"):
+                    silent.add(owner)
+        self.silent = frozenset(silent)
 
     def _remove_owner(self, owner: str) -> None:
         _remove_owner(self._db, owner)
@@ -255,17 +320,58 @@ class HostStore:
         self._seen_version = -1
 
     def _forget(self) -> None:
-        # SQLite must not close in a fork what the parent has opened.
-        _never_close(self._db)
+        # In a fork. SQLite's own record of its locks would be wrong: the kernel gave them to the parent alone.
+        self._db.close()
 
     def _describe(self, error: Exception) -> str:
+        if isinstance(error, StoreError):
+            return str(error)
         return f"the ledger in {self._folder} cannot be used ({type(error).__name__}: {error})"
 
 
-def _read_files(folder: Path) -> tuple[tuple[int, int] | None, ...]:
+def _connect(path: Path, folder: Path) -> sqlite3.Connection:
+    """Open a database, with its tables.
+
+    Raises:
+        StoreError: It has another schema.
+        sqlite3.Error: It cannot be used.
+    """
+    database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = OFF")
+        with _transaction(database):
+            (schema,) = database.execute("PRAGMA user_version").fetchone()
+            if schema == 0:
+                for statement in _TABLES.split(";"):
+                    database.execute(statement)
+                database.execute(f"PRAGMA user_version = {SCHEMA}")
+                database.execute(f"PRAGMA application_id = {_boot_number()}")
+            elif schema != SCHEMA:
+                raise StoreError(
+                    f"the ledger in {folder} has schema {schema} and this release of prefect-gpu uses "
+                    f"schema {SCHEMA}; use one release for all flows of this machine"
+                )
+        return database
+    except BaseException:
+        database.close()
+        raise
+
+
+def _boot_number() -> int:
+    """Return a number of this start of the machine, as the database keeps it."""
+    return zlib.crc32(read_machine().encode()) & 0x7FFF_FFFF
+
+
+def _read_boot(database: sqlite3.Connection) -> int:
+    (number,) = database.execute("PRAGMA application_id").fetchone()
+    return int(number)
+
+
+def _read_files(folder: Path) -> tuple[FileIdentity | None, ...]:
     """Return what identifies the files of the database that are found in a folder now."""
-    found: list[tuple[int, int] | None] = []
-    for name in ("ledger.db", "ledger.db-wal", "ledger.db-shm"):
+    found: list[FileIdentity | None] = []
+    for name in _FILES:
         try:
             found.append(_identify(os.stat(folder / name)))
         except OSError:
@@ -273,7 +379,7 @@ def _read_files(folder: Path) -> tuple[tuple[int, int] | None, ...]:
     return tuple(found)
 
 
-def _identify(status: os.stat_result) -> tuple[int, int]:
+def _identify(status: os.stat_result) -> FileIdentity:
     return status.st_dev, status.st_ino
 
 
@@ -332,7 +438,7 @@ def _remove_owner(database: sqlite3.Connection, owner: str) -> None:
 
 def _leave(
     database: sqlite3.Connection,
-    identity: tuple[int, int],
+    identity: FileIdentity | None,
     hold: Hold | None,
     folder: Path,
     owner: str,
@@ -364,15 +470,8 @@ def _about_this_process(namespace: str) -> dict[str, str | int | float]:
             "pid": os.getpid(),
             "namespace": namespace,
             "started_s": psutil.Process().create_time(),
-            "boot": _read_text("/proc/sys/kernel/random/boot_id"),
+            "boot": read_machine(),
             "host": socket.gethostname(),
             "user": getpass.getuser(),
         }
     return {"pid": os.getpid()}
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
@@ -33,6 +34,8 @@ class Entry:
     request: Request
     #: Which process it belongs to: the name of that process's lock.
     owner: str = ""
+    #: Name of the node that this process runs on.
+    node: str = ""
     #: Which broker of the process it belongs to.
     broker: int = 0
     #: What it holds; empty: it waits.
@@ -65,6 +68,11 @@ class Entry:
     def standby(self) -> bool:
         """Whether it is a hot standby's."""
         return any(reservation.standby for reservation in self.reservations)
+
+
+def owner_of(origin: str) -> str:
+    """Return the owner in an `Entry.origin`."""
+    return origin.partition("/")[0]
 
 
 #: Entries by the id of their request; `None`: it is gone.
@@ -108,6 +116,19 @@ class Store(Protocol):
     owner: str
     #: The PID namespace of this process.
     namespace: str
+    #: Name of the node that this process runs on.
+    node: str
+    #: Owners that are alive and show no sign of it: they were stopped, or hang. As of the last call of `changed`.
+    silent: frozenset[str]
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process uses the store no longer, as while it exits."""
+        ...
+
+    def beat(self) -> None:
+        """Show the other processes that this one works."""
+        ...
 
     def changed(self) -> bool:
         """Return whether another process may have written since the last call of `read` or `write`."""
@@ -145,12 +166,21 @@ class Store(Protocol):
 #: ever.
 MOST_OPENED = 10
 
+#: Seconds after which a ledger that could not use its store tries it again: a disk may be full, or slow, for a while.
+AGAIN_S = 60.0
+
 
 class MemoryStore:
     """The log of a process that shares nothing. It keeps no rows, since nobody else reads them."""
 
     owner = "memory"
     namespace = ""
+    node = ""
+    silent = frozenset[str]()
+    closed = False
+
+    def beat(self) -> None:
+        """Do nothing: no other process looks."""
 
     def changed(self) -> bool:
         """Return `False`: no other process writes here."""
@@ -187,6 +217,8 @@ class LedgerView:
     holding: Mapping[str, int]
     #: Bytes of the machine's memory reserved for processes that have not taken them yet.
     host_promised_bytes: int
+    #: See `Store.silent`. The memory of their hot standbys is reserved as a task's is: none of them ends on demand.
+    silent: frozenset[str] = frozenset()
 
     @property
     def tasks(self) -> int:
@@ -216,14 +248,22 @@ class Ledger:
 
     Args:
         open_store: Opens the store, when the ledger is used first. What it raises as `StoreError` is logged
-            once, and the process shares nothing.
+            once, and the process shares nothing until the store can be used again.
+        now: Returns monotonic seconds.
     """
 
-    def __init__(self, open_store: Callable[[], Store] = MemoryStore) -> None:
+    def __init__(
+        self,
+        open_store: Callable[[], Store] = MemoryStore,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._open_store = open_store
+        self._now = now
         #: Whether other processes may use it.
         self.shares = open_store is not MemoryStore
         self._reset()
+        # A fork must not find SQLite in the middle of a call.
+        PROCESS_RESOURCES.quiet_at_fork(self, lambda ledger: ledger._lock)
         PROCESS_RESOURCES.after_fork(self, Ledger._reset)
 
     def _reset(self) -> None:
@@ -232,6 +272,10 @@ class Ledger:
         self._store: Store | None = None
         #: Why other processes are not seen; empty: they are.
         self.problem = ""
+        #: Monotonic seconds when the store is tried again.
+        self._again_s = 0.0
+        #: See `Store.silent`.
+        self._silent: frozenset[str] = frozenset()
         self._entries: dict[str, Entry] = {}
         #: Those of them that hold something.
         self._holding: dict[str, Entry] = {}
@@ -274,17 +318,20 @@ class Ledger:
     def view(self) -> LedgerView:
         """Read what other processes have written, and return what is promised now."""
         with self._lock:
-            if self._open().changed():
-                self._read()
+            store = self._look()
             if self._view is None:
-                self._view = self._make_view(self._open())
+                self._view = self._make_view(store)
             return self._view
+
+    def beat(self) -> None:
+        """Show other processes that this one works. A process that does not for a while is not waited for."""
+        with self._lock:
+            self._open().beat()
 
     def poll(self) -> None:
         """Read what other processes have written, and call the watchers if there was something since the last call."""
         with self._lock:
-            if self._open().changed():
-                self._read()
+            self._look()
             # Views, writes and other brokers read too.
             if not self._news:
                 return
@@ -374,13 +421,48 @@ class Ledger:
         assert self._store is not None
         return self._store
 
+    def _look(self) -> Store:
+        """Take what other processes have written, and which of them show no sign of life."""
+        if self.problem and self._now() >= self._again_s:
+            self._share_again()
+        if self._open().changed():
+            self._read()
+        store = self._open()
+        if store.silent != self._silent:
+            differ, self._silent = store.silent ^ self._silent, store.silent
+            for request_id, entry in self._holding.items():
+                if entry.standby and entry.owner in differ:
+                    self._list(request_id, entry.reservations, self._shown(entry))
+            self._view = None
+            self._news = True
+        return store
+
     def _share_nothing(self, error: StoreError) -> None:
         """Go on with what this process knows of itself."""
-        self.problem = str(error)
-        logger.warning("GPU tasks of other processes are not seen from now on: %s", error)
+        if self._store is None or not self._store.closed:
+            logger.warning("GPU tasks of other processes are not seen from now on: %s", error)
         mine = self._leave()
+        self.problem = str(error)
+        self._again_s = self._now() + AGAIN_S
         self._store = MemoryStore()
         self._write(mine, lambda row: False)
+
+    def _share_again(self) -> None:
+        """Try to use the store again, after it could not be used."""
+        self._again_s = self._now() + AGAIN_S
+        if self._opened > MOST_OPENED:
+            return
+        try:
+            store = self._open_store()
+        except StoreError as error:
+            self.problem = str(error)
+            return
+        mine = self._leave()
+        self.problem, self._store = "", store
+        self._read()
+        self._write_all(mine)
+        if not self.problem:
+            logger.warning("GPU tasks of other processes are seen again")
 
     def _open_anew(self, error: StoreReplacedError) -> None:
         """Go on with the store that other processes use now, in which this one has nothing yet."""
@@ -389,7 +471,10 @@ class Ledger:
             self._share_nothing(error)
             return
         logger.warning("%s; it is opened anew, and memory may be promised twice until then", error)
-        mine = self._leave()
+        self._write_all(self._leave())
+
+    def _write_all(self, mine: Mapping[str, Entry]) -> None:
+        """Write what this process has into a store that does not have it."""
         while True:
             # It is another one after each failure.
             namespace = self._open().namespace
@@ -405,7 +490,7 @@ class Ledger:
             self._store.close()
         self._store = None
         mine = {
-            request_id: replace(entry, owner="", namespace="")
+            request_id: replace(entry, owner="", node="", namespace="")
             for request_id, entry in self._entries.items()
             if entry.owner == owner
         }
@@ -445,7 +530,9 @@ class Ledger:
                 0,
                 request_id,
                 entry is not None and bool(entry.reservations) and request_id not in self._holding,
-                entry if entry is None or entry.owner else replace(entry, owner=store.owner),
+                entry
+                if entry is None or entry.owner
+                else replace(entry, owner=store.owner, node=store.node),
             )
             for request_id, entry in changes.items()
         ]
@@ -497,14 +584,7 @@ class Ledger:
             self._entries[request_id] = entry
             if entry.reservations:
                 self._holding[request_id] = entry
-        held_before = () if before is None else before.reservations
-        held = () if entry is None else entry.reservations
-        if held != held_before:
-            for key in dict.fromkeys(r.device_key for r in (*held_before, *held)):
-                left = [r for r in self._by_device.pop(key, ()) if r.request_id != request_id]
-                left += [r for r in held if r.device_key == key]
-                if left:
-                    self._by_device[key] = tuple(left)
+        self._list(request_id, self._shown(before), self._shown(entry))
         self._view = None
         if entry is None:
             self._give_ups.pop(request_id, None)
@@ -512,6 +592,26 @@ class Ledger:
         if waits or (before is not None and not before.reservations):
             for seat in self._seats:
                 seat.changes[request_id] = entry if waits else None
+
+    def _shown(self, entry: Entry | None) -> tuple[Reservation, ...]:
+        """Return the reservations of an entry as scheduling sees them."""
+        if entry is None:
+            return ()
+        if entry.owner in self._silent and entry.standby:
+            return tuple(replace(each, standby=False) for each in entry.reservations)
+        return entry.reservations
+
+    def _list(
+        self, request_id: str, before: Sequence[Reservation], held: Sequence[Reservation]
+    ) -> None:
+        """Replace the reservations of a request in the lists of their devices."""
+        if held == before:
+            return
+        for key in dict.fromkeys(r.device_key for r in (*before, *held)):
+            left = [r for r in self._by_device.pop(key, ()) if r.request_id != request_id]
+            left += [r for r in held if r.device_key == key]
+            if left:
+                self._by_device[key] = tuple(left)
 
     def _make_view(self, store: Store) -> LedgerView:
         holding: dict[str, int] = {}
@@ -534,6 +634,7 @@ class Ledger:
             taken,
             holding,
             host_promised_bytes,
+            self._silent,
         )
 
     # Without the lock.

@@ -156,6 +156,8 @@ class _Passable(NamedTuple):
     request: Request
     #: Devices that its tag names; `None`: any.
     named: Sequence[int] | None
+    #: Nothing is known of when it can start.
+    unknown: bool = False
 
 
 class Backfill:
@@ -205,16 +207,23 @@ class Backfill:
             kept.spare_bytes = spare_bytes(state, kept.request, kept.starts_s, most)
         return need <= kept.spare_bytes
 
-    def block(self, request: Request, named: Sequence[int] | None) -> None:
+    def block(self, request: Request, named: Sequence[int] | None, unknown: bool = False) -> None:
         """Note that a request cannot start now. To be called in the order of the queue.
 
         Args:
             request: The blocked request.
             named: Devices that its tag names; `None`: any.
+            unknown: It does not start for a reason that is not known here, so no device can be kept for it.
         """
         rank = self._blocked
         self._blocked += 1
         status = self._before.get(request.id, _NEW)
+        if unknown:
+            if status._replace(kept=()).is_over(self._patience, self._now_s):
+                self._drain(request, named)
+            else:
+                self._passable.append(_Passable(rank, request, named, unknown))
+            return
         if status is _NEW and rank >= self._patience.heads and self._patience.passes:
             # The most common case.
             self._passable.append(_Passable(rank, request, named))
@@ -251,7 +260,7 @@ class Backfill:
             self.statuses[request.id] = status
             if status.passed >= self._patience.passes:
                 self._passable.remove(blocked)
-                if not self._keep_soonest(blocked.rank, request, blocked.named):
+                if blocked.unknown or not self._keep_soonest(blocked.rank, request, blocked.named):
                     self._drain(request, blocked.named)
 
     def _status(self, request: Request) -> BlockedStatus:
@@ -260,7 +269,7 @@ class Backfill:
 
     def _could_use(self, blocked: _Passable, chosen: Sequence[int]) -> bool:
         """Return whether a blocked request waits for one of some devices, so that their use may delay it."""
-        rank, request, named = blocked
+        rank, request, named, _ = blocked
         for at in chosen:
             kept = self.kept.get(at)
             if kept is not None and kept.rank < rank:

@@ -181,6 +181,7 @@ def decide(
     patience: Patience = PATIENCE,
     now_s: float = 0.0,
     rooms: Mapping[str, int] = MappingProxyType({}),
+    passive: Collection[str] = (),
 ) -> Decisions:
     """Decide which requests start now and which never can.
 
@@ -201,6 +202,8 @@ def decide(
         patience: How far a blocked request may be passed.
         now_s: Monotonic seconds.
         rooms: Processes that each other broker may start, by origin. One that is not named starts none.
+        passive: Origins of requests that count as blocked even if they fit: their brokers do not start them, for a
+            reason that is not known here.
     """
     left = dict(rooms)
     backfill = Backfill(board, queue.statuses, patience, now_s)
@@ -217,7 +220,7 @@ def decide(
             turns.append((key, request, lane, 0))
     turns.sort()
     #: Blocked requests that are not noted yet.
-    blocked: list[tuple[Request, list[int] | None]] = []
+    blocked: list[tuple[Request, list[int] | None, bool]] = []
     most_free_bytes = board.most_free_bytes()
     # Turns are added behind the one that is considered.
     for number, (_, request, lane, position) in enumerate(turns, 1):
@@ -228,7 +231,8 @@ def decide(
             continue
         named = board.named(request) if request.devices else None
         chosen: list[int] | None = None
-        if _least_bytes(request) <= most_free_bytes:
+        unknown = request.origin in passive
+        if not unknown and _least_bytes(request) <= most_free_bytes:
             for each in blocked:
                 backfill.block(*each)
             blocked.clear()
@@ -236,7 +240,7 @@ def decide(
                 break
             chosen = board.choose(request, named, backfill.kept, backfill.allows)
         if chosen is None:
-            blocked.append((request, named))
+            blocked.append((request, named, unknown))
             continue
         if host.refusal(request):
             break

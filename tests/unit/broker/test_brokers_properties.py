@@ -32,6 +32,7 @@ from prefect_gpu.broker.host_ledger import _ENTRY, HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger, Row, Written
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.sampler import Sampler
+from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.backfill import Patience
 from prefect_gpu.scheduling.model import Request
@@ -105,13 +106,21 @@ class WatchedStore:
 
     def __init__(self, store: HostStore, observe: Callable[[int], None]) -> None:
         self.inner = store
-        self.owner, self.namespace = store.owner, store.namespace
-        self.changed, self.read = store.changed, store.read
+        self.owner, self.namespace, self.node = store.owner, store.namespace, store.node
+        self.changed, self.read, self.beat = store.changed, store.read, store.beat
         self._observe = observe
         #: Done once, before the next write, and after it.
         self.before: Callable[[], None] | None = None
         self.after: Callable[[], None] | None = None
         self.number = 0
+
+    @property
+    def silent(self) -> frozenset[str]:
+        return self.inner.silent
+
+    @property
+    def closed(self) -> bool:
+        return self.inner.closed
 
     def write(
         self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
@@ -131,7 +140,8 @@ class Owner:
     """A process with a broker of its own."""
 
     def __init__(self, machine: Machine) -> None:
-        inner = HostStore(machine.folder, owners_s=0.0)
+        now = machine.clock.now
+        inner = HostStore(machine.folder, lambda path: SharedFolder(path, now), owners_s=0.0)
         self.store = WatchedStore(inner, machine.observe)
         self.ledger = Ledger(lambda: self.store)
         self.broker = SteppedBroker(
@@ -295,7 +305,8 @@ class Machine(RuleBasedStateMachine):
             owner.stopped = False
             owner.store.before = owner.store.after = None
         self.orphans_end()
-        for _ in range(sum(len(owner.tickets) for owner in self.owners) + 2):
+        # One that has ended a task may look after those that wait for its memory: they see it in the next round.
+        for _ in range(2 * sum(len(owner.tickets) for owner in self.owners) + 2):
             for owner in self.owners:
                 for ticket in owner.placed:
                     self.end_ticket(owner, ticket)

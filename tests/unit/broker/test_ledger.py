@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +18,17 @@ import pytest
 
 from prefect_gpu.broker import host_ledger
 from prefect_gpu.broker.host_ledger import HostStore
-from prefect_gpu.broker.ledger import Entry, Ledger, LedgerView, MemoryStore, StoreError
+from prefect_gpu.broker.ledger import (
+    AGAIN_S,
+    Entry,
+    Ledger,
+    LedgerView,
+    MemoryStore,
+    StoreError,
+)
+from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices import shared_folder
+from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.scheduling.backfill import BlockedStatus
 from prefect_gpu.scheduling.model import ModelBudgets, Request, Reservation
 from tests.unit.scheduling.values import request, reserved
@@ -355,20 +367,143 @@ os.kill(os.getpid(), 9)
         assert entries(ledger) == set()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forks_of_a_process_that_uses_the_ledger_use_it_too(tmp_path: Path) -> None:
+    ledger = host_ledger.host_ledger(tmp_path)
+    over = threading.Event()
+
+    def use() -> None:
+        while not over.is_set():
+            if ledger.try_write(ledger.view().version, {"a": entry("a", reserved(by="a"))}):
+                ledger.release("a")
+
+    def uses_it() -> bool:
+        own = host_ledger.host_ledger(tmp_path)
+        while not own.try_write(own.view().version, {"b": entry("b", reserved(by="b"))}):
+            pass
+        return not own.problem
+
+    user = threading.Thread(target=use)
+    user.start()
+    try:
+        assert [in_fork(uses_it) for _ in range(10)] == [True] * 10
+    finally:
+        over.set()
+        user.join()
+    assert not ledger.problem
+    assert entries(Ledger(lambda: HostStore(tmp_path, owners_s=0.0))) == set()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_that_uses_the_ledger_outlives_the_process(tmp_path: Path) -> None:
+    program = f"""
+import os, sys, time
+from pathlib import Path
+from prefect_gpu.broker.host_ledger import HostStore, host_ledger
+from prefect_gpu.broker.ledger import Ledger
+from tests.unit.broker.test_ledger import entry, reserved
+folder = Path({str(tmp_path)!r})
+def hold(name):
+    ledger = host_ledger(folder)
+    assert ledger.try_write(ledger.view().version, {{name: entry(name, reserved(by=name))}})
+    return ledger
+parents = hold("the parent's")
+if os.fork() == 0:
+    sys.stdin.read(1)
+    hold("the fork's")
+    print("holds", flush=True)
+    sys.stdin.read(1)
+    print(repr(hold("more").problem), flush=True)
+    os._exit(0)
+parents._store.close()
+os._exit(0)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.wait()
+        child.stdin.write("1")
+        child.stdin.flush()
+        assert child.stdout.readline() == "holds\n"
+        ledger = Ledger(lambda: HostStore(tmp_path, owners_s=0.0))
+        assert entries(ledger) == {"the fork's"}
+        child.stdin.write("2")
+        child.stdin.flush()
+        assert child.stdout.readline() == "''\n"
+
+
+def test_two_paths_of_one_folder_are_one_ledger(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert host_ledger.host_ledger(tmp_path / "link") is host_ledger.host_ledger(tmp_path / "real")
+
+
+def test_the_locks_of_processes_that_wrote_nothing_are_removed(tmp_path: Path) -> None:
+    looked = [HostStore(tmp_path) for _ in range(3)]
+    for each in looked:
+        release_lock(each)
+    store = HostStore(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.lock")] == [f"{store.owner}.lock"]
+
+
+#: A row of schema 1. Releases with this number read and write it: a change of it needs another one, but for a new
+#: field with a default, which releases without it ignore.
+ROW_1 = (
+    '{"request":{"id":"a","task_name":"train","sequence":7,"submitted_s":1.5,"memory":6442450944,"count":1,'
+    '"devices":["SIM-0"],"exclusive":true,"priority":5,"host_bytes":3,"expected_s":60.0,"origin":""},'
+    '"owner":"0123","node":"node-1","broker":1,"reservations":[{"request_id":"a","machine":"node","device_uuid":'
+    '"SIM-0","reserved_bytes":6442450944,"exclusive":true,"task_name":"train","ends_s":90.0,"standby":false}],'
+    '"devices":[["node","SIM-0"]],"status":[2,1.0,[["node","SIM-0"]],3.0,4.0],"max_processes":8,"pid":42,'
+    '"namespace":"pid:[1]","taken":[1024],"running":true,"reclaimed":false}'
+)
+
+
+def test_releases_with_one_schema_read_and_write_the_same_rows() -> None:
+    read = host_ledger._row(1, "a", 1, ROW_1).entry
+    assert read == Entry(
+        Request(
+            "a", "train", 7, 1.5, 6 << 30, 1, ("SIM-0",), True, 5, host_bytes=3, expected_s=60.0
+        ),
+        owner="0123",
+        node="node-1",
+        broker=1,
+        reservations=(Reservation("a", "node", "SIM-0", 6 << 30, True, "train", 90.0),),
+        devices=(("node", "SIM-0"),),
+        status=BlockedStatus(2, 1.0, (("node", "SIM-0"),), 3.0, 4.0),
+        max_processes=8,
+        pid=42,
+        namespace="pid:[1]",
+        taken=(1024,),
+        running=True,
+    )
+    assert host_ledger._ENTRY.dump_json(read).decode() == ROW_1
+    assert host_ledger.SCHEMA == 1
+    newer = ROW_1.replace('"owner"', '"added later":[1],"owner"')
+    assert host_ledger._row(1, "a", 1, newer).entry == read
+
+
+def test_entries_say_on_which_node_their_process_is(shared: Callable[[], Ledger]) -> None:
+    one, other = shared(), shared()
+    one.try_write(one.view().version, {"a": entry("a", reserved(by="a"))})
+    other.view()
+    found = other.entry("a")
+    assert found is not None and found.node == socket.gethostname()
+
+
 # Ledgers that cannot be shared.
 
 
 def test_a_ledger_of_another_release_is_not_shared(tmp_path: Path) -> None:
-    HostStore(tmp_path)
-    with sqlite3.connect(tmp_path / "ledger.db") as database:
-        database.execute("PRAGMA user_version = 99")
-    database.close()
+    other = HostStore(tmp_path)
+    other._db.execute("PRAGMA user_version = 99")
     ledger = Ledger(lambda: HostStore(tmp_path))
     assert ledger.try_write(ledger.view().version, {"a": entry("a", reserved(by="a"))})
     assert ledger.problem == (
         f"the ledger in {tmp_path} has schema 99 and this release of prefect-gpu uses schema 1; use one "
         f"release for all flows of this machine"
     )
+    other.close()
 
 
 @pytest.mark.parametrize("how", ["no folder", "no folder, but a file", "no database", "read-only"])
@@ -381,6 +516,8 @@ def test_a_ledger_that_cannot_be_used_is_named_once(
     elif how == "no database":
         folder.mkdir()
         (folder / "ledger.db").write_bytes(b"something else" * 1000)
+        another = SharedFolder(folder).hold("another process.lock")
+        assert another is not None
     elif how == "read-only":
         folder.symlink_to("/proc")
     ledger = Ledger(lambda: HostStore(folder))
@@ -391,6 +528,37 @@ def test_a_ledger_that_cannot_be_used_is_named_once(
     assert str(folder) in ledger.problem
     (record,) = caplog.records
     assert "GPU tasks of other processes are not seen from now on" in record.getMessage()
+
+
+def spoil(path: Path) -> None:
+    path.write_bytes(b"SQLite format 3\0" + b"\xff" * 9000)
+
+
+def of_another_release(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 99")
+
+
+def of_another_start(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA application_id = 99")
+
+
+@pytest.mark.parametrize("change", [spoil, of_another_release, of_another_start])
+def test_a_database_that_cannot_be_used_and_that_no_process_uses_is_replaced(
+    change: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    past = Ledger(lambda: HostStore(tmp_path))
+    assert past.try_write(past.view().version, {"past": entry("past", reserved(by="past"))})
+    assert past._store is not None
+    past._store.close()
+    change(tmp_path / "ledger.db")
+    one, other = (Ledger(lambda: HostStore(tmp_path)) for _ in range(2))
+    assert one.try_write(one.view().version, {"a": entry("a", reserved(by="a"))})
+    assert other.view().tasks == 1
+    assert not one.problem and not other.problem
+    # A start of the machine is nothing to warn of.
+    assert len(caplog.records) == (change is not of_another_start)
 
 
 def test_a_ledger_that_becomes_unusable_keeps_what_this_process_knows_of_itself(
@@ -411,6 +579,49 @@ def test_a_ledger_that_becomes_unusable_keeps_what_this_process_knows_of_itself(
     assert mine.view().processes == {"mine": 7}
     mine.release("mine")
     assert mine.view().tasks == 0
+
+
+def test_a_ledger_that_can_be_used_again_is_shared_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    folder = tmp_path / "ledger"
+    late, other = Ledger(lambda: HostStore(folder), clock.now), Ledger(lambda: HostStore(folder))
+    assert late.try_write(late.view().version, {"mine": entry("mine", reserved(by="mine"))})
+    assert late.problem
+    clock.advance(AGAIN_S / 2)
+    folder.mkdir()
+    assert late.view().tasks == 1 and late.problem, "it is not tried at each look"
+    other.try_write(other.view().version, {"theirs": entry("theirs", reserved(by="theirs"))})
+    version = late.view().version
+    clock.advance(AGAIN_S / 2)
+    assert late.view().tasks == 2 and not late.problem
+    assert not late.try_write(version, {"more": entry("more", reserved(by="more"))})
+    assert entries(other) == {"mine", "theirs"}
+    assert "GPU tasks of other processes are seen again" in caplog.messages[-1]
+
+
+def test_a_ledger_that_still_cannot_be_used_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    ledger = Ledger(lambda: HostStore(tmp_path / "not there"), clock.now)
+    for _ in range(5):
+        ledger.view()
+        clock.advance(AGAIN_S)
+    assert len(caplog.records) == 1 and ledger.problem
+
+
+def test_a_process_that_exits_does_not_warn_of_its_own_ledger(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(lambda: HostStore(tmp_path))
+    ledger.try_write(ledger.view().version, {"a": entry("a", reserved(by="a"))})
+    assert ledger._store is not None
+    # At the interpreter's exit, while the broker's thread still runs.
+    ledger._store.close()
+    ledger.release("a")
+    assert not caplog.records
 
 
 def test_a_process_whose_lock_was_removed_goes_on_alone(tmp_path: Path) -> None:

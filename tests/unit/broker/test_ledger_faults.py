@@ -347,12 +347,12 @@ def test_a_process_that_is_stopped_in_the_middle_of_a_write_is_waited_for_once(
 def test_a_ledger_of_another_release_is_named_where_a_task_waits(
     make_rig: Callable[..., Rig], folder: Path
 ) -> None:
-    store = HostStore(folder)
-    store._db.execute("PRAGMA user_version = 99")
-    store.close()
+    other = HostStore(folder)
+    other._db.execute("PRAGMA user_version = 99")
     rig = make_rig(ledger=Ledger(lambda: HostStore(folder)))
     rig.place("a", 20)
     waiting = rig.submit("b", 20)
     assert rig.waits(waiting)
     said = rig.broker.explain(waiting)
     assert "has schema 99 and this release of prefect-gpu uses schema 1" in said
+    other.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,8 @@ from prefect_gpu.broker.broker import PASSIVE_S, Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.devices import simulated
-from prefect_gpu.scheduling.backfill import NO_BACKFILL
+from prefect_gpu.devices.shared_folder import SILENT_S, SharedFolder
+from prefect_gpu.scheduling.backfill import NO_BACKFILL, Patience
 from prefect_gpu.scheduling.model import Device, Request, Reservation
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import Rig, decided, indices, make_rig
@@ -29,7 +32,18 @@ class Machine(Rig):
         self.other = self.another(ledger=self.open(), **of_broker)
 
     def open(self) -> Ledger:
-        return Ledger(lambda: HostStore(self._folder))
+        return Ledger(
+            lambda: HostStore(
+                self._folder, lambda path: SharedFolder(path, self.clock.now), owners_s=0.0
+            )
+        )
+
+    def pass_time(self, seconds: float) -> None:
+        """Move the clock, in steps short enough that both brokers show that they work."""
+        while seconds > 0:
+            self.clock.advance(min(seconds, SILENT_S / 4))
+            seconds -= SILENT_S / 4
+            self.look()
 
     def look(self) -> None:
         """Read the devices at both brokers, which makes them see what the other has written too."""
@@ -119,22 +133,143 @@ def test_how_often_a_request_was_passed_is_counted_in_all_processes(
     assert "3 passed it" in rig.broker.explain(blocked)
 
 
-def test_a_broker_that_does_nothing_is_passed_after_a_while(
+def of_stopped(rig: Machine, *entries: Entry) -> Ledger:
+    """Write entries of a process that shows no sign of life from then on."""
+    stopped = rig.open()
+    changes = {entry.request.id: entry for entry in entries}
+    assert stopped.try_write(stopped.view().version, changes)
+    return stopped
+
+
+def waits_in(rig: Machine, name: str, gib: float, **fields: Any) -> Entry:
+    request = Request(name, name, 0, 0.0, memory=int(gib * GIB), **fields)
+    return Entry(request, devices=(rig.broker.devices[0].key,), max_processes=9)
+
+
+def holds_in(rig: Machine, name: str, gib: float, **fields: Any) -> Entry:
+    held = Reservation(name, *rig.broker.devices[0].key, int(gib * GIB), **fields)
+    return replace(waits_in(rig, name, gib), reservations=(held,))
+
+
+def test_a_request_of_a_stopped_process_that_could_start_is_passed(
     machine: Callable[..., Machine],
 ) -> None:
     rig = machine(patience=NO_BACKFILL)
-    device = rig.broker.devices[0]
-    hung = Entry(
-        Request("hung", "hung", 0, 0.0, memory=20 * GIB), devices=(device.key,), max_processes=9
-    )
-    third = rig.open()
-    assert third.try_write(third.view().version, {"hung": hung})
+    stopped = of_stopped(rig, waits_in(rig, "hung", 20))
     rig.look()
     mine = rig.submit("mine", 20)
     assert rig.waits_anywhere(mine)
-    rig.clock.advance(PASSIVE_S + 0.1)
-    rig.look()
+    rig.pass_time(SILENT_S / 2)
+    assert rig.waits_anywhere(mine)
+    rig.pass_time(SILENT_S)
     decided(mine)
+    assert not stopped.problem
+
+
+@pytest.mark.parametrize("ends_s", [None, 1e9], ids=["it drains", "a device is kept for it"])
+def test_a_blocked_request_of_a_stopped_process_keeps_no_device(
+    machine: Callable[..., Machine], ends_s: float | None
+) -> None:
+    rig = machine(patience=Patience(passes=0, wait_s=1e9, heads=1))
+    stopped = of_stopped(
+        rig, holds_in(rig, "runs", 12, ends_s=ends_s), waits_in(rig, "blocked", 20)
+    )
+    rig.look()
+    mine = rig.submit("mine", 10)
+    assert rig.waits_anywhere(mine)
+    rig.pass_time(SILENT_S * 1.5)
+    decided(mine)
+    assert not stopped.problem
+
+
+def test_a_request_of_a_stopped_process_that_the_machines_memory_blocks_blocks_no_other(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine()
+    stopped = of_stopped(
+        rig, holds_in(rig, "runs", 1), waits_in(rig, "large", 1, host_bytes=100 * GIB)
+    )
+    rig.look()
+    mine = rig.submit("mine", 1)
+    assert rig.waits_anywhere(mine)
+    rig.pass_time(SILENT_S * 1.5)
+    decided(mine)
+    assert not stopped.problem
+
+
+def test_a_process_that_goes_on_has_its_place_again(machine: Callable[..., Machine]) -> None:
+    rig = machine(patience=NO_BACKFILL)
+    first = rig.place("first", 20)
+    stopped = of_stopped(rig, waits_in(rig, "early", 20))
+    rig.look()
+    second = rig.submit("second", 4)
+    rig.pass_time(SILENT_S * 1.5)
+    decided(second)
+    stopped.beat()
+    rig.look()
+    rig.broker.end(second)
+    third = rig.submit("third", 4)
+    assert rig.waits_anywhere(third), "the stopped one is before it"
+    rig.broker.end(first)
+
+
+def test_the_hot_standby_of_a_stopped_process_is_left_alone(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine("2x24GiB")
+    stopped = of_stopped(rig, holds_in(rig, "standby", 2, standby=True))
+    beside = rig.place("beside", 1, devices=("1",))
+    # Both have as much, and the memory of hot standbys counts as free.
+    mine = rig.submit("mine", 23)
+    assert rig.waits_anywhere(mine)
+    assert rig.ledger.entry("standby").reclaimed  # type: ignore[union-attr]
+    rig.pass_time(SILENT_S * 1.5)
+    decided(mine)
+    assert indices(mine) == [1] and indices(beside) == [1]
+    assert not stopped.problem
+
+
+def test_requests_of_a_process_with_limits_of_its_own_are_passed_no_more_often_than_others(
+    machine: Callable[..., Machine],
+) -> None:
+    patience = Patience(passes=3, wait_s=1e9, heads=1)
+    rig = machine(patience=patience)
+    # It leaves the device alone while another task is there, which the first does not know.
+    limited = rig.another(ledger=rig.open(), patience=patience, max_tasks_per_device=1)
+    running = [rig.place("running", 4), rig.place("running", 4)]
+    victim = rig.submit("victim", 4, broker=limited)
+    assert rig.waits_anywhere(victim)
+    started = 0
+    for _ in range(10):
+        late = rig.submit("late", 4)
+        rig.pass_time(PASSIVE_S + 1)
+        if not late.decided:
+            break
+        started += 1
+        running.append(late)
+        rig.broker.end(running.pop(0))
+        rig.look()
+    # One more starts before it is seen that the first does not.
+    assert 0 < started <= patience.passes + 1
+    assert not victim.decided
+    for each in running:
+        rig.broker.end(each)
+    rig.look()
+    decided(victim)
+
+
+def test_nothing_adds_up_in_a_broker_in_which_nothing_waits(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine()
+    rig.place("runs", 1)
+    for number in range(20):
+        ticket = rig.submit(f"short {number}", 1, broker=rig.other)
+        decided(ticket)
+        rig.other.end(ticket)
+        rig.look()
+    assert len(rig.broker._seat.changes) <= 1
+    assert not rig.broker._elsewhere
 
 
 def test_a_broker_with_all_the_processes_that_it_may_have_holds_nobody_up(

@@ -20,6 +20,7 @@ import logging
 import os
 import socket
 import sqlite3
+import threading
 import time
 import uuid
 import weakref
@@ -99,7 +100,7 @@ def host_ledger(folder: Path | None = None) -> Ledger:
 
 
 class HostStore:
-    """A log that all processes of a machine share. Not safe to use from several threads at once.
+    """A log that all processes of a machine share. One thread at a time uses it, but `close` may come from any.
 
     Args:
         folder: See `SharedFolder`.
@@ -121,6 +122,9 @@ class HostStore:
         self.namespace = read_namespace()
         self.node = socket.gethostname()
         self.silent: frozenset[str] = frozenset()
+        # The interpreter's exit closes it while other threads run. SQLite's connection must not be closed in the
+        # middle of a call.
+        self._lock = threading.RLock()
         self._registered = False
         self._owners_s = 0.0
         self._seen_version = -1
@@ -146,7 +150,7 @@ class HostStore:
         self._files = (database, *_read_files(shared.path)[1:])
         # When the last process ends, nothing of it is left.
         self._finalizer = weakref.finalize(
-            self, _leave, self._db, database, hold, shared.path, self.owner, os.getpid()
+            self, _leave, self._lock, self._db, database, hold, shared.path, self.owner, os.getpid()
         )
         PROCESS_RESOURCES.after_fork(self, HostStore._forget)
 
@@ -161,54 +165,57 @@ class HostStore:
 
     def changed(self) -> bool:
         """See `Store.changed`. It also removes what processes have written that are gone."""
-        if time.monotonic() >= self._owners_s:
-            self._owners_s = time.monotonic() + self._every_s
+        with self._lock:
+            if time.monotonic() >= self._owners_s:
+                self._owners_s = time.monotonic() + self._every_s
+                try:
+                    self._look_at_owners()
+                except OSError:
+                    # A lock cannot be opened now, for want of descriptors.
+                    pass
+                except sqlite3.Error as error:
+                    self._broken = error
             try:
-                self._look_at_owners()
-            except OSError:
-                # A lock cannot be opened now, for want of descriptors.
-                pass
-            except sqlite3.Error as error:
-                self._broken = error
-        try:
-            # `read` says what is wrong.
-            return (
-                self._broken is not None
-                or self._is_replaced()
-                or self._version() != self._seen_version
-            )
-        except sqlite3.Error:
-            return True
+                # `read` says what is wrong.
+                return (
+                    self._broken is not None
+                    or self._is_replaced()
+                    or self._version() != self._seen_version
+                )
+            except sqlite3.Error:
+                return True
 
     def read(self, after: int) -> Sequence[Row]:
         """See `Store.read`."""
-        try:
-            if self._broken is not None:
-                raise self._broken
-            self._check_files()
-            version = self._version()
-            # A process that knows nothing has decided nothing: it needs the last row of each request alone.
-            rows = self._rows(after) if after else self._last_rows()
-            self._seen_version = version
-            return rows
-        except (sqlite3.Error, *_GARBAGE) as error:
-            raise StoreError(self._describe(error)) from error
+        with self._lock:
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                self._check_files()
+                version = self._version()
+                # A process that knows nothing has decided nothing: it needs the last row of each request alone.
+                rows = self._rows(after) if after else self._last_rows()
+                self._seen_version = version
+                return rows
+            except (sqlite3.Error, *_GARBAGE) as error:
+                raise StoreError(self._describe(error)) from error
 
     def write(
         self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
     ) -> Written:
         """See `Store.write`."""
-        try:
-            with _transaction(self._db):
-                self._check_files()
-                self._seen_version = self._version()
-                rows = self._rows(after)
-                number: int | None = None
-                if not any(conflicts(row) for row in rows):
-                    number = self._append(changes) or (rows[-1].number if rows else after)
-            return Written(rows, number)
-        except (sqlite3.Error, OSError, *_GARBAGE) as error:
-            raise StoreError(self._describe(error)) from error
+        with self._lock:
+            try:
+                with _transaction(self._db):
+                    self._check_files()
+                    self._seen_version = self._version()
+                    rows = self._rows(after)
+                    number: int | None = None
+                    if not any(conflicts(row) for row in rows):
+                        number = self._append(changes) or (rows[-1].number if rows else after)
+                return Written(rows, number)
+            except (sqlite3.Error, OSError, *_GARBAGE) as error:
+                raise StoreError(self._describe(error)) from error
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -437,6 +444,7 @@ def _remove_owner(database: sqlite3.Connection, owner: str) -> None:
 
 
 def _leave(
+    lock: threading.RLock,
     database: sqlite3.Connection,
     identity: FileIdentity | None,
     hold: Hold | None,
@@ -448,14 +456,21 @@ def _leave(
     if pid != os.getpid():
         # A fork: the ledger is the parent's.
         return
-    with contextlib.suppress(sqlite3.Error):
-        database.execute(f"PRAGMA busy_timeout = {LEAVING_S * 1000:.0f}")
-        _remove_owner(database, owner)
-    if _read_files(folder)[0] == identity:
-        with contextlib.suppress(sqlite3.Error):
-            database.close()
+    if lock.acquire(timeout=BUSY_S + LEAVING_S):
+        try:
+            with contextlib.suppress(sqlite3.Error):
+                database.execute(f"PRAGMA busy_timeout = {LEAVING_S * 1000:.0f}")
+                _remove_owner(database, owner)
+            if _read_files(folder)[0] == identity:
+                with contextlib.suppress(sqlite3.Error):
+                    database.close()
+            else:
+                # The log beside it is another database's now.
+                _never_close(database)
+        finally:
+            lock.release()
     else:
-        # The log beside it is another database's now.
+        # A call of another thread does not end. The others remove what is left here.
         _never_close(database)
     if hold is not None:
         hold.release()

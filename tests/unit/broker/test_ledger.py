@@ -624,6 +624,32 @@ def test_a_process_that_exits_does_not_warn_of_its_own_ledger(
     assert not caplog.records
 
 
+def test_a_ledger_is_closed_while_another_thread_uses_it(tmp_path: Path) -> None:
+    program = f"""
+import threading
+from pathlib import Path
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Ledger
+for _ in range(30):
+    ledger = Ledger(lambda: HostStore(Path({str(tmp_path)!r}), owners_s=0.0))
+    ledger.view()
+    begun = threading.Event()
+    def use():
+        while not ledger.problem:
+            ledger.view()
+            begun.set()
+    user = threading.Thread(target=use)
+    user.start()
+    begun.wait()
+    # As the interpreter does at its exit.
+    ledger._store.close()
+    user.join()
+print("closed")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr[-2000:]
+
+
 def test_a_process_whose_lock_was_removed_goes_on_alone(tmp_path: Path) -> None:
     mine, theirs = (Ledger(lambda: HostStore(tmp_path, owners_s=0.0)) for _ in range(2))
     mine.try_write(0, {"mine": entry("mine", reserved(by="mine"))})

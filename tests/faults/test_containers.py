@@ -20,7 +20,7 @@ from pathlib import Path
 
 from prefect import flow, task
 
-from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu import GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.testing import allocate
 
 name, seen = sys.argv[1], Path("seen.txt")
@@ -49,6 +49,7 @@ def together():
     with allocate("9GiB"):
         say(f"beside {name}")
         wait_for_all("beside")
+        return current_allocation().shared_with
 
 
 @flow(task_runner=GPUTaskRunner(devices="simulated:1x24GiB@containers"))
@@ -57,10 +58,10 @@ def contained():
     wait_for_all("submits")
     for future in [alone.submit() for _ in range(3)]:
         future.result()
-    together.submit().result()
+    return together.submit().result()
 
 
-contained()
+print("SHARED WITH", contained())
 print("ENDED", os.getpid())
 """
 
@@ -101,10 +102,14 @@ def test_two_containers_share_a_device(place: Workplace, container: tuple[str, .
         )
         for name in "ab"
     ]
+    outputs = ""
     for each in flows:
         output, errors = each.communicate(timeout=LIMIT_S)
         # The first process of its namespace.
         assert "ENDED 1" in output, errors
+        outputs += output
+    # The one that was placed second, at least.
+    assert "SHARED WITH ('together (another flow)',)" in outputs
     lines = [line for line in lines_of(place.folder / "seen.txt") if line in ("begin", "end")]
     assert lines == ["begin", "end"] * 6, "two tasks that need more than half ran at once"
     check_capacity(read_log(place.folder / "ledger"), 24 * GIB)

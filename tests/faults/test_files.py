@@ -87,13 +87,21 @@ mount -t tmpfs -o size=4k,ro empty "$FOLDER"
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("prepare", "method"),
+    [
+        pytest.param(FULL, "spawn", id="full"),
+        pytest.param(FULL, "forkserver", id="full, forkserver", marks=pytest.mark.slow),
+        pytest.param(READ_ONLY, "spawn", id="read-only", marks=pytest.mark.slow),
+        pytest.param(READ_ONLY, "forkserver", id="read-only, forkserver", marks=pytest.mark.slow),
+    ],
+)
 def test_tasks_run_where_no_temporary_file_and_no_shared_memory_can_be_had(
-    place: Workplace, mounts: tuple[str, ...], method: str
+    place: Workplace, mounts: tuple[str, ...], prepare: str, method: str
 ) -> None:
     place.environment["TMPDIR"] = str(place.folder / "temporary")
-    prepare = FULL.replace("$FOLDER", place.environment["TMPDIR"])
-    run(place, mounts, f"{prepare}\nmount -t tmpfs -o size=4k,mode=0 none /dev/shm", method)
+    prepare = prepare.replace("$FOLDER", place.environment["TMPDIR"])
+    run(place, mounts, f"{prepare}\nmount -t tmpfs -o size=4k,ro none /dev/shm", method)
 
 
 @pytest.mark.slow

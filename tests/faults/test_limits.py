@@ -10,8 +10,6 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.processes import values
@@ -77,7 +75,6 @@ print("FOUND", json.dumps({"ends": ends, "refused": refused}))
 """
 
 
-@pytest.mark.slow
 def test_each_thread_that_cannot_be_started_fails_at_most_one_task(place: Workplace) -> None:
     place.write("threads.py", THREADS)
     done = place.run("threads.py")
@@ -136,6 +133,7 @@ def test_a_fork_without_descriptors_is_refused_by_the_limit_or_runs() -> None:
                         value = values.loads(message.data, "return value")
             if isinstance(message, ChildRefused):
                 assert isinstance(message.error, CapacityError), message
+                assert "Too many open files" in str(message.error)
                 assert "ulimit -n" in str(message.error)
             else:
                 assert (value, message.code) == (1, 0)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,3 +117,83 @@ def test_other_users_read_nothing_and_their_processes_are_measured_and_killed(
     process.kill()
     wait_for(lambda: not any(map(is_alive, rest)))
     process.communicate()
+
+
+#: Holds 20 of 24 GiB, or waits for them; says which, and then whether it has them after all.
+MEMBER = """
+import os, sys, tempfile
+from pathlib import Path
+from prefect_gpu.broker.broker import Broker, next_sequence
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
+from prefect_gpu.scheduling.model import Request
+
+def ask(folder, limit_s):
+    ledger = Ledger(lambda: HostStore(Path(folder)))
+    broker = Broker(SimulatedReader(SimulatedDevices("1x24GiB")), ledger)
+    ticket = broker.submit(Request("", "task", next_sequence(), 0.0, 20 << 30))
+    return broker, ledger, ticket, decided(ticket, limit_s)
+
+def decided(ticket, limit_s):
+    with ticket.changed:
+        ticket.changed.wait_for(lambda: ticket.decided, limit_s)
+    return ticket.decided
+
+# As root: other users may not read the environment, so all that is needed is imported before.
+with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    _, ledger, _, ready = ask(folder, DEADLOCK_S)
+    assert ready
+    ledger._store.close()
+os.setgroups([12000])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+os.umask(0o022)
+broker, _, ticket, ready = ask(sys.argv[1], 2.0 if sys.argv[3] == "waits" else DEADLOCK_S)
+print(ready, repr(broker.problem), flush=True)
+sys.stdin.readline()
+print(decided(ticket, DEADLOCK_S), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("mode", [0o2770, 0o3770], ids=["a folder of a group", "a sticky one"])
+def test_users_of_a_group_share_a_ledger(mode: int) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="prefect-gpu-group-", dir="/var/tmp"))
+    processes = []
+    try:
+        os.chown(folder, 0, 12000)
+        folder.chmod(mode)
+
+        def member(user: int, then: str) -> subprocess.Popen[str]:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", MEMBER, str(folder), str(user), then],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "HOME": "/nonexistent"},
+                )
+            )
+            return processes[-1]
+
+        def said(process: subprocess.Popen[str]) -> str:
+            assert process.stdout is not None
+            return process.stdout.readline().strip()
+
+        one = member(12001, "holds")
+        assert said(one) == "True ''"
+        other = member(12002, "waits")
+        assert said(other) == "False ''"
+        one.kill()
+        one.wait()
+        assert other.stdin is not None
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert said(other) == "True"
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+        shutil.rmtree(folder)

@@ -490,6 +490,44 @@ def test_the_standbys_of_all_flows_are_counted(
     assert other.run(announced, spec_of(bodies.add, 2)).value() == 2
 
 
+def test_imports_of_all_flows_are_counted(
+    make_warm: Callable[..., Warm], importable: str, tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go on"
+    wait = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)"
+    module(importable, "test_standby_waits", wait)
+    (tmp_path / "ledger").mkdir()
+    one, other = (make_warm(most=4, shared=SharedFolder(tmp_path / "ledger")) for _ in range(2))
+    # Four cores: two import at a time.
+    for _ in range(3):
+        one.announce(kind_with("test_standby_waits"))
+    assert eventually(lambda: len(one.pool.pids) == 2)
+    other.announce()
+    one.wait_checks()
+    other.wait_checks()
+    assert (len(one.pool.pids), other.pool.pids) == (2, ())
+    go_on.touch()
+    one.wait_ready(3)
+    other.wait_ready(1)
+
+
+def test_a_kind_whose_standbys_died_is_tried_again_after_a_while(
+    warm: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = warm.pool._record(KIND)
+    announced = warm.announce()
+    for count in range(1, standby_kind.MOST_FAILURES + 1):
+        (waited,) = warm.wait_ready()
+        os.kill(waited, signal.SIGKILL)
+        assert eventually(lambda count=count: record.failures == count)  # type: ignore[misc]
+    warm.wait_checks()
+    assert record.given_up and warm.pool.pids == ()
+    monkeypatch.setattr(standby_kind, "FORGET_S", 0.0)
+    (waited,) = warm.wait_ready()
+    child = warm.run(announced, spec_of(bodies.add, 1))
+    assert child.value() == 1 and child.pid == waited
+
+
 def test_standbys_end_with_the_last_runner_that_closes(warm: Warm) -> None:
     other = object()
     warm.pool.open(other, 1, warm.broker)

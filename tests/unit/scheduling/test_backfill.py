@@ -168,6 +168,24 @@ def test_a_request_that_waits_for_a_kept_device_is_not_passed_by_what_ends_befor
     assert queue.statuses.get("second") is None or queue.statuses.get("second").passed == 0  # type: ignore[union-attr]
 
 
+def test_one_whose_broker_does_not_start_it_is_passed_so_often_and_then_its_devices_drain() -> None:
+    queue = RequestQueue([request(20, name="first", origin="other/0")])
+
+    def starts(name: str, passive: bool = True) -> bool:
+        queue.add(request(4, name=name))
+        board, origins = Board([state(0, held=[until(100.0, 4)])]), {"other/0"} if passive else ()
+        decisions = decide(queue, board, host(), SHORT, 0.0, {"other/0": 9}, origins)
+        queue.statuses.update(decisions.statuses)
+        own = [r for r, _ in decisions.placements if not r.origin]
+        return [r.id for r in own if queue.remove(r)] == [name]
+
+    assert not starts("before it counts as blocked", passive=False)
+    queue.remove(next(r for r in queue if not r.origin))
+    assert [starts("a"), starts("b"), starts("c")] == [True, True, False]
+    (status,) = queue.statuses.values()
+    assert (status.passed, status.kept) == (SHORT.passes, ())
+
+
 def test_what_is_noted_goes_with_the_request() -> None:
     head = request(23, name="head")
     queue = RequestQueue([head, request(4, name="behind")])

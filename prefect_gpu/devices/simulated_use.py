@@ -10,8 +10,10 @@ import contextlib
 import json
 import os
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from prefect_gpu.devices.shared_folder import SharedFolder, read_namespace
 from prefect_gpu.errors import DeviceError
@@ -60,6 +62,8 @@ class SimulatedUse:
                     )
             self._hold = folder.hold(self._name)
             self.write({})
+        # Where no other flow looks again.
+        weakref.finalize(self, _remove, folder.path / self._name, os.getpid())
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -104,3 +108,10 @@ class SimulatedUse:
                 raise OSError(
                     f"{path} cannot be read ({type(error).__name__}: {error}): another program has written to it"
                 ) from error
+
+
+def _remove(path: Path, pid: int) -> None:
+    """Remove the file of a flow at its end. A fork of the flow leaves it."""
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            path.unlink()

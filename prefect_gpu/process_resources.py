@@ -159,6 +159,44 @@ def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -
     return thread
 
 
+def run_uninterrupted(call: Callable[[], object], name: str) -> None:
+    """Run a call to its end, also if Ctrl-C is pressed meanwhile: it runs on a thread of its own.
+
+    Args:
+        call: What to run. It must end soon.
+        name: Of the thread.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed. The call has ended.
+    """
+    claim, done = threading.Lock(), threading.Event()
+
+    def run() -> None:
+        # A start that was interrupted is made again: it may have started a thread or not.
+        if claim.acquire(blocking=False):
+            try:
+                call()
+            finally:
+                done.set()
+
+    started = False
+    interrupt: KeyboardInterrupt | None = None
+    while not done.is_set():
+        try:
+            if not started:
+                start_thread(run, name)
+                started = True
+            # Not `Thread.join`: before Python 3.13 an interrupted one takes the thread for ended.
+            done.wait()
+        except CapacityError:
+            started = True
+            run()
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
 def describe_process_limit() -> str:
     """Return a clause that names the user's limit of processes and threads."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)

@@ -34,7 +34,7 @@ from prefect_gpu.errors import CapacityError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import parse_tags
-from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
 from prefect_gpu.processes.fork_server import ForkLauncher, check_modules, fork_server_pool
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
@@ -345,29 +345,37 @@ class ActiveRunner:
         """See `GPUTaskRunner.__exit__`."""
         try:
             self._close(failed)
+        except BaseException:
+            # Ctrl-C, or a signal that Prefect turned into an exception. Either may come again at any line.
+            try:
+                if not failed:
+                    self._close(failed=True)
+            finally:
+                run_uninterrupted(self._end_all, "prefect-gpu-close")
+            raise
         finally:
             # Last: the fork server reports how its forks ended.
             self._close_fork_server()
 
+    def _end_all(self) -> None:
+        """End all processes, and what waits for them. Without effect the second time."""
+        self.cancel()
+        self._end_what_waits()
+        # Engines wait for a fork server that imports; how forks end does not matter any more.
+        self._close_fork_server()
+        self._threads.cancel_all()
+
     def _close(self, failed: bool) -> None:
         if failed:
-            self.cancel()
-            self._end_what_waits()
-            # Engines wait for a fork server that imports; how forks end does not matter any more.
-            self._close_fork_server()
-            self._threads.cancel_all()
+            # Bodies that are not ended would keep the interpreter from exiting.
+            run_uninterrupted(self._end_all, "prefect-gpu-close")
             # All must reach their state.
             concurrent.futures.wait(self._unfinished(), CLOSING_S)
         else:
             # Tasks may submit others while these are waited for. Tasks in threads count too:
             # Prefect's thread runner cancels those that still wait for what they depend on.
-            try:
-                while unfinished := self._unfinished():
-                    concurrent.futures.wait(unfinished)
-            except BaseException:
-                # Ctrl-C, or a signal that Prefect turned into an exception.
-                self._close(failed=True)
-                raise
+            while unfinished := self._unfinished():
+                concurrent.futures.wait(unfinished)
         self._end_what_waits()
         self._threads.__exit__(None, None, None)
         with self._lock:

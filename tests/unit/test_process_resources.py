@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import CapacityError
-from prefect_gpu.process_resources import ProcessResources, read_own_bytes, start_thread
+from prefect_gpu.process_resources import (
+    ProcessResources,
+    read_own_bytes,
+    run_uninterrupted,
+    start_thread,
+)
 
 
 class Held:
@@ -138,3 +146,42 @@ def test_without_proc_a_size_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("builtins.open", refuse)
     assert read_own_bytes("VmHWM") == 0
+
+
+def test_a_call_goes_on_to_its_end_though_ctrl_c_is_pressed() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def work() -> None:
+        begun.set()
+        go_on.wait(DEADLOCK_S)
+        ended.append("it")
+
+    def press() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        begun.wait(DEADLOCK_S)
+        for _ in range(3):
+            signal.pthread_kill(main, signal.SIGINT)
+            # For the main thread to notice.
+            time.sleep(0.01)
+        go_on.set()
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_uninterrupted(work, "prefect-gpu-test")
+    presser.join()
+    assert ended == ["it"]
+
+
+def test_a_call_for_which_no_thread_can_be_started_is_made_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ended: list[str] = []
+    run_uninterrupted(lambda: ended.append("it"), "prefect-gpu-test")
+    assert ended == ["it"]

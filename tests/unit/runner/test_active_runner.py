@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -77,19 +80,57 @@ def no_thread(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
+KNOWN: dict[str, Any] = {
+    "devices": parse_spec("simulated:1x8GiB"),
+    "placement": "spread",
+    "max_processes": None,
+    "max_tasks_per_device": None,
+    "headroom_bytes": None,
+    "reports": True,
+    "standby": 0,
+    "start_method": "spawn",
+}
+
+
 def test_runners_of_the_same_devices_share_a_broker_whatever_else_they_do() -> None:
-    known: dict[str, Any] = {
-        "devices": parse_spec("simulated:1x8GiB"),
-        "placement": "spread",
-        "max_processes": None,
-        "max_tasks_per_device": None,
-        "headroom_bytes": None,
-        "reports": True,
-        "standby": 0,
-        "start_method": "spawn",
-    }
-    first = ActiveRunner(Configuration(**known)).broker()
+    first = ActiveRunner(Configuration(**KNOWN)).broker()
     alike = {"reports": False, "standby": "hot", "start_method": "forkserver"}
-    assert ActiveRunner(Configuration(**{**known, **alike})).broker() is first
+    assert ActiveRunner(Configuration(**{**KNOWN, **alike})).broker() is first
     for other in ({"headroom_bytes": 1}, {"placement": "pack"}, {"max_processes": 3}):
-        assert ActiveRunner(Configuration(**{**known, **other})).broker() is not first
+        assert ActiveRunner(Configuration(**{**KNOWN, **other})).broker() is not first
+
+
+def press_ctrl_c() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+class Body:
+    """A body at whose end Ctrl-C is pressed once more."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def cancel(self) -> None:
+        press_ctrl_c()
+        # For the main thread to notice.
+        time.sleep(0.01)
+        self.ended = True
+
+    def wait_finished(self, timeout_s: float) -> bool:
+        return self.ended
+
+
+@pytest.mark.parametrize("failed", [True, False], ids=["it failed", "it was interrupted"])
+def test_ctrl_c_while_a_flow_ends_its_bodies_leaves_none_of_them(failed: bool) -> None:
+    runner = ActiveRunner(Configuration(**KNOWN))
+    bodies: list[Any] = [Body() for _ in range(5)]
+    runner._bodies.update(bodies)
+    if not failed:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        runner._futures.add(future)
+        threading.Timer(0.1, press_ctrl_c).start()
+    with pytest.raises(KeyboardInterrupt):
+        runner.close(failed)
+    assert [body.ended for body in bodies] == [True] * 5

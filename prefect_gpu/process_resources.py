@@ -47,11 +47,11 @@ class ProcessResources:
         self._in_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = (
             weakref.WeakKeyDictionary()
         )
-        #: Returns the lock of each object that a fork must not find in the middle of something.
+        #: Returns the lock that is held during a fork, for each object that has one.
         self._quiet: weakref.WeakKeyDictionary[Any, Callable[[Any], Lock]] = (
             weakref.WeakKeyDictionary()
         )
-        #: Those of them that the fork under way holds.
+        #: Locks that the current fork holds.
         self._held: list[Lock] = []
         os.register_at_fork(
             before=self._before_fork,
@@ -76,11 +76,11 @@ class ProcessResources:
             return cast("T", found)
 
     def quiet_at_fork(self, owner: T, lock: Callable[[T], Lock]) -> None:
-        """Take a lock of an object before each fork of this process, and release it in the parent after it.
+        """Hold a lock of an object during each fork of this process.
 
         Args:
             owner: It is not kept alive. Its reset, see `after_fork`, makes a new lock.
-            lock: Returns the lock. It must not refer to `owner`. What is done under the lock takes no other of
+            lock: Returns the lock. It must not refer to `owner`. Code that runs under the lock takes no other of
                 these locks, and ends soon.
         """
         self._quiet[owner] = lock

@@ -65,17 +65,17 @@ HEADROOM_BYTES: dict[DeviceKind, int] = {
     "simulated": 0,
 }
 
-#: Seconds between two looks at what other processes have written, while a request waits or a hot standby is here.
+#: Seconds between two reads of the ledger while a request waits or there is a hot standby.
 POLL_S = 0.05
 
-#: Seconds after which requests of another broker that could start, as far as is known here, and do not count as blocked:
-#: it may have limits that are not known here.
+#: Seconds after which requests of another broker count as blocked although they seem to fit. That broker may have
+#: limits that are not known here.
 PASSIVE_S = 2.0
 
-#: Bytes by which what a process holds changes before flows of other containers are told.
-TELL_BYTES = 64 * MIB
+#: Step in bytes in which the memory of a process is written to the ledger, for flows in other containers.
+HELD_STEP_BYTES = 64 * MIB
 
-#: Makes the ids of requests unique on the machine: processes of two containers may have one number.
+#: Makes the ids of requests unique on the machine: processes of two containers may have the same process id.
 _PROCESS = uuid.uuid4().hex[:8]
 
 _ids = itertools.count()
@@ -147,17 +147,17 @@ class Broker:
         self._style = style
         self._max_tasks_per_device = max_tasks_per_device
         self._patience = patience
-        #: Its own requests, and those of other brokers that wait for the same devices.
+        #: The waiting requests of this broker, and those of other brokers for the same devices.
         self._queue = RequestQueue()
-        #: By request id: its own of the queue.
+        #: By request id: requests of this broker in the queue.
         self._waiting: dict[str, Ticket] = {}
-        #: By request id: those of other brokers in the queue.
+        #: By request id: requests of other brokers in the queue.
         self._elsewhere: dict[str, Request] = {}
-        #: By origin: most processes of another broker, and monotonic seconds since when requests of it could start
-        #: and do not.
-        self._most: dict[str, int] = {}
+        #: By origin: the limit of processes of another broker, and the monotonic time in seconds since which its
+        #: requests seem to fit and do not start.
+        self._most_processes: dict[str, int] = {}
         self._passive_s: dict[str, float] = {}
-        #: Its own that the ledger does not have yet.
+        #: By id: requests of this broker that are not in the ledger yet.
         self._unwritten: dict[str, Request] = {}
         #: By request id.
         self._placed: dict[str, Ticket] = {}
@@ -172,9 +172,9 @@ class Broker:
         #: Hot standbys on these devices.
         self._hot = HotStandbys(reader, ledger, self._recovery, self._clock, style)
         self._context_bytes = context_bytes
-        #: The reservations that `_meet` has seen.
-        self._met: dict[DeviceKey, tuple[Reservation, ...]] = {}
-        #: A reading was asked for to decide on, and has not come.
+        #: The reservations that `_note_neighbours` has seen.
+        self._noted: dict[DeviceKey, tuple[Reservation, ...]] = {}
+        #: A reading was requested for a pass, and has not arrived.
         self._wants_reading = False
         self._sampler = Sampler(
             reader,
@@ -183,8 +183,8 @@ class Broker:
             clock=self._clock,
             read_host_available=read_host_available,
         )
-        #: What other brokers have written and this one has not taken in.
-        self._seat = ledger.join(self._look_again)
+        #: Changes of waiting requests in the ledger.
+        self._subscription = ledger.subscribe(self._look_again)
 
     # Any thread.
 
@@ -200,7 +200,7 @@ class Broker:
 
     @property
     def problem(self) -> str:
-        """Why other flows of the machine are not seen; empty: they are."""
+        """Why the ledger is not shared with other flows of the machine; empty: it is."""
         return self._ledger.problem
 
     @property
@@ -344,12 +344,12 @@ class Broker:
     def neighbours(self, ticket: Ticket) -> tuple[str, ...]:
         """Return the names of the tasks, of all flows, that have been on a request's devices since it was placed."""
         with self._changed:
-            self._meet(ticket.devices)
+            self._note_neighbours(ticket.devices)
             return tuple(ticket.neighbours)
 
-    def run(self, ticket: Ticket) -> None:
-        """Note that the body of a request has begun: it has the memory that it needs of the machine itself."""
-        self._ledger.run(ticket.request.id)
+    def mark_running(self, ticket: Ticket) -> None:
+        """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
+        self._ledger.mark_running(ticket.request.id)
 
     def capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
         """Return the bytes that could ever be reserved on each device that a task may use.
@@ -397,7 +397,7 @@ class Broker:
         `on_recovered` is called. The second call, and one for a request without a placement, has no effect.
         """
         with self._changed:
-            self._meet(ticket.devices)
+            self._note_neighbours(ticket.devices)
             if self._placed.pop(ticket.request.id, None) is None:
                 return
             # It may have ended before it had a process.
@@ -565,7 +565,7 @@ class Broker:
             # one scheduling pass.
             self._make_calls()
             if works:
-                # Its requests are not waited for while its devices do not answer.
+                # Without heartbeats other flows do not wait for its requests: its devices do not answer.
                 self._attempt(self._ledger.beat)
             self._attempt(self._ledger.poll)
             with self._changed:
@@ -619,8 +619,8 @@ class Broker:
         if reading.error:
             return
         self._states()
-        self._tell_taken()
-        self._meet(self.devices)
+        self._write_held_bytes()
+        self._note_neighbours(self.devices)
         for request_id, ticket in self._placed.items():
             if ticket.pid is not None and ticket.on_measured is not None:
                 sizes = tuple(self._view.measured_bytes(request_id, d) for d in ticket.devices)
@@ -628,25 +628,27 @@ class Broker:
         self._view.warn(reading)
         self._release_all(self._recovery.check(reading, self._placed.values()))
 
-    def _meet(self, devices: Sequence[Device]) -> None:
-        """Note which tasks share a device, where reservations have changed since the last call."""
+    def _note_neighbours(self, devices: Sequence[Device]) -> None:
+        """Note which tasks share a device. Devices without new reservations since the last call are skipped."""
         by_device = self._ledger.view().by_device
         for device in devices:
             held = by_device.get(device.key, ())
-            if held is self._met.get(device.key, ()):
+            if held is self._noted.get(device.key, ()):
                 continue
-            self._met[device.key] = held
+            self._noted[device.key] = held
             for at, ticket in enumerate([self._placed.get(r.request_id) for r in held]):
                 if ticket is None:
                     continue
                 for other in (*held[:at], *held[at + 1 :]):
                     if not other.standby:
                         own = self._ledger.owns(other.request_id)
-                        ticket.meet(other.task_name if own else f"{other.task_name} (another flow)")
+                        ticket.add_neighbour(
+                            other.task_name if own else f"{other.task_name} (another flow)"
+                        )
 
-    def _tell_taken(self) -> None:
-        """Say what its own processes hold, where process ids say nothing to others."""
-        if all(device.attributed for device in self.devices) and not self._ledger.view().taken:
+    def _write_held_bytes(self) -> None:
+        """Write what its own processes hold to the ledger, where others cannot identify them by process id."""
+        if all(device.attributed for device in self.devices) and not self._ledger.view().held_bytes:
             return
         hot = {standby.id: standby.ticket for standby in self._hot.without_task}
         for request_id, ticket in {**self._placed, **hot}.items():
@@ -655,9 +657,9 @@ class Broker:
                 continue
             held = {d.key: self._view.measured_bytes(request_id, d) for d in ticket.devices}
             taken = tuple(held.get(key, 0) for key in entry.devices)
-            told = entry.taken or (0,) * len(taken)
-            if any(abs(new - old) >= TELL_BYTES for new, old in zip(taken, told, strict=True)):
-                self._calls.append(partial(self._ledger.take, request_id, taken))
+            told = entry.held_bytes or (0,) * len(taken)
+            if any(abs(new - old) >= HELD_STEP_BYTES for new, old in zip(taken, told, strict=True)):
+                self._calls.append(partial(self._ledger.set_held_bytes, request_id, taken))
 
     def _release_all(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
@@ -676,8 +678,8 @@ class Broker:
         if not self._dirty:
             return
         self._dirty = False
-        # Also while nothing waits: they add up.
-        self._take_changes(self._seat.take())
+        # Also while no request waits here: they would accumulate.
+        self._take_changes(self._subscription.take())
         if self._waiting:
             reading = self._view.reading
             if reading is None or not self._view.fresh:
@@ -691,13 +693,13 @@ class Broker:
     def _make_pass(self, reading: Reading) -> None:
         while True:
             view = self._ledger.view()
-            self._take_changes(self._seat.take())
+            self._take_changes(self._subscription.take())
             states = self._states(view)
             decisions, settled = self._decide(states, self._host_state(reading, view), view)
             changes = self._changes_of(decisions, settled)
             if not changes or self._ledger.try_write(view.version, changes):
                 break
-            # Another broker has written meanwhile: what was free may no longer be.
+            # Another broker has added a reservation meanwhile.
         self._unwritten.clear()
         self._queue.statuses.update(
             (i, status) for i, status in decisions.statuses.items() if i in self._waiting
@@ -723,10 +725,10 @@ class Broker:
             ticket.decide(placement)
 
     def _take_changes(self, changes: Changes) -> None:
-        """Bring the queue up to what other brokers have written of waiting requests."""
+        """Apply changes of waiting requests in the ledger to the queue."""
         for request_id, entry in changes.items():
             if request_id in self._waiting:
-                # How often others have passed it.
+                # Other brokers count how often they have passed it.
                 if entry is not None:
                     self._take_status(entry)
                 continue
@@ -740,14 +742,14 @@ class Broker:
                 self._elsewhere[request_id] = request
                 self._queue.add(request)
                 self._take_status(entry)
-                self._most[request.origin] = entry.max_processes
+                self._most_processes[request.origin] = entry.max_processes
 
     def _take_status(self, entry: Entry) -> None:
         if entry.status != BlockedStatus():
             self._queue.statuses[entry.request.id] = entry.status
 
     def _seen_from_here(self, entry: Entry) -> Request | None:
-        """Return another broker's request with the devices of this one; `None`: it uses none of them."""
+        """Return another broker's request, restricted to the devices of this one; `None`: it uses none of them."""
         usable = set(entry.devices)
         shared = [device.uuid for device in self.devices if device.key in usable]
         if not shared:
@@ -763,7 +765,7 @@ class Broker:
         )
 
     def _changes_of(self, decisions: Decisions, settled: Settled) -> Changes:
-        """Return what a pass writes: new requests that wait, what happened to blocked ones, reservations."""
+        """Return what a pass writes: new waiting requests, changed statuses of blocked ones, reservations."""
         changes: dict[str, Entry | None] = {}
         refused = {request.id for request, _ in decisions.refusals}
         for request_id, request in self._unwritten.items():
@@ -773,7 +775,7 @@ class Broker:
             entry = changes.get(request_id) or self._ledger.entry(request_id)
             if entry is None or entry.status == status:
                 continue
-            # Which devices are kept for a request is for its own broker to say.
+            # Only a request's own broker keeps devices for it.
             if request_id in self._waiting or entry.status.passed < status.passed:
                 changes[request_id] = replace(entry, status=status)
         for request, placement, standby_id in settled.made:
@@ -793,31 +795,34 @@ class Broker:
             named = tuple(device.uuid for device in devices)
         return Entry(
             replace(request, devices=named),
-            broker=self._seat.number,
+            broker=self._subscription.number,
             devices=tuple(device.key for device in devices),
             max_processes=self.max_processes,
         )
 
-    def _rooms(self, view: LedgerView, passive: Collection[str]) -> dict[str, int]:
-        """Return how many processes each other broker may start; one that is silent, or passive for too long, none."""
+    def _process_slots(self, view: LedgerView, passive: Collection[str]) -> dict[str, int]:
+        """Return how many processes each other broker may start.
+
+        A broker whose process sends no heartbeats may start none, nor one that was passive for too long.
+        """
         now_s, most_s = self._clock.now(), self._patience.wait_s
         return {
             origin: 0
             if owner_of(origin) in view.silent
             or (origin in passive and now_s - self._passive_s[origin] > most_s)
             else most - view.holding.get(origin, 0)
-            for origin, most in self._most.items()
+            for origin, most in self._most_processes.items()
         }
 
     def _passive(self) -> frozenset[str]:
-        """Return which other brokers could start a request, as far as is known here, and do not."""
+        """Return the other brokers with requests that seem to fit and do not start."""
         now_s = self._clock.now()
         return frozenset(o for o, since_s in self._passive_s.items() if now_s - since_s > PASSIVE_S)
 
     def _note_passive(
         self, decisions: Decisions, passive: Collection[str], silent: Collection[str]
     ) -> None:
-        """Note which other brokers could start a request and have not yet."""
+        """Note the other brokers whose requests were placed in a pass: they should start soon."""
         could = {request.origin for request, _ in decisions.placements if request.origin}
         self._passive_s = {
             origin: self._passive_s.get(origin, self._clock.now())
@@ -843,7 +848,7 @@ class Broker:
             host,
             self._patience,
             self._clock.now(),
-            self._rooms(view, passive),
+            self._process_slots(view, passive),
             passive,
         )
         self._note_passive(decisions, passive, view.silent)

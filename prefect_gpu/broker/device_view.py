@@ -391,7 +391,7 @@ def _measure(
         if ticket.pid is not None and ticket.devices
     }
     for reservation in view.by_device.get(key, ()):
-        elsewhere = view.taken.get(reservation.request_id, {})
+        elsewhere = view.held_bytes.get(reservation.request_id, {})
         if key in elsewhere and reservation.request_id not in here:
             stand_ins[reservation.request_id] = elsewhere[key]
     return measure(snapshot, roots, stand_ins) if roots or stand_ins else {}

@@ -54,13 +54,13 @@ SCHEMA = 1
 #: process that was stopped in the middle of one may keep the file for ever.
 BUSY_S = 5.0
 
-#: Seconds that a process waits so when it leaves the ledger: what it leaves behind, others remove.
+#: The same when a process leaves the ledger. Others remove what it could not remove itself.
 LEAVING_S = 0.5
 
 #: Seconds between two checks of whether other processes are still alive.
 OWNERS_S = 0.25
 
-#: Rows that are kept for readers which are behind, and as a record of what happened.
+#: Rows that are kept for slow readers, and as a record for people.
 LOG_ROWS = 20_000
 
 _TABLES = """
@@ -100,7 +100,7 @@ def host_ledger(folder: Path | None = None) -> Ledger:
 
 
 class HostStore:
-    """A log that all processes of a machine share. One thread at a time uses it, but `close` may come from any.
+    """A log that all processes of a machine share. Used by one thread at a time, except for `close`.
 
     Args:
         folder: See `SharedFolder`.
@@ -122,21 +122,21 @@ class HostStore:
         self.namespace = read_namespace()
         self.node = socket.gethostname()
         self.silent: frozenset[str] = frozenset()
-        # The interpreter's exit closes it while other threads run. SQLite's connection must not be closed in the
-        # middle of a call.
+        # At exit the store is closed while other threads run. Closing SQLite's connection in the middle of a call
+        # crashes the process.
         self._lock = threading.RLock()
         self._registered = False
         self._owners_s = 0.0
         self._seen_version = -1
-        #: Why it cannot be used any more; `None`: it can.
+        #: The error that made it unusable; `None`: it is usable.
         self._broken: sqlite3.Error | None = None
         self._folder = default_folder() if folder is None else folder
         try:
             self._shared = shared = open_folder(folder)
-            #: While it has it, this process is alive.
+            #: This process counts as alive for as long as it holds this file.
             self._hold = hold = shared.hold(f"{self.owner}.lock")
             try:
-                # No other process finds out meanwhile that it is alone.
+                # Under a lock: two processes must not both find that they are the only one.
                 with shared.locked("opening"):
                     self._db, database = self._open()
             except BaseException:
@@ -148,7 +148,7 @@ class HostStore:
         except (OSError, sqlite3.Error) as error:
             raise StoreError(self._describe(error)) from error
         self._files = (database, *_read_files(shared.path)[1:])
-        # When the last process ends, nothing of it is left.
+        # Runs at the latest when the interpreter exits.
         self._finalizer = weakref.finalize(
             self, _leave, self._lock, self._db, database, hold, shared.path, self.owner, os.getpid()
         )
@@ -164,14 +164,14 @@ class HostStore:
         self._shared.beat()
 
     def changed(self) -> bool:
-        """See `Store.changed`. It also removes what processes have written that are gone."""
+        """See `Store.changed`. Also removes the entries of processes that have ended."""
         with self._lock:
             if time.monotonic() >= self._owners_s:
                 self._owners_s = time.monotonic() + self._every_s
                 try:
                     self._look_at_owners()
                 except OSError:
-                    # A lock cannot be opened now, for want of descriptors.
+                    # There is no free descriptor to open a lock file with.
                     pass
                 except sqlite3.Error as error:
                     self._broken = error
@@ -193,7 +193,7 @@ class HostStore:
                     raise self._broken
                 self._check_files()
                 version = self._version()
-                # A process that knows nothing has decided nothing: it needs the last row of each request alone.
+                # A first read needs only the last row of each request.
                 rows = self._rows(after) if after else self._last_rows()
                 self._seen_version = version
                 return rows
@@ -230,7 +230,7 @@ class HostStore:
         for row in changes:
             owner, text = self.owner, None
             if row.entry is not None:
-                # Another process may note that it has passed a request.
+                # The entry may belong to another process, whose request was passed.
                 owner, text = row.entry.owner, _ENTRY.dump_json(row.entry).decode()
             number = _insert(self._db, owner, row.request_id, row.promises, text)
         if number and number % 1000 == 0:
@@ -248,7 +248,7 @@ class HostStore:
     def _rows(self, after: int) -> list[Row]:
         (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
         if last is not None and last - after > LOG_ROWS:
-            # Some were deleted. This process was stopped for long.
+            # Some were deleted: this process was stopped for a long time.
             return [Row(after, "", True, None), *self._last_rows()]
         query = "SELECT number, request, promises, entry FROM log WHERE number > ? ORDER BY number"
         return [_row(*each) for each in self._db.execute(query, (after,))]
@@ -295,7 +295,7 @@ class HostStore:
     def _finds_others(self) -> bool:
         """Return whether another process is alive that shares the folder, of whatever release."""
         locks = [path.name for path in self._shared.path.glob("*.lock")]
-        # All are looked at: files of processes that are gone are removed.
+        # All are checked: `is_held` removes the files of processes that have ended.
         held = [name for name in locks if self.owner not in name and self._shared.is_held(name)]
         return bool(held)
 
@@ -309,11 +309,11 @@ class HostStore:
             )
 
     def _look_at_owners(self) -> None:
-        """Remove the entries of processes that hold their lock no longer, and find those that are silent."""
+        """Remove the entries of processes that have ended, and find those that send no heartbeats."""
         owners = self._db.execute("SELECT owner FROM owners WHERE owner != ?", (self.owner,))
         silent: set[str] = set()
         for (owner,) in owners.fetchall():
-            # One of another user that may not be opened counts as alive.
+            # A lock file of another user that cannot be opened counts as held.
             with contextlib.suppress(OSError):
                 if not self._shared.is_held(f"{owner}.lock"):
                     self._remove_owner(owner)
@@ -323,11 +323,11 @@ class HostStore:
 
     def _remove_owner(self, owner: str) -> None:
         _remove_owner(self._db, owner)
-        # This connection does not see its own write as a change.
+        # SQLite does not report the connection's own writes as changes.
         self._seen_version = -1
 
     def _forget(self) -> None:
-        # In a fork. SQLite's own record of its locks would be wrong: the kernel gave them to the parent alone.
+        # In a fork. SQLite would believe that it holds locks which the kernel gave to the parent only.
         self._db.close()
 
     def _describe(self, error: Exception) -> str:
@@ -366,7 +366,7 @@ def _connect(path: Path, folder: Path) -> sqlite3.Connection:
 
 
 def _boot_number() -> int:
-    """Return a number of this start of the machine, as the database keeps it."""
+    """Return a number that identifies this boot of the machine, for the database's header."""
     return zlib.crc32(read_machine().encode()) & 0x7FFF_FFFF
 
 
@@ -405,7 +405,7 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
         yield
         database.execute("COMMIT")
     except BaseException:
-        # SQLite itself ends some that fail, as on a full disk.
+        # SQLite itself rolls back after some errors, such as a full disk.
         if database.in_transaction:
             database.execute("ROLLBACK")
         raise
@@ -413,9 +413,9 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
     entry = None if text is None else _ENTRY.validate_json(text)
-    if entry is not None and len(entry.taken) not in (0, len(entry.devices)):
+    if entry is not None and len(entry.held_bytes) not in (0, len(entry.devices)):
         raise ValueError(
-            f"row {number} has {len(entry.taken)} sizes for {len(entry.devices)} devices"
+            f"row {number} has {len(entry.held_bytes)} sizes for {len(entry.devices)} devices"
         )
     return Row(number, request_id, bool(promises), entry)
 
@@ -465,12 +465,12 @@ def _leave(
                 with contextlib.suppress(sqlite3.Error):
                     database.close()
             else:
-                # The log beside it is another database's now.
+                # The WAL file in the folder belongs to another database now.
                 _never_close(database)
         finally:
             lock.release()
     else:
-        # A call of another thread does not end. The others remove what is left here.
+        # A call of another thread does not return. Other processes remove the entries.
         _never_close(database)
     if hold is not None:
         hold.release()
@@ -479,7 +479,7 @@ def _leave(
 
 
 def _about_this_process(namespace: str) -> dict[str, str | int | float]:
-    """Return what a person needs to find this process. Nothing depends on it."""
+    """Return what helps a person to find this process. No code depends on it."""
     with contextlib.suppress(KeyError, OSError, psutil.Error):
         return {
             "pid": os.getpid(),

@@ -1,4 +1,4 @@
-"""The ledger of a machine: which requests wait and which hold what of which device, in all flows.
+"""The ledger of a machine: the requests of all flows, those that wait and those that hold memory of a device.
 
 An `Entry` is what is known of one request. The ledger is a log of changes to entries, so every process that
 reads the log has the same entries. A decision is made on one version of the ledger and written only if no
@@ -30,43 +30,42 @@ logger = logging.getLogger(__name__)
 class Entry:
     """One request in the ledger, as all processes see it."""
 
-    #: What is asked. Its devices are named by their whole UUIDs.
+    #: The request. Its devices are named by their full UUIDs.
     request: Request
-    #: Which process it belongs to: the name of that process's lock.
+    #: The process that it belongs to, by the name of that process's lock file.
     owner: str = ""
     #: Name of the node that this process runs on.
     node: str = ""
-    #: Which broker of the process it belongs to.
+    #: The broker within that process, by number.
     broker: int = 0
-    #: What it holds; empty: it waits.
+    #: Its reservations; empty: it waits.
     reservations: tuple[Reservation, ...] = ()
     #: Devices that it may use.
     devices: tuple[DeviceKey, ...] = ()
-    #: What has happened to it while it was blocked.
+    #: How often it was passed, and which devices are kept for it.
     status: BlockedStatus = field(default_factory=BlockedStatus)
-    #: Most processes at a time of its broker.
+    #: The limit `max_processes` of its broker.
     max_processes: int = 0
     #: Process that holds the memory; `None`: none does yet.
     pid: int | None = None
     #: The PID namespace in which `pid` names that process; empty: not known.
     namespace: str = ""
-    #: Bytes that the process holds of each of `devices`, as its own flow has measured them. Written where its id
-    #: means nothing to others: processes of another PID namespace use the ledger, or the driver's ids are those of
-    #: one.
-    taken: tuple[int, ...] = ()
-    #: Its body has begun, so the memory that it needs of the machine itself is taken.
+    #: Bytes that the process holds on each of `devices`, as measured by its own flow. Written only where other
+    #: processes cannot identify it by `pid`, because they, or the driver, see another PID namespace.
+    held_bytes: tuple[int, ...] = ()
+    #: Its body has begun. Its host memory is then part of what the kernel reports as used.
     running: bool = False
-    #: Another process asks for its memory back. Of hot standbys.
+    #: Hot standbys only: a task needs its memory, so it should end.
     reclaimed: bool = False
 
     @property
     def origin(self) -> str:
-        """Which broker of the machine it belongs to."""
+        """The broker that it belongs to, unique on the machine."""
         return f"{self.owner}/{self.broker}"
 
     @property
     def standby(self) -> bool:
-        """Whether it is a hot standby's."""
+        """Whether it belongs to a hot standby."""
         return any(reservation.standby for reservation in self.reservations)
 
 
@@ -82,11 +81,11 @@ Changes = Mapping[str, Entry | None]
 class Row(NamedTuple):
     """One change in a log."""
 
-    #: Its place in the log, from 1.
+    #: Its position in the log, from 1.
     number: int
-    #: Empty: rows were left out before those that follow, which are the last one of each request.
+    #: Empty: earlier rows are not available. The rows that follow are the last one of each request.
     request_id: str
-    #: It promises memory: a decision made before it must be made again.
+    #: Whether it adds a reservation. Decisions that were made without it must be made again.
     promises: bool
     #: `None`: the request is gone.
     entry: Entry | None
@@ -95,22 +94,22 @@ class Row(NamedTuple):
 class Written(NamedTuple):
     """The result of `Store.write`."""
 
-    #: What others have written since it was read last.
+    #: Rows that other processes have written since the last read.
     rows: Sequence[Row]
-    #: Number of the last row of what was written; `None`: nothing was, since a row of others conflicts.
+    #: Number of the last row written; `None`: a row of another process conflicts, and nothing was written.
     number: int | None
 
 
 class StoreError(Exception):
-    """A store cannot be used any more. Its text says why."""
+    """A store cannot be used. The text says why."""
 
 
 class StoreReplacedError(StoreError):
-    """A store is not where other processes find theirs any more: it must be opened anew."""
+    """The files of a store were replaced. It must be opened again, as other processes do."""
 
 
 class Store(Protocol):
-    """Where a log is kept. The ledger calls it under its lock; each call returns soon, whatever others do."""
+    """Keeps a log. The ledger calls it under its lock, so each call returns within seconds in all cases."""
 
     #: Name of this process as an owner.
     owner: str
@@ -118,16 +117,16 @@ class Store(Protocol):
     namespace: str
     #: Name of the node that this process runs on.
     node: str
-    #: Owners that are alive and show no sign of it: they were stopped, or hang. As of the last call of `changed`.
+    #: Owners that are alive but send no heartbeats: they were stopped, or hang. Updated by `changed`.
     silent: frozenset[str]
 
     @property
     def closed(self) -> bool:
-        """Whether this process uses the store no longer, as while it exits."""
+        """Whether it was closed, as at the exit of this process."""
         ...
 
     def beat(self) -> None:
-        """Show the other processes that this one works."""
+        """Send a heartbeat to the other processes."""
         ...
 
     def changed(self) -> bool:
@@ -135,7 +134,7 @@ class Store(Protocol):
         ...
 
     def read(self, after: int) -> Sequence[Row]:
-        """Return what was written after a row.
+        """Return the rows after a row number.
 
         Raises:
             StoreError: It cannot be read.
@@ -158,20 +157,20 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Remove what this process has written, for other processes: it uses the store no longer."""
+        """Remove the entries of this process, and close the store."""
         ...
 
 
-#: Times that a ledger opens its store anew. File systems whose files change their numbers would make it go on for
-#: ever.
+#: Limit on how often a ledger opens a store again whose files were replaced. A file system whose inode numbers
+#: change would otherwise cause an endless loop.
 MOST_OPENED = 10
 
-#: Seconds after which a ledger that could not use its store tries it again: a disk may be full, or slow, for a while.
+#: Seconds after which a store that could not be used is tried again. A disk may be full or slow for a while.
 AGAIN_S = 60.0
 
 
 class MemoryStore:
-    """The log of a process that shares nothing. It keeps no rows, since nobody else reads them."""
+    """The store of a process that shares nothing. It keeps no rows: no other process reads them."""
 
     owner = "memory"
     namespace = ""
@@ -180,7 +179,7 @@ class MemoryStore:
     closed = False
 
     def beat(self) -> None:
-        """Do nothing: no other process looks."""
+        """Do nothing: there is no other process."""
 
     def changed(self) -> bool:
         """Return `False`: no other process writes here."""
@@ -202,22 +201,21 @@ class MemoryStore:
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """All that is promised at one version."""
+    """All reservations at one version of the ledger."""
 
     version: int
     #: By device. The tuple of a device is the same object until its reservations change.
     by_device: Mapping[DeviceKey, tuple[Reservation, ...]]
-    #: Request id to the process that runs for it: what such a process holds is not foreign, whichever
-    #: broker started it.
+    #: By request id: the process that runs for it. Memory of such a process is not foreign, whichever broker
+    #: started it.
     processes: Mapping[str, int]
-    #: Request id to the bytes that such a process holds, for those of other PID namespaces, and for those of which
-    #: the driver's figures tell nothing.
-    taken: Mapping[str, Mapping[DeviceKey, int]]
+    #: By request id: bytes that the process holds, where `processes` or the driver's figures cannot tell.
+    held_bytes: Mapping[str, Mapping[DeviceKey, int]]
     #: By origin: requests that hold devices, without hot standbys.
     holding: Mapping[str, int]
     #: Bytes of the machine's memory reserved for processes that have not taken them yet.
     host_promised_bytes: int
-    #: See `Store.silent`. The memory of their hot standbys is reserved as a task's is: none of them ends on demand.
+    #: See `Store.silent`. Their hot standbys do not end on demand, so their reservations count like those of tasks.
     silent: frozenset[str] = frozenset()
 
     @property
@@ -226,13 +224,13 @@ class LedgerView:
         return sum(self.holding.values())
 
 
-class Seat:
-    """What one broker has not seen yet of the waiting requests of others, and of its own."""
+class Subscription:
+    """Collects the changes to waiting requests for one broker."""
 
     def __init__(self, number: int) -> None:
-        #: Of the broker in this process.
+        #: Number of the broker in this process.
         self.number = number
-        #: Waiting entries that others have written, by request id; `None`: it waits no longer.
+        #: By request id: the changed entry; `None`: the request no longer waits.
         self.changes: dict[str, Entry | None] = {}
 
     def take(self) -> Changes:
@@ -267,56 +265,56 @@ class Ledger:
         PROCESS_RESOURCES.after_fork(self, Ledger._reset)
 
     def _reset(self) -> None:
-        #: Guards all below. Nothing is called under it but the store.
+        #: Guards all attributes below. Only the store is called with it held.
         self._lock = threading.RLock()
         self._store: Store | None = None
-        #: Why other processes are not seen; empty: they are.
+        #: Why the store cannot be used; empty: it can.
         self.problem = ""
         #: Monotonic seconds when the store is tried again.
         self._again_s = 0.0
         #: See `Store.silent`.
         self._silent: frozenset[str] = frozenset()
         self._entries: dict[str, Entry] = {}
-        #: Those of them that hold something.
+        #: Those with reservations.
         self._holding: dict[str, Entry] = {}
         self._by_device: dict[DeviceKey, tuple[Reservation, ...]] = {}
         #: Number of the last row that was read or written.
         self._number = 0
-        #: Version at which this store was opened: versions go on where those of an earlier store end.
+        #: Version at which this store was opened. Versions continue from those of an earlier store.
         self._base = 0
-        #: Version at which memory was promised last.
+        #: Version at which the last reservation was added.
         self._promised = 0
-        #: Times that the store was opened anew.
+        #: How often the store was opened again because its files were replaced.
         self._opened = 0
-        #: Others have written something that the watchers were not called for.
+        #: Other processes have made changes for which the watchers were not called yet.
         self._news = False
-        #: Made at most once for each change.
+        #: Computed at most once for each change.
         self._view: LedgerView | None = None
         self._numbers = itertools.count()
-        self._seats: list[Seat] = []
+        self._subscriptions: list[Subscription] = []
         self._watchers: list[Callable[[], None]] = []
-        #: By request id, of hot standbys of this process.
+        #: By request id: ends a hot standby of this process.
         self._give_ups: dict[str, Callable[[], None]] = {}
 
     # Brokers.
 
-    def join(self, changed: Callable[[], None]) -> Seat:
-        """Return a seat for a broker.
+    def subscribe(self, changed: Callable[[], None]) -> Subscription:
+        """Register a broker, and return its subscription.
 
         Args:
             changed: Called from any thread, without locks, after every release, and when `poll` has found
                 changes of other processes.
         """
         with self._lock:
-            seat = Seat(next(self._numbers))
+            seat = Subscription(next(self._numbers))
             self.view()
             seat.changes.update((i, e) for i, e in self._entries.items() if not e.reservations)
-            self._seats.append(seat)
+            self._subscriptions.append(seat)
             self._watchers.append(changed)
         return seat
 
     def view(self) -> LedgerView:
-        """Read what other processes have written, and return what is promised now."""
+        """Read what other processes have written, and return the current view."""
         with self._lock:
             store = self._look()
             if self._view is None:
@@ -324,7 +322,7 @@ class Ledger:
             return self._view
 
     def beat(self) -> None:
-        """Show other processes that this one works. A process that does not for a while is not waited for."""
+        """Send a heartbeat. Other processes do not wait for one that sends none for some time."""
         with self._lock:
             self._open().beat()
 
@@ -332,14 +330,14 @@ class Ledger:
         """Read what other processes have written, and call the watchers if there was something since the last call."""
         with self._lock:
             self._look()
-            # Views, writes and other brokers read too.
+            # Rows may have been read by a view, a write or another broker.
             if not self._news:
                 return
             self._news = False
         self._call_watchers()
 
     def try_write(self, version: int, changes: Changes) -> bool:
-        """Write changes if nobody has promised memory since a view was made; else write none.
+        """Write changes if no reservation was added since a view was made; else write none.
 
         Args:
             version: Of the view on which they were decided.
@@ -358,13 +356,13 @@ class Ledger:
         with self._lock:
             self._change(request_id, pid=pid, namespace=self._open().namespace)
 
-    def take(self, request_id: str, taken: tuple[int, ...]) -> None:
-        """Note the bytes that the process of a request holds of each device that it may use."""
+    def set_held_bytes(self, request_id: str, held_bytes: tuple[int, ...]) -> None:
+        """Set the bytes that the process of a request holds on each device that it may use."""
         with self._lock:
-            self._change(request_id, taken=taken)
+            self._change(request_id, held_bytes=held_bytes)
 
-    def run(self, request_id: str) -> None:
-        """Note that the body of a request has begun."""
+    def mark_running(self, request_id: str) -> None:
+        """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
         with self._lock:
             self._change(request_id, running=True)
 
@@ -397,12 +395,12 @@ class Ledger:
             give_up()
 
     def entry(self, request_id: str) -> Entry | None:
-        """Return what is known of a request; `None`: nothing is."""
+        """Return the entry of a request; `None`: there is none."""
         with self._lock:
             return self._entries.get(request_id)
 
     def owns(self, request_id: str) -> bool:
-        """Return whether a request is of this process."""
+        """Return whether a request belongs to this process."""
         with self._lock:
             entry = self._entries.get(request_id)
             return entry is not None and entry.owner == self._open().owner
@@ -414,7 +412,7 @@ class Ledger:
             try:
                 self._store = self._open_store()
                 self._read()
-                # Nobody has seen anything else before.
+                # There was no earlier view that this could differ from.
                 self._news = False
             except StoreError as error:
                 self._share_nothing(error)
@@ -422,7 +420,7 @@ class Ledger:
         return self._store
 
     def _look(self) -> Store:
-        """Take what other processes have written, and which of them show no sign of life."""
+        """Read what other processes have written, and which of them send no heartbeats."""
         if self.problem and self._now() >= self._again_s:
             self._share_again()
         if self._open().changed():
@@ -438,7 +436,7 @@ class Ledger:
         return store
 
     def _share_nothing(self, error: StoreError) -> None:
-        """Go on with what this process knows of itself."""
+        """Replace the store by one of this process alone."""
         if self._store is None or not self._store.closed:
             logger.warning("GPU tasks of other processes are not seen from now on: %s", error)
         mine = self._leave()
@@ -448,7 +446,7 @@ class Ledger:
         self._write(mine, lambda row: False)
 
     def _share_again(self) -> None:
-        """Try to use the store again, after it could not be used."""
+        """Try to use a store again that could not be used before."""
         self._again_s = self._now() + AGAIN_S
         if self._opened > MOST_OPENED:
             return
@@ -465,7 +463,7 @@ class Ledger:
             logger.warning("GPU tasks of other processes are seen again")
 
     def _open_anew(self, error: StoreReplacedError) -> None:
-        """Go on with the store that other processes use now, in which this one has nothing yet."""
+        """Open the store again that other processes use now, and write the entries of this process to it."""
         self._opened += 1
         if self._opened > MOST_OPENED:
             self._share_nothing(error)
@@ -474,16 +472,16 @@ class Ledger:
         self._write_all(self._leave())
 
     def _write_all(self, mine: Mapping[str, Entry]) -> None:
-        """Write what this process has into a store that does not have it."""
+        """Write the entries of this process to a store that does not have them."""
         while True:
-            # It is another one after each failure.
+            # After a failure it is another store.
             namespace = self._open().namespace
             changes = {i: replace(entry, namespace=namespace) for i, entry in mine.items()}
             if self._write(changes, lambda row: False):
                 return
 
     def _leave(self) -> dict[str, Entry]:
-        """Close the store; return what this process had in it, to be written to another one."""
+        """Close the store, and return the entries of this process."""
         owner = ""
         if self._store is not None:
             owner = self._store.owner
@@ -495,7 +493,7 @@ class Ledger:
             if entry.owner == owner
         }
         self._forget_entries()
-        # What was decided on another store's entries is decided again.
+        # Decisions on the entries of the old store must be made again.
         self._base = self._promised = self._base + self._number + 1
         self._number = 0
         self._news = True
@@ -543,7 +541,7 @@ class Ledger:
             self._open_anew(error)
             return False
         except StoreError as error:
-            # What others had reserved is no longer known: what was decided on it is decided again.
+            # The reservations of other processes are no longer known, so the decision must be made again.
             self._share_nothing(error)
             return False
         if written.number is None:
@@ -554,9 +552,9 @@ class Ledger:
         return True
 
     def _take(self, rows: Iterable[Row]) -> None:
-        """Take what other processes have written."""
+        """Apply rows of other processes."""
         assert self._store is not None
-        # A store leaves out rows for a process that is far behind, and for one that has read none.
+        # A process that has read nothing, or is far behind, gets only the last row of each request.
         left_out = not self._number
         for row in rows:
             if not row.request_id:
@@ -569,11 +567,11 @@ class Ledger:
             self._apply(row.request_id, row.entry, row)
             self._news = True
         if left_out:
-            # Any of the rows that are not there may have promised memory.
+            # Any of the missing rows may have added a reservation.
             self._promised = self._base + self._number
 
     def _apply(self, request_id: str, entry: Entry | None, row: Row | None) -> None:
-        """Bring the entries up to one change."""
+        """Apply one change to the entries."""
         if row is not None:
             self._number = row.number
             if row.promises:
@@ -590,7 +588,7 @@ class Ledger:
             self._give_ups.pop(request_id, None)
         waits = entry is not None and not entry.reservations
         if waits or (before is not None and not before.reservations):
-            for seat in self._seats:
+            for seat in self._subscriptions:
                 seat.changes[request_id] = entry if waits else None
 
     def _shown(self, entry: Entry | None) -> tuple[Reservation, ...]:
@@ -616,14 +614,14 @@ class Ledger:
     def _make_view(self, store: Store) -> LedgerView:
         holding: dict[str, int] = {}
         processes: dict[str, int] = {}
-        taken: dict[str, Mapping[DeviceKey, int]] = {}
+        held_bytes: dict[str, Mapping[DeviceKey, int]] = {}
         host_promised_bytes = 0
         for request_id, entry in self._holding.items():
             if entry.pid is not None and entry.namespace == store.namespace:
                 processes[request_id] = entry.pid
-            if entry.pid is not None and (entry.taken or request_id not in processes):
-                sizes = entry.taken or (0,) * len(entry.devices)
-                taken[request_id] = dict(zip(entry.devices, sizes, strict=True))
+            if entry.pid is not None and (entry.held_bytes or request_id not in processes):
+                sizes = entry.held_bytes or (0,) * len(entry.devices)
+                held_bytes[request_id] = dict(zip(entry.devices, sizes, strict=True))
             if not entry.standby:
                 holding[entry.origin] = holding.get(entry.origin, 0) + 1
                 host_promised_bytes += 0 if entry.running else entry.request.host_bytes
@@ -631,7 +629,7 @@ class Ledger:
             self._base + self._number,
             dict(self._by_device),
             processes,
-            taken,
+            held_bytes,
             holding,
             host_promised_bytes,
             self._silent,
@@ -654,7 +652,7 @@ class Ledger:
             try:
                 call()
             except Exception:
-                # One broker may find no thread; the others must look all the same.
+                # A broker may fail to start a thread. The others must be called all the same.
                 logger.exception(
                     "a broker of GPU devices could not take that the ledger has changed"
                 )

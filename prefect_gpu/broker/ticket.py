@@ -61,7 +61,7 @@ class Ticket:
         """Its devices; none before it was placed."""
         return () if self.placement is None else self.placement.devices
 
-    def meet(self, name: str) -> None:
+    def add_neighbour(self, name: str) -> None:
         """Note the name of a task that is on one of its devices."""
         if len(self.neighbours) < MOST_NEIGHBOURS:
             self.neighbours[name] = None

@@ -3,8 +3,8 @@
 The kernel ends a hold when its process ends, in whatever way, also in another container or of another user.
 Nothing is left to clean up, and nothing depends on process ids.
 
-A process that is stopped (`SIGSTOP`, a debugger, a frozen container) holds its files and does nothing. So a process
-that works sets the time of its files again and again, and the others see which files keep an old time.
+A process that was stopped (`SIGSTOP`, a debugger, a frozen container) still holds its files. Each process therefore
+sends heartbeats: it updates the modification time of its files. Other processes see which files are not updated.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ NETWORK_FILE_SYSTEMS = frozenset(
     }
 )
 
-#: Seconds without a sign of life after which the process that holds a file counts as stopped.
+#: Seconds without a heartbeat after which the process that holds a file counts as stopped.
 SILENT_S = 2.0
 
-#: Looks at a file that must have shown the same time by then: after a pause of the whole machine every file has an
-#: old time.
+#: Number of looks that must have found the same time by then. After a pause of the whole machine every file has an
+#: old time at the first look.
 SILENT_LOOKS = 3
 
-#: Seconds between two signs of life of a process.
+#: Seconds between two heartbeats of a process.
 BEAT_S = 0.25
 
 #: Seconds that `SharedFolder.locked` waits for another process, which takes less than a millisecond unless it is
@@ -73,7 +73,7 @@ def default_folder() -> Path:
 
 
 def read_namespace() -> str:
-    """Return the PID namespace of this process: process ids mean the same in one of them alone. Empty: not known."""
+    """Return the PID namespace of this process, within which process ids are unique; empty: not known."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -84,7 +84,7 @@ class Hold:
     """A file that this process holds, and no other. A fork of the process does not hold it."""
 
     def __init__(self, descriptor: int) -> None:
-        #: Of the file.
+        #: Descriptor of the file.
         self.descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
         self._time_ns = 0
@@ -93,27 +93,27 @@ class Hold:
 
     @property
     def held(self) -> bool:
-        """Whether it was not released, here or by a fork: the descriptor may be another file's then."""
+        """Whether the file is still held. After a release the descriptor may belong to another file."""
         return self._close.alive
 
     def release(self) -> None:
-        """Hold the file no longer."""
+        """Release the file."""
         self._close()
 
     def beat(self) -> None:
-        """Show that this process works: give the file a new time."""
+        """Send a heartbeat: update the modification time of the file."""
         if not self.held:
             return
-        # The kernel's own time moves in steps of some milliseconds.
+        # Set explicitly: the kernel's own time stamps advance in steps of some milliseconds.
         self._time_ns = max(self._time_ns + 1, time.time_ns())
         try:
             os.utime(self.descriptor, ns=(self._time_ns, self._time_ns))
         except PermissionError:
-            # Another user made the file, and may choose its time alone.
+            # The file belongs to another user. Only the current time may be set.
             with contextlib.suppress(OSError):
                 os.utime(self.descriptor)
         except OSError:
-            # Others take this process for a stopped one.
+            # Other processes will take this one for stopped, which delays nothing here.
             pass
 
 
@@ -121,11 +121,11 @@ class Hold:
 class _Seen:
     """What was seen of a file that another process holds."""
 
-    #: Its time, in nanoseconds.
+    #: Its modification time, in nanoseconds.
     time_ns: int
-    #: Monotonic seconds of the first look that showed this time.
+    #: Monotonic seconds of the first look that found this time.
     since_s: float
-    #: How many looks have shown it.
+    #: Number of looks that found it.
     looks: int = 1
 
 
@@ -176,7 +176,7 @@ class SharedFolder:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(self.path / name, flags, self._mode)
         try:
-            # The umask may have taken the group's right.
+            # The umask may have removed the group's permissions.
             os.fchmod(descriptor, self._mode)
         finally:
             os.close(descriptor)
@@ -226,7 +226,7 @@ class SharedFolder:
         return os.path.samestat(found, os.fstat(descriptor))
 
     def hold_one(self, name: str, most: int) -> Hold | None:
-        """Hold one of a number of files: what the processes of a machine may have so many of at a time.
+        """Hold one of a number of files, as a semaphore of all processes of the machine.
 
         Returns:
             `None`: all are held.
@@ -237,13 +237,13 @@ class SharedFolder:
         return next((held for at in range(most) if (held := self.hold(f"{name} {at}"))), None)
 
     def is_held(self, name: str) -> bool:
-        """Return whether a process that lives holds a file. One that is not held is removed: names are used once.
+        """Return whether a running process holds a file. A file that is not held is removed.
 
         Raises:
             OSError: It cannot be opened.
         """
         if name != os.path.basename(name):
-            # Another user wrote it, to have a file elsewhere removed.
+            # Written by another user to have a file outside the folder removed.
             return False
         path = self.path / name
         try:
@@ -261,7 +261,7 @@ class SharedFolder:
             os.close(descriptor)
 
     def beat(self) -> None:
-        """Show that this process works, to those that ask `is_silent` of the files that it holds."""
+        """Send a heartbeat for each file that this process holds; at most one each `BEAT_S` seconds."""
         now_s = self._now()
         with self._lock:
             if now_s - self._beat_s < BEAT_S:
@@ -272,9 +272,9 @@ class SharedFolder:
             hold.beat()
 
     def is_silent(self, name: str, after_s: float = SILENT_S) -> bool:
-        """Return whether the process that holds a file has shown no sign of life for some time.
+        """Return whether the process that holds a file has sent no heartbeat for some time.
 
-        To be asked again and again: what counts is for how long the looks of this process have shown one time.
+        Call it repeatedly. The time is measured between the calls, so clocks of other processes do not matter.
 
         Args:
             name: Of the file.
@@ -296,7 +296,7 @@ class SharedFolder:
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Wait until no other process is in such a block of the same name.
+        """Hold a lock that all processes of the machine share by its name.
 
         Raises:
             OSError: The lock cannot be had, or another process keeps it for more than `LOCKED_S` seconds.

@@ -26,7 +26,7 @@ Use = Mapping[str, Mapping[int, int]]
 class FlowUse:
     """What the children of another flow hold."""
 
-    #: Of their process ids; see `shared_folder.read_namespace`.
+    #: PID namespace of their process ids; see `shared_folder.read_namespace`.
     namespace: str
     use: Use
 
@@ -62,7 +62,7 @@ class SimulatedUse:
                     )
             self._hold = folder.hold(self._name)
             self.write({})
-        # Where no other flow looks again.
+        # The last flow has no other that would remove its file.
         weakref.finalize(self, _remove, folder.path / self._name, os.getpid())
 
     @contextlib.contextmanager

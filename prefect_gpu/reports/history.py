@@ -62,8 +62,8 @@ AWAY_S = 60.0
 #: API accepts artifacts. Only `KEPT_RUNS` are ever read.
 MOST_WAITING = 2 * KEPT_RUNS
 
-#: Seconds without a sign of life after which a flow's claim is no longer waited for. A flow shows none while it only
-#: waits for the API to take its last runs, which takes less than this unless the API is away.
+#: Seconds without a heartbeat after which others no longer wait for a flow's claim. A flow sends none while it only
+#: waits for the API to accept its last runs, which takes less than this unless the API is away.
 CLAIM_SILENT_S = 10.0
 
 #: Characters of the digest in an artifact's key: 48 bits distinguish histories of one name.

@@ -439,7 +439,7 @@ class Attempt:
         elif isinstance(message, BodyStarted):
             self._learned.add_first_line()
             if self._ticket is not None:
-                self._broker.run(self._ticket)
+                self._broker.mark_running(self._ticket)
         elif isinstance(message, CountersRead):
             self._take_counters(message)
         elif isinstance(message, Asked):

@@ -180,7 +180,7 @@ def decide(
     host: HostState,
     patience: Patience = PATIENCE,
     now_s: float = 0.0,
-    rooms: Mapping[str, int] = MappingProxyType({}),
+    slots: Mapping[str, int] = MappingProxyType({}),
     passive: Collection[str] = (),
 ) -> Decisions:
     """Decide which requests start now and which never can.
@@ -201,11 +201,11 @@ def decide(
         host: The machine's own memory and processes.
         patience: How far a blocked request may be passed.
         now_s: Monotonic seconds.
-        rooms: Processes that each other broker may start, by origin. One that is not named starts none.
-        passive: Origins of requests that count as blocked even if they fit: their brokers do not start them, for a
-            reason that is not known here.
+        slots: Processes that each other broker may start, by origin. One that is not named starts none.
+        passive: Origins of requests that count as blocked even if they fit, because their brokers do not start
+            them for a reason that is not known here.
     """
-    left = dict(rooms)
+    left = dict(slots)
     backfill = Backfill(board, queue.statuses, patience, now_s)
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []

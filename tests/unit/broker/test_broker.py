@@ -128,7 +128,7 @@ def test_max_processes_and_host_memory(make_rig: MakeRig) -> None:
     assert rig.waits(hungry)
     assert "10GiB of the machine's own memory" in rig.broker.explain(hungry)
     # Once its body runs, its memory is in what the machine tells.
-    rig.broker.run(first)
+    rig.broker.mark_running(first)
     rig.broker.read()
     decided(hungry)
     third = rig.submit("c", 1)

@@ -337,7 +337,7 @@ class Machine(RuleBasedStateMachine):
             for ticket in owner.placed:
                 if ticket.pid is None:
                     self.start_process(owner, ticket, part)
-                owner.broker.run(ticket)
+                owner.broker.mark_running(ticket)
 
     def start_process(self, owner: Owner, ticket: Ticket, part: float) -> None:
         assert ticket.placement is not None

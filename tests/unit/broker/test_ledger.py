@@ -84,8 +84,8 @@ def test_the_reservations_of_a_device_are_one_object_until_they_change(ledger: L
 
 def test_a_release_calls_each_watcher_once(ledger: Ledger) -> None:
     told: list[str] = []
-    ledger.join(lambda: told.append("one"))
-    ledger.join(lambda: told.append("two"))
+    ledger.subscribe(lambda: told.append("one"))
+    ledger.subscribe(lambda: told.append("two"))
     ledger.try_write(0, {"a": entry("a", reserved(by="a"))})
     assert told == []
     ledger.release("a")
@@ -112,13 +112,13 @@ def test_the_memory_of_the_machine_is_promised_until_a_body_runs(ledger: Ledger)
     assert ledger.view().host_promised_bytes == 0, "it waits"
     ledger.try_write(ledger.view().version, {"a": Entry(asked, reservations=(reserved(by="a"),))})
     assert ledger.view().host_promised_bytes == 7
-    ledger.run("a")
+    ledger.mark_running("a")
     assert ledger.view().host_promised_bytes == 0
 
 
 def test_one_reservation_replaces_another_without_a_call_of_the_watchers(ledger: Ledger) -> None:
     told: list[str] = []
-    ledger.join(lambda: told.append("one"))
+    ledger.subscribe(lambda: told.append("one"))
     ledger.try_write(0, {"standby": entry("standby", reserved(by="standby"))})
     ledger.attach("standby", 1)
     before = ledger.view()
@@ -150,15 +150,15 @@ def test_a_hot_standby_is_asked_to_give_up_for_as_long_as_it_has_a_reservation(
 
 def test_a_broker_is_given_the_waiting_requests_of_others_and_their_ends(ledger: Ledger) -> None:
     ledger.try_write(0, {"early": entry("early")})
-    seat = ledger.join(nothing)
-    assert set(seat.take()) == {"early"}
+    subscription = ledger.subscribe(nothing)
+    assert set(subscription.take()) == {"early"}
     ledger.try_write(ledger.view().version, {"late": entry("late")})
     held = entry("early", reserved(by="early"))
     ledger.try_write(ledger.view().version, {"early": held})
-    changes = seat.take()
+    changes = subscription.take()
     assert changes["early"] is None, "it waits no longer"
     assert changes["late"] is not None and changes["late"].request.task_name == "late"
-    assert seat.take() == {}
+    assert subscription.take() == {}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -192,7 +192,7 @@ def test_what_a_process_writes_of_its_own_requests_disturbs_no_other(
     one.try_write(0, {"a": entry("a", reserved(by="a"))})
     before = two.view()
     one.attach("a", 1)
-    one.run("a")
+    one.mark_running("a")
     one.try_write(one.view().version, {"waits": entry("waits")})
     assert two.try_write(before.version, {"b": entry("b", reserved(by="b"))})
 
@@ -203,7 +203,7 @@ def test_a_release_is_seen_by_another_process_at_its_next_look(
     one, two = shared(), shared()
     told: list[str] = []
     one.try_write(0, {"a": entry("a", reserved(by="a"))})
-    two.join(lambda: told.append("two"))
+    two.subscribe(lambda: told.append("two"))
     two.poll()
     assert told == []
     one.release("a")
@@ -223,7 +223,7 @@ def test_a_request_is_written_as_it_was_asked(shared: Callable[[], Ledger]) -> N
     }
     status = BlockedStatus(3, 1.5, (("host", "SIM-0"),), 2.5)
     one.try_write(0, {i: Entry(r, status=status, devices=(("h", "u"),)) for i, r in asked.items()})
-    found = two.join(nothing).take()
+    found = two.subscribe(nothing).take()
     assert {i: e.request for i, e in found.items() if e is not None} == asked
     assert isinstance(found["a byte"].request.memory, int)
     assert isinstance(found["a whole device's share"].request.memory, float)
@@ -301,9 +301,9 @@ sys.stdin.read()
 
 def entries(ledger: Ledger) -> set[str]:
     """Return the ids of all requests that a ledger has, once the ends of processes were looked for."""
-    seat = ledger.join(nothing)
+    subscription = ledger.subscribe(nothing)
     held = {r.request_id for r in all_of(ledger.view())}
-    return held | set(seat.changes)
+    return held | set(subscription.changes)
 
 
 @pytest.mark.parametrize("how", ["killed", "ends"])
@@ -329,7 +329,7 @@ def test_a_process_that_passed_another_ones_request_does_not_take_it_along(tmp_p
 
     mine, theirs = Ledger(open_store), Ledger(open_store)
     mine.try_write(0, {"waits": entry("waits")})
-    theirs.join(nothing)
+    theirs.subscribe(nothing)
     waits = theirs.entry("waits")
     assert waits is not None
     passed = replace(waits, status=BlockedStatus(passed=1))
@@ -455,7 +455,7 @@ ROW_1 = (
     '"owner":"0123","node":"node-1","broker":1,"reservations":[{"request_id":"a","machine":"node","device_uuid":'
     '"SIM-0","reserved_bytes":6442450944,"exclusive":true,"task_name":"train","ends_s":90.0,"standby":false}],'
     '"devices":[["node","SIM-0"]],"status":[2,1.0,[["node","SIM-0"]],3.0,4.0],"max_processes":8,"pid":42,'
-    '"namespace":"pid:[1]","taken":[1024],"running":true,"reclaimed":false}'
+    '"namespace":"pid:[1]","held_bytes":[1024],"running":true,"reclaimed":false}'
 )
 
 
@@ -474,7 +474,7 @@ def test_releases_with_one_schema_read_and_write_the_same_rows() -> None:
         max_processes=8,
         pid=42,
         namespace="pid:[1]",
-        taken=(1024,),
+        held_bytes=(1024,),
         running=True,
     )
     assert host_ledger._ENTRY.dump_json(read).decode() == ROW_1
@@ -760,8 +760,8 @@ def test_a_watcher_that_fails_keeps_no_other_from_being_called(ledger: Ledger) -
     def fail() -> None:
         raise RuntimeError("can't start new thread")
 
-    ledger.join(fail)
-    ledger.join(lambda: called.append("second"))
+    ledger.subscribe(fail)
+    ledger.subscribe(lambda: called.append("second"))
     ledger.try_write(ledger.view().version, {"a": entry("a", reserved(by="a"))})
     ledger.release("a")
     assert called == ["second"]

@@ -62,8 +62,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def use_alone(ledger: Ledger) -> None:
     """Do all that a broker does with a ledger, which must share nothing and say why."""
     hold(ledger, "late", 11)
-    ledger.run("late")
-    ledger.take("late", ())
+    ledger.mark_running("late")
+    ledger.set_held_bytes("late", ())
     ledger.poll()
     assert ledger.view().processes["late"] == 11
     ledger.release("late")
@@ -178,7 +178,7 @@ def test_rows_that_another_program_has_written_cost_one_warning(
     hold(mine, "mine", 7)
     text = GARBAGE[what]
     if text is None:
-        odd = entry("odd", reserved(by="odd"), owner="x", pid=1, taken=(1, 2, 3))
+        odd = entry("odd", reserved(by="odd"), owner="x", pid=1, held_bytes=(1, 2, 3))
         text = host_ledger._ENTRY.dump_json(odd).decode()
     database = sqlite3.connect(folder / "ledger.db")
     database.execute(
@@ -221,7 +221,7 @@ def test_processes_meet_again_in_a_database_that_was_removed_while_they_used_it(
 ) -> None:
     one, two, new = make(), make(), make()
     told: list[str] = []
-    two.join(lambda: told.append("two"))
+    two.subscribe(lambda: told.append("two"))
     hold(one, "one", 7)
     hold(two, "two", 8)
     before = one.view(), two.view()
@@ -325,7 +325,7 @@ def test_a_process_that_is_stopped_in_the_middle_of_a_write_is_waited_for_once(
     monkeypatch.setattr(host_ledger, "LEAVING_S", 0.05)
     writes, only_waits = make(), make()
     hold(writes, "mine", 7)
-    only_waits.join(lambda: None)
+    only_waits.subscribe(lambda: None)
     with subprocess.Popen(
         [sys.executable, "-c", STOPS, str(folder)], stdout=subprocess.PIPE, text=True
     ) as child:

@@ -35,7 +35,7 @@ class Process:
     def __init__(self, folder: Path) -> None:
         self.store = HostStore(folder, owners_s=0.0)
         self.ledger = Ledger(lambda: self.store)
-        self.ledger.join(lambda: None)
+        self.ledger.subscribe(lambda: None)
         self.view: LedgerView = self.ledger.view()
         self.held: set[str] = set()
 
@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
     def attach(self, process: Process, pid: int) -> None:
         for name in process.held:
             process.ledger.attach(name, pid)
-            process.ledger.run(name)
+            process.ledger.mark_running(name)
 
     @precondition(lambda self: any(process.held for process in self.alive))
     @rule(data=st.data())

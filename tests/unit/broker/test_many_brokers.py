@@ -134,7 +134,7 @@ def test_how_often_a_request_was_passed_is_counted_in_all_processes(
 
 
 def of_stopped(rig: Machine, *entries: Entry) -> Ledger:
-    """Write entries of a process that shows no sign of life from then on."""
+    """Write entries of a process that sends no heartbeats."""
     stopped = rig.open()
     changes = {entry.request.id: entry for entry in entries}
     assert stopped.try_write(stopped.view().version, changes)
@@ -268,7 +268,7 @@ def test_nothing_adds_up_in_a_broker_in_which_nothing_waits(
         decided(ticket)
         rig.other.end(ticket)
         rig.look()
-    assert len(rig.broker._seat.changes) <= 1
+    assert len(rig.broker._subscription.changes) <= 1
     assert not rig.broker._elsewhere
 
 

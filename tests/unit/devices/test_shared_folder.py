@@ -99,10 +99,10 @@ def test_a_lock_that_a_stopped_process_keeps_is_waited_for_once(
         pass
 
 
-# Signs of life.
+# Heartbeats.
 
 
-def test_a_process_that_shows_no_sign_of_life_is_silent_until_it_does(tmp_path: Path) -> None:
+def test_a_process_that_sends_no_heartbeats_is_silent_until_it_does(tmp_path: Path) -> None:
     clock = FakeClock()
     works, looks = (SharedFolder(tmp_path, clock.now) for _ in range(2))
     hold = works.hold("a")

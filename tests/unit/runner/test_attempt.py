@@ -101,7 +101,7 @@ class FakeBroker:
     def attach(self, ticket: Ticket, pid: int) -> None:
         ticket.pid = pid
 
-    def run(self, ticket: Ticket) -> None:
+    def mark_running(self, ticket: Ticket) -> None:
         pass
 
     def neighbours(self, ticket: Ticket) -> tuple[str, ...]:

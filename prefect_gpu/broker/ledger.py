@@ -306,12 +306,14 @@ class Ledger:
                 changes of other processes.
         """
         with self._lock:
-            seat = Subscription(next(self._numbers))
+            subscription = Subscription(next(self._numbers))
             self.view()
-            seat.changes.update((i, e) for i, e in self._entries.items() if not e.reservations)
-            self._subscriptions.append(seat)
+            subscription.changes.update(
+                (i, e) for i, e in self._entries.items() if not e.reservations
+            )
+            self._subscriptions.append(subscription)
             self._watchers.append(changed)
-        return seat
+        return subscription
 
     def view(self) -> LedgerView:
         """Read what other processes have written, and return the current view."""
@@ -427,10 +429,15 @@ class Ledger:
             self._read()
         store = self._open()
         if store.silent != self._silent:
-            differ, self._silent = store.silent ^ self._silent, store.silent
-            for request_id, entry in self._holding.items():
-                if entry.standby and entry.owner in differ:
-                    self._list(request_id, entry.reservations, self._shown(entry))
+            differ = store.silent ^ self._silent
+            shown = {
+                request_id: (entry, self._shown(entry))
+                for request_id, entry in self._holding.items()
+                if entry.standby and entry.owner in differ
+            }
+            self._silent = store.silent
+            for request_id, (entry, before) in shown.items():
+                self._list(request_id, before, self._shown(entry))
             self._view = None
             self._news = True
         return store
@@ -588,8 +595,8 @@ class Ledger:
             self._give_ups.pop(request_id, None)
         waits = entry is not None and not entry.reservations
         if waits or (before is not None and not before.reservations):
-            for seat in self._subscriptions:
-                seat.changes[request_id] = entry if waits else None
+            for subscription in self._subscriptions:
+                subscription.changes[request_id] = entry if waits else None
 
     def _shown(self, entry: Entry | None) -> tuple[Reservation, ...]:
         """Return the reservations of an entry as scheduling sees them."""

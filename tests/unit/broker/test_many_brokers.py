@@ -226,7 +226,15 @@ def test_the_hot_standby_of_a_stopped_process_is_left_alone(
     rig.pass_time(SILENT_S * 1.5)
     decided(mine)
     assert indices(mine) == [1] and indices(beside) == [1]
-    assert not stopped.problem
+    # Once its process continues it ends for a task again.
+    stopped.beat()
+    rig.look()
+    ((held,),) = (
+        held
+        for key, held in rig.ledger.view().by_device.items()
+        if key == rig.broker.devices[0].key
+    )
+    assert held.standby
 
 
 def test_requests_of_a_process_with_limits_of_its_own_are_passed_no_more_often_than_others(

@@ -30,8 +30,15 @@ STATES_S = 180.0
 #: Problems that are printed of each check.
 MOST_SHOWN = 12
 
-#: Errors of Prefect's client that end a flow while its server refuses connections.
-API_ERRORS = ("httpx.ConnectError", "httpx.ReadError", "httpx.RemoteProtocolError", "httpcore.")
+#: Errors of Prefect's client that end a flow while its server refuses connections. The last is how its first
+#: request fails.
+API_ERRORS = (
+    "httpx.ConnectError",
+    "httpx.ReadError",
+    "httpx.RemoteProtocolError",
+    "httpcore.",
+    "builtins.RuntimeError: Failed to reach API at ",
+)
 
 #: The same while it answers with 503.
 API_REFUSALS = ("httpx.HTTPStatusError", "prefect.exceptions.PrefectHTTPStatusError")

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import plan
-from tests.chaos.checks import Ended, Verdict, check_bodies, check_values, watch_capacity
+from tests.chaos.checks import (
+    Ended,
+    Verdict,
+    check_bodies,
+    check_flows,
+    check_values,
+    watch_capacity,
+)
 from tests.chaos.faults import Note
 
 #: Seconds for two minutes of faults, the end of what was submitted, and the checks.
@@ -55,6 +62,25 @@ def test_a_wrong_value_is_found() -> None:
         verdict = Verdict()
         check_values(verdict, [Ended(0, outcomes={job.key: outcome})], {job.key: job}, 0)
         assert verdict.passed == passes
+
+
+@pytest.mark.parametrize(
+    ("failed", "outages", "passes"),
+    [
+        ("httpx.ConnectError: [Errno 111] Connection refused", 1, True),
+        ("httpx.ConnectError: [Errno 111] Connection refused", 0, False),
+        ("builtins.RuntimeError: Failed to reach API at http://127.0.0.1:4200/api/", 1, True),
+        ("builtins.RuntimeError: Failed to reach API at http://127.0.0.1:4200/api/", 0, False),
+        ("builtins.RuntimeError: no process can be started", 1, False),
+        ("builtins.ValueError: Failed to reach API at http://127.0.0.1:4200/api/", 1, False),
+    ],
+)
+def test_a_flow_may_end_with_an_error_only_by_the_absence_of_the_api(
+    failed: str, outages: int, passes: bool
+) -> None:
+    verdict = Verdict()
+    check_flows(verdict, [Ended(0, failed=failed)], outages)
+    assert verdict.passed == passes
 
 
 def test_a_promise_above_capacity_is_found_after_the_log_has_lost_it(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ class Flow:
 
     number: int
     process: subprocess.Popen[str]
+    #: When it was started, in seconds since the begin of the run.
+    at_s: float
 
 
 class Run:
@@ -103,7 +105,7 @@ class Run:
                     return True
             self._collect(now_s)
             while not over and len(self._running) < self._options.flows:
-                self._start()
+                self._start(now_s)
             if not over:
                 self._faults.step(now_s, self._running)
             if time.monotonic() - looked_s > LOOK_S:
@@ -136,7 +138,7 @@ class Run:
             return now_s >= float(self._options.seconds)
         return self.count() >= int(self._options.tasks)
 
-    def _start(self) -> None:
+    def _start(self, now_s: float) -> None:
         number, self._next = self._next, self._next + 1
         log = (self._place.folder / f"flow-{number}.log").open("w", encoding="utf-8")
         arguments = [str(self._options.seed), str(number), str(TASKS), self._options.devices]
@@ -147,7 +149,7 @@ class Run:
                 stdout=log,
                 stderr=log,
             )
-        self._running[process.pid] = Flow(number, process)
+        self._running[process.pid] = Flow(number, process, now_s)
 
     def _collect(self, now_s: float) -> None:
         for pid, flow in list(self._running.items()):
@@ -155,14 +157,15 @@ class Run:
                 continue
             del self._running[pid]
             what = f"flow {flow.number} ({plan.method(flow.number)})"
+            took_s = now_s - flow.at_s
             if pid in self._faults.killed_flows:
                 self.killed += 1
-                print(f"  {now_s:6.1f} s  {what} was killed", flush=True)
+                print(f"  {now_s:6.1f} s  {what} was killed after {took_s:.0f} s", flush=True)
                 continue
             ended = checks.read_flow(self._place.folder, flow.number)
             self.ended.append(ended)
             print(
-                f"  {now_s:6.1f} s  {what} ended with {flow.process.returncode}: "
+                f"  {now_s:6.1f} s  {what} ended with {flow.process.returncode} after {took_s:.0f} s: "
                 f"{len(ended.outcomes)} task runs {ended.failed[:200]}",
                 flush=True,
             )
@@ -216,6 +219,8 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
         "PREFECT_LOGGING_TO_API_ENABLED": "false",
         "PREFECT_CLIENT_MAX_RETRIES": "8",
         "PYTHONFAULTHANDLER": "1",
+        # Each retry of a request is in the flow's log.
+        "PREFECT_LOGGING_LOGGERS_PREFECT_CLIENT_LEVEL": "DEBUG",
     }
     stack.callback(place.kill_all)
     ledger = work / "ledger"

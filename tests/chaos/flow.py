@@ -9,6 +9,7 @@ submits no further tasks when there is a file `stop`.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -34,6 +35,9 @@ from tests.chaos import bodies, plan
 
 #: Task runs that have not ended, at most.
 WINDOW = 10
+
+#: Seconds without a word after which a flow writes into its log what its threads do.
+SILENT_S = 60.0
 
 
 class Readings:
@@ -120,9 +124,11 @@ def main() -> int:
     record = Path(f"flow-{number}.jsonl")
 
     def say(**what: object) -> None:
+        faulthandler.dump_traceback_later(SILENT_S, repeat=True)
         with record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(what) + "\n")
 
+    faulthandler.dump_traceback_later(SILENT_S, repeat=True)
     readings = Readings(random.Random(f"{seed}/{number}/readings"))
     for reader in (SimulatedReader, NvmlReader):
         readings.patch(reader)

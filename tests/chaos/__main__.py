@@ -75,10 +75,10 @@ class Run:
         self._look = look
         self._next = 0
         self._running: dict[int, Flow] = {}
-        #: Of flows that ended by themselves.
-        self.ended: list[checks.Ended] = []
+        #: Flows that ended by themselves.
+        self.ended: list[checks.FlowRecord] = []
         #: Flows that were killed.
-        self.killed = 0
+        self.killed: list[checks.FlowRecord] = []
         self._devices = len(capacities(options.devices))
 
     def jobs(self) -> dict[str, plan.Job]:
@@ -158,15 +158,15 @@ class Run:
             del self._running[pid]
             what = f"flow {flow.number} ({plan.method(flow.number)})"
             took_s = now_s - flow.at_s
+            record = checks.read_flow(self._place.folder, flow.number)
             if pid in self._faults.killed_flows:
-                self.killed += 1
+                self.killed.append(record)
                 print(f"  {now_s:6.1f} s  {what} was killed after {took_s:.0f} s", flush=True)
                 continue
-            ended = checks.read_flow(self._place.folder, flow.number)
-            self.ended.append(ended)
+            self.ended.append(record)
             print(
                 f"  {now_s:6.1f} s  {what} ended with {flow.process.returncode} after {took_s:.0f} s: "
-                f"{len(ended.outcomes)} task runs {ended.failed[:200]}",
+                f"{len(record.outcomes)} task runs {record.failed[:200]}",
                 flush=True,
             )
 
@@ -231,7 +231,7 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     ended = flows.run()
     print("faults: " + ", ".join(f"{n} × {name}" for name, n in sorted(faults.counts.items())))
     print(
-        f"flows: {len(flows.ended)} ended by themselves, {flows.killed} were killed; "
+        f"flows: {len(flows.ended)} ended by themselves, {len(flows.killed)} were killed; "
         f"{flows.count()} task runs ended in all, and "
         f"{sum(each.failed_readings for each in flows.ended)} readings of devices failed"
     )
@@ -241,9 +241,10 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     outages = sum(n for name, n in faults.counts.items() if name.startswith("outage"))
     checks.check_flows(verdict, flows.ended, outages)
     checks.check_logs(verdict, work)
-    checks.check_values(verdict, flows.ended, flows.jobs(), faults.kills)
-    checks.check_states(verdict, flows.ended, api_url)
-    checks.check_bodies(verdict, flows.ended, read_notes(notes))
+    both = [*flows.ended, *flows.killed]
+    checks.check_values(verdict, both, flows.jobs(), faults.kills)
+    checks.check_states(verdict, flows.ended, flows.killed, api_url)
+    checks.check_bodies(verdict, both, read_notes(notes))
     checks.check_processes(verdict, place)
     place.kill_all()
     checks.check_ledger(verdict, ledger, look)

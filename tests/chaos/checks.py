@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ UNEXPECTED = (
 
 
 @dataclass
-class Ended:
-    """A flow that ended by itself, and what it wrote."""
+class FlowRecord:
+    """What a flow wrote, until it ended or was killed."""
 
     number: int
     flow_run: str = ""
@@ -78,10 +78,13 @@ class Ended:
     memory_files: list[str] = field(default_factory=list)
 
 
-def read_flow(folder: Path, number: int) -> Ended:
+def read_flow(folder: Path, number: int) -> FlowRecord:
     """Read what a flow has written."""
-    found = Ended(number)
-    for line in (folder / f"flow-{number}.jsonl").read_text(encoding="utf-8").splitlines():
+    found = FlowRecord(number)
+    path = folder / f"flow-{number}.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    # A flow that is killed as it writes leaves a part of a line.
+    for line in text[: text.rfind("\n") + 1].splitlines():
         said = json.loads(line)
         if "flow_run" in said:
             found.flow_run = said["flow_run"]
@@ -115,7 +118,7 @@ class Verdict:
             print(f"      and {len(listed) - MOST_SHOWN} more", flush=True)
 
 
-def check_flows(verdict: Verdict, flows: Sequence[Ended], outages: int) -> None:
+def check_flows(verdict: Verdict, flows: Sequence[FlowRecord], outages: int) -> None:
     """Flows end without an error, but for those whose calls of the API failed."""
     failed = [each for each in flows if each.failed]
     excused = [each for each in failed if outages and _is_absence(each.failed)]
@@ -148,13 +151,13 @@ def check_logs(verdict: Verdict, folder: Path) -> None:
 
 
 def check_values(
-    verdict: Verdict, flows: Sequence[Ended], jobs: dict[str, plan.Job], kills: int
+    verdict: Verdict, flows: Sequence[FlowRecord], jobs: dict[str, plan.Job], kills: int
 ) -> None:
     """Each task run has returned what it should, failed as it should, or its process was killed.
 
     Args:
         verdict: Says what was found.
-        flows: That ended by themselves.
+        flows: All, those that were killed among them.
         jobs: By key.
         kills: How many processes were killed that may have had a task.
     """
@@ -195,9 +198,13 @@ def _kind(job: plan.Job, seen: dict[str, str]) -> str | None:
 
 
 def check_states(
-    verdict: Verdict, flows: Sequence[Ended], api_url: str, wait_s: float = STATES_S
+    verdict: Verdict,
+    flows: Sequence[FlowRecord],
+    killed: Sequence[FlowRecord],
+    api_url: str,
+    wait_s: float = STATES_S,
 ) -> None:
-    """Each task run of a flow that ended by itself has exactly one final state."""
+    """Each task run of a flow that ended by itself has exactly one final state; see also `check_states_of_killed`."""
     wanted = {
         task_run: (flow.number, key) for flow in flows for key, task_run in flow.submitted.items()
     }
@@ -215,19 +222,59 @@ def check_states(
         for each, seen in states.items()
         if len(_final(seen)) != 1
     ]
-    seen_by_flow = {
-        flow.submitted[key]: outcome["state"]
-        for flow in flows
-        for key, outcome in flow.outcomes.items()
-    }
-    problems += [
-        f"task {wanted[each][1]}: {seen_by_flow[each]} in the flow, {seen} on the server"
-        for each, seen in states.items()
-        if each in seen_by_flow and len(_final(seen)) == 1 and seen_by_flow[each] not in seen
-    ]
+    problems += [f"task {wanted[each][1]}: {what}" for each, what in _differences(flows, states)]
     verdict.say(
-        "each task run has exactly one final state on the server", problems, f"{len(wanted)}"
+        "each task run of a flow that ended by itself has exactly one final state on the server",
+        problems,
+        f"{len(wanted)} of {len(wanted) + sum(len(each.submitted) for each in killed)}; "
+        "the others were submitted by flows that were killed",
     )
+    of_killed = [task_run for flow in killed for task_run in flow.submitted.values()]
+    check_states_of_killed(verdict, killed, asyncio.run(_states(api_url, of_killed)))
+
+
+def check_states_of_killed(
+    verdict: Verdict, killed: Sequence[FlowRecord], states: Mapping[str, Sequence[str]]
+) -> None:
+    """Each task run of a flow that was killed has the final state that its flow saw, or none.
+
+    The server may have none: it comes with an event, which is lost if the flow is killed before it is sent.
+
+    Args:
+        verdict: Says what was found.
+        killed: Flows that were killed.
+        states: Of each task run, those that the server has.
+    """
+    by_task_run = {
+        task_run: f"flow {flow.number}, task {key}"
+        for flow in killed
+        for key, task_run in flow.submitted.items()
+    }
+    problems = [
+        f"{what}: {states[each]}"
+        for each, what in by_task_run.items()
+        if len(_final(states[each])) > 1
+    ]
+    problems += [f"{by_task_run[each]}: {what}" for each, what in _differences(killed, states)]
+    final = sum(bool(_final(states[each])) for each in by_task_run)
+    seen = sum(len(flow.outcomes) for flow in killed)
+    verdict.say(
+        "no task run of a killed flow has two final states, or another than its flow saw",
+        problems,
+        f"{len(by_task_run)} task runs: {seen} whose end the flow recorded, {final} with a final state on the server",
+    )
+
+
+def _differences(
+    flows: Sequence[FlowRecord], states: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield each task run whose one final state on the server is not what its flow saw, and both."""
+    for flow in flows:
+        for key, outcome in flow.outcomes.items():
+            task_run, seen = flow.submitted[key], outcome["state"]
+            final = _final(states[task_run])
+            if len(final) == 1 and final != [seen]:
+                yield task_run, f"{seen} in the flow, {states[task_run]} on the server"
 
 
 def _final(states: Sequence[str]) -> list[str]:
@@ -252,13 +299,13 @@ async def _states(api_url: str, task_runs: Sequence[str]) -> dict[str, list[str]
     return found
 
 
-def check_bodies(verdict: Verdict, flows: Sequence[Ended], notes: Sequence[Note]) -> None:
+def check_bodies(verdict: Verdict, flows: Sequence[FlowRecord], notes: Sequence[Note]) -> None:
     """No body ran again that had ended, or that was not short of memory; what completed has ended once.
 
     Args:
         verdict: Says what was found.
-        flows: That ended by themselves.
-        notes: Of all bodies, those of killed flows among them.
+        flows: All, those that were killed among them.
+        notes: Of all bodies.
     """
     by_attempt: dict[tuple[str, int], list[str]] = defaultdict(list)
     ends: Counter[str] = Counter()
@@ -343,7 +390,7 @@ def watch_capacity(folder: Path, capacity_bytes: int) -> Callable[[], int]:
     return look
 
 
-def check_files(verdict: Verdict, flows: Sequence[Ended], temporary: Path) -> None:
+def check_files(verdict: Verdict, flows: Sequence[FlowRecord], temporary: Path) -> None:
     """No flow had a memory file open at its end, and no temporary file is left.
 
     Memory files have no name: those of a process that is gone are gone with it.

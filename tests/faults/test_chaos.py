@@ -14,11 +14,13 @@ import pytest
 
 from tests.chaos import plan
 from tests.chaos.checks import (
-    Ended,
+    FlowRecord,
     Verdict,
     check_bodies,
     check_flows,
+    check_states_of_killed,
     check_values,
+    read_flow,
     watch_capacity,
 )
 from tests.chaos.faults import Note
@@ -50,7 +52,7 @@ def test_a_seed_has_one_plan() -> None:
 def test_a_body_that_ran_again_or_did_not_end_is_found(words: str, passes: bool) -> None:
     notes = [Note(word[:-2], "0.1", int(word[-1]), 7) for word in words.split()]
     verdict = Verdict()
-    flow = Ended(0, outcomes={"0.1": {"key": "0.1", "state": "COMPLETED", "value": "right"}})
+    flow = FlowRecord(0, outcomes={"0.1": {"key": "0.1", "state": "COMPLETED", "value": "right"}})
     check_bodies(verdict, [flow], notes)
     assert verdict.passed == passes
 
@@ -60,7 +62,7 @@ def test_a_wrong_value_is_found() -> None:
     for value, passes in (("right", True), ("wrong", False)):
         outcome = {"key": job.key, "state": "COMPLETED", "value": value}
         verdict = Verdict()
-        check_values(verdict, [Ended(0, outcomes={job.key: outcome})], {job.key: job}, 0)
+        check_values(verdict, [FlowRecord(0, outcomes={job.key: outcome})], {job.key: job}, 0)
         assert verdict.passed == passes
 
 
@@ -79,8 +81,39 @@ def test_a_flow_may_end_with_an_error_only_by_the_absence_of_the_api(
     failed: str, outages: int, passes: bool
 ) -> None:
     verdict = Verdict()
-    check_flows(verdict, [Ended(0, failed=failed)], outages)
+    check_flows(verdict, [FlowRecord(0, failed=failed)], outages)
     assert verdict.passed == passes
+
+
+@pytest.mark.parametrize(
+    ("seen", "states", "passes"),
+    [
+        ("COMPLETED", ["PENDING", "RUNNING", "COMPLETED"], True),
+        ("COMPLETED", ["PENDING", "RUNNING"], True),
+        ("COMPLETED", [], True),
+        ("COMPLETED", ["RUNNING", "FAILED"], False),
+        ("COMPLETED", ["COMPLETED", "CRASHED"], False),
+        ("", ["RUNNING", "CRASHED"], True),
+        ("", ["COMPLETED", "CRASHED"], False),
+    ],
+)
+def test_a_task_run_of_a_killed_flow_has_one_final_state_or_none(
+    seen: str, states: list[str], passes: bool
+) -> None:
+    outcomes = {"0.1": {"key": "0.1", "state": seen}} if seen else {}
+    flow = FlowRecord(0, submitted={"0.1": "a"}, outcomes=outcomes)
+    verdict = Verdict()
+    check_states_of_killed(verdict, [flow], {"a": states})
+    assert verdict.passed == passes
+
+
+def test_what_a_killed_flow_wrote_is_read_up_to_the_line_that_it_did_not_finish(
+    tmp_path: Path,
+) -> None:
+    assert read_flow(tmp_path, 0) == FlowRecord(0)
+    text = '{"submitted": "0.1", "task_run": "a"}\n{"submitted": "0.2", "ta'
+    (tmp_path / "flow-0.jsonl").write_text(text, encoding="utf-8")
+    assert read_flow(tmp_path, 0) == FlowRecord(0, submitted={"0.1": "a"})
 
 
 def test_a_promise_above_capacity_is_found_after_the_log_has_lost_it(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ class Run:
         self._faults = faults
         assert callable(look)
         self._look = look
+        #: On the clock of `time.monotonic`.
+        self._began_s = 0.0
         self._next = 0
         self._running: dict[int, Flow] = {}
         #: Flows that ended by themselves.
@@ -91,10 +93,10 @@ class Run:
 
     def run(self) -> bool:
         """Start flows, and replace those that end, until there were enough; `False`: one hung."""
-        began_s = looked_s = heard_s = time.monotonic()
+        self._began_s = looked_s = heard_s = time.monotonic()
         heard = 0
         while True:
-            now_s = time.monotonic() - began_s
+            now_s = time.monotonic() - self._began_s
             # A person may make the file too.
             stop = self._place.folder / "stop"
             over = stop.exists() or self._is_over(now_s)
@@ -159,6 +161,7 @@ class Run:
             what = f"flow {flow.number} ({plan.method(flow.number)})"
             took_s = now_s - flow.at_s
             record = checks.read_flow(self._place.folder, flow.number)
+            record.began_s, record.ended_s = self._began_s + flow.at_s, time.monotonic()
             if pid in self._faults.killed_flows:
                 self.killed.append(record)
                 print(f"  {now_s:6.1f} s  {what} was killed after {took_s:.0f} s", flush=True)
@@ -239,9 +242,10 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     verdict = checks.Verdict()
     verdict.say("every flow ends", [] if ended else flows.hung())
     outages = sum(n for name, n in faults.counts.items() if name.startswith("outage"))
+    both = [*flows.ended, *flows.killed]
+    checks.check_idle(verdict, both, read_notes(notes))
     checks.check_flows(verdict, flows.ended, outages)
     checks.check_logs(verdict, work)
-    both = [*flows.ended, *flows.killed]
     checks.check_values(verdict, both, flows.jobs(), faults.kills)
     checks.check_states(verdict, flows.ended, flows.killed, api_url)
     checks.check_bodies(verdict, both, read_notes(notes))

@@ -27,6 +27,9 @@ FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 #: Seconds until the server has taken in all states, at most.
 STATES_S = 180.0
 
+#: Seconds for which a flow may write no word and have no body begin or end.
+IDLE_S = 120.0
+
 #: Problems that are printed of each check.
 MOST_SHOWN = 12
 
@@ -64,6 +67,11 @@ class FlowRecord:
     """What a flow wrote, until it ended or was killed."""
 
     number: int
+    #: When its process was started and was seen to have ended, on the clock of `time.monotonic`.
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    #: When it wrote, on the same clock.
+    words_s: list[float] = field(default_factory=list)
     flow_run: str = ""
     #: Task run by key.
     submitted: dict[str, str] = field(default_factory=dict)
@@ -86,6 +94,7 @@ def read_flow(folder: Path, number: int) -> FlowRecord:
     # A flow that is killed as it writes leaves a part of a line.
     for line in text[: text.rfind("\n") + 1].splitlines():
         said = json.loads(line)
+        found.words_s.append(said.pop("at_s"))
         if "flow_run" in said:
             found.flow_run = said["flow_run"]
         elif "submitted" in said:
@@ -116,6 +125,28 @@ class Verdict:
             print(f"      {each}", flush=True)
         if len(listed) > MOST_SHOWN:
             print(f"      and {len(listed) - MOST_SHOWN} more", flush=True)
+
+
+def check_idle(verdict: Verdict, flows: Sequence[FlowRecord], notes: Sequence[Note]) -> None:
+    """No flow was idle for long: it wrote a word, or the body of a task of its began or ended.
+
+    Args:
+        verdict: Says what was found.
+        flows: All, those that were killed among them.
+        notes: Of all bodies.
+    """
+    bodies_s: dict[int, list[float]] = defaultdict(list)
+    for note in notes:
+        bodies_s[int(note.key.partition(".")[0])].append(note.at_s)
+    longest = {}
+    for flow in flows:
+        moments = sorted([flow.began_s, *flow.words_s, *bodies_s[flow.number], flow.ended_s])
+        longest[flow.number] = max(later - at for at, later in itertools.pairwise(moments))
+    verdict.say(
+        f"no flow was idle for more than {IDLE_S:g} s",
+        [f"flow {flow}: {idle_s:.0f} s" for flow, idle_s in longest.items() if idle_s > IDLE_S],
+        f"{max(longest.values(), default=0.0):.0f} s at most",
+    )
 
 
 def check_flows(verdict: Verdict, flows: Sequence[FlowRecord], outages: int) -> None:

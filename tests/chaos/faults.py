@@ -25,12 +25,17 @@ class Note:
     key: str
     attempt: int
     pid: int
+    #: On the clock of `time.monotonic`, which all processes of a machine share.
+    at_s: float
 
 
 def read_notes(path: Path) -> list[Note]:
     """Read the notes of all bodies so far."""
     lines = (line.split() for line in lines_of(path))
-    return [Note(word, key, int(attempt), int(pid)) for word, key, attempt, pid in lines]
+    return [
+        Note(word, key, int(attempt), int(pid), float(at_s))
+        for word, key, attempt, pid, at_s in lines
+    ]
 
 
 def find(place: Workplace, flows: Sequence[int], bodies: Sequence[int]) -> dict[int, Target]:

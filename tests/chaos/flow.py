@@ -126,7 +126,7 @@ def main() -> int:
     def say(**what: object) -> None:
         faulthandler.dump_traceback_later(SILENT_S, repeat=True)
         with record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(what) + "\n")
+            file.write(json.dumps({**what, "at_s": time.monotonic()}) + "\n")
 
     faulthandler.dump_traceback_later(SILENT_S, repeat=True)
     readings = Readings(random.Random(f"{seed}/{number}/readings"))

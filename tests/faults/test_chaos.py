@@ -14,10 +14,12 @@ import pytest
 
 from tests.chaos import plan
 from tests.chaos.checks import (
+    IDLE_S,
     FlowRecord,
     Verdict,
     check_bodies,
     check_flows,
+    check_idle,
     check_states_of_killed,
     check_values,
     read_flow,
@@ -50,7 +52,7 @@ def test_a_seed_has_one_plan() -> None:
     ],
 )
 def test_a_body_that_ran_again_or_did_not_end_is_found(words: str, passes: bool) -> None:
-    notes = [Note(word[:-2], "0.1", int(word[-1]), 7) for word in words.split()]
+    notes = [Note(word[:-2], "0.1", int(word[-1]), 7, 0.0) for word in words.split()]
     verdict = Verdict()
     flow = FlowRecord(0, outcomes={"0.1": {"key": "0.1", "state": "COMPLETED", "value": "right"}})
     check_bodies(verdict, [flow], notes)
@@ -111,9 +113,31 @@ def test_what_a_killed_flow_wrote_is_read_up_to_the_line_that_it_did_not_finish(
     tmp_path: Path,
 ) -> None:
     assert read_flow(tmp_path, 0) == FlowRecord(0)
-    text = '{"submitted": "0.1", "task_run": "a"}\n{"submitted": "0.2", "ta'
+    text = '{"submitted": "0.1", "task_run": "a", "at_s": 3.5}\n{"submitted": "0.2", "ta'
     (tmp_path / "flow-0.jsonl").write_text(text, encoding="utf-8")
-    assert read_flow(tmp_path, 0) == FlowRecord(0, submitted={"0.1": "a"})
+    assert read_flow(tmp_path, 0) == FlowRecord(0, words_s=[3.5], submitted={"0.1": "a"})
+
+
+@pytest.mark.parametrize(
+    ("words_s", "bodies_s", "passes"),
+    [
+        ([], [], False),
+        ([0.1], [], False),
+        ([0.9], [0.1], True),
+        ([0.5], [], True),
+        ([0.1, 1.3], [0.6], True),
+    ],
+)
+def test_a_flow_that_does_nothing_for_long_is_found(
+    words_s: list[float], bodies_s: list[float], passes: bool
+) -> None:
+    # In units of the limit, from the start of the flow to its end at 1.4.
+    flow = FlowRecord(1, 0.0, 1.4 * IDLE_S, [at * IDLE_S for at in words_s])
+    notes = [Note("begin", "1.7", 1, 9, at * IDLE_S) for at in bodies_s]
+    others = [Note("begin", "11.7", 1, 9, 0.7 * IDLE_S)]
+    verdict = Verdict()
+    check_idle(verdict, [flow], [*notes, *others])
+    assert verdict.passed == passes
 
 
 def test_a_promise_above_capacity_is_found_after_the_log_has_lost_it(tmp_path: Path) -> None:

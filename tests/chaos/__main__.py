@@ -238,6 +238,8 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
         f"{flows.count()} task runs ended in all, and "
         f"{sum(each.failed_readings for each in flows.ended)} readings of devices failed"
     )
+    causes = checks.count_out_of_memory(work)
+    print("out of memory: " + ", ".join(f"{n} × {cause}" for cause, n in causes.items()))
 
     verdict = checks.Verdict()
     verdict.say("every flow ends", [] if ended else flows.hung())

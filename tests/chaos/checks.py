@@ -62,6 +62,13 @@ UNEXPECTED = (
 )
 
 
+#: What a flow logs of an out-of-memory after which the body runs again, by its cause.
+OUT_OF_MEMORY = {
+    "own cap": "were not enough; it gets",
+    "full device": "filled the device though it was within its",
+}
+
+
 @dataclass
 class FlowRecord:
     """What a flow wrote, until it ended or was killed."""
@@ -170,12 +177,27 @@ def _is_absence(failed: str) -> bool:
     return failed.startswith(API_ERRORS) or (failed.startswith(API_REFUSALS) and "503" in failed)
 
 
+def _log_lines(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of each flow's log with each of its lines."""
+    for path in sorted(folder.glob("flow-*.log")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            yield path.name, line
+
+
+def count_out_of_memory(folder: Path) -> dict[str, int]:
+    """Return how often a body ran again after an out-of-memory of each cause."""
+    counts = dict.fromkeys(OUT_OF_MEMORY, 0)
+    for _, line in _log_lines(folder):
+        for cause, words in OUT_OF_MEMORY.items():
+            counts[cause] += words in line
+    return counts
+
+
 def check_logs(verdict: Verdict, folder: Path) -> None:
     """No flow has logged an error of a thread, or that it shares no ledger."""
     problems = [
-        f"{path.name}: {line.strip()[:600]}"
-        for path in sorted(folder.glob("flow-*.log"))
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        f"{name}: {line.strip()[:600]}"
+        for name, line in _log_lines(folder)
         if any(each in line for each in UNEXPECTED)
     ]
     verdict.say("no flow met an error in its own threads, and all shared the ledger", problems)

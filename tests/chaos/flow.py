@@ -76,6 +76,7 @@ def submit(job: plan.Job, framework: str) -> Any:
     tags = gpu(
         memory=None if job.budget_gib is None else f"{job.budget_gib:g}GiB",
         count=job.count if job.count > 1 else None,
+        allocation="growth" if job.sort == "greedy" else None,
         exclusive=job.sort == "exclusive",
         priority=job.priority or None,
         framework=framework,

@@ -352,25 +352,35 @@ async def _states(api_url: str, task_runs: Sequence[str]) -> dict[str, list[str]
     return found
 
 
-def check_bodies(verdict: Verdict, flows: Sequence[FlowRecord], notes: Sequence[Note]) -> None:
+def check_bodies(
+    verdict: Verdict,
+    flows: Sequence[FlowRecord],
+    notes: Sequence[Note],
+    kills: Mapping[int, Sequence[float]],
+) -> None:
     """No body ran again that had ended, or that was not short of memory; what completed has ended once.
+
+    A body whose process was killed after its end and before its value arrived may run again, as another attempt.
 
     Args:
         verdict: Says what was found.
         flows: All, those that were killed among them.
         notes: Of all bodies.
+        kills: When a process of each id was killed, on the clock of `time.monotonic`.
     """
     by_attempt: dict[tuple[str, int], list[str]] = defaultdict(list)
-    ends: Counter[str] = Counter()
+    by_key: dict[str, list[Note]] = defaultdict(list)
     for note in notes:
         by_attempt[note.key, note.attempt].append(note.word)
-        ends[note.key] += note.word == "end"
-    again = [f"task {key} ended {count} times" for key, count in ends.items() if count > 1]
+        by_key[note.key].append(note)
+    ends = {key: sum(note.word == "end" for note in own) for key, own in by_key.items()}
+    lost = {key: sum(_is_lost(note, own, kills) for note in own) for key, own in by_key.items()}
+    again = [f"task {key} ended {n} times" for key, n in ends.items() if n - lost[key] > 1]
     again += [
         f"task {key} completed and its body has not ended"
         for flow in flows
         for key, seen in flow.outcomes.items()
-        if seen["state"] == "COMPLETED" and not ends[key]
+        if seen["state"] == "COMPLETED" and not ends.get(key)
     ]
     for (key, attempt), words in by_attempt.items():
         for before, after in itertools.pairwise(words):
@@ -382,8 +392,16 @@ def check_bodies(verdict: Verdict, flows: Sequence[FlowRecord], notes: Sequence[
     verdict.say(
         "each body ran once for an attempt, and to its end once if its task run completed",
         again,
-        f"{begun} bodies",
+        f"{begun} bodies, of which {sum(lost.values())} ran again since their process was killed after their end",
     )
+
+
+def _is_lost(end: Note, notes: Sequence[Note], kills: Mapping[int, Sequence[float]]) -> bool:
+    """Return whether a note is the end of a body whose process was killed before the next attempt began."""
+    if end.word != "end":
+        return False
+    later = [each.at_s for each in notes if each.word == "begin" and each.attempt > end.attempt]
+    return any(end.at_s <= at_s < next_s for next_s in later[:1] for at_s in kills.get(end.pid, ()))
 
 
 def check_processes(verdict: Verdict, place: Workplace) -> None:

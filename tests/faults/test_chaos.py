@@ -40,22 +40,33 @@ def test_a_seed_has_one_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "passes"),
+    ("words", "killed_s", "passes"),
     [
-        ("begin:1 end:1", True),
-        ("begin:1 raise:1 begin:1 end:1", True),
-        ("begin:1 raise:1 begin:2 end:2", True),
-        ("begin:1 end:1 begin:1 end:1", False),
-        ("begin:1 end:1 begin:2 end:2", False),
-        ("begin:1 begin:1 end:1", False),
-        ("begin:1", False),
+        ("begin:1 end:1", None, True),
+        ("begin:1 raise:1 begin:1 end:1", None, True),
+        ("begin:1 raise:1 begin:2 end:2", None, True),
+        ("begin:1 end:1 begin:1 end:1", None, False),
+        ("begin:1 end:1 begin:2 end:2", None, False),
+        ("begin:1 begin:1 end:1", None, False),
+        ("begin:1", None, False),
+        # The process was killed after the body's end, which is the second note, and before its value arrived.
+        ("begin:1 end:1 begin:2 end:2", 1.5, True),
+        ("begin:1 end:1 begin:1 end:1", 1.5, False),
+        # It was another process of that number.
+        ("begin:1 end:1 begin:2 end:2", 0.5, False),
+        ("begin:1 end:1 begin:2 end:2", 2.5, False),
     ],
 )
-def test_a_body_that_ran_again_or_did_not_end_is_found(words: str, passes: bool) -> None:
-    notes = [Note(word[:-2], "0.1", int(word[-1]), 7, 0.0) for word in words.split()]
+def test_a_body_that_ran_again_or_did_not_end_is_found(
+    words: str, killed_s: float | None, passes: bool
+) -> None:
+    notes = [
+        Note(word[:-2], "0.1", int(word[-1]), 7, float(at)) for at, word in enumerate(words.split())
+    ]
+    kills = {} if killed_s is None else {7: [killed_s]}
     verdict = Verdict()
     flow = FlowRecord(0, outcomes={"0.1": {"key": "0.1", "state": "COMPLETED", "value": "right"}})
-    check_bodies(verdict, [flow], notes)
+    check_bodies(verdict, [flow], notes, kills)
     assert verdict.passed == passes
 
 

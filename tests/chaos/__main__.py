@@ -220,7 +220,9 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
         bodies.MEMORY: "simulated" if simulated else "torch",
         "TMPDIR": str(disk.temporary),
         "PREFECT_LOGGING_TO_API_ENABLED": "false",
-        "PREFECT_CLIENT_MAX_RETRIES": "8",
+        # Prefect's default. It sleeps 2 s, 4 s, … before each, at most 74 s in all; before 8 it would be 612 s. Its
+        # server answers about half of the requests for a new flow run with 503 while others write (SQLite is locked).
+        "PREFECT_CLIENT_MAX_RETRIES": "5",
         "PYTHONFAULTHANDLER": "1",
         # Each retry of a request is in the flow's log.
         "PREFECT_LOGGING_LOGGERS_PREFECT_CLIENT_LEVEL": "DEBUG",

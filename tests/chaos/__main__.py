@@ -220,9 +220,8 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
         bodies.MEMORY: "simulated" if simulated else "torch",
         "TMPDIR": str(disk.temporary),
         "PREFECT_LOGGING_TO_API_ENABLED": "false",
-        # Prefect's default. It sleeps 2 s, 4 s, … before each, at most 74 s in all; before 8 it would be 612 s. Its
-        # server answers about half of the requests for a new flow run with 503 while others write (SQLite is locked).
-        "PREFECT_CLIENT_MAX_RETRIES": "5",
+        # It sleeps 2, 4, 8 and 16 s before each and after the last: no flow sleeps for minutes. See also `flow.STARTS`.
+        "PREFECT_CLIENT_MAX_RETRIES": "3",
         "PYTHONFAULTHANDLER": "1",
         # Each retry of a request is in the flow's log.
         "PREFECT_LOGGING_LOGGERS_PREFECT_CLIENT_LEVEL": "DEBUG",

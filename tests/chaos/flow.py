@@ -9,6 +9,7 @@ submits no further tasks when there is a file `stop`.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import faulthandler
 import gc
 import json
@@ -25,8 +26,10 @@ from typing import Any
 
 import numpy as np
 from prefect import flow, task
+from prefect.context import TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.runtime import flow_run
+from prefect.transactions import Transaction
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.devices.nvml import NvmlReader
@@ -112,8 +115,26 @@ def outcome(job: plan.Job, future: Any) -> dict[str, str]:
     return {**found, "value": "right" if right else "wrong"}
 
 
+def drop_what_prefect_keeps() -> None:
+    """Drop the values of task runs that are in a copy of a context.
+
+    Prefect keeps a copy with each event until it is sent, and with each service that a task run has started for as
+    long as the process lives: while the API is away they are many. What is left after this is kept by something else.
+    """
+    for each in gc.get_objects():
+        if type(each) is contextvars.Context:
+            run, transaction = each.get(TaskRunContext.__var__), each.get(Transaction.__var__)
+            if run is not None and run.task_run.state is not None:
+                run.task_run.state.data = None
+            if transaction is not None:
+                transaction._staged_value = None
+
+
 def memory_files() -> list[str]:
-    """Return the memory files that this process has open."""
+    """Return the memory files that this process has open, but for those that Prefect keeps."""
+    # Twice: first of all, what nothing keeps is no context of Prefect's.
+    gc.collect()
+    drop_what_prefect_keeps()
     gc.collect()
     found = []
     for name in os.listdir("/proc/self/fd"):

@@ -357,8 +357,11 @@ class ProcessLauncher:
 
     def _run(self) -> None:
         while True:
+            key = None
             for key, mask in self._selector.select(self._longest_wait_s()):
                 self._attempt(functools.partial(key.data, mask))
+            # It holds a child, and with that the value of a task, which must not stay until the next event.
+            del key
             while self._commands:
                 self._attempt(self._commands.popleft())
             self._attempt(self._check_children)

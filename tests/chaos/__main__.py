@@ -51,6 +51,8 @@ class Flow:
 
     number: int
     process: subprocess.Popen[str]
+    #: When it was started, in seconds since the begin of the run.
+    at_s: float
 
 
 class Run:
@@ -71,12 +73,14 @@ class Run:
         self._faults = faults
         assert callable(look)
         self._look = look
+        #: On the clock of `time.monotonic`.
+        self._began_s = 0.0
         self._next = 0
         self._running: dict[int, Flow] = {}
-        #: Of flows that ended by themselves.
-        self.ended: list[checks.Ended] = []
+        #: Flows that ended by themselves.
+        self.ended: list[checks.FlowRecord] = []
         #: Flows that were killed.
-        self.killed = 0
+        self.killed: list[checks.FlowRecord] = []
         self._devices = len(capacities(options.devices))
 
     def jobs(self) -> dict[str, plan.Job]:
@@ -89,10 +93,10 @@ class Run:
 
     def run(self) -> bool:
         """Start flows, and replace those that end, until there were enough; `False`: one hung."""
-        began_s = looked_s = heard_s = time.monotonic()
+        self._began_s = looked_s = heard_s = time.monotonic()
         heard = 0
         while True:
-            now_s = time.monotonic() - began_s
+            now_s = time.monotonic() - self._began_s
             # A person may make the file too.
             stop = self._place.folder / "stop"
             over = stop.exists() or self._is_over(now_s)
@@ -103,7 +107,7 @@ class Run:
                     return True
             self._collect(now_s)
             while not over and len(self._running) < self._options.flows:
-                self._start()
+                self._start(now_s)
             if not over:
                 self._faults.step(now_s, self._running)
             if time.monotonic() - looked_s > LOOK_S:
@@ -136,7 +140,7 @@ class Run:
             return now_s >= float(self._options.seconds)
         return self.count() >= int(self._options.tasks)
 
-    def _start(self) -> None:
+    def _start(self, now_s: float) -> None:
         number, self._next = self._next, self._next + 1
         log = (self._place.folder / f"flow-{number}.log").open("w", encoding="utf-8")
         arguments = [str(self._options.seed), str(number), str(TASKS), self._options.devices]
@@ -147,7 +151,7 @@ class Run:
                 stdout=log,
                 stderr=log,
             )
-        self._running[process.pid] = Flow(number, process)
+        self._running[process.pid] = Flow(number, process, now_s)
 
     def _collect(self, now_s: float) -> None:
         for pid, flow in list(self._running.items()):
@@ -155,15 +159,17 @@ class Run:
                 continue
             del self._running[pid]
             what = f"flow {flow.number} ({plan.method(flow.number)})"
+            took_s = now_s - flow.at_s
+            record = checks.read_flow(self._place.folder, flow.number)
+            record.began_s, record.ended_s = self._began_s + flow.at_s, time.monotonic()
             if pid in self._faults.killed_flows:
-                self.killed += 1
-                print(f"  {now_s:6.1f} s  {what} was killed", flush=True)
+                self.killed.append(record)
+                print(f"  {now_s:6.1f} s  {what} was killed after {took_s:.0f} s", flush=True)
                 continue
-            ended = checks.read_flow(self._place.folder, flow.number)
-            self.ended.append(ended)
+            self.ended.append(record)
             print(
-                f"  {now_s:6.1f} s  {what} ended with {flow.process.returncode}: "
-                f"{len(ended.outcomes)} task runs {ended.failed[:200]}",
+                f"  {now_s:6.1f} s  {what} ended with {flow.process.returncode} after {took_s:.0f} s: "
+                f"{len(record.outcomes)} task runs {record.failed[:200]}",
                 flush=True,
             )
 
@@ -214,8 +220,11 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
         bodies.MEMORY: "simulated" if simulated else "torch",
         "TMPDIR": str(disk.temporary),
         "PREFECT_LOGGING_TO_API_ENABLED": "false",
-        "PREFECT_CLIENT_MAX_RETRIES": "8",
+        # It sleeps 2, 4, 8 and 16 s before each and after the last: no flow sleeps for minutes. See also `flow.STARTS`.
+        "PREFECT_CLIENT_MAX_RETRIES": "3",
         "PYTHONFAULTHANDLER": "1",
+        # Each retry of a request is in the flow's log.
+        "PREFECT_LOGGING_LOGGERS_PREFECT_CLIENT_LEVEL": "DEBUG",
     }
     stack.callback(place.kill_all)
     ledger = work / "ledger"
@@ -226,19 +235,23 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     ended = flows.run()
     print("faults: " + ", ".join(f"{n} × {name}" for name, n in sorted(faults.counts.items())))
     print(
-        f"flows: {len(flows.ended)} ended by themselves, {flows.killed} were killed; "
+        f"flows: {len(flows.ended)} ended by themselves, {len(flows.killed)} were killed; "
         f"{flows.count()} task runs ended in all, and "
         f"{sum(each.failed_readings for each in flows.ended)} readings of devices failed"
     )
+    causes = checks.count_out_of_memory(work)
+    print("out of memory: " + ", ".join(f"{n} × {cause}" for cause, n in causes.items()))
 
     verdict = checks.Verdict()
     verdict.say("every flow ends", [] if ended else flows.hung())
     outages = sum(n for name, n in faults.counts.items() if name.startswith("outage"))
+    both = [*flows.ended, *flows.killed]
+    checks.check_idle(verdict, both, read_notes(notes))
     checks.check_flows(verdict, flows.ended, outages)
     checks.check_logs(verdict, work)
-    checks.check_values(verdict, flows.ended, flows.jobs(), faults.kills)
-    checks.check_states(verdict, flows.ended, api_url)
-    checks.check_bodies(verdict, flows.ended, read_notes(notes))
+    checks.check_values(verdict, both, flows.jobs(), faults.kills)
+    checks.check_states(verdict, flows.ended, flows.killed, api_url)
+    checks.check_bodies(verdict, both, read_notes(notes), faults.killed_s)
     checks.check_processes(verdict, place)
     place.kill_all()
     checks.check_ledger(verdict, ledger, look)

@@ -27,7 +27,7 @@ class MeantError(Exception):
 
 def note(word: str, key: str, attempt: int) -> None:
     """Append a line to the notes, in one write: others do the same."""
-    line = f"{word} {key} {attempt} {os.getpid()}\n".encode()
+    line = f"{word} {key} {attempt} {os.getpid()} {time.monotonic():.6f}\n".encode()
     descriptor = os.open(os.environ[NOTES], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(descriptor, line)

@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,21 @@ FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 #: Seconds until the server has taken in all states, at most.
 STATES_S = 180.0
 
+#: Seconds for which a flow may write no word and have no body begin or end.
+IDLE_S = 120.0
+
 #: Problems that are printed of each check.
 MOST_SHOWN = 12
 
-#: Errors of Prefect's client that end a flow while its server refuses connections.
-API_ERRORS = ("httpx.ConnectError", "httpx.ReadError", "httpx.RemoteProtocolError", "httpcore.")
+#: Errors of Prefect's client that end a flow while its server refuses connections. The last is how its first
+#: request fails.
+API_ERRORS = (
+    "httpx.ConnectError",
+    "httpx.ReadError",
+    "httpx.RemoteProtocolError",
+    "httpcore.",
+    "builtins.RuntimeError: Failed to reach API at ",
+)
 
 #: The same while it answers with 503.
 API_REFUSALS = ("httpx.HTTPStatusError", "prefect.exceptions.PrefectHTTPStatusError")
@@ -52,11 +62,23 @@ UNEXPECTED = (
 )
 
 
+#: What a flow logs of an out-of-memory after which the body runs again, by its cause.
+OUT_OF_MEMORY = {
+    "own cap": "were not enough; it gets",
+    "full device": "filled the device though it was within its",
+}
+
+
 @dataclass
-class Ended:
-    """A flow that ended by itself, and what it wrote."""
+class FlowRecord:
+    """What a flow wrote, until it ended or was killed."""
 
     number: int
+    #: When its process was started and was seen to have ended, on the clock of `time.monotonic`.
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    #: When it wrote, on the same clock.
+    words_s: list[float] = field(default_factory=list)
     flow_run: str = ""
     #: Task run by key.
     submitted: dict[str, str] = field(default_factory=dict)
@@ -71,11 +93,15 @@ class Ended:
     memory_files: list[str] = field(default_factory=list)
 
 
-def read_flow(folder: Path, number: int) -> Ended:
+def read_flow(folder: Path, number: int) -> FlowRecord:
     """Read what a flow has written."""
-    found = Ended(number)
-    for line in (folder / f"flow-{number}.jsonl").read_text(encoding="utf-8").splitlines():
+    found = FlowRecord(number)
+    path = folder / f"flow-{number}.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    # A flow that is killed as it writes leaves a part of a line.
+    for line in text[: text.rfind("\n") + 1].splitlines():
         said = json.loads(line)
+        found.words_s.append(said.pop("at_s"))
         if "flow_run" in said:
             found.flow_run = said["flow_run"]
         elif "submitted" in said:
@@ -108,7 +134,29 @@ class Verdict:
             print(f"      and {len(listed) - MOST_SHOWN} more", flush=True)
 
 
-def check_flows(verdict: Verdict, flows: Sequence[Ended], outages: int) -> None:
+def check_idle(verdict: Verdict, flows: Sequence[FlowRecord], notes: Sequence[Note]) -> None:
+    """No flow was idle for long: it wrote a word, or the body of a task of its began or ended.
+
+    Args:
+        verdict: Says what was found.
+        flows: All, those that were killed among them.
+        notes: Of all bodies.
+    """
+    bodies_s: dict[int, list[float]] = defaultdict(list)
+    for note in notes:
+        bodies_s[int(note.key.partition(".")[0])].append(note.at_s)
+    longest = {}
+    for flow in flows:
+        moments = sorted([flow.began_s, *flow.words_s, *bodies_s[flow.number], flow.ended_s])
+        longest[flow.number] = max(later - at for at, later in itertools.pairwise(moments))
+    verdict.say(
+        f"no flow was idle for more than {IDLE_S:g} s",
+        [f"flow {flow}: {idle_s:.0f} s" for flow, idle_s in longest.items() if idle_s > IDLE_S],
+        f"{max(longest.values(), default=0.0):.0f} s at most",
+    )
+
+
+def check_flows(verdict: Verdict, flows: Sequence[FlowRecord], outages: int) -> None:
     """Flows end without an error, but for those whose calls of the API failed."""
     failed = [each for each in flows if each.failed]
     excused = [each for each in failed if outages and _is_absence(each.failed)]
@@ -129,25 +177,40 @@ def _is_absence(failed: str) -> bool:
     return failed.startswith(API_ERRORS) or (failed.startswith(API_REFUSALS) and "503" in failed)
 
 
+def _log_lines(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of each flow's log with each of its lines."""
+    for path in sorted(folder.glob("flow-*.log")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            yield path.name, line
+
+
+def count_out_of_memory(folder: Path) -> dict[str, int]:
+    """Return how often a body ran again after an out-of-memory of each cause."""
+    counts = dict.fromkeys(OUT_OF_MEMORY, 0)
+    for _, line in _log_lines(folder):
+        for cause, words in OUT_OF_MEMORY.items():
+            counts[cause] += words in line
+    return counts
+
+
 def check_logs(verdict: Verdict, folder: Path) -> None:
     """No flow has logged an error of a thread, or that it shares no ledger."""
     problems = [
-        f"{path.name}: {line.strip()[:600]}"
-        for path in sorted(folder.glob("flow-*.log"))
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        f"{name}: {line.strip()[:600]}"
+        for name, line in _log_lines(folder)
         if any(each in line for each in UNEXPECTED)
     ]
     verdict.say("no flow met an error in its own threads, and all shared the ledger", problems)
 
 
 def check_values(
-    verdict: Verdict, flows: Sequence[Ended], jobs: dict[str, plan.Job], kills: int
+    verdict: Verdict, flows: Sequence[FlowRecord], jobs: dict[str, plan.Job], kills: int
 ) -> None:
     """Each task run has returned what it should, failed as it should, or its process was killed.
 
     Args:
         verdict: Says what was found.
-        flows: That ended by themselves.
+        flows: All, those that were killed among them.
         jobs: By key.
         kills: How many processes were killed that may have had a task.
     """
@@ -188,9 +251,13 @@ def _kind(job: plan.Job, seen: dict[str, str]) -> str | None:
 
 
 def check_states(
-    verdict: Verdict, flows: Sequence[Ended], api_url: str, wait_s: float = STATES_S
+    verdict: Verdict,
+    flows: Sequence[FlowRecord],
+    killed: Sequence[FlowRecord],
+    api_url: str,
+    wait_s: float = STATES_S,
 ) -> None:
-    """Each task run of a flow that ended by itself has exactly one final state."""
+    """Each task run of a flow that ended by itself has exactly one final state; see also `check_states_of_killed`."""
     wanted = {
         task_run: (flow.number, key) for flow in flows for key, task_run in flow.submitted.items()
     }
@@ -208,19 +275,59 @@ def check_states(
         for each, seen in states.items()
         if len(_final(seen)) != 1
     ]
-    seen_by_flow = {
-        flow.submitted[key]: outcome["state"]
-        for flow in flows
-        for key, outcome in flow.outcomes.items()
-    }
-    problems += [
-        f"task {wanted[each][1]}: {seen_by_flow[each]} in the flow, {seen} on the server"
-        for each, seen in states.items()
-        if each in seen_by_flow and len(_final(seen)) == 1 and seen_by_flow[each] not in seen
-    ]
+    problems += [f"task {wanted[each][1]}: {what}" for each, what in _differences(flows, states)]
     verdict.say(
-        "each task run has exactly one final state on the server", problems, f"{len(wanted)}"
+        "each task run of a flow that ended by itself has exactly one final state on the server",
+        problems,
+        f"{len(wanted)} of {len(wanted) + sum(len(each.submitted) for each in killed)}; "
+        "the others were submitted by flows that were killed",
     )
+    of_killed = [task_run for flow in killed for task_run in flow.submitted.values()]
+    check_states_of_killed(verdict, killed, asyncio.run(_states(api_url, of_killed)))
+
+
+def check_states_of_killed(
+    verdict: Verdict, killed: Sequence[FlowRecord], states: Mapping[str, Sequence[str]]
+) -> None:
+    """Each task run of a flow that was killed has the final state that its flow saw, or none.
+
+    The server may have none: it comes with an event, which is lost if the flow is killed before it is sent.
+
+    Args:
+        verdict: Says what was found.
+        killed: Flows that were killed.
+        states: Of each task run, those that the server has.
+    """
+    by_task_run = {
+        task_run: f"flow {flow.number}, task {key}"
+        for flow in killed
+        for key, task_run in flow.submitted.items()
+    }
+    problems = [
+        f"{what}: {states[each]}"
+        for each, what in by_task_run.items()
+        if len(_final(states[each])) > 1
+    ]
+    problems += [f"{by_task_run[each]}: {what}" for each, what in _differences(killed, states)]
+    final = sum(bool(_final(states[each])) for each in by_task_run)
+    seen = sum(len(flow.outcomes) for flow in killed)
+    verdict.say(
+        "no task run of a killed flow has two final states, or another than its flow saw",
+        problems,
+        f"{len(by_task_run)} task runs: {seen} whose end the flow recorded, {final} with a final state on the server",
+    )
+
+
+def _differences(
+    flows: Sequence[FlowRecord], states: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield each task run whose one final state on the server is not what its flow saw, and both."""
+    for flow in flows:
+        for key, outcome in flow.outcomes.items():
+            task_run, seen = flow.submitted[key], outcome["state"]
+            final = _final(states[task_run])
+            if len(final) == 1 and final != [seen]:
+                yield task_run, f"{seen} in the flow, {states[task_run]} on the server"
 
 
 def _final(states: Sequence[str]) -> list[str]:
@@ -245,25 +352,35 @@ async def _states(api_url: str, task_runs: Sequence[str]) -> dict[str, list[str]
     return found
 
 
-def check_bodies(verdict: Verdict, flows: Sequence[Ended], notes: Sequence[Note]) -> None:
+def check_bodies(
+    verdict: Verdict,
+    flows: Sequence[FlowRecord],
+    notes: Sequence[Note],
+    kills: Mapping[int, Sequence[float]],
+) -> None:
     """No body ran again that had ended, or that was not short of memory; what completed has ended once.
+
+    A body whose process was killed after its end and before its value arrived may run again, as another attempt.
 
     Args:
         verdict: Says what was found.
-        flows: That ended by themselves.
-        notes: Of all bodies, those of killed flows among them.
+        flows: All, those that were killed among them.
+        notes: Of all bodies.
+        kills: When a process of each id was killed, on the clock of `time.monotonic`.
     """
     by_attempt: dict[tuple[str, int], list[str]] = defaultdict(list)
-    ends: Counter[str] = Counter()
+    by_key: dict[str, list[Note]] = defaultdict(list)
     for note in notes:
         by_attempt[note.key, note.attempt].append(note.word)
-        ends[note.key] += note.word == "end"
-    again = [f"task {key} ended {count} times" for key, count in ends.items() if count > 1]
+        by_key[note.key].append(note)
+    ends = {key: sum(note.word == "end" for note in own) for key, own in by_key.items()}
+    lost = {key: sum(_is_lost(note, own, kills) for note in own) for key, own in by_key.items()}
+    again = [f"task {key} ended {n} times" for key, n in ends.items() if n - lost[key] > 1]
     again += [
         f"task {key} completed and its body has not ended"
         for flow in flows
         for key, seen in flow.outcomes.items()
-        if seen["state"] == "COMPLETED" and not ends[key]
+        if seen["state"] == "COMPLETED" and not ends.get(key)
     ]
     for (key, attempt), words in by_attempt.items():
         for before, after in itertools.pairwise(words):
@@ -275,8 +392,16 @@ def check_bodies(verdict: Verdict, flows: Sequence[Ended], notes: Sequence[Note]
     verdict.say(
         "each body ran once for an attempt, and to its end once if its task run completed",
         again,
-        f"{begun} bodies",
+        f"{begun} bodies, of which {sum(lost.values())} ran again since their process was killed after their end",
     )
+
+
+def _is_lost(end: Note, notes: Sequence[Note], kills: Mapping[int, Sequence[float]]) -> bool:
+    """Return whether a note is the end of a body whose process was killed before the next attempt began."""
+    if end.word != "end":
+        return False
+    later = [each.at_s for each in notes if each.word == "begin" and each.attempt > end.attempt]
+    return any(end.at_s <= at_s < next_s for next_s in later[:1] for at_s in kills.get(end.pid, ()))
 
 
 def check_processes(verdict: Verdict, place: Workplace) -> None:
@@ -336,7 +461,7 @@ def watch_capacity(folder: Path, capacity_bytes: int) -> Callable[[], int]:
     return look
 
 
-def check_files(verdict: Verdict, flows: Sequence[Ended], temporary: Path) -> None:
+def check_files(verdict: Verdict, flows: Sequence[FlowRecord], temporary: Path) -> None:
     """No flow had a memory file open at its end, and no temporary file is left.
 
     Memory files have no name: those of a process that is gone are gone with it.

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,17 @@ class Note:
     key: str
     attempt: int
     pid: int
+    #: On the clock of `time.monotonic`, which all processes of a machine share.
+    at_s: float
 
 
 def read_notes(path: Path) -> list[Note]:
     """Read the notes of all bodies so far."""
     lines = (line.split() for line in lines_of(path))
-    return [Note(word, key, int(attempt), int(pid)) for word, key, attempt, pid in lines]
+    return [
+        Note(word, key, int(attempt), int(pid), float(at_s))
+        for word, key, attempt, pid, at_s in lines
+    ]
 
 
 def find(place: Workplace, flows: Sequence[int], bodies: Sequence[int]) -> dict[int, Target]:
@@ -127,6 +133,8 @@ class Faults:
         self._stopped: set[int] = set()
         #: Children and standbys that were killed.
         self.kills = 0
+        #: When a process of each id was killed, on the clock of `time.monotonic`.
+        self.killed_s: dict[int, list[float]] = {}
         #: How often each sort of fault was carried out.
         self.counts: dict[str, int] = {}
 
@@ -207,8 +215,11 @@ class Faults:
                 _send(pid, signal.SIGCONT)
 
     def _kill(self, pid: int, target: Target) -> None:
-        if _send(pid, signal.SIGKILL) and target == "flow":
-            self.killed_flows.add(pid)
+        if _send(pid, signal.SIGKILL):
+            # After the signal: what the process wrote down was before.
+            self.killed_s.setdefault(pid, []).append(time.monotonic())
+            if target == "flow":
+                self.killed_flows.add(pid)
         self.kills += target in ("child", "standby")
 
 

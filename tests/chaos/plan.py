@@ -11,7 +11,9 @@ from typing import Literal
 MIB = 1 << 20
 GIB = 1 << 30
 
-Sort = Literal["plain", "large", "bare", "raises", "retried", "short", "exclusive", "pair"]
+Sort = Literal[
+    "plain", "large", "bare", "raises", "retried", "short", "greedy", "exclusive", "pair"
+]
 
 #: How often each sort of task comes.
 _SORTS: dict[Sort, int] = {
@@ -21,9 +23,13 @@ _SORTS: dict[Sort, int] = {
     "raises": 1,
     "retried": 2,
     "short": 2,
+    "greedy": 1,
     "exclusive": 1,
     "pair": 1,
 }
+
+#: GiB that a greedy task takes without a cap, whatever its budget: tasks beside it run out of memory.
+GREEDY_GIB = 14.0
 
 Method = Literal["spawn", "standby", "forkserver"]
 
@@ -82,11 +88,12 @@ def jobs(seed: int, number: int, count: int, devices: int) -> Iterator[Job]:
         if sort == "pair" and devices < 2:
             sort = "plain"
         budget = choose.choice([2.0, 3.0, 5.0, 8.0])
+        # Half a GiB of the budget is left for what no framework counts.
+        gib = {"short": budget * 1.6, "greedy": GREEDY_GIB}.get(sort, budget - 0.75)
         yield Job(
             key=f"{number}.{index}",
             sort=sort,
-            # Half a GiB of the budget is left for what no framework counts.
-            gib=budget * 1.6 if sort == "short" else budget - 0.75,
+            gib=gib,
             budget_gib=None if sort == "bare" else budget,
             seconds=choose.uniform(0.0, 0.6),
             size_bytes=choose.randrange(4 * MIB, 24 * MIB) if sort == "large" else 64,

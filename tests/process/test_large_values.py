@@ -6,9 +6,11 @@ import contextlib
 import gc
 import os
 import pickle
+import queue
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,12 @@ import pytest
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import ProtocolError, ResultError
 from prefect_gpu.processes import transport, values
-from prefect_gpu.processes.launch_spec import ChildRefused, LaunchSpec, ValueArrived
+from prefect_gpu.processes.launch_spec import (
+    ChildExited,
+    ChildRefused,
+    LaunchSpec,
+    ValueArrived,
+)
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, Call
 from prefect_gpu.processes.values import ArgumentFiles
 from tests.process import bodies
@@ -223,6 +230,28 @@ def test_a_value_that_is_dropped_leaves_nothing(rig: Rig) -> None:
     assert len(mapped()) == 1
     child.messages.clear()
     assert not references()
+
+
+def test_nothing_that_hears_a_child_is_kept_once_the_child_has_ended(rig: Rig) -> None:
+    class Listener:
+        """Stands for a task, which holds its value."""
+
+        def __init__(self) -> None:
+            self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def __call__(self, message: Any) -> None:
+            self.heard.put(message)
+
+    kept: list[weakref.ref[Listener]] = []
+    # Which event of a child's end is the last one differs.
+    for _ in range(20):
+        listener = Listener()
+        rig.launcher.start(spec_of(bodies.add, 1), listener)
+        while not isinstance(listener.heard.get(timeout=DEADLOCK_S), ChildExited):
+            pass
+        kept.append(weakref.ref(listener))
+        del listener
+        assert eventually(lambda: kept[-1]() is None, 10.0)
 
 
 def test_a_table_that_names_a_file_that_did_not_come_is_refused(rig: Rig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -18,6 +19,10 @@ os.environ["PREFECT_INTEGRATIONS_GPU_STANDBY"] = "0"
 _ledger = tempfile.mkdtemp(prefix="prefect-gpu-ledger-")
 os.environ["PREFECT_INTEGRATIONS_GPU_LEDGER"] = _ledger
 atexit.register(shutil.rmtree, _ledger, ignore_errors=True)
+
+# A shell has what it starts in the background ignore Ctrl-C (`make check &`), and all that is started from there.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

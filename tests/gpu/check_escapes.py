@@ -197,6 +197,20 @@ def make_task(way: str, enforce: Literal["warn", "kill"]) -> Any:
     return escape
 
 
+def missing_for(way: str, module: str) -> str:
+    """Return why a way cannot be tried here; empty: it can."""
+    if not installed(module):
+        return f"{module} is not installed"
+    if module == "onnxruntime":
+        import onnxruntime
+
+        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+            return "onnxruntime has no CUDAExecutionProvider"
+    if WAYS[way][2] is torch_allocator and shutil.which("gcc") is None:
+        return "gcc is not installed"
+    return ""
+
+
 class Overruns(Observer):
     """Also notes when each process was first seen above its budget, and when it was last seen."""
 
@@ -221,12 +235,13 @@ class Overruns(Observer):
 def check(options: argparse.Namespace) -> list[str]:
     """Try each way, first with a warning, then with an end."""
     problems: list[str] = []
-    ways = [way for way, (module, _, _) in WAYS.items() if installed(module)]
-    if shutil.which("gcc") is None:
-        ways.remove("torch.cuda.memory.CUDAPluggableAllocator")
-        say("gcc is not installed: an allocator for PyTorch is not tried")
-    for module in sorted({module for module, _, _ in WAYS.values() if not installed(module)}):
-        say(f"{module} is not installed: it is not tried")
+    ways = []
+    for way, (module, _, _) in WAYS.items():
+        missing = missing_for(way, module)
+        if missing:
+            say(f"not tried: {way}, since {missing}")
+        else:
+            ways.append(way)
     rows = []
     found: dict[tuple[str, str], tuple[Ended, Process | None, int | None, float | None]] = {}
     with Overruns() as observer:
@@ -260,8 +275,6 @@ def check(options: argparse.Namespace) -> list[str]:
                 "-" if killed_s is None else f"{killed_s:.2f}",
             )
         )
-        if not shown:
-            problems.append(f"{way}: NVML never showed its process")
         if held and not warned.value:
             problems.append(f"{way}: it took less than it asked for, and nothing refused it")
         if not held and (reported or 0) < WANTED_BYTES:

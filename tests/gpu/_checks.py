@@ -317,7 +317,11 @@ class Observer(threading.Thread):
                     for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
                         now[process.pid] += process.usedGpuMemory or 0
             for pid, held in now.items():
-                self.peaks[pid] = max(self.peaks.get(pid, 0), held)
+                self.note(pid, held)
+
+    def note(self, pid: int, held: int) -> None:
+        """Take one reading of a process."""
+        self.peaks[pid] = max(self.peaks.get(pid, 0), held)
 
     def peak_of(self, process: Process | None) -> int | None:
         """Return the peak that NVML listed for a process; `None` if it was never listed."""

@@ -1,0 +1,303 @@
+"""What takes device memory past a framework's cap: whether the cap holds, what NVML shows, and what ends it.
+
+    python -m tests.gpu.check_escapes
+
+Each body asks for twice its budget in a way that a cap may not cover, and then waits. In the first run
+`gpu:enforce` is `warn`, in the second `kill`. Every way is either refused within the budget, or measured,
+reported and, in the second run, ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from prefect import task
+
+from prefect_gpu import BudgetExceededError, gpu
+from prefect_gpu.frameworks.out_of_memory import looks_out_of_memory
+from tests.gpu._checks import (
+    BODY_S,
+    GIB,
+    MIB,
+    Ended,
+    Observer,
+    Process,
+    gather,
+    installed,
+    last_of,
+    read_processes,
+    run,
+    run_flow,
+    say,
+    size,
+    table,
+)
+
+BUDGET_BYTES = 2 * GIB
+WANTED_BYTES = 2 * BUDGET_BYTES
+
+#: A process may have so much more than its budget.
+MOST_OVER_BYTES = 64 * MIB
+
+#: Seconds for which memory is held. The runner reads NVML every 0.25 s.
+HOLD_S = 2.0
+
+#: An allocator for PyTorch that asks the driver for each block.
+ALLOCATOR = """
+#include <dlfcn.h>
+#include <stddef.h>
+static void *driver(const char *name) { return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name); }
+void *take(ptrdiff_t size, int device, void *stream) {
+    unsigned long long at = 0;
+    ((int (*)(unsigned long long *, size_t))driver("cuMemAlloc_v2"))(&at, size);
+    return (void *)at;
+}
+void give(void *at, ptrdiff_t size, int device, void *stream) {
+    ((int (*)(unsigned long long))driver("cuMemFree_v2"))((unsigned long long)at);
+}
+"""
+
+
+def torch_fraction() -> Any:
+    import torch
+
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return torch.ones(WANTED_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def torch_allocator() -> Any:
+    import torch
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "allocator.c").write_text(ALLOCATOR, encoding="ascii")
+    library = folder / "allocator.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", library, folder / "allocator.c", "-ldl"], check=True
+    )
+    shared = torch.cuda.memory.CUDAPluggableAllocator(str(library), "take", "give")
+    torch.cuda.memory.change_current_allocator(shared)
+    return torch.ones(WANTED_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def cupy_allocator() -> Any:
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    return cupy.ones(WANTED_BYTES, dtype=cupy.uint8)
+
+
+def cupy_managed() -> Any:
+    import cupy
+
+    cupy.cuda.set_allocator(cupy.cuda.MemoryPool(cupy.cuda.malloc_managed).malloc)
+    return cupy.ones(WANTED_BYTES, dtype=cupy.uint8)
+
+
+def jax_environment() -> Any:
+    import os
+
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.9"
+    os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+    import jax.numpy as jnp
+
+    return jnp.ones(WANTED_BYTES, jnp.uint8).block_until_ready()
+
+
+def numba() -> Any:
+    from numba import cuda
+
+    return cuda.device_array(WANTED_BYTES, dtype="u1")
+
+
+def driver() -> Any:
+    import ctypes
+
+    cuda = ctypes.CDLL("libcuda.so.1")
+    device, context, at = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+    for failed in (
+        cuda.cuInit(0),
+        cuda.cuDeviceGet(ctypes.byref(device), 0),
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        cuda.cuCtxSetCurrent(context),
+        cuda.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(WANTED_BYTES)),
+    ):
+        if failed:
+            raise RuntimeError(f"the driver refused with {failed}")
+    return at.value
+
+
+def onnxruntime_without_options() -> Any:
+    import numpy
+    import onnxruntime
+
+    model = Path(__file__).parent / "models" / "product.onnx"
+    session = onnxruntime.InferenceSession(
+        model.read_bytes(), providers=[("CUDAExecutionProvider", {})]
+    )
+    rows, wide = 16384, 512
+    given = {name: numpy.ones((n, wide), numpy.float32) for name, n in (("a", rows), ("b", wide))}
+    held = []
+    for _ in range(WANTED_BYTES // ((2 * rows + wide) * wide * 4) + 1):
+        binding = session.io_binding()
+        for name, array in given.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output("product", "cuda")
+        session.run_with_iobinding(binding)
+        held.append(binding)
+    return held
+
+
+#: By what is written in the body: the module it needs, `gpu:framework`, the body.
+WAYS: dict[str, tuple[str, str, Callable[[], Any]]] = {
+    "torch.cuda.set_per_process_memory_fraction(1.0)": ("torch", "torch", torch_fraction),
+    "torch.cuda.memory.CUDAPluggableAllocator": ("torch", "torch", torch_allocator),
+    "cupy.cuda.set_allocator(None)": ("cupy", "cupy", cupy_allocator),
+    "cupy.cuda.malloc_managed": ("cupy", "cupy", cupy_managed),
+    "os.environ['XLA_PYTHON_CLIENT_…'] before import jax": ("jax", "jax", jax_environment),
+    "numba.cuda.device_array": ("numba", "none", numba),
+    "cuMemAlloc": ("ctypes", "none", driver),
+    "onnxruntime.InferenceSession without options": (
+        "onnxruntime",
+        "onnxruntime",
+        onnxruntime_without_options,
+    ),
+}
+
+
+def make_task(way: str, enforce: Literal["warn", "kill"]) -> Any:
+    """Make the task of one way: it returns what refused it, if anything did."""
+    _, framework, take = WAYS[way]
+
+    @task(
+        name=f"{take.__name__}-{enforce}",
+        timeout_seconds=BODY_S,
+        tags=gpu(memory="2GiB", framework=framework, enforce=enforce, oom="fail"),  # type: ignore[arg-type]
+    )
+    def escape() -> str:
+        try:
+            held = take()
+        except Exception as error:
+            return (
+                f"{type(error).__name__}: {error}"[:160]
+                if looks_out_of_memory(error)
+                else repr(error)
+            )
+        time.sleep(HOLD_S)
+        del held
+        return ""
+
+    return escape
+
+
+def missing_for(way: str, module: str) -> str:
+    """Return why a way cannot be tried here; empty: it can."""
+    if not installed(module):
+        return f"{module} is not installed"
+    if module == "onnxruntime":
+        import onnxruntime
+
+        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+            return "onnxruntime has no CUDAExecutionProvider"
+    if WAYS[way][2] is torch_allocator and shutil.which("gcc") is None:
+        return "gcc is not installed"
+    return ""
+
+
+class Overruns(Observer):
+    """Also notes when each process was first seen above its budget, and when it was last seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over_s: dict[int, float] = {}
+        self.last_s: dict[int, float] = {}
+
+    def note(self, pid: int, held: int) -> None:
+        """See `Observer.note`."""
+        super().note(pid, held)
+        now_s = time.monotonic()
+        if held > BUDGET_BYTES + MOST_OVER_BYTES:
+            self.over_s.setdefault(pid, now_s)
+        self.last_s[pid] = now_s
+
+    def lasted_s(self, pid: int) -> float | None:
+        """Return how long a process was above its budget; `None`: it never was."""
+        return None if pid not in self.over_s else self.last_s[pid] - self.over_s[pid]
+
+
+def check(options: argparse.Namespace) -> list[str]:
+    """Try each way, first with a warning, then with an end."""
+    problems: list[str] = []
+    ways = []
+    for way, (module, _, _) in WAYS.items():
+        missing = missing_for(way, module)
+        if missing:
+            say(f"not tried: {way}, since {missing}")
+        else:
+            ways.append(way)
+    rows = []
+    found: dict[tuple[str, str], tuple[Ended, Process | None, int | None, float | None]] = {}
+    with Overruns() as observer:
+        for enforce in ("warn", "kill"):
+            flow = run_flow(
+                f"escapes-{enforce}",
+                lambda enforce=enforce: gather(  # type: ignore[misc]
+                    {way: make_task(way, enforce).submit() for way in ways}, 2 * BODY_S
+                ),
+                options.devices,
+            )
+            say(f"{len(ways)} ways with gpu:enforce={enforce} took {flow.seconds:.0f} s")
+            processes = read_processes(flow.id, len(ways))
+            for way, ended in flow.value.items():
+                report = last_of(processes, ended)
+                pid = 0 if report is None else report.pid
+                found[way, enforce] = ended, report, observer.peaks.get(pid), observer.lasted_s(pid)
+    for way in ways:
+        warned, report, shown, lasted_s = found[way, "warn"]
+        killed, killed_report, _, killed_s = found[way, "kill"]
+        held = lasted_s is None
+        reported = None if report is None else report.bytes("peak_process_bytes")
+        rows.append(
+            (
+                way,
+                "holds" if held else "passed",
+                size(shown),
+                size(reported),
+                (warned.value or warned.words) if held else "",
+                type(killed.error).__name__ if killed.error else "-",
+                "-" if killed_s is None else f"{killed_s:.2f}",
+            )
+        )
+        if held and not warned.value:
+            problems.append(f"{way}: it took less than it asked for, and nothing refused it")
+        if not held and (reported or 0) < WANTED_BYTES:
+            problems.append(f"{way}: its report says {size(reported)} MiB")
+        if not held and not isinstance(killed.error, BudgetExceededError):
+            problems.append(f"{way}: gpu:enforce=kill did not end it: {killed.words or 'it ended'}")
+        if not held and (killed_report is None or killed_report["outcome"] != "oom"):
+            problems.append(f"{way}: its report is not of an out-of-memory")
+    table(
+        ["in the body", "cap", "NVML-peak", "reported", "refused with", "enforce=kill", "over-s"],
+        rows,
+    )
+    say(
+        f"sizes in MiB; budget {size(BUDGET_BYTES)}, asked for {size(WANTED_BYTES)}. over-s: seconds from the"
+    )
+    say("first reading above the budget to the last reading of the process, with gpu:enforce=kill")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    return run(check, parser, limit_s=270, quiet=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

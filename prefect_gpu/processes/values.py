@@ -73,9 +73,10 @@ def is_importable(module_name: str) -> bool:
 
 
 def travels_by_value(obj: type | types.FunctionType) -> bool:
-    """Return whether a class or function is sent by value: a fresh interpreter could not import its module."""
+    """Return whether a class or function is sent by value: a fresh interpreter could not import its top module."""
     name = getattr(obj, "__module__", None)
-    return isinstance(name, str) and not is_importable(name)
+    # By the top module: no finder knows the modules that a library makes by hand in its own package.
+    return isinstance(name, str) and not is_importable(name.partition(".")[0])
 
 
 def _find(module_name: str) -> bool:

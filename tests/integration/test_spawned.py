@@ -14,8 +14,10 @@ from tests.integration.test_hosts_python import LOAD
 TASKS = '''
 import dataclasses
 import enum
+import functools
 import multiprocessing
 import os
+import sqlite3
 from concurrent.futures import ProcessPoolExecutor
 
 from prefect import flow, task
@@ -104,6 +106,94 @@ def itself(value):
     return value
 
 
+MISSING = object()
+
+
+def given(value=MISSING):
+    return value is not MISSING
+
+
+def counting(function):
+    calls = []
+
+    @functools.wraps(function)
+    def count():
+        calls.append(function())
+        return len(calls)
+
+    return count
+
+
+@counting
+def counted():
+    return None
+
+
+class Plugin:
+    registry = []
+
+    def __init_subclass__(cls):
+        Plugin.registry.append(cls)
+
+
+class Loader(Plugin):
+    pass
+
+
+connection = None
+
+
+def connect():
+    global connection
+    connection = sqlite3.connect(":memory:")
+
+
+class Row:
+    marked = "in the body"
+
+    def __init__(self):
+        (self.value,) = connection.execute("select 7").fetchone()
+
+
+def make_row(_):
+    Row.marked = "in a worker"
+    return Row()
+
+
+def name_of(function):
+    return {double: "double", work: "work"}[function]
+
+
+def make_adder(number):
+    variables = {"number": number}
+    exec("def add(x): return x + number", variables)
+    return variables["add"]
+
+
+add_one, add_two = make_adder(1), make_adder(2)
+
+
+def added_by_both(x):
+    return add_one(x), add_two(x)
+
+
+def loaders(_):
+    return Loader(), len(Plugin.registry)
+
+
+def check_as_an_import_would(context):
+    """Functions and classes are the same ones at each call, as where their module is imported."""
+    registered = len(Plugin.registry)
+    with context.Pool(1, initializer=connect) as pool:
+        assert [pool.apply(given) for _ in range(3)] == [False] * 3
+        assert [pool.apply(counted) for _ in range(3)] == [1, 2, 3]
+        assert pool.map(name_of, [double, work]) == ["double", "work"]
+        assert pool.map(added_by_both, [10], 1) == [(11, 12)]
+        assert len({count for _, count in pool.map(loaders, range(4), 1)}) == 1
+        assert [row.value for row in pool.map(make_row, range(2), 1)] == [7, 7]
+    assert Row.marked == "in the body" and len(Plugin.registry) == registered
+
+
 def check_process(context, kind=None):
     queue, lock = context.Queue(), context.Lock()
     if kind is None:
@@ -123,6 +213,7 @@ def spread(method):
     check_pool(context)
     check_executor(context)
     check_process(context)
+    check_as_an_import_would(context)
     if method == "spawn":
         check_process(context, Sender)
     # What comes back does not set the attributes of the class here.
@@ -173,15 +264,23 @@ def train(rank, shared, added):
     shared[rank] += rank + added
 
 
+def name_of(value):
+    return str(value)
+
+
 @task(tags=gpu(memory="1GiB", framework="torch"))
 def spread():
     import torch
+    import torch.distributed
     import torch.multiprocessing
     from torch.utils.data import DataLoader
 
     shared = torch.zeros(3).share_memory_()
     torch.multiprocessing.spawn(train, args=(shared, 1), nprocs=2)
     assert shared.tolist() == [1, 2, 0], shared
+    with torch.multiprocessing.get_context("spawn").Pool(1) as pool:
+        # Of a module that PyTorch makes by hand.
+        assert "SUM" in pool.apply(name_of, (torch.distributed.ReduceOp.SUM,))
     for method in ("spawn", "forkserver"):
         loader = DataLoader(
             Numbers(),

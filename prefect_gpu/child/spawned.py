@@ -62,9 +62,10 @@ def install(body: Callable[..., Any] | None = None) -> None:
         variables = getattr(inspect.unwrap(body), "__globals__", {})
         _globals.setdefault(variables.get("__name__", ""), variables)
         for each in list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS):
-            # It came with the call.
-            _classes.add(each)
-            _key(each)
+            # It came with the call. Type variables are tracked as well.
+            if isinstance(each, type):
+                _classes.add(each)
+                _key(each)
     PROCESS_RESOURCES.after_fork(ForkingPickler, _release_in_fork)
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
 

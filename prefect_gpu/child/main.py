@@ -20,7 +20,7 @@ from typing import Any
 
 from prefect_gpu import in_task
 from prefect_gpu.child import exit as process_exit
-from prefect_gpu.child import spawned, warm_up
+from prefect_gpu.child import warm_up
 from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.child.recorder import LiveSampler, Recorder
@@ -117,7 +117,6 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
             gc.freeze()
         # No name for the value: its memory is freed as soon as it is read.
         call = values.load_call(channel.receive_value())
-        spawned.install(call.function)
         with _surroundings(call, channel):
             sampler.start()
             # The bootstrap switched it off for the imports. The first pass visits every object that they

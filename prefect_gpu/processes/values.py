@@ -72,12 +72,6 @@ def is_importable(module_name: str) -> bool:
     return known[1]
 
 
-def travels_by_value(obj: type | types.FunctionType) -> bool:
-    """Return whether a class or function is sent by value: a fresh interpreter could not import its module."""
-    name = getattr(obj, "__module__", None)
-    return isinstance(name, str) and not is_importable(name)
-
-
 def _find(module_name: str) -> bool:
     module = sys.modules.get(module_name)
     if module is None or module_name == "__main__":
@@ -125,8 +119,12 @@ class _Output:
         return False
 
 
-class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
-    """Pickles by value what cannot be imported."""
+class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
+    """Pickles by value what cannot be imported, and device memory as host copies."""
+
+    def __init__(self, output: _Output, reducers: tuple[Reducer, ...] = ()) -> None:
+        super().__init__(output, protocol=5, buffer_callback=output.take_buffer)
+        self._reducers = reducers
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how one object is pickled; `NotImplemented` leaves it to pickle."""
@@ -134,8 +132,17 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         if isinstance(obj, types.ModuleType):
             name = object.__getattribute__(obj, "__dict__").get("__name__")
         elif isinstance(obj, (type, types.FunctionType)):
+            if isinstance(obj, type) and obj in _from_parent:
+                # Cloudpickle gives each class that it sends by value an id, so that two copies become one
+                # class where they arrive: here, the parent's own.
+                tracker_id = cloudpickle.cloudpickle._get_or_create_tracker_id(obj)
+                return cloudpickle.cloudpickle._lookup_class_or_track, (tracker_id, None)
             name = getattr(obj, "__module__", None)
         else:
+            for reduce in self._reducers:
+                reduction = reduce(obj)
+                if reduction is not NotImplemented:
+                    return reduction
             return super().reducer_override(obj)
         if isinstance(name, str) and name in sys.modules and name != "__main__":
             module = sys.modules[name]
@@ -146,32 +153,6 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             elif obj is module and not cloudpickle.list_registry_pickle_by_value():
                 # Cloudpickle would read its attributes.
                 return cloudpickle.cloudpickle.subimport, (name,)
-        return super().reducer_override(obj)
-
-
-class ValuePickler(ByValuePickler):
-    """Pickles by value what cannot be imported, and device memory as host copies."""
-
-    def __init__(self, output: _Output, reducers: tuple[Reducer, ...] = ()) -> None:
-        super().__init__(output, protocol=5, buffer_callback=output.take_buffer)
-        self._reducers = reducers
-
-    def reducer_override(self, obj: Any) -> Any:
-        """See `ByValuePickler.reducer_override`."""
-        # Modules first, as there.
-        if isinstance(obj, types.ModuleType):
-            return super().reducer_override(obj)
-        if isinstance(obj, type):
-            if obj in _from_parent:
-                # Cloudpickle gives each class that it sends by value an id, so that two copies become one
-                # class where they arrive: here, the parent's own.
-                tracker_id = cloudpickle.cloudpickle._get_or_create_tracker_id(obj)
-                return cloudpickle.cloudpickle._lookup_class_or_track, (tracker_id, None)
-        elif not isinstance(obj, types.FunctionType):
-            for reduce in self._reducers:
-                reduction = reduce(obj)
-                if reduction is not NotImplemented:
-                    return reduction
         return super().reducer_override(obj)
 
 

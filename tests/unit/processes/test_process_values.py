@@ -112,6 +112,20 @@ def lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
+def test_only_what_no_import_can_find_travels_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Libraries make modules by hand in their own packages (pybind11): their classes are known by name.
+    monkeypatch.setitem(sys.modules, "json.made_by_hand", types.ModuleType("json.made_by_hand"))
+    of_library = type("OfLibrary", (), {"__module__": "json.made_by_hand"})
+    of_script = type("OfScript", (), {"__module__": "__main__"})
+    gone = type("Gone", (), {"__module__": "no_such_module"})
+    assert [values.travels_by_value(each) for each in (of_library, of_script, gone, int)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
 def test_a_module_that_loads_itself_late_is_importable_and_stays_unloaded(
     lazy: types.ModuleType,
 ) -> None:

@@ -282,7 +282,12 @@ class ProcessLauncher:
         return Handle(self, child)
 
     def guard(self, pid: int, token: str) -> None:
-        """Have the guardian kill a process, too, once there is a child; an empty token: no longer."""
+        """Register a process that the guardian kills with the children, from the first child on.
+
+        Args:
+            pid: Its process id.
+            token: Identifies the process; empty: it is no longer registered.
+        """
         self.call(functools.partial(self._guard, pid, token))
 
     def call(self, command: Callable[[], None]) -> None:

@@ -185,11 +185,10 @@ def make_task(way: str, enforce: Literal["warn", "kill"]) -> Any:
         try:
             held = take()
         except Exception as error:
-            return (
-                f"{type(error).__name__}: {error}"[:160]
-                if looks_out_of_memory(error)
-                else repr(error)
-            )
+            if not looks_out_of_memory(error):
+                # Something else is wrong with the way: no cap has held.
+                raise
+            return f"{type(error).__name__}: {error}"[:160]
         time.sleep(HOLD_S)
         del held
         return ""

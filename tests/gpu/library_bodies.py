@@ -25,9 +25,13 @@ STEPS = 8
 
 
 def draw_sizes(seed: int, count: int, least: int, most: int) -> list[int]:
-    """Draw sizes whose logarithms are evenly spread, as lengths of texts and sizes of graphs roughly are."""
+    """Draw the sizes of one run: their logarithms are evenly spread up to a largest one, which differs by run.
+
+    So are lengths of texts and sizes of graphs, roughly, where each run has a data set of its own.
+    """
     chance = random.Random(seed)
-    return [round(least * (most / least) ** chance.random()) for _ in range(count)]
+    largest = chance.uniform(0.4, 1.0)
+    return [round(least * (most / least) ** (largest * chance.random())) for _ in range(count)]
 
 
 def own_descendants() -> list[tuple[int, int]]:

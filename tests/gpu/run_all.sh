@@ -4,11 +4,13 @@
 # and what the others import: tensorflow, jax, cupy, onnxruntime. Ends with 1 if any check failed. Each output
 # names the commit: where there is no git repository, set PREFECT_GPU_COMMIT.
 #
-# All of them take about twenty minutes on an H200. Where a call may take ten, in three:
+# All of them take about twenty minutes on an H200. Where a call may take ten, in four:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler
 #   run_all.sh FOLDER leaks escapes spawned reset profile-training many-flows tests
-# and another one for `chaos`: five minutes of faults.
+#   run_all.sh FOLDER libraries changing-sizes
+# and another one for `chaos`: five minutes of faults. `libraries` and `changing-sizes` need what they name: timm,
+# torchvision, transformers, lightning, accelerate, torch-geometric, flax, optax. What is missing is left out, and said.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
@@ -19,7 +21,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
 runs="chaos"
-modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned reset many-flows"
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned reset many-flows libraries changing-sizes"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
   [[ " $modules $flows $runs tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }

@@ -150,7 +150,8 @@ def trainer(shrink: int, seed: int, batch: int = 32, auto_find_batch_size: bool 
             callbacks=[Steps()],
         )
         loss = driver.train().training_loss
-    return torch_found(loss, batch=driver._train_batch_size, **facts)
+    size = driver._train_batch_size
+    return torch_found(loss, size, batch=size, **facts)
 
 
 def trainer_finds_batch_size(shrink: int, seed: int) -> Found:
@@ -255,7 +256,8 @@ def accelerate_finds_batch_size(shrink: int, seed: int) -> Found:
             step()
         return batch
 
-    return torch_found(STEPS, batch=train())
+    batch = train()
+    return torch_found(STEPS, batch, batch=batch)
 
 
 def compiled(shrink: int, seed: int) -> Found:

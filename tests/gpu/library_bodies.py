@@ -121,7 +121,7 @@ def trainer(shrink: int, seed: int, batch: int = 32, auto_find_batch_size: bool 
     tokens = torch.randint(words, (256, length))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     config = BertConfig(
-        vocab_size=words, hidden_size=512, num_hidden_layers=6, num_attention_heads=8
+        vocab_size=words, hidden_size=256, num_hidden_layers=6, num_attention_heads=4
     )
     facts: dict[str, Any] = {}
 
@@ -267,7 +267,7 @@ def compiled(shrink: int, seed: int) -> Found:
 
     torch.manual_seed(seed)
     device = torch_device()
-    wide, batch = 2048 // shrink, 8192 // shrink
+    wide, batch = 2048 // shrink, 16384 // shrink
 
     class Block(nn.Module):
         def __init__(self, change: Any) -> None:
@@ -465,7 +465,7 @@ def graphs(shrink: int, seed: int) -> Found:
     rows = [
         Data(
             x=torch.randn(size, 64),
-            edge_index=torch.randint(size, (2, 10 * size)),
+            edge_index=torch.randint(size, (2, 16 * size)),
             y=torch.randint(7, (size,)),
         )
         for size in sizes

@@ -3,12 +3,12 @@
     python benchmarks/budgets.py --out budgets.json
 
 Simulates runs of one task, one after another, in sequences of what they need. Budgets are those of
-`prefect_gpu.scheduling.history`, and what follows an out-of-memory is decided by `prefect_gpu.scheduling.ladder`; no
-process is started. Rows are compared on the same sequences: with the factor for runs that differ (`growth_factor`), and
-without it.
+`prefect_gpu.scheduling.history`, steps are judged by `StepBook`, and what follows an out-of-memory is decided by
+`prefect_gpu.scheduling.ladder`; no process is started. Rows are compared on the same sequences: as it is, without the
+factor for runs that differ (`growth_factor`), and with all steps taken for alike.
 
 A run *pinches* if its first process has too small a budget. *Again* is the share of pinched runs among those that follow
-a pinched one. *Budget ÷ need* says what the room for larger runs costs.
+a pinched one. *Budget / need* says what the room for larger runs costs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from unittest import mock
 
 import _common
 
+from prefect_gpu.child import recorder
 from prefect_gpu.scheduling import history, ladder
 from prefect_gpu.units import GIB, MIB
 
@@ -38,27 +39,43 @@ MOST_FRAGMENTED = 0.15
 #: Runs of a sequence.
 RUNS = 12
 
-Draw = Callable[[random.Random], float]
+#: Draws the GiB that each step of a run has live at most. One: it gives no evidence of steps.
+Draw = Callable[[random.Random], list[float]]
+
+#: A reading every 5 ms meets at least this share of the peak of a step that is not traced.
+LEAST_READ = 0.3
+
+#: Steps that are traced, so that their peaks are exact; the first has the framework's own peak.
+TRACED = (0, 1, 2)
 
 
-def largest_of(count: int, spread: float, power: float = 1.0) -> Draw:
-    """Return how to draw what a run needs: of its largest input, of so many, `spread` times the smallest at most."""
-    return lambda chance: (
-        0.5 + 6 * max((spread ** (chance.random() - 1)) ** power for _ in range(count))
-    )
+def sizes(count: int, spread: float, power: float = 1.0) -> Draw:
+    """Return how to draw inputs, the largest of which is up to `spread` times the smallest."""
+
+    def draw(chance: random.Random) -> list[float]:
+        return [0.5 + 6 * spread ** (power * (chance.random() - 1)) for _ in range(count)]
+
+    return draw
 
 
-#: GiB that a run has live at most.
+def largest(draw: Draw) -> Draw:
+    """Return how to draw the same without evidence of steps."""
+    return lambda chance: [max(draw(chance))]
+
+
 SEQUENCES: dict[str, Draw] = {
-    "equal within 2 %": lambda chance: chance.gauss(4, 0.04),
-    "log-normal, sigma 0.2": lambda chance: 4 * chance.lognormvariate(0, 0.2),
-    "log-normal, sigma 0.5": lambda chance: 4 * chance.lognormvariate(0, 0.5),
-    "uniform, 1 to 10": lambda chance: chance.uniform(1, 10),
-    "Pareto, alpha 3": lambda chance: min(100.0, 2 * chance.paretovariate(3)),
-    "longest of 4 texts, up to 8 x": largest_of(4, 8),
-    "largest of 8 images, up to 4 x, squared": largest_of(8, 4, 2),
-    "one size a run, up to 8 x": largest_of(1, 8),
-    "one in ten needs 3 x": lambda chance: 2.0 if chance.random() < 0.9 else 6.0,
+    "equal within 2 %": lambda chance: [chance.gauss(4, 0.04)],
+    "log-normal, sigma 0.2": lambda chance: [4 * chance.lognormvariate(0, 0.2)],
+    "log-normal, sigma 0.5": lambda chance: [4 * chance.lognormvariate(0, 0.5)],
+    "uniform, 1 to 10": lambda chance: [chance.uniform(1, 10)],
+    "Pareto, alpha 3": lambda chance: [min(100.0, 2 * chance.paretovariate(3))],
+    "one in ten needs 3 x": lambda chance: [2.0 if chance.random() < 0.9 else 6.0],
+    "one size a run, up to 8 x": sizes(1, 8),
+    "4 texts a run, up to 8 x": largest(sizes(4, 8)),
+    "8 images a run, up to 4 x, squared": largest(sizes(8, 4, 2)),
+    "4 texts a run, up to 8 x, step()": sizes(4, 8),
+    "8 images a run, up to 4 x, squared, step()": sizes(8, 4, 2),
+    "a first step of 3.5 x, the others equal, step()": lambda chance: [13.0, *[3.7] * 7],
 }
 
 
@@ -71,13 +88,19 @@ class Run:
     need_bytes: int
 
 
-def simulate(lives_bytes: Sequence[int], chance: random.Random) -> list[Run]:
-    """Run a sequence of runs that have so much live at most."""
+def simulate(drawn: Sequence[Sequence[float]], chance: random.Random) -> list[Run]:
+    """Run a sequence of runs, whose steps have so many GiB live at most."""
     past: list[history.PastRun] = []
     runs = []
-    for live in lives_bytes:
+    for steps in drawn:
+        live = int(max(steps) * GIB)
+        # What a first step takes only because it is there is no need.
+        tuned = len(steps) > 1 and len(set(steps[1:])) == 1
+        needed = int((max(steps[1:]) if tuned else max(steps)) * GIB)
+        held = int(needed * (1 + chance.uniform(0, MOST_FRAGMENTED)))
+        steady = _steady_bytes(steps, chance)
         lesson = history.learn(past)
-        held = int(live * (1 + chance.uniform(0, MOST_FRAGMENTED)))
+        whole = 0 if lesson is None else lesson.whole_bytes
         budget = first = None if lesson is None else lesson.budget_bytes
         climb = ladder.Climb()
         while budget is not None and held + CONTEXT_BYTES > budget:
@@ -85,14 +108,29 @@ def simulate(lives_bytes: Sequence[int], chance: random.Random) -> list[Run]:
             kept = _kept(past, "oom", budget, budget - CONTEXT_BYTES)
             wanted = ladder.needed_bytes(shortage)
             past.append(replace(kept, cause=ladder.classify(shortage), wanted_bytes=wanted))
-            rung = ladder.next_rung(climb, "own_cap", shortage, DEVICE_BYTES)
+            rung = ladder.next_rung(climb, "own_cap", shortage, DEVICE_BYTES, whole)
             assert isinstance(rung, ladder.Rung), rung
             climb, budget = rung.climb, rung.budget_bytes
-        past.append(_kept(past, "completed", budget or DEVICE_BYTES, live))
+        allowed = (budget or DEVICE_BYTES) - CONTEXT_BYTES
+        past.append(_kept(past, "completed", budget or DEVICE_BYTES, min(live, allowed)))
+        past[-1] = replace(past[-1], steady_live_bytes=steady)
         past[-1] = replace(past[-1], floor_bytes=history.known_floor_bytes(past) or None)
         del past[: -history.KEPT_RUNS]
         runs.append(Run(climb.processes, first, held + CONTEXT_BYTES))
     return runs
+
+
+def _steady_bytes(steps: Sequence[float], chance: random.Random) -> int | None:
+    """Return what a child says of its steps, as far as histories keep it."""
+    if len(steps) < 2:
+        return None
+    book = recorder.StepBook()
+    for number, peak in enumerate(steps):
+        share = 1.0 if number in TRACED else chance.uniform(LEAST_READ, 1)
+        book.reading(int(peak * GIB * share), 0)
+        book.boundary(float(number), 0, 0)
+    facts = book.facts()
+    return facts.steady_live_bytes if facts is not None and facts.alike else None
 
 
 def _kept(
@@ -120,15 +158,18 @@ def _run_out(budget_bytes: int, held_bytes: int, chance: random.Random) -> ladde
     )
 
 
-def measure(draw: Draw, chains: int, most_growth: float) -> dict[str, float]:
-    """Simulate many sequences; the same ones for each `most_growth`."""
+def measure(draw: Draw, chains: int, most_growth: float, alike: float) -> dict[str, float]:
+    """Simulate many sequences, the same ones for each `most_growth` and each factor of steps that are alike."""
     pinched = later = again = after = twice = 0
     room = []
-    with mock.patch.object(history, "MOST_GROWTH", most_growth):
+    with (
+        mock.patch.object(history, "MOST_GROWTH", most_growth),
+        mock.patch.object(recorder, "ALIKE_FACTOR", alike),
+    ):
         for seed in range(chains):
             chance = random.Random(seed)
-            lives = [int(draw(chance) * GIB) for _ in range(RUNS)]
-            runs = simulate(lives, random.Random(-seed - 1))
+            drawn = [draw(chance) for _ in range(RUNS)]
+            runs = simulate(drawn, random.Random(-seed - 1))
             short = [run.processes > 1 for run in runs]
             pairs = [b for a, b in itertools.pairwise(short) if a]
             pinched, later = pinched + sum(short), later + RUNS - 1
@@ -150,9 +191,19 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="ten sequences, to see that it runs")
     options = parser.parse_args()
     chains = 10 if options.tiny else options.chains
-    ways = {"with growth": history.MOST_GROWTH, "without": 1.0}
+    growth, alike = history.MOST_GROWTH, recorder.ALIKE_FACTOR
+    ways = {
+        "as it is": (growth, alike),
+        "no growth": (1.0, alike),
+        "all steps alike": (growth, float("inf")),
+    }
     found = {
-        name: {way: measure(draw, chains, most) for way, most in ways.items()}
+        name: {
+            way: measure(draw, chains, *factors)
+            for way, factors in ways.items()
+            # Without steps they make no difference.
+            if factors[1] == alike or "step()" in name
+        }
         for name, draw in SEQUENCES.items()
     }
     text = json.dumps(
@@ -162,12 +213,12 @@ def main() -> None:
         options.out.write_text(text, encoding="utf-8")
     print(text)
     print(
-        f"\n{'what runs need':42}{'':14}{'pinched':>9}{'again':>8}{'twice':>8}{'budget/need':>13}"
+        f"\n{'what runs need':50}{'':17}{'pinched':>9}{'again':>8}{'twice':>8}{'budget/need':>13}"
     )
     for name, rows in found.items():
         for way, row in rows.items():
             print(
-                f"{name:42}{way:14}{row['pinched']:9.1%}{row['again']:8.1%}{row['twice']:8.1%}{row['room']:13.2f}"
+                f"{name:50}{way:17}{row['pinched']:9.1%}{row['again']:8.1%}{row['twice']:8.1%}{row['room']:13.2f}"
             )
     print("\ntwice: sequences in which two runs in a row pinched")
 

@@ -8,9 +8,10 @@
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler
 #   run_all.sh FOLDER leaks escapes spawned reset profile-training many-flows tests
-#   run_all.sh FOLDER libraries changing-sizes
+#   run_all.sh FOLDER libraries changing-sizes jax-context
 # and another one for `chaos`: five minutes of faults. `libraries` and `changing-sizes` need what they name: timm,
 # torchvision, transformers, lightning, accelerate, torch-geometric, flax, optax. What is missing is left out, and said.
+# `libraries=timm,flax` tries these two only.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
@@ -21,10 +22,10 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
 runs="chaos"
-modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned reset many-flows libraries changing-sizes"
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned reset many-flows libraries changing-sizes jax-context"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
-  [[ " $modules $flows $runs tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
+  [[ " $modules $flows $runs tests " == *" ${name%%=*} "* ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
 done
 release=$(PYTHONPATH=benchmarks "$python" -c 'import _common; print("{}, commit {}".format(*_common.release()))') || exit
 failed=0
@@ -46,7 +47,10 @@ for name; do
   elif [[ " $flows " == *" $name "* ]]; then
     check "gpu-$name" "$python" "flows/${name//-/_}.py"
   else
-    check "gpu-$name" "$python" -m "tests.gpu.check_${name//-/_}"
+    only=()
+    [[ $name != *=* ]] || for part in $(tr , ' ' <<<"${name#*=}"); do only+=(--only "$part"); done
+    module=${name%%=*}
+    check "gpu-${name//[=,]/-}" "$python" -m "tests.gpu.check_${module//-/_}" "${only[@]}"
   fi
 done
 exit $failed

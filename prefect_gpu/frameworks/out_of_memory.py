@@ -89,7 +89,8 @@ _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
         ("cusparse_status_alloc_failed",),
         ("cufft_alloc_failed",),
         # Accelerate's `find_executable_batch_size`, and with it the `Trainer` of Hugging Face: it has caught
-        # each out-of-memory, down to a batch of one, and raises this without a cause (1.15).
+        # an out-of-memory for each size down to one, and raises this without a cause (1.15). It also catches
+        # cuDNN's "not supported", and a shortage of host memory.
         ("no executable batch size found",),
     ),
 }

@@ -218,9 +218,9 @@ def is_same(one: list[float] | None, other: list[float] | None) -> bool:
 
 
 def judge_too_small(tried: Tried, catches: bool) -> list[str]:
-    if catches:
-        completed = tried.ended.error is None and len(tried.reports) == 1
-        return [] if completed else [tried.ended.words or f"{len(tried.reports)} processes"]
+    if catches and tried.ended.error is None:
+        # It has found a smaller batch. If there is none, that is an out-of-memory too.
+        return [] if len(tried.reports) == 1 else [f"{len(tried.reports)} processes"]
     report = tried.last
     said = ("?", "?") if report is None else (report["outcome"], report["cause"])
     problems = [] if said == ("oom", "own_cap") else [f"its report says {said[0]}, {said[1]}"]

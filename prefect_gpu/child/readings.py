@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from prefect_gpu.child.cuda_driver import PrimaryContexts
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, EndTrace, FrameworkAdapter, FrameworkPolicy
@@ -24,6 +25,9 @@ class Readings:
         policy: Contains the devices and their kind.
         adapters: Frameworks to ask.
         own: Asks the driver; `None`: the machine's driver.
+        contexts: Those of this process; `None`: as the machine's driver has them.
+        on_context_lost: Called once if a CUDA context was destroyed: with the bytes that the frameworks
+            held there at the last reading. They go on counting them, so they are not asked any more.
     """
 
     def __init__(
@@ -31,6 +35,8 @@ class Readings:
         policy: FrameworkPolicy,
         adapters: Sequence[FrameworkAdapter],
         own: OwnMemory | None = None,
+        contexts: PrimaryContexts | None = None,
+        on_context_lost: Callable[[int], None] = lambda held_bytes: None,
     ) -> None:
         #: In the task's order.
         self.device_uuids = policy.device_uuids
@@ -39,6 +45,11 @@ class Readings:
         self._own = None
         if policy.device_kind == "nvml":
             self._own = own or OwnMemory(policy.device_uuids)
+        on_gpu = policy.device_kind == "nvml"
+        self._contexts = contexts or PrimaryContexts(len(policy.device_uuids) if on_gpu else 0)
+        self._on_context_lost = on_context_lost
+        #: What the frameworks held at the last reading.
+        self._held_bytes = 0
         self._reported = False
 
     def sample(self) -> tuple[int, int] | None:
@@ -55,7 +66,10 @@ class Readings:
             tally = getattr(sys.modules.get("prefect_gpu.testing"), "tally", None)
             found: Counters | None = None if tally is None else tally()
             return found
-        return self._ask(hooks.collect_counters)
+        counters = self._ask(hooks.collect_counters)
+        if counters is not None:
+            self._held_bytes = counters.reserved_bytes or counters.live_bytes
+        return counters
 
     def begin_trace(self) -> EndTrace | None:
         """Begin to trace what is allocated; `None`: no framework can be traced now."""
@@ -71,8 +85,15 @@ class Readings:
         return sum(known) if known else None
 
     def _ask(self, question: Callable[[Sequence[FrameworkAdapter]], T | None]) -> T | None:
+        if self._contexts.lost:
+            return None
         try:
-            return question(self._adapters)
+            found = question(self._adapters)
+            # Afterwards: what was counted before a context was destroyed is right.
+            if found is not None and self._contexts.read():
+                self._on_context_lost(self._held_bytes)
+                return None
+            return found
         except Exception as error:
             # Once: it may be asked two hundred times a second.
             if not self._reported:

@@ -513,6 +513,21 @@ def last_of(processes: Mapping[str, list[Process]], ended: Ended) -> Process | N
     return reports[-1] if reports else None
 
 
+def logs_of(task_run_id: str, text: str, patience_s: float = 20.0) -> list[str]:
+    """Read the lines of a task run's log that contain a text, as any client of the API would."""
+    from prefect.client.orchestration import get_client
+
+    deadline = time.monotonic() + patience_s
+    with get_client(sync_client=True) as client:
+        while True:
+            asked = {"logs": {"task_run_id": {"any_": [task_run_id]}}}
+            found = client.request("POST", "/logs/filter", json=asked).json()
+            lines = [row["message"] for row in found if text in row["message"]]
+            if lines or time.monotonic() > deadline:
+                return lines
+            time.sleep(0.5)
+
+
 # In a task.
 
 

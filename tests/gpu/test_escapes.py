@@ -28,8 +28,10 @@ def test_what_passes_a_cap_is_ended(way: str) -> None:
     ended = flow.value[way]
     report = last_of(read_processes(flow.id, 1), ended)
     assert report is not None
-    if way in check_escapes.HELD:
-        assert ended.value, "nothing refused it"
+    if way in check_escapes.UNSEEN:
+        assert ended.value.rose_bytes >= check_escapes.WANTED_BYTES, "nor is it seen on the device"
+    elif way in check_escapes.HELD:
+        assert ended.value.refused, ended
         assert (report.bytes("peak_process_bytes") or 0) <= check_escapes.MOST_BYTES
     else:
         assert isinstance(ended.error, BudgetExceededError), ended

@@ -44,6 +44,17 @@ Source = Literal["nvml", "framework", "host", "simulated"]
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessPeak:
+    """The most that one process of a task, or all of them together, held of a device."""
+
+    #: Index of the device, as in `Device.index`.
+    device_index: int
+    #: `None`: all of them.
+    pid: int | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TaskReport:
     """Everything that is known about one process of one task run."""
 
@@ -103,6 +114,8 @@ class TaskReport:
     history_key: str = ""
     #: Names of the tasks, of all flows of the machine, that were on its devices meanwhile. Up to 20.
     shared_with: tuple[str, ...] = ()
+    #: By device, all processes first and then each, the largest first. Empty: one process on one device.
+    processes: tuple[ProcessPeak, ...] = ()
 
     @property
     def budget_total_bytes(self) -> int:
@@ -129,6 +142,7 @@ class TaskReport:
             self,
             samples=merge(self.samples, COMPACT_SAMPLES),
             marks=(),
+            processes=(),
             sample_count=max(self.sample_count, len(self.samples)),
         )
 

@@ -431,6 +431,10 @@ class Process:
     def attempt(self) -> int:
         return int(self.fields.get("attempt", "0"))
 
+    def section(self, title: str) -> str:
+        """Return the text under a heading; empty if there is none."""
+        return self.text.partition(f"### {title}\n\n")[2].partition("\n\n")[0]
+
     @property
     def pid(self) -> int:
         found = re.search(r"\bpid\D{0,12}(\d+)", self.text)

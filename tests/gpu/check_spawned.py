@@ -11,6 +11,7 @@ that asks for twice the budget. The functions that they run and the classes that
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -199,6 +200,13 @@ def check(options: argparse.Namespace) -> list[str]:
         if (peak or 0) <= least:
             problems.append(f"{name}: its report says {size(peak)} MiB at most")
     table(["in the body", "ended", "reported-peak"], rows)
+    for name in kinds:
+        report = last_of(processes, flow.value[name])
+        found = None if report is None else report.section("Devices and processes")
+        say(f"{name}: what its report says of its devices and processes\n{found}\n")
+        # One row for the device, one for each process that used it.
+        if options.devices == "nvml" and len(re.findall(r"\| \d+, ", found or "")) < 1:
+            problems.append(f"{name}: its report names no process")
     say(f"{devices} device(s); sizes in MiB, of all processes of a task together")
     return problems
 

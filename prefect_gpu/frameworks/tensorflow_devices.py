@@ -43,7 +43,9 @@ def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> Non
         serialized: bytes = bound(parse_config(config or b"")).SerializeToString()
         return serialized
 
-    def new_session_options(call: Callable[..., Any], target: Any = None, config: Any = None) -> Any:
+    def new_session_options(
+        call: Callable[..., Any], target: Any = None, config: Any = None
+    ) -> Any:
         # With a target, the server there has opened the devices.
         return call(target, config if target or config is None else bound(config))
 

@@ -470,7 +470,9 @@ out["left"] = os.environ.get("TF_GPU_ALLOCATOR")
     )
     assert found["kept"] == []
     (fraction,) = found["fraction"]
-    assert "per_process_gpu_memory_fraction=0.75 is 12GiB of this GPU; 0.5 (8GiB) is used" in fraction
+    assert (
+        "per_process_gpu_memory_fraction=0.75 is 12GiB of this GPU; 0.5 (8GiB) is used" in fraction
+    )
     assert "its budget less the CUDA context" in fraction
     (limit,) = found["limit"]
     assert "logical devices of 10GiB on one GPU; 8GiB is used" in limit

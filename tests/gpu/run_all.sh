@@ -4,7 +4,7 @@
 # and what the others import: tensorflow, jax, cupy, onnxruntime. Ends with 1 if any check failed. Each output
 # names the commit: where there is no git repository, set PREFECT_GPU_COMMIT.
 #
-# All of them take about twenty minutes on an H200. Where a call may take ten, in three:
+# All of them take about twenty minutes on an H200. Where a call may take ten, in four:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler
 #   run_all.sh FOLDER leaks escapes spawned reset sharing profile-training sessions many-flows tests
@@ -19,7 +19,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
 runs="chaos"
-modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned reset sharing sessions many-flows"
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned reset sharing sessions libraries changing-sizes many-flows"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
   [[ " $modules $flows $runs tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }

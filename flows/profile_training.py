@@ -15,7 +15,7 @@ allocated: its columns then say `unknown`.
 
     python flows/profile_training.py --least
 
-looks for the largest batch that a budget can hold, and for the smallest budget that can hold this batch
+looks for the largest batch that a budget can hold, from four times `--batch` down, and for the smallest budget that can hold this batch
 and one of half its size: each is tried in a task of its own, which must not run again with more.
 Needs torch (`pip install prefect-gpu[torch]`).
 """
@@ -292,9 +292,10 @@ def least_memory(most_mib: int, batch: int, hidden: int, vocabulary: int, length
             raise result
         return None if isinstance(result, RuntimeError) else result
 
-    future = within(largest_batch, most_mib).submit(batch, hidden, vocabulary, length)
+    start = 4 * batch
+    future = within(largest_batch, most_mib).submit(start, hidden, vocabulary, length)
     found = future.result()
-    print(f"under {most_mib} MiB, of {batch}, its half, and so on: find_batch_size returns {found}")
+    print(f"under {most_mib} MiB, of {start}, its half, and so on: find_batch_size returns {found}")
     for size in (found, found // 2):
         most_s = step_s(size, most_mib)
         breaks_mib, works_mib, works_s = TOO_LITTLE_MIB, most_mib, most_s

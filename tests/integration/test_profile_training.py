@@ -12,7 +12,7 @@ from tests.integration.programs import REPOSITORY, Workplace, workplace
 pytest.importorskip("torch", reason="torch is not installed")
 
 SCRIPT = str(REPOSITORY / "flows" / "profile_training.py")
-SMALL = ("--devices", "host", "--batch", "2", "--hidden", "8", "--vocabulary", "50", "--length", "4")
+SMALL = "--devices host --batch 2 --hidden 8 --vocabulary 50 --length 4".split()
 TRAINING = ["beginning", "after forward", "after backward", "after optimizer step", "after cleanup"]
 EVALUATION = ["beginning", "after forward", "after cleanup"]
 
@@ -87,9 +87,9 @@ def test_it_prints_every_moment_of_its_report(place: Workplace) -> None:
 def test_no_least_memory_is_made_up_where_none_is_enforced(place: Workplace) -> None:
     lines = place.run(SCRIPT, "--least", "900", *SMALL).stdout.splitlines()
     assert [line for line in lines if line.startswith(("under ", "batch "))] == [
-        "under 900 MiB, of 2, its half, and so on: find_batch_size returns 2",
-        "batch 2: no budget was found that breaks it, and a larger one that does not",
-        "batch 1: no budget was found that breaks it, and a larger one that does not",
+        "under 900 MiB, of 8, its half, and so on: find_batch_size returns 8",
+        "batch 8: no budget was found that breaks it, and a larger one that does not",
+        "batch 4: no budget was found that breaks it, and a larger one that does not",
     ]
 
 
@@ -100,7 +100,7 @@ def test_the_least_memory_is_found_to_32_mib(place: Workplace) -> None:
     found = [line for line in lines if line.startswith(("under ", "batch "))]
     # 80 sentences would take 2,700 MiB, 40 take 1,500 and 20 take 900.
     assert found == [
-        "under 2048 MiB, of 80, its half, and so on: find_batch_size returns 40",
+        "under 2048 MiB, of 320, its half, and so on: find_batch_size returns 40",
         "batch 40: trains in 1516 MiB, 250 ms a step (in 2048 MiB: 250 ms); breaks in 1488 MiB",
         "batch 20: trains in 900 MiB, 250 ms a step (in 2048 MiB: 250 ms); breaks in 872 MiB",
     ]

@@ -9,7 +9,7 @@ import pytest
 
 import prefect_gpu.in_task
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks import onnxruntime_adapter, torch_adapter
+from prefect_gpu.frameworks import onnxruntime_adapter, tensorflow_adapter, torch_adapter
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
 from prefect_gpu.frameworks.registry import ADAPTERS
@@ -233,12 +233,7 @@ class FakeTensorFlow:
             ),
             list_physical_devices=lambda kind: names,
             list_logical_devices=lambda kind: names,
-            LogicalDeviceConfiguration=lambda memory_limit: memory_limit,
-            set_logical_device_configuration=lambda gpu, given: self.set("limit", gpu, *given),
-            experimental=SimpleNamespace(
-                set_memory_growth=lambda gpu, on: self.set("growth", gpu, on),
-                get_memory_info=lambda name: {"current": 5, "peak": 7},
-            ),
+            experimental=SimpleNamespace(get_memory_info=lambda name: {"current": 5, "peak": 7}),
         )
 
     def set(self, *what):
@@ -258,6 +253,10 @@ def tensorflow(monkeypatch):
         monkeypatch.setitem(sys.modules, "tensorflow", fake)
         context = SimpleNamespace(_context=runtime)
         monkeypatch.setitem(sys.modules, "tensorflow.python.eager.context", context)
+        # What it does with TensorFlow itself is in `tests/integration/test_frameworks_in_process.py`.
+        monkeypatch.setattr(
+            tensorflow_adapter, "hold_caps", lambda caps, total: fake.log.append(("caps", caps))
+        )
         return fake
 
     return use
@@ -269,12 +268,15 @@ THREADS = [("intra", 1), ("inter", 1)]
 @pytest.mark.parametrize(
     ("changes", "asked"),
     [
-        ({}, [("growth", "GPU:0", True)]),
-        ({"allocation": "limit", "context_bytes": {"tensorflow": GIB}}, [("limit", "GPU:0", 7168)]),
-        ({"allocation": "all"}, [("limit", "GPU:0", 8192), "started"]),
+        ({}, [("caps", None)]),
+        (
+            {"allocation": "limit", "context_bytes": {"tensorflow": GIB}},
+            [("caps", (7 * GIB,))],
+        ),
+        ({"allocation": "all"}, [("caps", (8 * GIB,)), "started"]),
         ({"device_kind": "host", "allocation": "limit"}, []),
     ],
-    ids=["growth", "a limit in MiB", "all is a limit taken at once", "nothing on the host"],
+    ids=["growth", "a limit", "all is a limit taken at once", "nothing on the host"],
 )
 def test_tensorflow_gets_growth_or_a_limit(tensorflow, changes, asked):
     fake = tensorflow()
@@ -296,6 +298,10 @@ def test_tensorflow_that_has_started_refuses(tensorflow):
     tensorflow(started=True)
     with pytest.raises(FrameworkError, match=r"refused the policy .*cannot be modified"):
         ADAPTERS["tensorflow"].apply(policy())
+    fake = tensorflow(SimpleNamespace(_initialized=True))
+    with pytest.raises(FrameworkError, match=r"refused the policy \(its GPUs are open\)"):
+        ADAPTERS["tensorflow"].apply(policy())
+    assert fake.log == THREADS
 
 
 def test_tensorflow_counters_need_a_started_runtime_and_a_gpu(tensorflow):

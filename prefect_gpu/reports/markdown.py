@@ -21,7 +21,7 @@ from prefect_gpu.reports.model import (
 )
 from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
-from prefect_gpu.units import GIB, format_bytes, format_seconds
+from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds
 
 #: Rows of a flow's table. With more, of some 200 bytes each, the page becomes slow to open. Failures and
 #: leaks are listed separately.
@@ -200,22 +200,36 @@ def _oom_words(report: TaskReport) -> str:
 
 
 def _phases(report: TaskReport) -> str:
+    process = "NVML" if report.source == "nvml" else "process"
+    heads = ["step", "phase", "allocated", "peak allocated", "reserved", "peak reserved", process]
     rows = [
-        (
+        [
             str(mark.step),
             escape(mark.name),
-            format_bytes(mark.allocated_bytes),
-            format_bytes(mark.peak_allocated_bytes),
-            format_bytes(mark.reserved_bytes),
-            format_bytes(mark.peak_reserved_bytes),
-            format_bytes(mark.process_bytes),
-            "–" if mark.duration_s is None else format_seconds(mark.duration_s),
-        )
+            *map(
+                _mib,
+                (
+                    mark.allocated_bytes,
+                    mark.peak_allocated_bytes,
+                    mark.reserved_bytes,
+                    mark.peak_reserved_bytes,
+                    mark.process_bytes,
+                ),
+            ),
+        ]
         for mark in report.marks
     ]
-    process = "NVML" if report.source == "nvml" else "process"
-    heads = ("step", "phase", "allocated", "peak allocated", "reserved", "peak reserved", process)
-    return table((*heads, "took"), rows, right=(0, 2, 3, 4, 5, 6, 7))
+    if any(mark.duration_s is not None for mark in report.marks):
+        heads.append("took")
+        for row, mark in zip(rows, report.marks, strict=True):
+            row.append("–" if mark.duration_s is None else format_seconds(mark.duration_s))
+    sizes = "Sizes in MiB. The peaks of a phase are those in it, the peaks of a mark those since the mark before."
+    return table(heads, rows, right=(0, 2, 3, 4, 5, 6, 7)) + f"\n\n{sizes}"
+
+
+def _mib(size_bytes: int | None) -> str:
+    # One unit for all rows: 2.1GiB beside 2.1GiB may hide 50 MiB.
+    return "unknown" if size_bytes is None else f"{size_bytes / MIB:,.1f}"
 
 
 def flow_markdown(reports: Sequence[TaskReport], *, flow_name: str = "") -> str:

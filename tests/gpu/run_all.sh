@@ -7,7 +7,7 @@
 # All of them take about twenty minutes on an H200. Where a call may take ten, in three:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler
-#   run_all.sh FOLDER leaks escapes spawned reset sharing profile-training many-flows tests
+#   run_all.sh FOLDER leaks escapes spawned reset sharing profile-training least-memory many-flows tests
 # and another one for `chaos`: five minutes of faults.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -18,7 +18,7 @@ mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
-runs="chaos"
+runs="chaos least-memory"
 modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned reset sharing many-flows"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
@@ -41,6 +41,8 @@ for name; do
     check gpu-tests "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu
   elif [[ $name == chaos ]]; then
     check gpu-chaos "$python" -m tests.chaos --seed 1 --seconds 300 --flows 4 --devices nvml
+  elif [[ $name == least-memory ]]; then
+    check gpu-least-memory "$python" flows/profile_training.py --least
   elif [[ " $flows " == *" $name "* ]]; then
     check "gpu-$name" "$python" "flows/${name//-/_}.py"
   else

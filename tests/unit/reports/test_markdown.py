@@ -67,7 +67,7 @@ def test_a_task_report_has_a_table_a_chart_phases_and_raw_numbers() -> None:
     text = task_markdown(report)
     assert len(pictures(text)) == 1
     assert "| Budget | **6GiB**, from its tag |" in text
-    assert "| 0 | train | 2.4GiB | 3.7GiB | 4.9GiB | 4.9GiB | unknown | 24.0s |" in text
+    assert "| 0 | train | 2,457.6 | 3,799.0 | 5,017.6 | 5,017.6 | unknown | 24.0s |" in text
     assert "| 0 | done | unknown | unknown | unknown | unknown | unknown | – |" in text
     assert "<details>" in text and f"| `budget_bytes` | {6 * GIB} |" in text
     assert text == task_markdown(task_report())
@@ -145,6 +145,13 @@ def test_advice_is_a_list() -> None:
     text = task_markdown(task_report(outcome="oom", cause="own_cap"))
     advice = text.partition("### What would help\n\n")[2].partition("\n\n")[0].splitlines()
     assert len(advice) > 1 and all(line.startswith("- ") for line in advice)
+
+
+def test_a_table_of_marks_alone_has_no_column_for_their_time() -> None:
+    marks = (Mark(9, "after forward", None, 3 * MIB, 4 * MIB, 2 * GIB, 2 * GIB, 2700 * MIB),)
+    text = task_markdown(task_report(marks=marks))
+    assert "| peak reserved | NVML |\n" in text
+    assert "| 0 | after forward | 3.0 | 4.0 | 2,048.0 | 2,048.0 | 2,700.0 |\n" in text
 
 
 def test_names_of_phases_cannot_break_the_page() -> None:

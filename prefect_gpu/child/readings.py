@@ -6,6 +6,7 @@ On GPUs the frameworks and the driver are asked, on simulated devices the tally 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -14,6 +15,9 @@ from prefect_gpu.child.cuda_driver import PrimaryContexts
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, EndTrace, FrameworkAdapter, FrameworkPolicy
+from prefect_gpu.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -26,8 +30,6 @@ class Readings:
         adapters: Frameworks to ask.
         own: Asks the driver; `None`: the machine's driver.
         contexts: Those of this process; `None`: as the machine's driver has them.
-        on_context_lost: Called once if a CUDA context was destroyed: with the bytes that the frameworks
-            held there at the last reading. They go on counting them, so they are not asked any more.
     """
 
     def __init__(
@@ -36,7 +38,6 @@ class Readings:
         adapters: Sequence[FrameworkAdapter],
         own: OwnMemory | None = None,
         contexts: PrimaryContexts | None = None,
-        on_context_lost: Callable[[int], None] = lambda held_bytes: None,
     ) -> None:
         #: In the task's order.
         self.device_uuids = policy.device_uuids
@@ -47,7 +48,6 @@ class Readings:
             self._own = own or OwnMemory(policy.device_uuids)
         on_gpu = policy.device_kind == "nvml"
         self._contexts = contexts or PrimaryContexts(len(policy.device_uuids) if on_gpu else 0)
-        self._on_context_lost = on_context_lost
         #: What the frameworks held at the last reading.
         self._held_bytes = 0
         self._reported = False
@@ -90,10 +90,18 @@ class Readings:
         try:
             found = question(self._adapters)
             # Afterwards: what was counted before a context was destroyed is right.
-            if found is not None and self._contexts.read():
-                self._on_context_lost(self._held_bytes)
-                return None
-            return found
+            if found is None or not self._contexts.read():
+                return found
+            # From here on they count what is lost.
+            logger.warning(
+                "the body destroyed its CUDA context while %s held %s in it (cudaDeviceReset, "
+                "numba.cuda.close() and Device.reset() do that): what was there is lost, and the report has "
+                "the framework's figures from before; to free memory, use the framework's own calls, such as "
+                "prefect_gpu.release_cached()",
+                " and ".join(hooks.frameworks_in_use()),
+                format_bytes(self._held_bytes),
+            )
+            return None
         except Exception as error:
             # Once: it may be asked two hundred times a second.
             if not self._reported:

@@ -51,7 +51,6 @@ from prefect_gpu.processes.messages import (
     Asked,
     BodyEnded,
     BodyStarted,
-    ContextLost,
     CountersRead,
     EventEmitted,
     LogEmitted,
@@ -355,8 +354,6 @@ class Attempt:
                 self._kill("cancelled")
             elif isinstance(message, BudgetExceededError):
                 reason = self._take_overshoot(message) or reason
-            elif isinstance(message, ContextLost):
-                self._run.warn(str(message))
             elif isinstance(message, BodyStarted):
                 self._run.show_running()
                 started_s = self._learned.started_s

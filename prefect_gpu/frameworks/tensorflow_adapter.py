@@ -89,13 +89,19 @@ class TensorFlowAdapter(FrameworkAdapter):
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce eager tensors and variables to NumPy, on the CPU too, so that flows see one type.
 
+        An error of a session travels without its operation.
+
         Raises:
             pickle.PicklingError: A Keras model in a child with a GPU: rebuilding it in the parent
                 would start TensorFlow there and take the GPU's memory.
         """
-        tf = imported("tensorflow", "Tensor", "Variable", "config")
+        tf = imported("tensorflow", "Tensor", "Variable", "config", "errors")
         if tf is None:
             return NotImplemented
+        if isinstance(value, tf.errors.OpError) and value.op is not None:
+            # A session's error names an operation, which belongs to a graph of this process.
+            make, arguments = value.__reduce__()
+            return make, tuple(None if each is value.op else each for each in arguments)
         if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
             return host_value, (value.numpy(),)
         if isinstance(value, tf.Variable):

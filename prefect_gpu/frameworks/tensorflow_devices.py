@@ -2,12 +2,12 @@
 
 A program opens GPUs with the options of a `ConfigProto`: those of `tf.config` with its first operation, those
 of each TensorFlow 1 session, of `tf.distribute.Server`, and of `list_local_devices`, which
-`tf.test.is_gpu_available` calls. All four pass through a function of TensorFlow's C interface, which is
+`tf.test.is_gpu_available` calls. Each passes them through a function of TensorFlow's C interface, which is
 replaced here. TensorFlow keeps one allocator for each logical device for the life of the process: the first to
 open a device fixes its size and its growth, and whatever opens it later shares it.
 
-The C++ code that opens devices without these functions is not covered: `tensorflow.python.grappler.cluster`,
-and operations of TensorFlow in a `tf.lite.Interpreter`. Which cap a task has is not decided here.
+C++ code that opens a device by itself, before any of these, is not covered. Which cap a task has is not decided
+here.
 """
 
 from __future__ import annotations
@@ -60,11 +60,17 @@ def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> Non
         server.default_session_config.CopyFrom(bound(server.default_session_config))
         return call(server.SerializeToString())
 
+    def new_cluster(call: Callable[..., Any], *settings: Any) -> Any:
+        # Grappler opens devices without options, so it must find them open.
+        import_module("tensorflow.python.eager.context").ensure_initialized()
+        return call(*settings)
+
     session = "tensorflow.python.client.pywrap_tf_session"
     _replace(session, "TF_NewSessionOptions", new_session_options)
     _replace(session, "TF_NewServer", new_server)
     _replace("tensorflow.python.pywrap_tfe", "TFE_ContextOptionsSetConfig", set_context_config)
     _replace("tensorflow.python.client._pywrap_device_lib", "list_devices", list_devices)
+    _replace("tensorflow.python.grappler._pywrap_tf_cluster", "TF_NewCluster", new_cluster)
 
 
 def _replace(module_name: str, name: str, replacement: Callable[..., Any]) -> None:
@@ -123,10 +129,9 @@ class _Bounds:
         asked = fraction * self._total_bytes[device] if fraction > 0 else most
         if asked > most:
             used = most / self._total_bytes[device]
-            self._warn(
-                "lowered",
+            self._warn_lowered(
                 f"per_process_gpu_memory_fraction={fraction:g} is {format_bytes(int(asked))} of this GPU; "
-                f"{used:.3g} ({format_bytes(most)}) is used",
+                f"{used:.3g} ({format_bytes(most)}) is used"
             )
         return [min(asked, most) / pieces / MIB] * pieces
 
@@ -135,10 +140,9 @@ class _Bounds:
         most = max(1, self._caps[device] // MIB)
         limits = [max(1, int(limit)) for limit in split.memory_limit_mb] or [most]
         if sum(limits) > most:
-            self._warn(
-                "lowered",
+            self._warn_lowered(
                 f"logical devices of {format_bytes(sum(limits) * MIB)} on one GPU; "
-                f"{format_bytes(most * MIB)} is used",
+                f"{format_bytes(most * MIB)} is used"
             )
         scale = min(1.0, most / sum(limits))
         split.memory_limit_mb[:] = [max(1, int(limit * scale)) for limit in limits]
@@ -157,20 +161,30 @@ class _Bounds:
         if named in UNLIMITED_ALLOCATORS:
             # It is read when the allocator is made, which is next.
             del os.environ["TF_GPU_ALLOCATOR"]
-            self._warn("allocator", f"TF_GPU_ALLOCATOR={named} has no limit and is not used")
+            self._warn_unlimited(f"TF_GPU_ALLOCATOR={named}")
         if experimental.use_cuda_malloc_async:
             experimental.use_cuda_malloc_async = False
-            self._warn("allocator", "use_cuda_malloc_async=True has no limit and is not used")
+            self._warn_unlimited("use_cuda_malloc_async=True")
 
-    def _warn(self, kind: str, text: str) -> None:
-        """Log a warning, the first of its kind in this process."""
-        if kind not in self._warned:
-            self._warned.add(kind)
-            logger.warning(
-                "TensorFlow: %s: the cap of this task, which is its budget less the CUDA context; "
-                "gpu:memory states a larger budget, gpu:allocation=growth sets no cap",
-                text,
-            )
+    def _warn_lowered(self, text: str) -> None:
+        self._warn_once(
+            "TensorFlow: %s, this task's cap: its budget less the CUDA context; gpu:memory states a larger "
+            "budget, gpu:allocation=growth sets no cap",
+            text,
+        )
+
+    def _warn_unlimited(self, text: str) -> None:
+        self._warn_once(
+            "TensorFlow: %s is not used, since that allocator has no limit and would pass this task's cap; "
+            "gpu:allocation=growth sets no cap",
+            text,
+        )
+
+    def _warn_once(self, template: str, text: str) -> None:
+        """Log the first warning of its kind in this process."""
+        if template not in self._warned:
+            self._warned.add(template)
+            logger.warning(template, text)
 
 
 def _visible_devices(config: Any, allotted: int) -> list[int] | None:

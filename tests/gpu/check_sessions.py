@@ -237,15 +237,6 @@ def one_after_the_other(tf: Any, config: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def after_tensorflow_2(tf: Any, config: Any) -> Iterator[Any]:
-    with tf.init_scope():
-        kept = tf.random.uniform([1024, 1024])
-    with tf.compat.v1.Session(config=config) as opened:
-        yield opened.run
-    del kept
-
-
-@contextlib.contextmanager
 def after_list_local_devices(tf: Any, config: Any) -> Iterator[Any]:
     from tensorflow.python.client import device_lib
 
@@ -296,6 +287,13 @@ def in_program(kind: Callable[..., Any], setting: Setting) -> dict[str, Any]:
     import tensorflow as tf
 
     tf.compat.v1.disable_eager_execution()
+    return in_graph(kind, setting)
+
+
+def in_graph_after_eager(kind: Callable[..., Any], setting: Setting) -> dict[str, Any]:
+    import tensorflow as tf
+
+    tf.random.uniform([1024, 1024])
     return in_graph(kind, setting)
 
 
@@ -413,7 +411,6 @@ KINDS: dict[str, Any] = {
     "Server": server,
     "two at once": two_at_once,
     "one after the other": one_after_the_other,
-    "after TensorFlow 2": after_tensorflow_2,
     "after list_local_devices": after_list_local_devices,
     "after is_gpu_available": after_is_gpu_available,
     "after grappler's Cluster": after_grappler_cluster,
@@ -443,7 +440,8 @@ def rows() -> Iterator[Row]:
         yield of(opened_by, KINDS[opened_by], "no config")
     for name, asked in TF_CONFIG.items():
         yield Row("tf.config", name, asked, in_eager)
-    yield of("after TensorFlow 2", after_tensorflow_2, "2+2 GiB", error="FrameworkError")
+    yield of("after TensorFlow 2", session, "fraction 0.4", in_graph_after_eager)
+    yield of("after TensorFlow 2", session, "2+2 GiB", in_graph_after_eager, error="FrameworkError")
     after_session = Setting(split_after_session, split=2)
     yield Row("tf.config", "split after a session", after_session, in_eager, error="FrameworkError")
     yield of("Session", session, "fraction 0.4", allocation="all")

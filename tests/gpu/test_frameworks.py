@@ -476,10 +476,6 @@ TENSORFLOW_SESSIONS = {
 options = v1.GPUOptions(per_process_gpu_memory_fraction=0.4)
 session = v1.Session(config=v1.ConfigProto(gpu_options=options))
 """,
-    "growth": """
-options = v1.GPUOptions(per_process_gpu_memory_fraction=0.4, allow_growth=True)
-session = v1.train.MonitoredTrainingSession(config=v1.ConfigProto(gpu_options=options))
-""",
     "a reserve": """
 os.environ["TF_DEVICE_MIN_SYS_MEMORY_IN_MB"] = "1024"
 session = v1.InteractiveSession()
@@ -489,10 +485,6 @@ options = v1.GPUOptions(experimental=v1.GPUOptions.Experimental(use_cuda_malloc_
 session = v1.Session(config=v1.ConfigProto(gpu_options=options))
 """,
     "a server": "session = v1.Session(tf.distribute.Server.create_local_server().target)",
-    "a list of devices": """
-tf.test.is_gpu_available()
-session = v1.Session()
-""",
 }
 
 

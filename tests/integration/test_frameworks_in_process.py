@@ -181,6 +181,12 @@ back = pickle.loads(dumps(value))
 out["types"] = [type(back["a"][0]).__name__, type(back["b"]).__name__, type(back["c"]).__name__]
 out["values"] = [back["a"][0].tolist(), back["b"].tolist(), back["c"].tolist(), str(back["s"])]
 out["left"] = ADAPTERS["tensorflow"].reduce_to_host(keras.Sequential()) is NotImplemented
+with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    try:
+        session.run(tf.debugging.check_numerics(float("nan") * tf.ones([1]), "no number"))
+    except Exception as error:
+        had, back = error, pickle.loads(dumps(error))
+        out["error"] = [type(back).__name__, had.message == back.message, had.op.type, back.op]
 try:
     tf.zeros([1 << 45])
 except Exception as error:
@@ -200,6 +206,7 @@ except FrameworkError as error:
     assert found["types"] == ["ndarray"] * 3
     assert found["values"] == [[0, 1, 2, 3], [1.0, 2.0], [3.0], "b'x'"]
     assert found["left"]
+    assert found["error"] == ["InvalidArgumentError", True, "CheckNumerics", None]
     # The machine's memory, not a device's.
     assert found["oom"] == ["ResourceExhaustedError", False]
     assert "its runtime must not start before the task's body" in found["late"]
@@ -337,6 +344,8 @@ for kind, make in sessions.items():
 apply()
 out["keras"] = options_of(keras_backend.get_session)
 out["is_gpu_available"] = options_of(tf.test.is_gpu_available)
+from tensorflow.python.grappler import cluster
+out["Cluster"] = options_of(cluster.Cluster)
 for name, setting in {
     "set_memory_growth": lambda gpu: tf.config.experimental.set_memory_growth(gpu, True),
     "less": logical(2048),
@@ -384,6 +393,7 @@ out["theirs"] = theirs.gpu_options.per_process_gpu_memory_fraction
     assert found["InteractiveSession"] == {**kinds, "nothing": [[[8192]], True]}
     assert found["keras"] == whole
     assert found["is_gpu_available"] == whole
+    assert found["Cluster"] == whole
     assert found["tf.config set_memory_growth"] == [[[8192]], True]
     assert found["tf.config less"] == [[[2048]], False]
     assert found["tf.config more"] == [[[3072, 5120]], False]
@@ -477,7 +487,7 @@ out["left"] = os.environ.get("TF_GPU_ALLOCATOR")
     (limit,) = found["limit"]
     assert "logical devices of 10GiB on one GPU; 8GiB is used" in limit
     (allocator,) = found["allocator"]
-    assert "TF_GPU_ALLOCATOR=cuda_malloc_async has no limit" in allocator
+    assert "TF_GPU_ALLOCATOR=cuda_malloc_async is not used" in allocator
     assert found["left"] is None
 
 

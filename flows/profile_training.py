@@ -287,10 +287,12 @@ def least_memory(most_mib: int, batch: int, hidden: int, vocabulary: int, length
         """Return the seconds of a step within a budget; `None`: it ran out of memory."""
         future = within(train_briefly, mib).submit(size, hidden, vocabulary, length)
         result = future.result(raise_on_failure=False)
-        # PyTorch's error is one, and so are those of cuBLAS and cuDNN.
-        if isinstance(result, Exception) and not isinstance(result, RuntimeError):
-            raise result
-        return None if isinstance(result, RuntimeError) else result
+        if not isinstance(result, Exception):
+            return result
+        # PyTorch's words for it, and those of cuBLAS and cuDNN.
+        if any(words in str(result).lower() for words in ("out of memory", "alloc_failed")):
+            return None
+        raise result
 
     start = 4 * batch
     future = within(largest_batch, most_mib).submit(start, hidden, vocabulary, length)

@@ -114,6 +114,11 @@ class GPUSettings(PrefectBaseSettings):
         default=True,
         description="Publish a memory report for each process and each flow run as artifacts.",
     )
+    memory_snapshots: Path | None = Field(
+        default=None,
+        description="Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, and "
+        "writes a file if it runs out of memory. None: nothing is recorded.",
+    )
     standby: Standby = Field(
         default="auto",
         description="Processes started ahead of their tasks: auto, or at most this many (0: none), or "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.reports.advice import advise, tags_table
-from prefect_gpu.reports.markup import escape, image, percent, table
+from prefect_gpu.reports.markup import code, escape, folded, image, percent, table
 from prefect_gpu.reports.model import (
     CAUSE_WORDS,
     OUTCOME_WORDS,
@@ -88,13 +88,13 @@ def task_markdown(report: TaskReport) -> str:
         parts += ["### What would help", "\n".join(f"- {line}" for line in advice)]
     if report.marks:
         parts += ["### Phases", _phases(report)]
+    if report.memory_summary:
+        parts.append(
+            folded("PyTorch's memory summary when memory ran out", code(report.memory_summary))
+        )
     raw = [("`pid`", str(report.pid))]
     raw += [(f"`{key}`", escape(value, 500)) for key, value in report.metadata().items()]
-    parts += [
-        "<details>\n<summary>Raw numbers, in bytes and seconds</summary>",
-        table(("field", "value"), raw),
-        "</details>",
-    ]
+    parts.append(folded("Raw numbers, in bytes and seconds", table(("field", "value"), raw)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -151,6 +151,7 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
         ("Context", f"{format_bytes(report.context_bytes)}, outside the framework's count"),
         ("Steps", _step_words(report.steps)),
         *([("Out of memory put down to", _oom_words(report))] if report.cause else []),
+        *([("Memory snapshot", _snapshot_words(report))] if report.snapshot_path else []),
         ("Leaked", format_bytes(report.leaked_bytes) if report.leaked_bytes else leaked),
         (
             "Reserved in vain",
@@ -197,6 +198,11 @@ def _oom_words(report: TaskReport) -> str:
     if report.wanted_bytes is not None:
         words += f"; it would have needed {format_bytes(report.wanted_bytes)}"
     return words
+
+
+def _snapshot_words(report: TaskReport) -> str:
+    viewer = "[PyTorch's viewer](https://pytorch.org/memory_viz)"
+    return f"{escape(report.snapshot_path, 500)}; open it in {viewer}"
 
 
 def _phases(report: TaskReport) -> str:

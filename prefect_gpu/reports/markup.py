@@ -62,6 +62,23 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequenc
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, aligned, *rows))
 
 
+def code(text: str) -> str:
+    """Return text of several lines as it is, in a block of code that it cannot leave."""
+    lines = ("".join(c if c.isprintable() else "�" for c in line) for line in text.splitlines())
+    # By indentation: a fence of backticks would end at the next one.
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def folded(title: str, content: str) -> str:
+    """Return content that a click on its title opens.
+
+    Args:
+        title: Without markup, and not a user's.
+        content: Markdown.
+    """
+    return f"<details>\n<summary>{title}</summary>\n\n{content}\n\n</details>"
+
+
 def percent(part: float, whole: float) -> str:
     """Return `part` as a percentage of `whole`, or a dash if `whole` is 0."""
     return f"{100 * part / whole:.0f}%" if whole > 0 else "–"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.reports.advice import advise, tags_table
-from prefect_gpu.reports.markup import code, escape, folded, image, percent, table
+from prefect_gpu.reports.markup import escape, folded, image, percent, table
 from prefect_gpu.reports.model import (
     CAUSE_WORDS,
     OUTCOME_WORDS,
@@ -89,12 +89,15 @@ def task_markdown(report: TaskReport) -> str:
     if report.marks:
         parts += ["### Phases", _phases(report)]
     if report.memory_summary:
-        parts.append(
-            folded("PyTorch's memory summary when memory ran out", code(report.memory_summary))
-        )
+        title = "PyTorch's memory summary when memory ran out"
+        parts.append(folded(title, report.memory_summary))
     raw = [("`pid`", str(report.pid))]
     raw += [(f"`{key}`", escape(value, 500)) for key, value in report.metadata().items()]
-    parts.append(folded("Raw numbers, in bytes and seconds", table(("field", "value"), raw)))
+    parts += [
+        "<details>\n<summary>Raw numbers, in bytes and seconds</summary>",
+        table(("field", "value"), raw),
+        "</details>",
+    ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -6,6 +6,7 @@ It knows nothing of reports. Their text is in `markdown`, `advice` and `history`
 from __future__ import annotations
 
 import base64
+import html
 import re
 from collections.abc import Sequence
 
@@ -62,21 +63,18 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequenc
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, aligned, *rows))
 
 
-def code(text: str) -> str:
-    """Return text of several lines as it is, in a block of code that it cannot leave."""
-    lines = ("".join(c if c.isprintable() else "�" for c in line) for line in text.splitlines())
-    # By indentation: a fence of backticks would end at the next one.
-    return "\n".join(f"    {line}" for line in lines)
+def folded(title: str, text: str) -> str:
+    """Return text of several lines as it is, which a click on its title opens.
 
-
-def folded(title: str, content: str) -> str:
-    """Return content that a click on its title opens.
+    It is one block of HTML: the v1 UI closes `<details>` before Markdown in it (Prefect 3.8.8).
 
     Args:
         title: Without markup, and not a user's.
-        content: Markdown.
+        text: Any text. Its blank lines are left out, since one would end the block.
     """
-    return f"<details>\n<summary>{title}</summary>\n\n{content}\n\n</details>"
+    lines = ("".join(c if c.isprintable() else "�" for c in line) for line in text.splitlines())
+    body = "\n".join(html.escape(line, quote=False) for line in lines if line.strip())
+    return f"<details>\n<summary>{title}</summary>\n<pre>\n{body}\n</pre>\n</details>"
 
 
 def percent(part: float, whole: float) -> str:

@@ -55,7 +55,7 @@ def test_the_report_holds_pytorchs_summary_and_says_where_its_snapshot_lies(
 ) -> None:
     folder = tmp_path / "snapshots"
     task_run_id, text = report_of(folder)
-    assert "    page of device 0\n    page of device 1\n" in text
+    assert "page of device 0\npage of device 1\n</pre>" in text
     path = folder / f"{task_run_id}-1.pickle"
     assert path.read_bytes() == b"a snapshot"
     assert path.name in text

@@ -148,11 +148,11 @@ def test_advice_is_a_list() -> None:
 
 
 def test_the_memory_summary_of_a_framework_is_folded_and_cannot_leave_its_block() -> None:
-    page = "|====|\n\n``` </details> \x1b[31m <b>\n"
+    page = "|====|\n\n``` </pre> \x1b[31m <b>\n"
     text = task_markdown(task_report(outcome="oom", memory_summary=page))
-    head = "<details>\n<summary>PyTorch's memory summary when memory ran out</summary>\n\n"
-    shown = text.partition(head)[2].partition("\n\n</details>\n")[0].splitlines()
-    assert shown == ["    |====|", "    ", "    ``` </details> �[31m <b>"]
+    head = "<details>\n<summary>PyTorch's memory summary when memory ran out</summary>\n<pre>\n"
+    shown = text.partition(head)[2].partition("\n</pre>\n</details>\n\n")[0].splitlines()
+    assert shown == ["|====|", "``` &lt;/pre&gt; �[31m &lt;b&gt;"]
     assert text.count("\n<summary>") == 2
     assert task_markdown(task_report(outcome="oom")).count("\n<summary>") == 1
 

@@ -114,7 +114,8 @@ class GPUSettings(PrefectBaseSettings):
         default=True,
         description="Publish a memory report for each process and each flow run as artifacts.",
     )
-    memory_snapshots: Path | None = Field(
+    # Empty is none, not the working folder.
+    memory_snapshots: Annotated[Path | None, BeforeValidator(lambda given: given or None)] = Field(
         default=None,
         description="Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, and "
         "writes a file if it runs out of memory. None: nothing is recorded.",

@@ -67,6 +67,11 @@ def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.reports is False
 
 
+def test_an_empty_folder_for_snapshots_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "MEMORY_SNAPSHOTS", "")
+    assert GPUSettings().memory_snapshots is None
+
+
 @pytest.mark.parametrize(
     ("text", "standby"), [("auto", "auto"), (" Auto", "auto"), ("HOT", "hot"), ("0", 0), ("12", 12)]
 )

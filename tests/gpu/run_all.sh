@@ -8,7 +8,7 @@
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler
 #   run_all.sh FOLDER leaks escapes spawned torch-tools reset profile-training least-memory many-flows tests
-# and another one for `chaos`: five minutes of faults.
+# and another one for `chaos`: five minutes of faults. A name such as `test_steps_on_gpu` is one file of tests.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
@@ -22,7 +22,7 @@ runs="chaos least-memory"
 modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned torch-tools reset many-flows"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
-  [[ " $modules $flows $runs tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
+  [[ " $modules $flows $runs tests " == *" $name "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
 done
 release=$(PYTHONPATH=benchmarks "$python" -c 'import _common; print("{}, commit {}".format(*_common.release()))') || exit
 failed=0
@@ -39,6 +39,8 @@ check() {
 for name; do
   if [[ $name == tests ]]; then
     check gpu-tests "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu
+  elif [[ $name == test_* ]]; then
+    check "gpu-$name" "$python" -m pytest -p no:cacheprovider -m gpu "tests/gpu/$name.py"
   elif [[ $name == chaos ]]; then
     check gpu-chaos "$python" -m tests.chaos --seed 1 --seconds 300 --flows 4 --devices nvml
   elif [[ $name == least-memory ]]; then

@@ -36,6 +36,7 @@ from prefect_gpu.processes.messages import (
     BodyEnded,
     BodyStarted,
     Call,
+    ContextLost,
     Heat,
     Heated,
     Prepare,
@@ -97,7 +98,11 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
     adapters = registry.adapters_for(prepare.policy)
     names = [adapter.name for adapter in adapters]
-    readings = Readings(prepare.policy, adapters)
+
+    def report_loss(held_bytes: int) -> None:
+        channel.send(ContextLost(held_bytes, hooks.frameworks_in_use()))
+
+    readings = Readings(prepare.policy, adapters, on_context_lost=report_loss)
     recorder = Recorder(readings)
     in_task.set_current_recorder(recorder)
     sampler = LiveSampler(channel, recorder, prepare.counters_interval_s)

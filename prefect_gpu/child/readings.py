@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from prefect_gpu.child.cuda_driver import PrimaryContexts
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, EndTrace, FrameworkAdapter, FrameworkPolicy
@@ -25,6 +26,9 @@ class Readings:
         policy: Contains the devices and their kind.
         adapters: Frameworks to ask.
         own: Asks the driver; `None`: the machine's driver.
+        contexts: Those of this process; `None`: as the machine's driver has them.
+        on_context_lost: Called once if a CUDA context was destroyed: with the bytes that the frameworks
+            held there at the last reading. They go on counting them, so they are not asked any more.
     """
 
     def __init__(
@@ -32,6 +36,8 @@ class Readings:
         policy: FrameworkPolicy,
         adapters: Sequence[FrameworkAdapter],
         own: OwnMemory | None = None,
+        contexts: PrimaryContexts | None = None,
+        on_context_lost: Callable[[int], None] = lambda held_bytes: None,
     ) -> None:
         #: In the task's order.
         self.device_uuids = policy.device_uuids
@@ -41,6 +47,11 @@ class Readings:
         self._own = None
         if policy.device_kind == "nvml":
             self._own = own or OwnMemory(policy.device_uuids)
+        on_gpu = policy.device_kind == "nvml"
+        self._contexts = contexts or PrimaryContexts(len(policy.device_uuids) if on_gpu else 0)
+        self._on_context_lost = on_context_lost
+        #: What the frameworks held at the last reading.
+        self._held_bytes = 0
         self._reported = False
 
     def sample(self) -> tuple[int, int] | None:
@@ -57,7 +68,10 @@ class Readings:
             tally = getattr(sys.modules.get("prefect_gpu.testing"), "tally", None)
             found: Counters | None = None if tally is None else tally()
             return found
-        return self._ask(hooks.collect_counters)
+        counters = self._ask(hooks.collect_counters)
+        if counters is not None:
+            self._held_bytes = counters.reserved_bytes or counters.live_bytes
+        return counters
 
     def begin_trace(self) -> EndTrace | None:
         """Begin to trace what is allocated; `None`: no framework can be traced now."""
@@ -65,19 +79,17 @@ class Readings:
 
     def memory_summary(self, framework: str) -> str:
         """Return a framework's own page on its allocators; empty: it has none."""
-        return (
-            self._ask(lambda _: "".join(a.memory_summary() for a in self._named(framework))) or ""
-        )
+        named = self._named(framework)
+        return self._ask(lambda _: named[0].memory_summary() if named else "") or ""
 
     def write_snapshot(self, framework: str) -> str:
         """Write a framework's snapshot where the policy says; return the file, empty: none."""
-        path = self._snapshot_path
+        path, named = self._snapshot_path, self._named(framework)
+        if not path or not named or self._contexts.lost:
+            return ""
         try:
-            if path and self._named(framework):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-            return (
-                path if path and any(a.write_snapshot(path) for a in self._named(framework)) else ""
-            )
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return path if named[0].write_snapshot(path) else ""
         except Exception as error:
             sys.stderr.write(f"prefect_gpu: no memory snapshot: {error!r}\n")
             return ""
@@ -95,8 +107,15 @@ class Readings:
         return sum(known) if known else None
 
     def _ask(self, question: Callable[[Sequence[FrameworkAdapter]], T | None]) -> T | None:
+        if self._contexts.lost:
+            return None
         try:
-            return question(self._adapters)
+            found = question(self._adapters)
+            # Afterwards: what was counted before a context was destroyed is right.
+            if found is not None and self._contexts.read():
+                self._on_context_lost(self._held_bytes)
+                return None
+            return found
         except Exception as error:
             # Once: it may be asked two hundred times a second.
             if not self._reported:

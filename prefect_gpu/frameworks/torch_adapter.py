@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -36,6 +38,13 @@ LARGE_BLOCK_BYTES = 2 * MIB
 #: Bytes from which a storage in host memory travels as a buffer: a whole part of a value
 #: (`processes.transport.FILE_BYTES`). PyTorch pickles a smaller one itself, so that it can be resized.
 LARGE_STORAGE_BYTES = 1 * MIB
+
+#: Variables with options of the allocator; 2.9 renamed the first.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+#: The first release that was seen to know the option `per_process_memory_fraction`. Older ones refuse
+#: options that they do not know.
+SUBPROCESS_CAP_VERSION = (2, 11)
 
 #: Events of each device that a trace keeps; a block has three in its life. Reading 150 takes 0.5 ms,
 #: 20,000 take 8 (H200, PyTorch 2.11, 2026-11-21). A step with more has no peak from its trace.
@@ -62,12 +71,11 @@ class TorchAdapter(FrameworkAdapter):
     can_start_early = True
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return the allocator's variables; both names, since 2.9 renamed `PYTORCH_CUDA_ALLOC_CONF`."""
+        """Return the allocator's variables, under both names."""
         variables: dict[str, str | None] = {}
         if policy.allocator_options:
             text = ",".join(f"{key}:{value}" for key, value in policy.allocator_options.items())
-            variables["PYTORCH_ALLOC_CONF"] = text
-            variables["PYTORCH_CUDA_ALLOC_CONF"] = text
+            variables |= dict.fromkeys(ALLOCATOR_VARIABLES, text)
         if not policy.caching:
             variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         elif policy.cap_bytes(self.name) is not None:
@@ -102,6 +110,7 @@ class TorchAdapter(FrameworkAdapter):
         # `_lazy_call` queues until CUDA is initialised, as `torch.cuda.manual_seed` does; private,
         # but there since 1.0. In 2.13 the public setter initialises CUDA at once (0.3 s).
         torch.cuda._lazy_call(lambda: _cap_devices(torch, caps))
+        _cap_subprocesses(torch, os.environ, caps, policy.total_bytes)
         if policy.allocation == "all":
             _take_all(torch, caps)
 
@@ -116,7 +125,7 @@ class TorchAdapter(FrameworkAdapter):
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
         """Return `True` for what is read when CUDA starts; the import chooses the backend."""
-        if name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in ALLOCATOR_VARIABLES:
             return _backend(before) == _backend(after)
         return name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
@@ -341,6 +350,27 @@ def _cap_devices(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
         # CUDA's total is below NVML's (by 0.6 GiB on an H200), and the fraction is of CUDA's.
         total = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(fraction_for(cap, total), index)
+
+
+def _cap_subprocesses(
+    torch: Any,
+    environ: MutableMapping[str, str],
+    caps: tuple[int, ...],
+    total_bytes: tuple[int, ...],
+) -> None:
+    """Cap each process that the body starts (`torchrun`, `multiprocessing`), by what it inherits.
+
+    It is one fraction for all devices: the smallest. This process has the exact caps of `_cap_devices`.
+    """
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < SUBPROCESS_CAP_VERSION:
+        return
+    fraction = min(cap / total for cap, total in zip(caps, total_bytes, strict=True))
+    # PyTorch reads the first of them that is set.
+    names = [name for name in ALLOCATOR_VARIABLES if name in environ] or ALLOCATOR_VARIABLES[-1:]
+    for name in names:
+        options = [option for option in environ.get(name, "").split(",") if option]
+        environ[name] = ",".join([*options, f"per_process_memory_fraction:{fraction:.6f}"])
 
 
 def fraction_for(cap_bytes: int, total_bytes: int) -> float:

@@ -16,6 +16,7 @@ One child, one stream socket, one task:
                                   ◀───    Accepted; then the policy is applied, the call is read
                                   ◀───    BodyStarted; `timeout_seconds` counts from here
                                   ◀───    CountersRead, LogEmitted, EventEmitted: any number
+                                  ◀───    ContextLost, at most once
                                   ◀───    Asked, which blocks the child until
     Answered                      ───▶
                                   ◀───    BodyEnded
@@ -52,6 +53,7 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.measurements import Mark, StepFacts
 from prefect_gpu.processes.transport import MESSAGE, FrameBody, frame_header
+from prefect_gpu.units import format_bytes
 
 
 class Message:
@@ -190,6 +192,23 @@ class CountersRead(Message):
     steps: StepFacts | None = None
     #: Marks and phases since the last message. Their times are seconds since the body's first line.
     marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLost(Message):
+    """The body has destroyed a CUDA context. No `CountersRead` follows."""
+
+    #: What the frameworks held there.
+    held_bytes: int
+    frameworks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"the body destroyed its CUDA context while {' and '.join(self.frameworks)} held "
+            f"{format_bytes(self.held_bytes)} in it (cudaDeviceReset, numba.cuda.close() and Device.reset() "
+            f"do that): what was there is lost, and the report has the framework's figures from before. To free "
+            f"memory, use the framework's own calls, such as prefect_gpu.release_cached()"
+        )
 
 
 @dataclass(frozen=True, slots=True)

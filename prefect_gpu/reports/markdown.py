@@ -30,6 +30,9 @@ ROW_LIMIT = 1000
 #: Lines in each list of what needs attention.
 ATTENTION_LIMIT = 50
 
+#: Rows of the table of a task's processes.
+PROCESS_LIMIT = 50
+
 #: Characters of an error that are shown.
 ERROR_LIMIT = 1000
 
@@ -86,6 +89,8 @@ def task_markdown(report: TaskReport) -> str:
     parts.append(table(("Task run", escape(report.task_run_name)), _facts(report)))
     if advice := advise(report):
         parts += ["### What would help", "\n".join(f"- {line}" for line in advice)]
+    if report.processes:
+        parts += ["### Devices and processes", _devices_and_processes(report)]
     if report.marks:
         parts += ["### Phases", _phases(report)]
     if report.memory_summary:
@@ -206,6 +211,26 @@ def _oom_words(report: TaskReport) -> str:
 def _snapshot_words(report: TaskReport) -> str:
     viewer = "[PyTorch's viewer](https://pytorch.org/memory_viz)"
     return f"{escape(report.snapshot_path, 500)}; open it in {viewer}"
+
+
+def _devices_and_processes(report: TaskReport) -> str:
+    def words(pid: int | None) -> str:
+        if pid is None:
+            return "all"
+        return f"{pid}, the task's own" if pid == report.pid else f"{pid}, started by it"
+
+    rows = [
+        (
+            str(process.device_index),
+            words(process.pid),
+            format_bytes(process.peak_bytes),
+            percent(process.peak_bytes, report.budget_bytes),
+        )
+        for process in report.processes[:PROCESS_LIMIT]
+    ]
+    text = table(("device", "process", "peak", "of its budget"), rows, right=(2, 3))
+    left = len(report.processes) - PROCESS_LIMIT
+    return text if left <= 0 else f"{text}\n\n… and {left} more, not shown."
 
 
 def _phases(report: TaskReport) -> str:

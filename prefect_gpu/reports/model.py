@@ -44,6 +44,17 @@ Source = Literal["nvml", "framework", "host", "simulated"]
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessPeak:
+    """The most that one process of a task, or all of them together, held of a device."""
+
+    #: Index of the device, as in `Device.index`.
+    device_index: int
+    #: `None`: all of them.
+    pid: int | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TaskReport:
     """Everything that is known about one process of one task run."""
 
@@ -107,6 +118,8 @@ class TaskReport:
     memory_summary: str = ""
     #: The file with its memory snapshot. Empty: none was written.
     snapshot_path: str = ""
+    #: By device, all processes first and then each, the largest first. Empty: one process on one device.
+    processes: tuple[ProcessPeak, ...] = ()
 
     @property
     def budget_total_bytes(self) -> int:
@@ -134,6 +147,7 @@ class TaskReport:
             samples=merge(self.samples, COMPACT_SAMPLES),
             marks=(),
             memory_summary="",
+            processes=(),
             sample_count=max(self.sample_count, len(self.samples)),
         )
 

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
+from prefect_gpu.broker.ticket import Measured
 from prefect_gpu.devices.host import read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.errors import (
@@ -50,6 +51,7 @@ from prefect_gpu.processes.messages import (
     Asked,
     BodyEnded,
     BodyStarted,
+    ContextLost,
     CountersRead,
     EventEmitted,
     LogEmitted,
@@ -359,6 +361,8 @@ class Attempt:
                 self._kill("cancelled")
             elif isinstance(message, BudgetExceededError):
                 reason = self._take_overshoot(message) or reason
+            elif isinstance(message, ContextLost):
+                self._run.warn(str(message))
             elif isinstance(message, BodyStarted):
                 self._run.show_running()
                 started_s = self._learned.started_s
@@ -485,9 +489,11 @@ class Attempt:
         if self._ticket is not None and read.counters.reserved_bytes is not None:
             self._ticket.stand_in_bytes = read.counters.reserved_bytes + self._learned.context_bytes
 
-    def _take_measurement(self, at_s: float, sizes_bytes: tuple[int, ...]) -> None:
+    def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
         """Take a reading of the process's devices, on the broker's thread."""
+        sizes_bytes = tuple(each.total_bytes for each in measured)
         over = self._learned.add_reading(at_s, sizes_bytes, self._memory.live_bytes())
+        self._learned.add_processes([each.by_pid for each in measured])
         if over is not None:
             # The engine's thread notes it, and kills the process if it is to be killed.
             seen_bytes, budget_bytes = over

@@ -431,6 +431,10 @@ class Process:
     def attempt(self) -> int:
         return int(self.fields.get("attempt", "0"))
 
+    def section(self, title: str) -> str:
+        """Return the text under a heading; empty if there is none."""
+        return self.text.partition(f"### {title}\n\n")[2].partition("\n\n")[0]
+
     @property
     def pid(self) -> int:
         found = re.search(r"\bpid\D{0,12}(\d+)", self.text)
@@ -512,6 +516,21 @@ def last_of(processes: Mapping[str, list[Process]], ended: Ended) -> Process | N
     """Return the report of the last process of a task run; `None` if there is none."""
     reports = processes.get(ended.task_run_id)
     return reports[-1] if reports else None
+
+
+def logs_of(task_run_id: str, text: str, patience_s: float = 20.0) -> list[str]:
+    """Read the lines of a task run's log that contain a text, as any client of the API would."""
+    from prefect.client.orchestration import get_client
+
+    deadline = time.monotonic() + patience_s
+    with get_client(sync_client=True) as client:
+        while True:
+            asked = {"logs": {"task_run_id": {"any_": [task_run_id]}}}
+            found = client.request("POST", "/logs/filter", json=asked).json()
+            lines = [row["message"] for row in found if text in row["message"]]
+            if lines or time.monotonic() > deadline:
+                return lines
+            time.sleep(0.5)
 
 
 # In a task.

@@ -7,7 +7,7 @@
 # All of them take about twenty minutes on an H200. Where a call may take ten, in three:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler
-#   run_all.sh FOLDER leaks escapes spawned torch-tools reset reports profile-training least-memory many-flows tests
+#   run_all.sh FOLDER leaks escapes spawned torch-tools reset sharing reports profile-training least-memory many-flows tests
 # and another one for `chaos`: five minutes of faults. A name such as `test_steps_on_gpu` is one file of tests.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -19,7 +19,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
 runs="chaos least-memory"
-modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned torch-tools reset reports many-flows"
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned torch-tools reset sharing reports many-flows"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
   [[ " $modules $flows $runs tests " == *" $name "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }

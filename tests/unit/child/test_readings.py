@@ -165,3 +165,32 @@ def test_a_half_imported_simulated_device_reports_nothing(
     monkeypatch.setitem(sys.modules, "prefect_gpu.testing", ModuleType("prefect_gpu.testing"))
     asked = readings("simulated")
     assert (asked.sample(), asked.counters()) == (None, None)
+
+
+class FakeContexts:
+    """The first is destroyed at a given reading."""
+
+    def __init__(self, lost_at: int) -> None:
+        self.lost_at = lost_at
+        self.readings = 0
+        self.lost = False
+
+    def read(self) -> bool:
+        self.readings += 1
+        self.lost = self.readings >= self.lost_at
+        return self.lost
+
+
+def test_what_is_counted_after_a_context_was_destroyed_is_left_out_and_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hooks, "sample", lambda adapters: (5, 0))
+    monkeypatch.setattr(hooks, "collect_counters", lambda adapters: Counters(5, 7, 5, 7))
+    monkeypatch.setattr(hooks, "begin_trace", lambda adapters: FakeTrace(FakeSource()))
+    contexts: Any = FakeContexts(lost_at=3)
+    told: list[int] = []
+    asked = Readings(POLICY, (), contexts=contexts, on_context_lost=told.append)
+    assert (asked.counters(), asked.sample()) == (Counters(5, 7, 5, 7), (5, 0))
+    assert told == []
+    assert (asked.sample(), asked.counters(), asked.begin_trace()) == (None, None, None)
+    assert told == [7]

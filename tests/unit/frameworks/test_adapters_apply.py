@@ -1,6 +1,7 @@
 """What adapters ask of a framework, told by hand-written fakes of it; `tests/gpu` has the real ones."""
 
 import contextlib
+import os
 import sys
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ class FakeTorch:
     def __init__(self, devices=1, built=True, room=80 * GIB):
         self.log = []
         self.uint8 = "uint8"
+        self.__version__ = "2.13.0+cu130"
         self.version = SimpleNamespace(cuda="13.0" if built else None)
         self.backend = "native"
         self._queued = []
@@ -72,6 +74,14 @@ class FakeTorch:
         self._interop = n
 
 
+@pytest.fixture(autouse=True)
+def no_allocator_options(monkeypatch):
+    for name in torch_adapter.ALLOCATOR_VARIABLES:
+        # First set, so that it is restored whatever an adapter does to it.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def torch(monkeypatch):
     def use(**options):
@@ -102,6 +112,42 @@ def test_torch_caps_when_cuda_starts_and_not_before(torch):
     fake.backend = "cudaMallocAsync"
     assert ADAPTERS["torch"].counters().freed_bytes is None
     assert ADAPTERS["torch"].sample() == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("version", "before", "after"),
+    [
+        pytest.param(
+            "2.13.0+cu130",
+            {},
+            {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.050000"},
+            id="it",
+        ),
+        pytest.param(
+            "2.11.0",
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {
+                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,"
+                "per_process_memory_fraction:0.050000"
+            },
+            id="beside other options, where they are",
+        ),
+        pytest.param("2.10.1", {}, {}, id="an older release refuses what it does not know"),
+    ],
+)
+def test_processes_that_a_body_starts_inherit_the_smallest_cap(
+    torch, monkeypatch, version, before, after
+):
+    torch(devices=2).__version__ = version
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    two = {"device_uuids": ("a", "b"), "total_bytes": (80 * GIB,) * 2}
+    ADAPTERS["torch"].apply(
+        policy(**two, budget_bytes=(8 * GIB, 4 * GIB), allocation="limit", cpus=2)
+    )
+    assert {
+        name: os.environ[name] for name in torch_adapter.ALLOCATOR_VARIABLES if name in os.environ
+    } == after
 
 
 def test_torch_is_traced_once_cuda_has_started(torch, monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefect_gpu.measurements import Mark, Sample, StepFacts
 from prefect_gpu.reports.markdown import flow_markdown, flow_metadata, task_markdown
-from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
+from prefect_gpu.reports.model import BudgetSource, Outcome, ProcessPeak, Source, TaskReport
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import PLACED_AT, device, flow_reports, task_report
@@ -117,6 +117,14 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
         (
             {"outcome": "oom", "cause": "foreign", "wanted_bytes": 7 * GIB},
             "| Out of memory put down to | other people's processes; it would have needed 7GiB |",
+        ),
+        (
+            {"pid": 7, "processes": (ProcessPeak(1, None, 9 * GIB), ProcessPeak(1, 7, 3 * GIB))},
+            "| 1 | all | 9GiB | 150% |\n| 1 | 7, the task's own | 3GiB | 50% |",
+        ),
+        (
+            {"processes": (ProcessPeak(0, 8, GIB),) * 51},
+            "| 0 | 8, started by it | 1GiB | 17% |\n\n… and 1 more, not shown.",
         ),
         ({"source": "host"}, "| peak reserved | process | took |"),
         ({}, "| peak reserved | NVML | took |"),

@@ -11,19 +11,21 @@ must be the same whether PyTorch records for snapshots or not. Last, a kernel wr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import html
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from prefect import task
 
@@ -32,7 +34,7 @@ from tests.gpu._checks import (
     BODY_S,
     MIB,
     ROOT,
-    FlowRun,
+    Ended,
     Process,
     gather,
     last_of,
@@ -48,11 +50,14 @@ from tests.gpu._checks import (
 KEPT_BYTES = 256 * MIB
 STEPS = 60
 
-#: Two processes of one program differ by this much in what the driver takes for them.
-NEAR_BYTES = 8 * MIB
+#: Tasks that write a snapshot themselves.
+CALLS = ("not-recorded", "recorded", "full-history")
+
+#: Contexts of two processes of one program differ by this much.
+NEAR_MIB = 8
 
 #: Seconds that a program may take under the sanitizer, which patches each kernel as it is loaded.
-SANITIZER_S = 75.0
+SANITIZER_S = 70.0
 
 
 def keep_all() -> None:
@@ -111,7 +116,9 @@ def train(control: bool = False) -> dict[str, float]:
         if control:
             torch.cuda.reset_peak_memory_stats()
         if number == 0:
-            torch.empty(2048 * MIB, dtype=torch.uint8, device="cuda")
+            # As cuDNN's trials do: it takes what there is, and does without.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                torch.empty(2048 * MIB, dtype=torch.uint8, device="cuda")
         optimizer.zero_grad()
         loss = model(batch).square().mean()
         loss.backward()
@@ -127,21 +134,29 @@ def train(control: bool = False) -> dict[str, float]:
     return {"step_s": statistics.median(seconds[3:]), "peak_bytes": max(peaks[1:])}
 
 
-def submit_one(
-    name: str, body: Callable[..., Any], arguments: tuple[Any, ...], devices: str, **given: Any
-) -> tuple[Any, Process | None]:
-    """Run one task in a flow of its own; return how it ended, and its report."""
-    snapshots = given.pop("memory_snapshots", None)
-    tags = gpu(framework="torch", **given)
-    made = task(name=name, timeout_seconds=BODY_S, tags=tags)(body)
-    ran: FlowRun[Any] = run_flow(
-        name,
-        lambda: gather({name: made.submit(*arguments)}, BODY_S),
-        devices,
-        memory_snapshots=snapshots,
-    )
-    ended = ran.value[name]
-    return ended, last_of(read_processes(ran.id, 1), ended)
+#: How each task ended and its report, by name.
+Found: TypeAlias = dict[str, tuple[Ended, "Process | None"]]
+
+
+def made(name: str, body: Callable[..., Any], **given: Any) -> Any:
+    return task(name=name, timeout_seconds=BODY_S, tags=gpu(framework="torch", **given))(body)
+
+
+def run_rounds(
+    flow_name: str, rounds: list[dict[str, tuple[Any, ...]]], devices: str, **configuration: Any
+) -> Found:
+    """Run tasks in one flow, those of a round side by side; a task comes with its arguments."""
+
+    def submit() -> dict[str, Ended]:
+        ended: dict[str, Ended] = {}
+        for tasks in rounds:
+            futures = {name: body.submit(*args) for name, (body, *args) in tasks.items()}
+            ended |= gather(futures, BODY_S)
+        return ended
+
+    flow = run_flow(flow_name, submit, devices, **configuration)
+    reports = read_processes(flow.id, sum(map(len, rounds)))
+    return {name: (ended, last_of(reports, ended)) for name, ended in flow.value.items()}
 
 
 def read_snapshot(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -164,11 +179,9 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], list[str]]:
     return snapshot, sorted(names)
 
 
-def out_of_memory(devices: str, folder: str) -> list[str]:
-    """Check the report and the snapshot of a task that runs out of memory."""
-    ended, report = submit_one(
-        "keep-all", keep_all, (), devices, memory="3GiB", oom="fail", memory_snapshots=folder
-    )
+def out_of_memory(found: Found, folder: str) -> list[str]:
+    """Judge the report and the snapshot of the task that ran out of memory."""
+    ended, report = found["keep-all"]
     say(f"the task: {ended.words}")
     if report is None:
         return ["there is no report of the out-of-memory"]
@@ -178,7 +191,7 @@ def out_of_memory(devices: str, folder: str) -> list[str]:
     if "PyTorch CUDA memory summary, device ID 0" not in page:
         problems.append("the report does not hold PyTorch's memory summary")
     row = next((line for line in report.text.splitlines() if "Memory snapshot" in line), "")
-    say(row)
+    say(row.replace("\\", "").replace(folder, "FOLDER"))
     path = Path(folder, f"{ended.task_run_id}-1.pickle")
     if path.name not in row:
         problems.append("the report does not say where the snapshot lies")
@@ -193,35 +206,24 @@ def out_of_memory(devices: str, folder: str) -> list[str]:
     return problems
 
 
-def by_call(devices: str, folder: str) -> list[str]:
-    """Check snapshots that a body writes itself."""
+def by_call(found: Found, folder: str) -> list[str]:
+    """Judge the snapshots that bodies wrote themselves."""
     problems, rows = [], []
-    for what, allocations, snapshots in (
-        ("not recorded", 40_000, None),
-        ("recorded", 1000, folder),
-        ("recorded, a full history", 40_000, folder),
-    ):
-        ended, _ = submit_one(
-            f"by-call-{len(rows)}",
-            write_snapshots,
-            (folder, allocations),
-            devices,
-            memory="2GiB",
-            memory_snapshots=snapshots,
-        )
+    for name in ("not-recorded", "recorded", "full-history"):
+        ended, _ = found[name]
         if ended.error is not None:
-            problems.append(f"{what}: {ended.words}")
+            problems.append(f"{name}: {ended.words}")
             continue
         value = ended.value
-        say(what)
+        say(name)
         snapshot, names = read_snapshot(Path(folder, f"{value['pid']:.0f}.pickle"))
-        if bool(names) != bool(snapshots):
-            problems.append(f"{what}: functions that hold blocks: {names}")
+        if bool(names) != (name != "not-recorded"):
+            problems.append(f"{name}: functions that hold blocks: {names}")
         if not snapshot["segments"]:
-            problems.append(f"{what}: no segment")
+            problems.append(f"{name}: no segment")
         rows.append(
             (
-                what,
+                name,
                 f"{value['bytes'] / MIB:.1f}",
                 f"{value['took_s']:.2f}",
                 f"{value['each_us']:.1f}",
@@ -231,99 +233,152 @@ def by_call(devices: str, folder: str) -> list[str]:
     return problems
 
 
-def steady_memory(devices: str, folder: str) -> list[str]:
-    """Check that recording for snapshots does not change what is learned."""
-    control, _ = submit_one("control", train, (True,), devices, memory="8GiB")
+def steady_memory(found: Found, folder: str) -> list[str]:
+    """Judge whether recording for snapshots changes what is learned."""
+    problems, rows = [], []
+    control = found["control"][0]
     exact = None if control.value is None else int(control.value["peak_bytes"])
-    rows = [("control, by PyTorch's own counter", "", size(exact), "", "")]
-    learned: dict[str, int | None] = {}
-    problems = [] if control.error is None else [f"control: {control.words}"]
-    for name, snapshots in (("plain", None), ("recorded", folder)):
-        # Twice, without a budget: the first is a probe, the second has what that has shown.
-        for number in (1, 2):
-            ended, report = submit_one(name, train, (), devices, memory_snapshots=snapshots)
+    say(f"a training's steady peak by PyTorch's own counter: {exact} bytes {control.words}")
+    for name in ("train-plain", "train-recorded"):
+        for kind, (ended, report) in (("tag", found[name]), ("learned", found[f"{name}-learned"])):
             if report is None or ended.error is not None:
-                problems.append(f"{name}: {ended.words}")
+                problems.append(f"{name}, {kind}: {ended.words}")
                 continue
-            steady, learned[name] = report.bytes("steady_live_bytes"), report.bytes("budget_bytes")
+            steady = report.bytes("steady_live_bytes")
             rows.append(
                 (
-                    f"{name}, run {number}",
+                    name,
+                    report["budget_source"],
                     size(report.bytes("peak_live_bytes")),
-                    size(steady),
-                    size(learned[name]),
+                    str(steady),
+                    size(report.bytes("budget_bytes")),
                     f"{1000 * ended.value['step_s']:.2f}",
                 )
             )
             if steady != exact:
-                problems.append(f"{name}: a steady peak of {steady} bytes, not {exact}")
-    table(["a training", "peak", "steady", "budget", "step-ms"], rows)
-    say("sizes in MiB")
-    budgets = [value or 0 for value in learned.values()]
-    if len(budgets) < 2 or abs(budgets[0] - budgets[1]) > NEAR_BYTES:
-        problems.append(f"learned budgets differ: {learned}")
+                problems.append(f"{name}, {kind}: a steady peak of {steady} bytes, not {exact}")
+    table(["a training", "its-budget", "peak-MiB", "steady-bytes", "budget-MiB", "step-ms"], rows)
+    learned = [float(row[4]) for row in rows if row[1] == "learned"]
+    if len(learned) != 2 or abs(learned[0] - learned[1]) > NEAR_MIB:
+        problems.append(f"learned budgets differ, in MiB: {learned}")
     return problems
 
 
-def sanitizer(devices: str, folder: str) -> list[str]:
-    """Run a task under `compute-sanitizer`; where that cannot be, say so, which is no problem."""
-    places = ("/usr/local/cuda/bin", "/opt/nvidia", "/usr/local/cuda/compute-sanitizer")
-    tool = shutil.which("compute-sanitizer") or next(
-        (found for place in places if (found := shutil.which("compute-sanitizer", path=place))),
-        None,
-    )
-    if tool is None:
-        say("compute-sanitizer is not installed here")
-        return []
-    say(subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.strip())
-    found = {}
-    for caching in ("on", "off"):
-        program = ["tests/gpu/out_of_bounds.py", caching, devices]
-        command = [tool, "--target-processes", "all", sys.executable, *program]
-        say(f"$ compute-sanitizer --target-processes all python {' '.join(program[:2])}")
-        began_s = time.monotonic()
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=SANITIZER_S
+class Sanitized:
+    """Two programs under `compute-sanitizer`, beside everything else: one with PyTorch's cache, one without."""
+
+    def __init__(self, devices: str, folder: str) -> None:
+        places = os.pathsep.join((os.environ["PATH"], "/usr/local/cuda/bin"))
+        #: `None`: it is not installed.
+        self.tool = shutil.which("compute-sanitizer", path=places)
+        self._began_s = time.monotonic()
+        self._runs = {}
+        for caching in ("on", "off") if self.tool else ():
+            log = Path(folder, f"sanitizer-{caching}.txt")
+            program = [sys.executable, "tests/gpu/out_of_bounds.py", caching, devices]
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [str(self.tool), "--target-processes", "all", *program],
+                    cwd=ROOT,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            self._runs[caching] = process, log
+
+    def judge(self, found: Found, folder: str) -> list[str]:
+        """Wait for both and print what they say; where the tool cannot run, that is no problem."""
+        if self.tool is None:
+            say("compute-sanitizer is not installed here")
+            return []
+        version = subprocess.run([self.tool, "--version"], capture_output=True, text=True)
+        say(version.stdout.strip().splitlines()[-1])
+        seen = {}
+        for caching, (process, log) in self._runs.items():
+            try:
+                process.wait(max(1.0, self._began_s + SANITIZER_S - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                say(f"ended after {SANITIZER_S:g} s")
+            text = log.read_text(errors="replace")
+            say(
+                f"$ compute-sanitizer --target-processes all python tests/gpu/out_of_bounds.py {caching}"
             )
-            text = done.stdout + done.stderr
-        except subprocess.TimeoutExpired as late:
-            text = b"".join(part or b"" for part in (late.stdout, late.stderr)).decode(
-                errors="replace"
-            )
-            say(f"ended after {SANITIZER_S:g} s")
-        lines = [line for line in text.splitlines() if line.startswith(("=====", "caching "))]
-        say(
-            *lines[:20],
-            f"({len(lines)} such lines, {time.monotonic() - began_s:.0f} s)",
-            sep="\n  ",
-        )
-        if not any(line.startswith("caching ") for line in lines):
-            say("the program's own last lines:", *text.splitlines()[-15:], sep="\n  ")
-        found[caching] = "Invalid __global__ write" in text
-    say(f"the write past the end was found: {found}")
-    if found == {"on": False, "off": True}:
-        return []
-    return [f"compute-sanitizer found the write: {found}, not with gpu:caching=off alone"]
+            lines = [line for line in text.splitlines() if line.startswith(("=====", "caching "))]
+            say(*lines[:12], *lines[12:][-3:], f"({len(lines)} such lines)", sep="\n  ")
+            if not any(line.startswith("caching ") for line in lines):
+                say("the program's own last lines:", *text.splitlines()[-15:], sep="\n  ")
+            seen[caching] = "Invalid __global__ write" in text
+        say(f"found by gpu:caching: {seen}; after {time.monotonic() - self._began_s:.0f} s")
+        if seen == {"on": False, "off": True}:
+            return []
+        return [f"compute-sanitizer saw the write: {seen}, not with gpu:caching=off alone"]
 
 
 def check(options: argparse.Namespace) -> list[str]:
-    """Run each case, whatever becomes of the others."""
-    problems = []
-    with tempfile.TemporaryDirectory() as folder:
-        for case in (out_of_memory, by_call, steady_memory, sanitizer):
-            say(f"\n-- {case.__name__.replace('_', ' ')}")
+    """Run three flows, and judge each case whatever becomes of the others."""
+    problems: list[str] = []
+    found: Found = defaultdict(lambda: (Ended("", None, RuntimeError("its flow failed")), None))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        sanitized = Sanitized(options.devices, folder)
+        calls = {name: made(name, write_snapshots, memory="2GiB") for name in CALLS}
+        trains = {
+            name: made(name, train, memory="8GiB") for name in ("train-plain", "train-recorded")
+        }
+        again = {name: made(name, train) for name in trains}
+        flows: list[tuple[str, list[dict[str, tuple[Any, ...]]], dict[str, Any]]] = [
+            (
+                "not-recorded",
+                [
+                    {
+                        "not-recorded": (calls["not-recorded"], folder, 40_000),
+                        "control": (made("control", train, memory="8GiB"), True),
+                    },
+                    {"train-plain": (trains["train-plain"],)},
+                ],
+                {},
+            ),
+            (
+                "recorded",
+                [
+                    {
+                        "keep-all": (made("keep-all", keep_all, memory="3GiB", oom="fail"),),
+                        "recorded": (calls["recorded"], folder, 1000),
+                        "full-history": (calls["full-history"], folder, 40_000),
+                    },
+                    {"train-recorded": (trains["train-recorded"],)},
+                ],
+                {"memory_snapshots": folder},
+            ),
+            # Without a budget, each has what its run before has shown.
+            ("learned", [{f"{name}-learned": (body,) for name, body in again.items()}], {}),
+        ]
+        for name, rounds, configuration in flows:
             try:
-                problems += case(options.devices, folder)
+                found |= run_rounds(name, rounds, options.devices, **configuration)
             except Exception as error:
                 traceback.print_exc()
-                problems.append(f"{case.__name__}: {type(error).__name__}: {error}")
+                problems.append(f"the flow {name}: {type(error).__name__}: {error}")
+        cases: dict[str, Callable[[Found, str], list[str]]] = {
+            "out of memory": out_of_memory,
+            "memory_snapshot": by_call,
+            "steady memory": steady_memory,
+            "compute-sanitizer": sanitized.judge,
+        }
+        for name, judge in cases.items():
+            say(f"-- {name}")
+            try:
+                problems += judge(found, folder)
+            except Exception as error:
+                traceback.print_exc()
+                problems.append(f"{name}: {type(error).__name__}: {error}")
     return problems
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    return run(check, parser, limit_s=400, quiet=True)
+    return run(check, parser, limit_s=170, quiet=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ allocated: its columns then say `unknown`.
 
     python flows/profile_training.py --least
 
-looks for the largest batch that a budget can hold, from four times `--batch` down, and for the smallest budget that can hold this batch
-and one of half its size: each is tried in a task of its own, which must not run again with more.
+looks for the largest batch that a budget can hold, from four times `--batch` down, and for the smallest
+budget that can hold this batch and one of half its size. Each is tried in a task of its own.
 Needs torch (`pip install prefect-gpu[torch]`).
 """
 
@@ -27,6 +27,7 @@ import itertools
 import logging
 import random
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -197,6 +198,12 @@ class Training:
         self.note(part, "after cleanup")
         return number
 
+    def try_out(self, size: int) -> float:
+        """Take a first step and some more; return the median of their seconds."""
+        # Adam's states come at the end of the first, and are there during the others.
+        self.train(size)
+        return statistics.median(self.seconds(size) for _ in range(TIMED_STEPS))
+
     def seconds(self, size: int) -> float:
         """Take one step; return how long it took."""
         self.settle()
@@ -244,22 +251,13 @@ def train(batch: int, hidden: int, vocabulary: int, length: int) -> dict[str, An
 @task(task_run_name="largest-batch")
 def largest_batch(start: int, hidden: int, vocabulary: int, length: int) -> int:
     """Return the first of `start`, its half, and so on, with which a training runs."""
-    training = Training(hidden, vocabulary, length)
-
-    def two_steps(size: int) -> None:
-        # Adam's states come at the end of the first, and are there during the second.
-        training.train(size)
-        training.train(size)
-
-    return find_batch_size(two_steps, start)
+    return find_batch_size(Training(hidden, vocabulary, length).try_out, start)
 
 
 @task(task_run_name="batch-{batch}")
 def train_briefly(batch: int, hidden: int, vocabulary: int, length: int) -> float:
     """Train a few steps; return the seconds of one."""
-    training = Training(hidden, vocabulary, length)
-    training.train(batch)
-    return statistics.median(training.seconds(batch) for _ in range(TIMED_STEPS))
+    return Training(hidden, vocabulary, length).try_out(batch)
 
 
 # The flows.
@@ -287,10 +285,12 @@ def least_memory(most_mib: int, batch: int, hidden: int, vocabulary: int, length
         """Return the seconds of a step within a budget; `None`: it ran out of memory."""
         future = within(train_briefly, mib).submit(size, hidden, vocabulary, length)
         result = future.result(raise_on_failure=False)
-        # PyTorch's error is one, and so are those of cuBLAS and cuDNN.
-        if isinstance(result, Exception) and not isinstance(result, RuntimeError):
-            raise result
-        return None if isinstance(result, RuntimeError) else result
+        if not isinstance(result, Exception):
+            return result
+        # PyTorch's words for it, and those of cuBLAS and cuDNN.
+        if any(words in str(result).lower() for words in ("out of memory", "alloc_failed")):
+            return None
+        raise result
 
     start = 4 * batch
     future = within(largest_batch, most_mib).submit(start, hidden, vocabulary, length)
@@ -381,6 +381,9 @@ def main() -> None:
     runner: Any = GPUTaskRunner(devices=listed)
     if most_mib is not None:
         del options["device_memory"]
+        if sys.platform == "linux":
+            # Two dozen short tasks, one after the other: forks need not import PyTorch again.
+            runner = GPUTaskRunner(devices=listed, start_method="forkserver")
         # Its tasks are meant to fail, and each would write a traceback.
         for name in ("prefect.task_runs", "prefect.flow_runs"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

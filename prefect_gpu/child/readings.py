@@ -7,6 +7,7 @@ On GPUs the frameworks and the driver are asked, on simulated devices the tally 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -42,6 +43,7 @@ class Readings:
         #: In the task's order.
         self.device_uuids = policy.device_uuids
         self._adapters = adapters
+        self._snapshot_path = policy.snapshot_path
         self._simulated = policy.device_kind == "simulated"
         self._own = None
         if policy.device_kind == "nvml":
@@ -74,6 +76,26 @@ class Readings:
     def begin_trace(self) -> EndTrace | None:
         """Begin to trace what is allocated; `None`: no framework can be traced now."""
         return None if self._simulated else self._ask(hooks.begin_trace)
+
+    def memory_summary(self, framework: str) -> str:
+        """Return a framework's own page on its allocators; empty: it has none."""
+        named = self._named(framework)
+        return self._ask(lambda _: named[0].memory_summary() if named else "") or ""
+
+    def write_snapshot(self, framework: str) -> str:
+        """Write a framework's snapshot where the policy says; return the file, empty: none."""
+        path, named = self._snapshot_path, self._named(framework)
+        if not path or not named or self._contexts.lost:
+            return ""
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return path if named[0].write_snapshot(path) else ""
+        except Exception as error:
+            sys.stderr.write(f"prefect_gpu: no memory snapshot: {error!r}\n")
+            return ""
+
+    def _named(self, framework: str) -> list[FrameworkAdapter]:
+        return [adapter for adapter in self._adapters if adapter.name == framework]
 
     def own(self) -> tuple[OwnUse, ...]:
         """Read what the driver reports of this process on its devices; empty without a driver."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.reports.advice import advise, tags_table
-from prefect_gpu.reports.markup import escape, image, percent, table
+from prefect_gpu.reports.markup import escape, folded, image, percent, table
 from prefect_gpu.reports.model import (
     CAUSE_WORDS,
     OUTCOME_WORDS,
@@ -93,6 +93,9 @@ def task_markdown(report: TaskReport) -> str:
         parts += ["### Devices and processes", _devices_and_processes(report)]
     if report.marks:
         parts += ["### Phases", _phases(report)]
+    if report.memory_summary:
+        title = "PyTorch's memory summary when memory ran out"
+        parts.append(folded(title, report.memory_summary))
     raw = [("`pid`", str(report.pid))]
     raw += [(f"`{key}`", escape(value, 500)) for key, value in report.metadata().items()]
     parts += [
@@ -156,6 +159,7 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
         ("Context", f"{format_bytes(report.context_bytes)}, outside the framework's count"),
         ("Steps", _step_words(report.steps)),
         *([("Out of memory put down to", _oom_words(report))] if report.cause else []),
+        *([("Memory snapshot", _snapshot_words(report))] if report.snapshot_path else []),
         ("Leaked", format_bytes(report.leaked_bytes) if report.leaked_bytes else leaked),
         (
             "Reserved in vain",
@@ -202,6 +206,11 @@ def _oom_words(report: TaskReport) -> str:
     if report.wanted_bytes is not None:
         words += f"; it would have needed {format_bytes(report.wanted_bytes)}"
     return words
+
+
+def _snapshot_words(report: TaskReport) -> str:
+    viewer = "[PyTorch's viewer](https://pytorch.org/memory_viz)"
+    return f"{escape(report.snapshot_path, 500)}; open it in {viewer}"
 
 
 def _devices_and_processes(report: TaskReport) -> str:

@@ -256,6 +256,7 @@ class Attempt:
             total_bytes=tuple(device.total_bytes for device in placement.devices),
             budget_bytes=placement.budget_bytes,
             allocation=self._allocation,
+            snapshot_path=self._snapshot_path(),
         )
         frameworks = self._plan.frameworks
         learned = self._grant.contexts.get(placement.devices[0].name)
@@ -297,6 +298,11 @@ class Attempt:
             sys_path=import_paths(),
             standby=ticket.standby_id,
         )
+
+    def _snapshot_path(self) -> str:
+        folder = self._plan.snapshots
+        name = f"{self._run.task_run.id}-{self._number}.pickle"
+        return "" if folder is None else str(folder / name)
 
     # While there is one: the engine's thread.
 

@@ -299,6 +299,8 @@ class ProcessRecord:
                 steps=self._seen_steps(),
                 history_key=call.identity.learn_by,
                 shared_with=shared_with,
+                memory_summary=self.out_of_memory.summary if self.out_of_memory else "",
+                snapshot_path=self.out_of_memory.snapshot_path if self.out_of_memory else "",
                 processes=self._several_processes(),
             )
 

@@ -4,11 +4,13 @@
 # and what the others import: tensorflow, jax, cupy, onnxruntime. Ends with 1 if any check failed. Each output
 # names the commit: where there is no git repository, set PREFECT_GPU_COMMIT.
 #
-# All of them take about twenty minutes on an H200. Where a call may take ten, in four:
+# All of them take about half an hour on an H200. Where a call may take ten minutes, in four:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
-#   run_all.sh FOLDER resnet prediction sampler
-#   run_all.sh FOLDER leaks escapes spawned reset sharing profile-training sessions least-memory several-devices ways many-flows tests
-# and another one for `chaos`: five minutes of faults.
+#   run_all.sh FOLDER resnet prediction sampler sessions escapes sharing several-devices
+#   run_all.sh FOLDER libraries changing-sizes ways reports
+#   run_all.sh FOLDER leaks spawned torch-tools reset profile-training least-memory many-flows
+# and two more for `tests` and for `chaos`, which are five minutes each. A name such as `test_steps_on_gpu` is one
+# file of tests.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
@@ -19,10 +21,11 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
 runs="chaos least-memory"
-modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes spawned reset sharing sessions libraries changing-sizes several-devices ways many-flows"
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler sessions escapes sharing several-devices"
+modules+=" libraries changing-sizes ways reports leaks spawned torch-tools reset many-flows"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
-  [[ " $modules $flows $runs tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
+  [[ " $modules $flows $runs tests " == *" $name "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
 done
 release=$(PYTHONPATH=benchmarks "$python" -c 'import _common; print("{}, commit {}".format(*_common.release()))') || exit
 failed=0
@@ -39,6 +42,8 @@ check() {
 for name; do
   if [[ $name == tests ]]; then
     check gpu-tests "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu
+  elif [[ $name == test_* ]]; then
+    check "gpu-$name" "$python" -m pytest -p no:cacheprovider -m gpu "tests/gpu/$name.py"
   elif [[ $name == chaos ]]; then
     check gpu-chaos "$python" -m tests.chaos --seed 1 --seconds 300 --flows 4 --devices nvml
   elif [[ $name == least-memory ]]; then

@@ -12,18 +12,7 @@ from tests.integration.programs import REPOSITORY, Workplace, workplace
 pytest.importorskip("torch", reason="torch is not installed")
 
 SCRIPT = str(REPOSITORY / "flows" / "profile_training.py")
-SMALL = [
-    "--devices",
-    "host",
-    "--batch",
-    "2",
-    "--hidden",
-    "8",
-    "--vocabulary",
-    "50",
-    "--length",
-    "4",
-]
+SMALL = ["--devices=host", "--batch=2", "--hidden=8", "--vocabulary=50", "--length=4"]
 TRAINING = ["beginning", "after forward", "after backward", "after optimizer step", "after cleanup"]
 EVALUATION = ["beginning", "after forward", "after cleanup"]
 

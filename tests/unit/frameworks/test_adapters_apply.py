@@ -159,6 +159,36 @@ def test_torch_is_traced_once_cuda_has_started(torch, monkeypatch):
     assert ADAPTERS["torch"].begin_trace() == ("a trace of", fake)
 
 
+def test_torch_records_for_snapshots_from_the_start_of_cuda(torch, monkeypatch):
+    fake = torch()
+    monkeypatch.setattr(torch_adapter, "record_history", lambda torch: fake.log.append(torch))
+    ADAPTERS["torch"].apply(policy(snapshot_path="/snapshots/a.pickle"))
+    assert fake not in fake.log
+    fake.start_cuda()
+    assert fake.log[-1] is fake
+
+
+def test_torch_has_a_page_for_each_device_and_a_snapshot_once_cuda_has_started(torch, tmp_path):
+    fake = torch(devices=2)
+    fake.cuda.memory_summary = lambda index: f"page {index}"
+    fake.cuda.memory = SimpleNamespace(_dump_snapshot=lambda path: open(path, "w").close())
+    path = tmp_path / "a.pickle"
+    ADAPTERS["torch"].apply(
+        policy(
+            device_uuids=("a", "b"),
+            total_bytes=(80 * GIB,) * 2,
+            budget_bytes=(8 * GIB,) * 2,
+            allocation="limit",
+        )
+    )
+    assert ADAPTERS["torch"].memory_summary() == ""
+    assert ADAPTERS["torch"].write_snapshot(str(path)) is False
+    fake.start_cuda()
+    assert ADAPTERS["torch"].memory_summary() == "page 0\npage 1"
+    assert ADAPTERS["torch"].write_snapshot(str(path)) is True
+    assert path.exists()
+
+
 def test_torch_empties_its_cache_once_cuda_has_started(torch):
     fake = torch()
     ADAPTERS["torch"].apply(policy(allocation="limit"))

@@ -155,6 +155,22 @@ def test_advice_is_a_list() -> None:
     assert len(advice) > 1 and all(line.startswith("- ") for line in advice)
 
 
+def test_the_memory_summary_of_a_framework_is_folded_and_cannot_leave_its_block() -> None:
+    page = "|====|\n\n``` </pre> \x1b[31m <b>\n"
+    text = task_markdown(task_report(outcome="oom", memory_summary=page))
+    head = "<details>\n<summary>PyTorch's memory summary when memory ran out</summary>\n<pre>\n"
+    shown = text.partition(head)[2].partition("\n</pre>\n</details>\n\n")[0].splitlines()
+    assert shown == ["|====|", "``` &lt;/pre&gt; �[31m &lt;b&gt;"]
+    assert text.count("\n<summary>") == 2
+    assert task_markdown(task_report(outcome="oom")).count("\n<summary>") == 1
+
+
+def test_a_report_says_where_the_memory_snapshot_lies() -> None:
+    text = task_markdown(task_report(snapshot_path="/data/of|us/4f-1.pickle"))
+    assert r"| Memory snapshot | /data/of\|us/4f-1.pickle; open it in [" in text
+    assert "Memory snapshot" not in task_markdown(task_report())
+
+
 def test_a_table_of_marks_alone_has_no_column_for_their_time() -> None:
     marks = (Mark(9, "after forward", None, 3 * MIB, 4 * MIB, 2 * GIB, 2 * GIB, 2700 * MIB),)
     text = task_markdown(task_report(marks=marks))

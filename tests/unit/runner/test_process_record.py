@@ -219,6 +219,17 @@ def test_an_out_of_memory_is_logged_with_the_decision_about_it() -> None:
     learned.set_caps(5 * GIB, 0, {})
     report = made_of(learned, verdict=Verdict("oom", "no memory", "own_cap", 7 * GIB))
     assert (report.cap_bytes, report.cause, report.wanted_bytes) == (5 * GIB, "own_cap", 7 * GIB)
+    assert (report.memory_summary, report.snapshot_path) == ("", "")
+
+
+def test_what_the_framework_says_of_an_out_of_memory_is_reported() -> None:
+    learned = record()
+    learned.add_end(
+        BodyEnded(True, OutOfMemory("torch", summary="page", snapshot_path="/a.pickle"))
+    )
+    report = made_of(learned)
+    assert (report.memory_summary, report.snapshot_path) == ("page", "/a.pickle")
+    assert report.compact().memory_summary == ""
 
 
 def test_simulated_devices_know_what_a_child_could_not_say_before_it_died() -> None:

@@ -193,7 +193,8 @@ def _step_words(steps: StepFacts | None) -> str:
     if steps.first_live_bytes is not None:
         words.append(f"up to {format_bytes(steps.first_live_bytes)} allocated in the first")
     if steps.steady_live_bytes is not None:
-        words.append(f"{format_bytes(steps.steady_live_bytes)} in steady ones")
+        differ = "" if steps.alike or steps.count < 3 else ", which differ"
+        words.append(f"{format_bytes(steps.steady_live_bytes)} in steady ones{differ}")
     if steps.step_s is not None:
         words.append(f"{format_seconds(steps.step_s)} each")
     if steps.alloc_retries:

@@ -212,7 +212,7 @@ def past_run(report: TaskReport) -> PastRun:
         budget_bytes=report.budget_bytes,
         cap_bytes=report.cap_bytes,
         live_bytes=each_known(live),
-        steady_live_bytes=each_known(steps.steady_live_bytes) if steps else None,
+        steady_live_bytes=each_known(steps.steady_live_bytes) if steps and steps.alike else None,
         process_bytes=each(peak) if measured else None,
         context_bytes=each(report.context_bytes),
         alloc_retries=steps.alloc_retries if steps else 0,

@@ -121,7 +121,7 @@ def trainer(shrink: int, seed: int, batch: int = 32, auto_find_batch_size: bool 
     tokens = torch.randint(words, (256, length))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     config = BertConfig(
-        vocab_size=words, hidden_size=512, num_hidden_layers=6, num_attention_heads=8
+        vocab_size=words, hidden_size=256, num_hidden_layers=6, num_attention_heads=4
     )
     facts: dict[str, Any] = {}
 
@@ -150,7 +150,8 @@ def trainer(shrink: int, seed: int, batch: int = 32, auto_find_batch_size: bool 
             callbacks=[Steps()],
         )
         loss = driver.train().training_loss
-    return torch_found(loss, batch=driver._train_batch_size, **facts)
+    size = driver._train_batch_size
+    return torch_found(loss, size, batch=size, **facts)
 
 
 def trainer_finds_batch_size(shrink: int, seed: int) -> Found:
@@ -255,7 +256,8 @@ def accelerate_finds_batch_size(shrink: int, seed: int) -> Found:
             step()
         return batch
 
-    return torch_found(STEPS, batch=train())
+    batch = train()
+    return torch_found(STEPS, batch, batch=batch)
 
 
 def compiled(shrink: int, seed: int) -> Found:
@@ -265,7 +267,7 @@ def compiled(shrink: int, seed: int) -> Found:
 
     torch.manual_seed(seed)
     device = torch_device()
-    wide, batch = 2048 // shrink, 8192 // shrink
+    wide, batch = 2048 // shrink, 16384 // shrink
 
     class Block(nn.Module):
         def __init__(self, change: Any) -> None:
@@ -463,7 +465,7 @@ def graphs(shrink: int, seed: int) -> Found:
     rows = [
         Data(
             x=torch.randn(size, 64),
-            edge_index=torch.randint(size, (2, 10 * size)),
+            edge_index=torch.randint(size, (2, 16 * size)),
             y=torch.randint(7, (size,)),
         )
         for size in sizes

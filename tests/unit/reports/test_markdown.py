@@ -112,6 +112,10 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
             {"steps": StepFacts(90, 13 * GIB, 4 * GIB, 0.027, 2)},
             "| Steps | 90 over, up to 13GiB allocated in the first, 4GiB in steady ones, 27ms each,",
         ),
+        (
+            {"steps": StepFacts(90, 5 * GIB, 4 * GIB, 0.027, alike=False)},
+            "| Steps | 90 over, up to 5GiB allocated in the first, 4GiB in steady ones, which differ,",
+        ),
         ({"steps": StepFacts(1)}, "| Steps | 1 over |"),
         ({"steps": StepFacts(9, alloc_retries=2)}, "9 over, its cache given up 2 times |"),
         (

@@ -7,10 +7,11 @@
 # All of them take about half an hour on an H200. Where a call may take ten minutes, in four:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler sessions escapes sharing several-devices
-#   run_all.sh FOLDER libraries changing-sizes ways reports
+#   run_all.sh FOLDER libraries changing-sizes jax-context ways reports
 #   run_all.sh FOLDER leaks spawned torch-tools reset profile-training least-memory many-flows
 # and two more for `tests` and for `chaos`, which are five minutes each. A name such as `test_steps_on_gpu` is one
-# file of tests.
+# file of tests. `libraries` and `changing-sizes` need what they name: timm, torchvision, transformers, lightning,
+# accelerate, torch-geometric, flax, optax. What is missing is left out, and said. `libraries=timm,flax` tries these two only.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
@@ -22,10 +23,10 @@ export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/
 flows="profile-training"
 runs="chaos least-memory"
 modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler sessions escapes sharing several-devices"
-modules+=" libraries changing-sizes ways reports leaks spawned torch-tools reset many-flows"
+modules+=" libraries changing-sizes jax-context ways reports leaks spawned torch-tools reset many-flows"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
-  [[ " $modules $flows $runs tests " == *" $name "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
+  [[ " $modules $flows $runs tests " == *" ${name%%=*} "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
 done
 release=$(PYTHONPATH=benchmarks "$python" -c 'import _common; print("{}, commit {}".format(*_common.release()))') || exit
 failed=0
@@ -51,7 +52,10 @@ for name; do
   elif [[ " $flows " == *" $name "* ]]; then
     check "gpu-$name" "$python" "flows/${name//-/_}.py"
   else
-    check "gpu-$name" "$python" -m "tests.gpu.check_${name//-/_}"
+    only=()
+    [[ $name != *=* ]] || for part in $(tr , ' ' <<<"${name#*=}"); do only+=(--only "$part"); done
+    module=${name%%=*}
+    check "gpu-${name//[=,]/-}" "$python" -m "tests.gpu.check_${module//-/_}" "${only[@]}"
   fi
 done
 exit $failed

@@ -88,6 +88,8 @@ def find_shortage(
 ) -> OutOfMemory | None:
     """Find an out-of-memory in an error and its causes, and read what the process holds.
 
+    The framework's own summary is read too, and its snapshot is written where the policy names a file.
+
     Args:
         error: What the body raised.
         frameworks: Those whose errors count, as in `gpu:framework=`.

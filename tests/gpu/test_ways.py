@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.check_many_flows import check_kill
-from tests.gpu.check_ways import WAYS, Seen, Way, look, missing_for
+from tests.gpu.check_ways import WAYS, Seen, Way, look, measure_context, missing_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nvml", "device_is_clean")]
 
@@ -20,6 +20,12 @@ def server(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
 
 
+@pytest.fixture(scope="module")
+def context_is_known(nvml: object, prefect_server: str) -> None:
+    measure_context("nvml")
+
+
+@pytest.mark.usefixtures("context_is_known")
 @pytest.mark.parametrize("start", WAYS.values(), ids=list(WAYS))
 def test_only_the_tasks_of_a_flow_use_the_gpu(start: Callable[[Way], Seen], tmp_path: Path) -> None:
     if missing := missing_for(start):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from prefect.context import hydrated_context
 from prefect.events import Event
 from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
 from prefect.logging.handlers import set_api_log_sink
-from prefect.logging.loggers import patch_print
+from prefect.logging.loggers import get_run_logger, patch_print
 
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
 
@@ -58,9 +59,35 @@ def child_context(
     with contextlib.ExitStack() as stack:
         stack.callback(_flush_events)
         stack.enter_context(hydrated_context(context, client=_LateClient()))
+        stack.enter_context(_log_on_the_run())
         if log_prints:
             stack.enter_context(patch_print())
         yield
+
+
+class _RunHandler(logging.Handler):
+    """Passes records on to the log of the task run, from threads that lack its context too."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._run_logger = get_run_logger()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._run_logger.log(record.levelno, record.getMessage())
+
+
+@contextlib.contextmanager
+def _log_on_the_run() -> Iterator[None]:
+    """Make warnings of this package a part of the task run's log."""
+    logger, handler = logging.getLogger("prefect_gpu"), _RunHandler()
+    logger.addHandler(handler)
+    # The run's logger prints them too.
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = True
+        logger.removeHandler(handler)
 
 
 def rehearse() -> None:

@@ -1,15 +1,13 @@
 """TensorFlow and Keras on it: cap or growth, threads, counters, arrays to NumPy.
 
-TensorFlow fixes its devices when its runtime starts (the first operation), and a device can have
-growth or a limit, never both. A limit is taken whole at the first operation, so `allocation=limit`
-and `allocation=all` differ only in when.
+TensorFlow fixes its devices when its runtime starts (the first operation). Unless the program itself
+asks for growth, a limit is taken whole then, so `allocation=limit` and `allocation=all` differ only in
+when. How a limit is held is in `tensorflow_devices`.
 """
 
 from __future__ import annotations
 
-import functools
 import pickle
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +19,7 @@ from prefect_gpu.frameworks.adapter import (
     host_value,
     imported,
 )
+from prefect_gpu.frameworks.tensorflow_devices import hold_caps
 from prefect_gpu.units import MIB
 
 
@@ -36,7 +35,7 @@ class TensorFlowAdapter(FrameworkAdapter):
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return growth. Under a cap an inherited growth is removed.
 
-        `TF_FORCE_GPU_ALLOW_GROWTH` overrides what the program sets, and excludes a limit.
+        `TF_FORCE_GPU_ALLOW_GROWTH` overrides what the program sets.
         """
         growth = policy.cap_bytes(self.name) is None
         return {"TF_FORCE_GPU_ALLOW_GROWTH": "true" if growth else None}
@@ -90,13 +89,19 @@ class TensorFlowAdapter(FrameworkAdapter):
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce eager tensors and variables to NumPy, on the CPU too, so that flows see one type.
 
+        An error of a session travels without its operation.
+
         Raises:
             pickle.PicklingError: A Keras model in a child with a GPU: rebuilding it in the parent
                 would start TensorFlow there and take the GPU's memory.
         """
-        tf = imported("tensorflow", "Tensor", "Variable", "config")
+        tf = imported("tensorflow", "Tensor", "Variable", "config", "errors")
         if tf is None:
             return NotImplemented
+        if isinstance(value, tf.errors.OpError) and value.op is not None:
+            # A session's error names an operation, which belongs to a graph of this process.
+            make, arguments = value.__reduce__()
+            return make, tuple(None if each is value.op else each for each in arguments)
         if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
             return host_value, (value.numpy(),)
         if isinstance(value, tf.Variable):
@@ -139,9 +144,9 @@ class TensorFlowAdapter(FrameworkAdapter):
                 f"the likely reason is {why}; install tensorflow[and-cuda], or name what the task "
                 f"uses on the GPU with gpu:framework",
             )
-        caps = policy.cap_bytes(self.name)
-        _limit_devices(tf, gpus, caps)
-        _bound_sessions(caps, policy.total_bytes)
+        if self.has_started():
+            raise RuntimeError("its GPUs are open")
+        hold_caps(policy.cap_bytes(self.name), policy.total_bytes)
         if policy.allocation == "all":
             _start_devices(tf, len(gpus))
 
@@ -152,65 +157,6 @@ def _bound_threads(tf: Any, cpus: int) -> None:
         threading.set_intra_op_parallelism_threads(cpus)
     if threading.get_inter_op_parallelism_threads() != cpus:
         threading.set_inter_op_parallelism_threads(cpus)
-
-
-def _limit_devices(tf: Any, gpus: list[Any], caps: tuple[int, ...] | None) -> None:
-    for index, gpu in enumerate(gpus):
-        if caps is None:
-            tf.config.experimental.set_memory_growth(gpu, True)
-            continue
-        limit = tf.config.LogicalDeviceConfiguration(memory_limit=max(1, caps[index] // MIB))
-        tf.config.set_logical_device_configuration(gpu, [limit])
-
-
-def _bound_sessions(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> None:
-    """Make TensorFlow 1 sessions keep to the cap, or grow where there is none.
-
-    The options of a session replace what `_limit_devices` configured: a session that is the first to
-    use a device took 40 % of an H200 under a cap of 8 GiB. Every class of session starts through
-    `BaseSession.__init__`: `Session`, `InteractiveSession`, monitored and supervised ones, Keras'.
-    A `tf.distribute.Server` opens devices by itself and is not covered.
-    """
-    module = imported("tensorflow.python.client.session", "BaseSession")
-    if module is None:
-        return
-    base = module.BaseSession
-    # What is there may be the policy of a standby.
-    start: Callable[..., None] = getattr(base.__init__, "__wrapped__", base.__init__)
-
-    @functools.wraps(start)
-    def start_bounded(self: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:
-        # Without options a session has those of `_limit_devices`.
-        if hasattr(config, "gpu_options"):
-            copied = type(config)()
-            copied.CopyFrom(config)
-            _bound_options(copied.gpu_options, caps, total_bytes)
-            config = copied
-        start(self, target, graph, config)
-
-    base.__init__ = start_bounded
-
-
-def _bound_options(
-    options: Any, caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]
-) -> None:
-    if caps is None:
-        options.allow_growth = True
-        return
-    split_devices = options.experimental.virtual_devices
-    if not split_devices:
-        # One fraction for all devices: the smallest, so that it holds on each. 0 means all memory.
-        most = min(cap / total for cap, total in zip(caps, total_bytes, strict=True))
-        options.per_process_gpu_memory_fraction = min(
-            options.per_process_gpu_memory_fraction or 1.0, most
-        )
-        return
-    # Devices that the session splits: TensorFlow refuses a fraction beside them.
-    most_mib = max(1, min(caps) // MIB)
-    for device in split_devices:
-        limits = list(device.memory_limit_mb) or [most_mib]
-        scale = min(1.0, most_mib / sum(limits))
-        device.memory_limit_mb[:] = [limit * scale for limit in limits]
 
 
 def _start_devices(tf: Any, count: int) -> None:  # needs a GPU

@@ -470,6 +470,75 @@ out["types"] = [type(back["x"][0]).__name__, type(back["v"]).__name__]
     assert found["types"] == ["ndarray", "float32"]
 
 
+#: What opens the device, and as `session` runs operations there.
+TENSORFLOW_SESSIONS = {
+    "a fraction": """
+options = v1.GPUOptions(per_process_gpu_memory_fraction=0.4)
+session = v1.Session(config=v1.ConfigProto(gpu_options=options))
+""",
+    "a reserve": """
+os.environ["TF_DEVICE_MIN_SYS_MEMORY_IN_MB"] = "1024"
+session = v1.InteractiveSession()
+""",
+    "an allocator without a limit": """
+options = v1.GPUOptions(experimental=v1.GPUOptions.Experimental(use_cuda_malloc_async=True))
+session = v1.Session(config=v1.ConfigProto(gpu_options=options))
+""",
+    "a server": "session = v1.Session(tf.distribute.Server.create_local_server().target)",
+}
+
+
+@needs("tensorflow")
+@pytest.mark.parametrize("opened", TENSORFLOW_SESSIONS.values(), ids=list(TENSORFLOW_SESSIONS))
+def test_a_tensorflow_1_session_keeps_to_the_cap(fields, opened):
+    found = run_child(
+        f"""{NVML}
+import tensorflow as tf
+v1 = tf.compat.v1
+v1.disable_eager_execution()
+with tf.device("GPU:0"):
+    blocks = [
+        v1.Variable(v1.zeros([64 * MIB]), collections=[], use_resource=True) for _ in range(16)
+    ]
+{opened}
+held = 0
+try:
+    for block in blocks:
+        session.run(block.initializer)
+        held += 256 * MIB
+except Exception as error:
+    out["over"] = looks_out_of_memory(error)
+out["held"], out["process"] = held, process_bytes()
+""",
+        fields("tensorflow"),
+    )
+    assert found["over"] == "tensorflow"
+    assert found["held"] >= 1.25 * GIB
+    assert found["process"] <= 2 * GIB + CONTEXT["tensorflow"]
+
+
+@needs("tensorflow")
+def test_a_gpu_that_a_tensorflow_session_has_opened_is_split_no_further(fields):
+    found = run_child(
+        f"""{NVML}
+import tensorflow as tf
+v1 = tf.compat.v1
+v1.disable_eager_execution()
+v1.Session().run(v1.random.uniform([1024]))
+piece = v1.GPUOptions.Experimental.VirtualDevices(memory_limit_mb=[1024, 1024])
+options = v1.GPUOptions(experimental=v1.GPUOptions.Experimental(virtual_devices=[piece]))
+try:
+    v1.Session(config=v1.ConfigProto(gpu_options=options))
+except FrameworkError as error:
+    out["refused"] = str(error)
+out["process"] = process_bytes()
+""",
+        fields("tensorflow"),
+    )
+    assert "cannot be split into 2 logical devices" in found["refused"]
+    assert found["process"] <= 2 * GIB + CONTEXT["tensorflow"]
+
+
 #: The model repeats its input a given number of times, so that one run can need any amount of memory.
 #: `onnx.save(onnx.parser.parse_model(TEXT), ...)` made it from this text:
 #:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -201,6 +202,11 @@ def observed(prefect_server: str) -> Observed:
     def look(name: str, size: int) -> dict[str, Any]:
         get_run_logger().info("logged in %s", name)
         print(f"printed in {name}")
+        # From a thread, which has no context of Prefect's.
+        logger = logging.getLogger("prefect_gpu.frameworks")
+        warning = threading.Thread(target=logger.warning, args=("warned in %s", name))
+        warning.start()
+        warning.join()
         artifact = create_markdown_artifact("# here", key=f"from-child-{os.getpid()}")
         event = emit_event("prefect-gpu.tested", {"prefect.resource.id": f"test.{name}"})
         return {
@@ -263,7 +269,7 @@ def test_a_task_run_has_the_tags_of_its_task_and_of_the_contexts_around_it(
     assert {*SMALL, "mine", "from-context", "around-the-flow"} <= set(run.tags)
 
 
-@pytest.mark.parametrize("message", ["logged in a", "printed in a"])
+@pytest.mark.parametrize("message", ["logged in a", "printed in a", "warned in a"])
 def test_logs_and_prints_of_a_body_belong_to_its_task_run(observed: Observed, message: str) -> None:
     logs = api.logs(UUID(observed.flow_run), [message])
     assert logs[message].task_run_id == observed.id

@@ -181,6 +181,12 @@ back = pickle.loads(dumps(value))
 out["types"] = [type(back["a"][0]).__name__, type(back["b"]).__name__, type(back["c"]).__name__]
 out["values"] = [back["a"][0].tolist(), back["b"].tolist(), back["c"].tolist(), str(back["s"])]
 out["left"] = ADAPTERS["tensorflow"].reduce_to_host(keras.Sequential()) is NotImplemented
+with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    try:
+        session.run(tf.debugging.check_numerics(float("nan") * tf.ones([1]), "no number"))
+    except Exception as error:
+        had, back = error, pickle.loads(dumps(error))
+        out["error"] = [type(back).__name__, had.message == back.message, had.op.type, back.op]
 try:
     tf.zeros([1 << 45])
 except Exception as error:
@@ -200,93 +206,338 @@ except FrameworkError as error:
     assert found["types"] == ["ndarray"] * 3
     assert found["values"] == [[0, 1, 2, 3], [1.0, 2.0], [3.0], "b'x'"]
     assert found["left"]
+    assert found["error"] == ["InvalidArgumentError", True, "CheckNumerics", None]
     # The machine's memory, not a device's.
     assert found["oom"] == ["ResourceExhaustedError", False]
     assert "its runtime must not start before the task's body" in found["late"]
 
 
-@needs_tensorflow
-def test_tensorflow_1_sessions_keep_to_the_policy_whatever_their_options_say():
-    found = run_child(
-        """
-import tensorflow as tf
+#: TensorFlow with GPUs that it does not have: whatever opens them is stopped, and shows what it asks for.
+TENSORFLOW_SHOWN = """
 from dataclasses import replace
-from tensorflow.python.client import session as sessions
+from importlib import import_module
+import logging
+import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2, tensorflow_server_pb2
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import _pywrap_device_lib, device_lib, pywrap_tf_session
+from tensorflow.python.eager import context
 from tensorflow.python.keras import backend as keras_backend
 
 v1 = tf.compat.v1
-# A GPU of 16 GiB that takes what is configured; sessions show their options and do not start.
-tf.config.list_physical_devices = lambda kind: ["GPU:0"]
-tf.config.set_logical_device_configuration = lambda gpu, limits: None
-tf.config.experimental.set_memory_growth = lambda gpu, on: None
+gpus = 1
+pywrap_tfe.TF_ListPhysicalDevices = lambda: [b"/physical_device:CPU:0"] + [
+    f"/physical_device:GPU:{i}".encode() for i in range(gpus)
+]
 
 class Shown(Exception):
     pass
 
-def show(target, config):
-    raise Shown(config.gpu_options)
+def show(config):
+    raise Shown(config)
 
-sessions.tf_session.TF_NewSessionOptions = show
+config_of = config_pb2.ConfigProto.FromString
+pywrap_tf_session.TF_NewSessionOptions = lambda target, config: show(config)
+pywrap_tf_session.TF_NewServer = lambda serialized: show(
+    tensorflow_server_pb2.ServerDef.FromString(serialized).default_session_config
+)
+pywrap_tfe.TFE_ContextOptionsSetConfig = lambda options, config: show(config_of(config))
+_pywrap_device_lib.list_devices = lambda config: show(config_of(config))
+
+class Messages(logging.Handler):
+    def emit(self, record):
+        messages.append(record.getMessage())
+
+messages = []
+logging.getLogger("prefect_gpu").addHandler(Messages())
+
+def apply(allocation="limit", total=(16,), budget=(8,)):
+    global gpus
+    gpus = len(total)
+    context._reset_context()
+    ADAPTERS["tensorflow"].apply(
+        replace(
+            policy, device_kind="nvml", allocation=allocation, frameworks=("tensorflow",),
+            device_uuids=tuple(f"GPU-{i}" for i in range(gpus)),
+            total_bytes=tuple(n * GIB for n in total), budget_bytes=tuple(n * GIB for n in budget),
+        )
+    )
 
 def options_of(make):
     try:
         with v1.Graph().as_default():
             make()
     except Shown as shown:
-        (options,) = shown.args
+        options = shown.args[0].gpu_options
         limits = [list(d.memory_limit_mb) for d in options.experimental.virtual_devices]
-        return [options.per_process_gpu_memory_fraction, options.allow_growth, limits]
+        return [limits, options.allow_growth]
 
-def config(**options):
-    return v1.ConfigProto(gpu_options=v1.GPUOptions(**options))
+def eager(setting=lambda gpu: None):
+    context._reset_context()
+    setting(tf.config.list_physical_devices("GPU")[0])
+    with tf.init_scope():
+        tf.zeros([])
+
+def config(device_count=None, **options):
+    return v1.ConfigProto(gpu_options=v1.GPUOptions(**options), device_count=device_count)
+
+def fraction(value, **options):
+    return config(per_process_gpu_memory_fraction=value, **options)
+
+def experimental(**options):
+    return config(experimental=v1.GPUOptions.Experimental(**options))
 
 def split(*limits):
-    experimental = v1.GPUOptions.Experimental
-    pieces = [experimental.VirtualDevices(memory_limit_mb=each) for each in limits]
-    return config(experimental=experimental(virtual_devices=pieces))
+    pieces = [v1.GPUOptions.Experimental.VirtualDevices(memory_limit_mb=each) for each in limits]
+    return experimental(virtual_devices=pieces)
 
-theirs = config(per_process_gpu_memory_fraction=0.75)
-for allocation in ("limit", "growth"):
-    ADAPTERS["tensorflow"].apply(
-        replace(
-            policy, device_kind="nvml", allocation=allocation, frameworks=("tensorflow",),
-            total_bytes=(16 * GIB,), budget_bytes=(8 * GIB,),
-        )
-    )
-    out[allocation] = {
-        "more": options_of(lambda: v1.Session(config=theirs)),
-        "less": options_of(lambda: v1.Session(config=config(per_process_gpu_memory_fraction=0.25))),
-        "unsaid": options_of(lambda: v1.Session(config=v1.ConfigProto())),
-        "positional": options_of(lambda: v1.Session("", None, v1.ConfigProto())),
-        "interactive": options_of(v1.InteractiveSession),
-        "supervised": options_of(lambda: v1.train.MonitoredSession(
-            v1.train.ChiefSessionCreator(config=config(per_process_gpu_memory_fraction=1.5)))),
-        "keras": options_of(keras_backend.get_session),
-        "split": options_of(lambda: v1.Session(config=split([2048, 6144]))),
-        "split further": options_of(lambda: v1.Session(config=split([6144, 10240]))),
-        "split without limits": options_of(lambda: v1.Session(config=split([]))),
-    }
+def managed(config):
+    with v1.train.Supervisor().managed_session(config=config):
+        pass
+
+def logical(*limits):
+    pieces = [tf.config.LogicalDeviceConfiguration(memory_limit=n) for n in limits]
+    return lambda gpu: tf.config.set_logical_device_configuration(gpu, pieces)
+
+sessions = {
+    "Session": lambda config: v1.Session(config=config),
+    "positional": lambda config: v1.Session("", None, config),
+    "InteractiveSession": lambda config: v1.InteractiveSession(config=config),
+    "MonitoredTrainingSession": lambda config: v1.train.MonitoredTrainingSession(config=config),
+    "MonitoredSession": lambda config: v1.train.MonitoredSession(
+        v1.train.ChiefSessionCreator(config=config)),
+    "SingularMonitoredSession": lambda config: v1.train.SingularMonitoredSession(config=config),
+    "Supervisor": managed,
+    "Server": lambda config: tf.distribute.Server({"local": ["localhost:0"]}, config=config),
+    "create_local_server": v1.train.Server.create_local_server,
+    "list_local_devices": device_lib.list_local_devices,
+}
+"""
+
+
+@needs_tensorflow
+def test_whatever_opens_a_gpu_in_tensorflow_keeps_to_the_cap():
+    found = run_child(
+        TENSORFLOW_SHOWN
+        + """
+settings = {
+    "nothing": lambda: None,
+    "no options": config,
+    "more": lambda: fraction(0.75),
+    "less": lambda: fraction(0.25),
+    "all of it, and more": lambda: fraction(1.5),
+    "more, growing": lambda: fraction(0.75, allow_growth=True),
+    "growing": lambda: config(allow_growth=True),
+    "shown": lambda: fraction(0.75, visible_device_list="0"),
+    "unlimited": lambda: experimental(use_cuda_malloc_async=True, gpu_system_memory_size_in_mb=1),
+    "two equal pieces": lambda: experimental(num_virtual_devices_per_gpu=2),
+    "split": lambda: split([2048, 6144]),
+    "split further": lambda: split([6144, 10240]),
+    "split without limits": lambda: split([]),
+    "split below nothing": lambda: split([-1]),
+}
+for kind, make in sessions.items():
+    out[kind] = {}
+    for setting, config_for in settings.items():
+        apply()
+        out[kind][setting] = options_of(lambda: make(config_for()))
+apply()
+out["keras"] = options_of(keras_backend.get_session)
+out["is_gpu_available"] = options_of(tf.test.is_gpu_available)
+from tensorflow.python.grappler import cluster
+out["Cluster"] = options_of(cluster.Cluster)
+for name, setting in {
+    "set_memory_growth": lambda gpu: tf.config.experimental.set_memory_growth(gpu, True),
+    "less": logical(2048),
+    "more": logical(6144, 10240),
+}.items():
+    apply()
+    out[f"tf.config {name}"] = options_of(lambda: eager(setting))
+out["hidden"] = options_of(lambda: v1.Session(config=fraction(0.75, device_count={"GPU": 0})))
+theirs = fraction(0.75)
+options_of(lambda: v1.Session(config=theirs))
 out["theirs"] = theirs.gpu_options.per_process_gpu_memory_fraction
 """,
         host_policy(),
     )
-    whole = [0.5, False, []]
-    assert found["limit"] == {
+    whole = [[[8192]], False]
+    kinds = {
+        "nothing": whole,
+        "no options": whole,
         "more": whole,
-        "less": [0.25, False, []],
-        "unsaid": whole,
-        "positional": whole,
-        "interactive": [0.5, True, []],
-        "supervised": whole,
-        "keras": whole,
-        "split": [0.0, False, [[2048, 6144]]],
-        "split further": [0.0, False, [[3072, 5120]]],
-        "split without limits": [0.0, False, [[8192]]],
+        "less": [[[4096]], False],
+        "all of it, and more": whole,
+        "more, growing": [[[8192]], True],
+        "growing": [[[8192]], True],
+        "shown": whole,
+        "unlimited": whole,
+        "two equal pieces": [[[4096, 4096]], False],
+        "split": [[[2048, 6144]], False],
+        "split further": [[[3072, 5120]], False],
+        "split without limits": whole,
+        "split below nothing": [[[1]], False],
     }
-    growth = found["growth"]
-    assert growth["more"] == [0.75, True, []]
-    assert all(allow_growth for _, allow_growth, _ in growth.values())
+    for kind in (
+        "Session",
+        "positional",
+        "MonitoredTrainingSession",
+        "MonitoredSession",
+        "SingularMonitoredSession",
+        "Supervisor",
+        "Server",
+        "create_local_server",
+        "list_local_devices",
+    ):
+        assert found[kind] == kinds, kind
+    # Without options this one grows.
+    assert found["InteractiveSession"] == {**kinds, "nothing": [[[8192]], True]}
+    assert found["keras"] == whole
+    assert found["is_gpu_available"] == whole
+    assert found["Cluster"] == whole
+    assert found["tf.config set_memory_growth"] == [[[8192]], True]
+    assert found["tf.config less"] == [[[2048]], False]
+    assert found["tf.config more"] == [[[3072, 5120]], False]
+    assert found["hidden"] == [[], False]
     assert found["theirs"] == 0.75, "the session changed the options that it was given"
+
+
+@needs_tensorflow
+def test_whatever_opens_a_gpu_in_tensorflow_grows_where_there_is_no_cap():
+    found = run_child(
+        TENSORFLOW_SHOWN
+        + """
+for kind, make in sessions.items():
+    apply("growth")
+    out[kind] = options_of(lambda: make(fraction(0.75)))
+apply("growth")
+out["tf.config"] = options_of(lambda: eager(logical(2048)))
+out["warned"] = messages
+""",
+        host_policy(),
+    )
+    assert found.pop("warned") == []
+    assert found.pop("tf.config") == [[[2048]], True]
+    assert set(map(str, found.values())) == {"[[], True]"}
+
+
+@needs_tensorflow
+def test_several_gpus_of_tensorflow_have_a_cap_each():
+    found = run_child(
+        TENSORFLOW_SHOWN
+        + """
+for name, config_for in {
+    "both": config,
+    "more": lambda: fraction(0.9),
+    "the second": lambda: config(visible_device_list="1"),
+    "turned": lambda: fraction(0.3, visible_device_list="1,0"),
+    "the first": lambda: config(device_count={"GPU": 1}),
+    "no such device": lambda: fraction(0.9, visible_device_list="0,2"),
+    "no list": lambda: fraction(0.9, visible_device_list="first"),
+    "too few pieces": lambda: split([9000]),
+}.items():
+    apply(total=(16, 32), budget=(8, 8))
+    out[name] = options_of(lambda: v1.Session(config=config_for()))[0]
+""",
+        host_policy(),
+    )
+    assert found == {
+        "both": [[8192], [8192]],
+        "more": [[8192], [8192]],
+        "the second": [[8192]],
+        "turned": [[8192], [4915]],
+        "the first": [[8192]],
+        # TensorFlow refuses these.
+        "no such device": [],
+        "no list": [],
+        "too few pieces": [[9000]],
+    }
+
+
+@needs_tensorflow
+def test_what_tensorflow_asks_for_above_the_cap_is_logged_once():
+    found = run_child(
+        TENSORFLOW_SHOWN
+        + """
+apply()
+for _ in range(2):
+    options_of(lambda: v1.Session(config=config()))
+    options_of(lambda: v1.Session(config=fraction(0.25)))
+out["kept"] = list(messages)
+for _ in range(2):
+    options_of(lambda: v1.Session(config=fraction(0.75)))
+    options_of(lambda: v1.Session(config=split([10240])))
+out["fraction"] = list(messages)
+apply()
+options_of(lambda: eager(logical(10240)))
+out["limit"] = messages[1:]
+messages.clear()
+os.environ["TF_GPU_ALLOCATOR"] = "cuda_malloc_async"
+options_of(lambda: v1.Session(config=experimental(use_cuda_malloc_async=True)))
+out["allocator"] = messages
+out["left"] = os.environ.get("TF_GPU_ALLOCATOR")
+""",
+        host_policy(),
+    )
+    assert found["kept"] == []
+    (fraction,) = found["fraction"]
+    assert (
+        "per_process_gpu_memory_fraction=0.75 is 12GiB of this GPU; 0.5 (8GiB) is used" in fraction
+    )
+    assert "its budget less the CUDA context" in fraction
+    (limit,) = found["limit"]
+    assert "logical devices of 10GiB on one GPU; 8GiB is used" in limit
+    (allocator,) = found["allocator"]
+    assert "TF_GPU_ALLOCATOR=cuda_malloc_async is not used" in allocator
+    assert found["left"] is None
+
+
+@needs_tensorflow
+def test_a_gpu_that_tensorflow_has_opened_is_split_no_further():
+    found = run_child(
+        TENSORFLOW_SHOWN
+        + """
+def problem_of(make):
+    try:
+        return options_of(make)[0]
+    except FrameworkError as error:
+        return str(error)
+
+apply()
+out["whole"] = problem_of(lambda: v1.Session(config=fraction(0.1)))
+out["then split"] = problem_of(lambda: v1.Session(config=split([1024, 1024])))
+out["by tf.config"] = problem_of(lambda: eager(logical(1024, 1024)))
+apply()
+out["split"] = problem_of(lambda: v1.Session(config=split([1024, 1024])))
+out["again"] = problem_of(lambda: v1.Session(config=split([4096, 4096])))
+out["then whole"] = problem_of(lambda: v1.Session())
+""",
+        host_policy(),
+    )
+    for again in ("then split", "by tf.config"):
+        assert "GPU 0 cannot be split into 2 logical devices" in found[again]
+        assert "tf.config.set_logical_device_configuration or in the first session" in found[again]
+    assert found["split"] == [[1024, 1024]]
+    assert found["again"] == [[4096, 4096]]
+    assert found["then whole"] == [[8192]]
+
+
+@needs_tensorflow
+def test_a_session_of_a_tensorflow_server_runs_under_a_cap():
+    found = run_child(
+        """
+import tensorflow as tf
+from prefect_gpu.frameworks.tensorflow_devices import hold_caps
+
+v1 = tf.compat.v1
+# Without a GPU TensorFlow takes no notice of its options.
+hold_caps((), ())
+server = tf.distribute.Server.create_local_server()
+with v1.Graph().as_default(), v1.Session(server.target, config=v1.ConfigProto()) as session:
+    out["sum"] = int(session.run(v1.constant(1) + 2))
+""",
+        host_policy(),
+    )
+    assert found["sum"] == 3
 
 
 @needs_tensorflow

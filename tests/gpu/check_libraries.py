@@ -57,8 +57,10 @@ SEED = 2
 #: Seconds that a body may take on a GPU: a few are enough, once its library is imported.
 LONGEST_S = 75.0
 
-#: A process may have so much more than its budget.
+#: A process may have so much more than its budget. JAX takes up to 254 MiB beside its pool for moments that the
+#: readings of a first run may miss (JAX 0.11, H200).
 MOST_OVER_BYTES = 64 * MIB
+MOST_OVER_JAX_BYTES = 320 * MIB
 
 #: Results of two runs may differ by this fraction: kernels add in another order each time.
 RESULT_TOLERANCE = 0.05
@@ -199,11 +201,12 @@ def judge_learned(learned: Tried, first: Tried, observer: Observer) -> list[str]
     if report is None or report["budget_source"] != "learned":
         return [*problems, "its budget was not learned"]
     budget = report.bytes("budget_bytes") or 0
+    over = MOST_OVER_JAX_BYTES if report["framework"] == "jax" else MOST_OVER_BYTES
     for peak, source in (
         (report.bytes("peak_process_bytes"), "its report says"),
         (observer.peak_of(report), "NVML showed"),
     ):
-        if peak is not None and peak > budget + MOST_OVER_BYTES:
+        if peak is not None and peak > budget + over:
             problems.append(f"{source} {size(peak)} MiB, with a budget of {size(budget)}")
     if not is_same(learned.found.get("result"), first.found.get("result")):
         problems.append(f"{learned.found.get('result')}, not {first.found.get('result')}")

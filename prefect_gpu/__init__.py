@@ -25,7 +25,11 @@ if TYPE_CHECKING:
         ProtocolError,
         ResultError,
     )
-    from prefect_gpu.frameworks.memory_help import find_batch_size, release_cached
+    from prefect_gpu.frameworks.memory_help import (
+        find_batch_size,
+        memory_snapshot,
+        release_cached,
+    )
     from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
     from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, step
     from prefect_gpu.policy import GPUPolicy, gpu
@@ -38,7 +42,7 @@ _NAMES = {
     "task_runner": ("GPUTaskRunner",),
     "policy": ("gpu", "GPUPolicy"),
     "in_task": ("current_allocation", "Allocation", "phase", "mark", "step"),
-    "frameworks.memory_help": ("find_batch_size", "release_cached"),
+    "frameworks.memory_help": ("find_batch_size", "memory_snapshot", "release_cached"),
     "frameworks.onnxruntime_adapter": ("onnxruntime_provider_options",),
 }
 
@@ -53,6 +57,7 @@ __all__ = [  # noqa: RUF022  # by importance
     "step",
     "find_batch_size",
     "release_cached",
+    "memory_snapshot",
     "onnxruntime_provider_options",
     "PrefectGPUError",
     "PolicyError",

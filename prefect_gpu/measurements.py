@@ -160,6 +160,9 @@ class StepFacts:
     alloc_retries: int = 0
     #: Growth of the bytes allocated at the end of a step, per step; `None`: too few steps.
     growth_bytes: float | None = None
+    #: Whether the steps after the first took the same. `False`: inputs change size, so a later first step may
+    #: take what the first one took; or there was one such step at most, which shows nothing of others.
+    alike: bool = True
 
 
 #: Number of steps, from the first, whose marks are kept.

@@ -114,6 +114,12 @@ class GPUSettings(PrefectBaseSettings):
         default=True,
         description="Publish a memory report for each process and each flow run as artifacts.",
     )
+    # Empty is none, not the working folder.
+    memory_snapshots: Annotated[Path | None, BeforeValidator(lambda given: given or None)] = Field(
+        default=None,
+        description="Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, and "
+        "writes a file if it runs out of memory. None: nothing is recorded.",
+    )
     standby: Standby = Field(
         default="auto",
         description="Processes started ahead of their tasks: auto, or at most this many (0: none), or "

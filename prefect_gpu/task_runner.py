@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from prefect import Task
@@ -48,6 +49,9 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             a process that has imported Prefect, NumPy and, for tasks that use it, PyTorch, and has
             done nothing else; for many short tasks. Other frameworks are refused under it, and no
             standbys are started.
+        memory_snapshots: Folder for PyTorch's memory snapshots: each PyTorch task records what it
+            allocates, with stacks, and writes `<task run id>-<attempt>.pickle` there if it runs out of
+            memory. `None`: nothing is recorded.
 
     Raises:
         DeviceError: `devices` cannot be read, or the platform has no sessions of processes, or no
@@ -65,6 +69,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         standby: int | str | None = None,
         start_method: str | None = None,
         max_tasks_per_device: int | None = None,
+        memory_snapshots: str | Path | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if sys.platform == "win32":
@@ -80,6 +85,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             "reports": reports,
             "standby": standby,
             "start_method": start_method,
+            "memory_snapshots": memory_snapshots,
         }
         settings = GPUSettings(**{k: v for k, v in given.items() if v is not None})
         # Pickled with the flow: plain values only.
@@ -92,6 +98,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             settings.reports,
             settings.standby,
             settings.start_method,
+            settings.memory_snapshots,
         )
         if settings.start_method == "forkserver" and not sys.platform.startswith("linux"):
             raise DeviceError(

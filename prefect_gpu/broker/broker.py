@@ -23,6 +23,7 @@ from functools import partial
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
+from prefect_gpu.broker.ticket import Measured
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
 from prefect_gpu.clock import Clock, RealClock
@@ -623,8 +624,14 @@ class Broker:
         self._note_neighbours(self.devices)
         for request_id, ticket in self._placed.items():
             if ticket.pid is not None and ticket.on_measured is not None:
-                sizes = tuple(self._view.measured_bytes(request_id, d) for d in ticket.devices)
-                self._calls.append(partial(ticket.on_measured, reading.at_s, sizes))
+                measured = tuple(
+                    Measured(
+                        self._view.measured_bytes(request_id, device),
+                        self._view.measured_by_pid(ticket.pid, device),
+                    )
+                    for device in ticket.devices
+                )
+                self._calls.append(partial(ticket.on_measured, reading.at_s, measured))
         self._view.warn(reading)
         self._release_all(self._recovery.check(reading, self._placed.values()))
 

@@ -241,6 +241,8 @@ class DeviceView:
         self._came_s = 0.0
         #: By device: the bytes that each request's process holds.
         self._measured: dict[DeviceKey, Mapping[str, int]] = {}
+        #: By device and child process: the bytes of that process and of those that it started, by process id.
+        self._by_root: dict[tuple[DeviceKey, int], dict[int, int]] = {}
         #: The states of the devices, and the reservations on each that they were computed for (`None`: it is
         #: not computed for this reading).
         self._states: list[DeviceState] = []
@@ -256,6 +258,12 @@ class DeviceView:
         self._keys = [snapshot.device.key for snapshot in reading.snapshots]
         self._states = [DeviceState(snapshot, 0, 0, 0) for snapshot in reading.snapshots]
         self._computed_for = [None] * len(self._keys)
+        self._by_root = {}
+        for snapshot in reading.snapshots:
+            for use in snapshot.processes if snapshot.device.attributed else ():
+                if use.root_pid is not None and use.used_bytes is not None:
+                    of_root = self._by_root.setdefault((snapshot.device.key, use.root_pid), {})
+                    of_root[use.pid] = of_root.get(use.pid, 0) + use.used_bytes
 
     @property
     def fresh(self) -> bool:
@@ -333,6 +341,10 @@ class DeviceView:
     def measured_bytes(self, request_id: str, device: Device) -> int:
         """Return what a request's process holds of a device, as `states` has last found."""
         return self._measured.get(device.key, {}).get(request_id, 0)
+
+    def measured_by_pid(self, root_pid: int, device: Device) -> Mapping[int, int]:
+        """Return what a child process and those that it started hold of a device, by process id."""
+        return self._by_root.get((device.key, root_pid), {})
 
     def warn(self, reading: Reading) -> None:
         """Log what is odd in a reading, each thing once."""

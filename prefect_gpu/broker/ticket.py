@@ -7,7 +7,7 @@ A `Ticket` is used under the broker's lock, but for the wait for its decision. W
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from prefect_gpu.clock import Clock
@@ -16,6 +16,16 @@ from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
 
 #: Names that a ticket keeps of tasks beside its own.
 MOST_NEIGHBOURS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the process of a request holds of one device, in bytes."""
+
+    #: With all that it has started.
+    total_bytes: int
+    #: Of each of them, by process id; empty where the device does not attribute memory to processes.
+    by_pid: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -39,9 +49,9 @@ class Ticket:
     standby_id: str = ""
     #: Bytes that its own counters (plus context) give, where the device cannot tell.
     stand_in_bytes: int = 0
-    #: Called with monotonic seconds and the bytes on each of its devices, in the task's order, at
+    #: Called with monotonic seconds and what it holds of each of its devices, in the task's order, at
     #: every reading while it runs.
-    on_measured: Callable[[float, tuple[int, ...]], None] | None = None
+    on_measured: Callable[[float, tuple[Measured, ...]], None] | None = None
     #: Called with the bytes that did not come back (`None`: not known), once.
     on_recovered: Callable[[int | None], None] | None = None
     #: What others' processes held on its devices when it was placed, in bytes.

@@ -6,13 +6,19 @@ On GPUs the frameworks and the driver are asked, on simulated devices the tally 
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from prefect_gpu.child.cuda_driver import PrimaryContexts
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, EndTrace, FrameworkAdapter, FrameworkPolicy
+from prefect_gpu.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -24,6 +30,7 @@ class Readings:
         policy: Contains the devices and their kind.
         adapters: Frameworks to ask.
         own: Asks the driver; `None`: the machine's driver.
+        contexts: Those of this process; `None`: as the machine's driver has them.
     """
 
     def __init__(
@@ -31,14 +38,20 @@ class Readings:
         policy: FrameworkPolicy,
         adapters: Sequence[FrameworkAdapter],
         own: OwnMemory | None = None,
+        contexts: PrimaryContexts | None = None,
     ) -> None:
         #: In the task's order.
         self.device_uuids = policy.device_uuids
         self._adapters = adapters
+        self._snapshot_path = policy.snapshot_path
         self._simulated = policy.device_kind == "simulated"
         self._own = None
         if policy.device_kind == "nvml":
             self._own = own or OwnMemory(policy.device_uuids)
+        on_gpu = policy.device_kind == "nvml"
+        self._contexts = contexts or PrimaryContexts(len(policy.device_uuids) if on_gpu else 0)
+        #: What the frameworks held at the last reading.
+        self._held_bytes = 0
         self._reported = False
 
     def sample(self) -> tuple[int, int] | None:
@@ -55,11 +68,34 @@ class Readings:
             tally = getattr(sys.modules.get("prefect_gpu.testing"), "tally", None)
             found: Counters | None = None if tally is None else tally()
             return found
-        return self._ask(hooks.collect_counters)
+        counters = self._ask(hooks.collect_counters)
+        if counters is not None:
+            self._held_bytes = counters.reserved_bytes or counters.live_bytes
+        return counters
 
     def begin_trace(self) -> EndTrace | None:
         """Begin to trace what is allocated; `None`: no framework can be traced now."""
         return None if self._simulated else self._ask(hooks.begin_trace)
+
+    def memory_summary(self, framework: str) -> str:
+        """Return a framework's own page on its allocators; empty: it has none."""
+        named = self._named(framework)
+        return self._ask(lambda _: named[0].memory_summary() if named else "") or ""
+
+    def write_snapshot(self, framework: str) -> str:
+        """Write a framework's snapshot where the policy says; return the file, empty: none."""
+        path, named = self._snapshot_path, self._named(framework)
+        if not path or not named or self._contexts.lost:
+            return ""
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return path if named[0].write_snapshot(path) else ""
+        except Exception as error:
+            sys.stderr.write(f"prefect_gpu: no memory snapshot: {error!r}\n")
+            return ""
+
+    def _named(self, framework: str) -> list[FrameworkAdapter]:
+        return [adapter for adapter in self._adapters if adapter.name == framework]
 
     def own(self) -> tuple[OwnUse, ...]:
         """Read what the driver reports of this process on its devices; empty without a driver."""
@@ -71,8 +107,23 @@ class Readings:
         return sum(known) if known else None
 
     def _ask(self, question: Callable[[Sequence[FrameworkAdapter]], T | None]) -> T | None:
+        if self._contexts.lost:
+            return None
         try:
-            return question(self._adapters)
+            found = question(self._adapters)
+            # Afterwards: what was counted before a context was destroyed is right.
+            if found is None or not self._contexts.read():
+                return found
+            # From here on they count what is lost.
+            logger.warning(
+                "the body destroyed its CUDA context while %s held %s in it (cudaDeviceReset, "
+                "numba.cuda.close() and Device.reset() do that): what was there is lost, and the report has "
+                "the framework's figures from before; to free memory, use the framework's own calls, such as "
+                "prefect_gpu.release_cached()",
+                " and ".join(hooks.frameworks_in_use()),
+                format_bytes(self._held_bytes),
+            )
+            return None
         except Exception as error:
             # Once: it may be asked two hundred times a second.
             if not self._reported:

@@ -41,6 +41,10 @@ T = TypeVar("T")
 #: Number of last steps whose seconds and memory at the end are kept, for the median and the slope.
 KEPT_STEPS = 512
 
+#: Steps are alike if the two steady ones that took the most differ by less than this factor. Steps on inputs of one
+#: size take the same to the byte (PyTorch); a last batch that is smaller, or an evaluation, is not among the two.
+ALIKE_FACTOR = 1.02
+
 #: Step ends needed for a slope: two give a difference only, and one outlier among three misleads.
 LEAST_FOR_SLOPE = 4
 
@@ -52,6 +56,9 @@ class StepBook:
     kernels in it. Steps count as *steady* after the first one, and after the last one in which the
     allocator had to release its cache. The open step is what comes after the last boundary: its
     memory counts, since a budget must hold it too, and its seconds do not.
+
+    Steady steps that are not alike have inputs that change size. The first step may then have had the largest,
+    and what it took is no peculiarity of the first step.
     """
 
     def __init__(self) -> None:
@@ -61,6 +68,8 @@ class StepBook:
         #: Peak bytes in the open step, and in the steady steps that have ended.
         self._open_live: int | None = None
         self._steady_live: int | None = None
+        #: The second largest peak of the steady steps that have ended; `None`: there are not two.
+        self._second_live: int | None = None
         #: Number of steady steps that have ended.
         self._steady = 0
         self._last_retries = 0
@@ -106,11 +115,11 @@ class StepBook:
         if self.count == 0:
             self._first_live = self._open_live
         elif self.released_cache:
-            self._steady, self._steady_live = 0, None
+            self._steady, self._steady_live, self._second_live = 0, None, None
             self._ends.clear()
         else:
             self._steady += 1
-            self._steady_live = largest(self._steady_live, self._open_live)
+            self._add_peak(self._open_live)
             if live_bytes is not None:
                 self._ends.append((self._steady, live_bytes))
         if self._ended_s is not None:
@@ -119,6 +128,20 @@ class StepBook:
         self.count += 1
         # What is allocated at the end of a step is allocated at the beginning of the next.
         self._open_live, self.released_cache = live_bytes, False
+
+    def _add_peak(self, live_bytes: int | None) -> None:
+        if live_bytes is None:
+            return
+        if self._steady_live is None or live_bytes >= self._steady_live:
+            self._second_live, self._steady_live = self._steady_live, live_bytes
+        else:
+            self._second_live = largest(self._second_live, live_bytes)
+
+    def _are_alike(self) -> bool:
+        """Return whether the steady steps are known to be alike."""
+        if self._steady_live is None or self._second_live is None:
+            return False
+        return self._steady_live <= ALIKE_FACTOR * self._second_live
 
     def facts(self) -> StepFacts | None:
         """Return what the steps so far show; `None`: there was none."""
@@ -138,6 +161,7 @@ class StepBook:
             step_s=median(self._seconds) if self._seconds else None,
             alloc_retries=self._retries,
             growth_bytes=growth,
+            alike=self._are_alike(),
         )
 
 

@@ -14,6 +14,9 @@ from prefect_gpu.child.readings import Readings
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory, find_out_of_memory, parse_wanted_bytes
 
+#: Characters that are kept of a framework's own page; PyTorch's has 5,000 for each device.
+SUMMARY_CHARS = 64_000
+
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"([0-9]+(?:\.[0-9]+)?) (bytes|[KMG]iB)"
 
@@ -85,6 +88,8 @@ def find_shortage(
 ) -> OutOfMemory | None:
     """Find an out-of-memory in an error and its causes, and read what the process holds.
 
+    The framework's own summary is read too, and its snapshot is written where the policy names a file.
+
     Args:
         error: What the body raised.
         frameworks: Those whose errors count, as in `gpu:framework=`.
@@ -97,7 +102,14 @@ def find_shortage(
     if found is None:
         return None
     cause, framework = found
-    return _read_state(framework, str(cause), readings) if framework else _read_simulated(cause)
+    if not framework:
+        return _read_simulated(cause)
+    return replace(
+        _read_state(framework, str(cause), readings),
+        summary=readings.memory_summary(framework)[:SUMMARY_CHARS],
+        # Last: a snapshot may take seconds.
+        snapshot_path=readings.write_snapshot(framework),
+    )
 
 
 def _read_state(framework: str, text: str, readings: Readings) -> OutOfMemory:

@@ -8,7 +8,6 @@ variables may still change afterwards in `frameworks.adapter`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import itertools
 import os
@@ -18,17 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prefect_gpu import in_task as inside
+from prefect_gpu.child import cuda_driver
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.process_resources import read_own_bytes, read_status
 from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
-
-#: The driver's library, by the name under which every program loads it.
-DRIVER_LIBRARY = "libcuda.so.1"
-
-#: What the driver returns before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
-_NOT_INITIALIZED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +104,9 @@ def find_started() -> str:
             return f"{name} could not say whether it has started: {error}"
         if started:
             return f"{name} was started by a module as it was imported"
-    try:
-        driver = ctypes.CDLL(DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except (OSError, AttributeError):
-        # Not loaded; or this system has no such flag (macOS).
-        return ""
-    count = ctypes.c_int()
-    if driver.cuDeviceGetCount(ctypes.byref(count)) == _NOT_INITIALIZED:
-        return ""
-    return "the CUDA driver was initialised by a module as it was imported"
+    if cuda_driver.is_initialized():
+        return "the CUDA driver was initialised by a module as it was imported"
+    return ""
 
 
 def heat(order: Heat) -> Heated:

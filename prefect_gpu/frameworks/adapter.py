@@ -157,6 +157,9 @@ class FrameworkPolicy:
     #: Fraction of the budget by framework name, from `gpu:framework=torch:70%`. Frameworks that tags
     #: name without one divide the rest equally.
     shares: Mapping[str, float] = field(default_factory=dict)
+    #: File for PyTorch's memory snapshot at an out-of-memory, for which it records what it allocates;
+    #: empty: it does not.
+    snapshot_path: str = ""
 
     def share(self, framework: str) -> float:
         """Return the fraction of each budget that a framework may use.
@@ -303,6 +306,21 @@ class FrameworkAdapter:
             `None`: it cannot be traced now.
         """
         return None
+
+    def memory_summary(self) -> str:
+        """Child: return the framework's own page on its allocators; empty: it has none."""
+        return ""
+
+    def write_snapshot(self, path: str) -> bool:
+        """Child: write the framework's own snapshot of its memory to a file.
+
+        Returns:
+            Whether there was anything to write.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        return False
 
     def release_cached(self) -> None:
         """Child: return the memory that the allocator keeps for later to the driver.

@@ -1,9 +1,10 @@
-"""What a body can do when device memory is short: free cached memory, or use smaller batches.
+"""What a body can do when device memory is short: free it, use smaller batches, see what holds it.
 
     size = find_batch_size(train_one_step, start=256)
     freed_bytes = release_cached()
+    memory_snapshot("after-setup.pickle")
 
-Both act on the calling process, and work outside a GPU task too. What happens when a body fails with
+All act on the calling process, and work outside a GPU task too. What happens when a body fails with
 an out-of-memory is decided in `scheduling.ladder`.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 from collections.abc import Callable
 
@@ -39,6 +41,26 @@ def release_cached() -> int:
     gc.collect()
     after = _read_own()
     return sum(max(0, size - after.get(uuid, size)) for uuid, size in before.items())
+
+
+def memory_snapshot(path: str | os.PathLike[str]) -> bool:
+    """Write PyTorch's memory snapshot to a file, to be opened at https://pytorch.org/memory_viz.
+
+    The file has each segment and block of PyTorch's allocator on all devices of the process. If
+    PyTorch records what it allocates, it also has that history, with stacks: call
+    `torch.cuda.memory._record_memory_history()` first, or use `GPUTaskRunner(memory_snapshots=...)`,
+    which also writes a snapshot when a body fails with an out-of-memory.
+
+    Args:
+        path: The file. One that exists is replaced.
+
+    Returns:
+        `False`: nothing was written, since PyTorch has not used CUDA in this process.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    return ADAPTERS["torch"].write_snapshot(os.fspath(path))
 
 
 def find_batch_size(fn: Callable[[int], object], start: int, *, least: int = 1) -> int:

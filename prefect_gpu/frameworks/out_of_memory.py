@@ -88,6 +88,9 @@ _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
         ("cusolver_status_alloc_failed",),
         ("cusparse_status_alloc_failed",),
         ("cufft_alloc_failed",),
+        # Accelerate's `find_executable_batch_size`, and with it the `Trainer` of Hugging Face: it has caught
+        # each out-of-memory, down to a batch of one, and raises this without a cause (1.15).
+        ("no executable batch size found",),
     ),
 }
 
@@ -254,3 +257,7 @@ class OutOfMemory:
     device_uuid: str = ""
     #: Whether the process's own cap refused, where the error says so; `None`: it does not.
     says_own_cap: bool | None = None
+    #: The framework's own page on its allocators; empty: it has none.
+    summary: str = ""
+    #: File with the framework's snapshot of its memory; empty: none was written.
+    snapshot_path: str = ""

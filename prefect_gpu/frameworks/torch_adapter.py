@@ -10,7 +10,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -35,9 +39,19 @@ LARGE_BLOCK_BYTES = 2 * MIB
 #: (`processes.transport.FILE_BYTES`). PyTorch pickles a smaller one itself, so that it can be resized.
 LARGE_STORAGE_BYTES = 1 * MIB
 
+#: Variables with options of the allocator; 2.9 renamed the first.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+#: The first release that was seen to know the option `per_process_memory_fraction`. Older ones refuse
+#: options that they do not know.
+SUBPROCESS_CAP_VERSION = (2, 11)
+
 #: Events of each device that a trace keeps; a block has three in its life. Reading 150 takes 0.5 ms,
 #: 20,000 take 8 (H200, PyTorch 2.11, 2026-11-21). A step with more has no peak from its trace.
 MAX_EVENTS = 50_000
+
+#: Events of each device that are kept for a snapshot at an out-of-memory, as in PyTorch's own examples.
+HISTORY_EVENTS = 100_000
 
 #: Bytes to which the allocator rounds a block (`kMinBlockSize`); a trace has the requested size.
 BLOCK_BYTES = 512
@@ -57,12 +71,11 @@ class TorchAdapter(FrameworkAdapter):
     can_start_early = True
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return the allocator's variables; both names, since 2.9 renamed `PYTORCH_CUDA_ALLOC_CONF`."""
+        """Return the allocator's variables, under both names."""
         variables: dict[str, str | None] = {}
         if policy.allocator_options:
             text = ",".join(f"{key}:{value}" for key, value in policy.allocator_options.items())
-            variables["PYTORCH_ALLOC_CONF"] = text
-            variables["PYTORCH_CUDA_ALLOC_CONF"] = text
+            variables |= dict.fromkeys(ALLOCATOR_VARIABLES, text)
         if not policy.caching:
             variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         elif policy.cap_bytes(self.name) is not None:
@@ -83,6 +96,8 @@ class TorchAdapter(FrameworkAdapter):
         if policy.device_kind != "nvml":
             return
         self._check_devices(torch, len(policy.device_uuids))
+        if policy.snapshot_path:
+            torch.cuda._lazy_call(lambda: record_history(torch))
         caps = policy.cap_bytes(self.name)
         if caps is None:
             return
@@ -95,6 +110,7 @@ class TorchAdapter(FrameworkAdapter):
         # `_lazy_call` queues until CUDA is initialised, as `torch.cuda.manual_seed` does; private,
         # but there since 1.0. In 2.13 the public setter initialises CUDA at once (0.3 s).
         torch.cuda._lazy_call(lambda: _cap_devices(torch, caps))
+        _cap_subprocesses(torch, os.environ, caps, policy.total_bytes)
         if policy.allocation == "all":
             _take_all(torch, caps)
 
@@ -109,7 +125,7 @@ class TorchAdapter(FrameworkAdapter):
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
         """Return `True` for what is read when CUDA starts; the import chooses the backend."""
-        if name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in ALLOCATOR_VARIABLES:
             return _backend(before) == _backend(after)
         return name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
@@ -177,6 +193,21 @@ class TorchAdapter(FrameworkAdapter):
     def begin_trace(self) -> EndTrace | None:
         """Child: record what the caching allocator does, unless a recording is running."""
         return None if _started_cuda() is None else begin_trace(import_module("torch"))
+
+    def memory_summary(self) -> str:
+        """Child: return `torch.cuda.memory_summary()` of each device."""
+        cuda = _started_cuda()
+        if cuda is None:
+            return ""
+        return "\n".join(cuda.memory_summary(index) for index in range(cuda.device_count()))
+
+    def write_snapshot(self, path: str) -> bool:
+        """Child: write `torch.cuda.memory._dump_snapshot()`, private but documented, of all devices."""
+        cuda = _started_cuda()
+        if cuda is None:
+            return False
+        cuda.memory._dump_snapshot(path)
+        return True
 
     def release_cached(self) -> None:
         """Child: empty the caching allocator's cache, what `allocation=all` took included."""
@@ -321,6 +352,27 @@ def _cap_devices(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
         torch.cuda.set_per_process_memory_fraction(fraction_for(cap, total), index)
 
 
+def _cap_subprocesses(
+    torch: Any,
+    environ: MutableMapping[str, str],
+    caps: tuple[int, ...],
+    total_bytes: tuple[int, ...],
+) -> None:
+    """Cap each process that the body starts (`torchrun`, `multiprocessing`), by what it inherits.
+
+    It is one fraction for all devices: the smallest. This process has the exact caps of `_cap_devices`.
+    """
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if version < SUBPROCESS_CAP_VERSION:
+        return
+    fraction = min(cap / total for cap, total in zip(caps, total_bytes, strict=True))
+    # PyTorch reads the first of them that is set.
+    names = [name for name in ALLOCATOR_VARIABLES if name in environ] or ALLOCATOR_VARIABLES[-1:]
+    for name in names:
+        options = [option for option in environ.get(name, "").split(",") if option]
+        environ[name] = ",".join([*options, f"per_process_memory_fraction:{fraction:.6f}"])
+
+
 def fraction_for(cap_bytes: int, total_bytes: int) -> float:
     """Return the smallest fraction of `total_bytes` that PyTorch rounds down to `cap_bytes`."""
     if cap_bytes >= total_bytes:
@@ -356,25 +408,47 @@ def _started_cuda() -> Any:
     return torch.cuda if torch.cuda.is_initialized() else None
 
 
-def peak_bytes(live_bytes: int, events: Iterable[Mapping[str, Any]]) -> int:
+#: Whether this process records for a snapshot at an out-of-memory. The body may have stopped it since.
+_records_history = False
+
+
+def record_history(torch: Any) -> None:
+    """Have the allocator record what it does, with the Python stacks; CUDA must have started.
+
+    Never raises: the driver's own pool cannot record, and a body runs without a history too.
+    """
+    global _records_history
+    try:
+        torch.cuda.memory._record_memory_history(
+            enabled="all", context="all", stacks="python", max_entries=HISTORY_EVENTS
+        )
+        _records_history = True
+    except Exception as error:  # noqa: BLE001 - as above
+        sys.stderr.write(f"prefect_gpu: PyTorch does not record for snapshots: {error!r}\n")
+
+
+def peak_bytes(live_bytes: int, events: Sequence[Mapping[str, Any]], since_us: int = 0) -> int:
     """Return the most bytes that were allocated on one device at a time.
 
-    Counters fall when a block is freed, not when the device has finished with it, so
-    "free_requested" counts. A block from the cache may be larger than requested, by less than
-    1 MiB, which no event shows.
+    The events are followed back from the end, where what is allocated is known. Counters fall when a
+    block is freed, not when the device has finished with it, so "free_requested" counts. A block from
+    the cache may be larger than requested, by less than 1 MiB, which no event shows.
 
     Args:
-        live_bytes: Allocated when the trace began.
-        events: Of its trace, oldest first, with "action" and "size".
+        live_bytes: Allocated now.
+        events: Of its trace, oldest first, with "action", "size" and, where `since_us` is given, "time_us".
+        since_us: Older events do not count, in microseconds since the epoch.
     """
     peak = now = live_bytes
-    for event in events:
+    for event in reversed(events):
+        if since_us and event["time_us"] < since_us:
+            break
         action = event["action"]
         if action == "alloc":
-            now += _block_bytes(event["size"])
-            peak = max(peak, now)
-        elif action == "free_requested":
             now -= _block_bytes(event["size"])
+        elif action == "free_requested":
+            now += _block_bytes(event["size"])
+        peak = max(peak, now)
     return peak
 
 
@@ -384,15 +458,17 @@ def begin_trace(torch: Any) -> EndTrace | None:
     Samples miss what is freed within a few milliseconds. The allocator's own peak covers the whole
     life of the process unless it is reset, which only the body may do. The allocator's trace has
     every event and resets nothing. The body may use it too: while the body records, this does not.
+    Where it records for a snapshot, the trace is the newest part of that.
 
     Returns:
-        `None`: a recording is running, or this allocator cannot record.
+        `None`: the body's own recording is running, or this allocator cannot record.
     """
     trace = None
     try:
-        if torch._C._cuda_isHistoryEnabled():
+        is_on = torch._C._cuda_isHistoryEnabled()
+        if is_on and not _records_history:
             return None
-        trace = TorchTrace(torch)
+        trace = TorchTrace(torch, shared=is_on)
         trace.begin()
     except Exception:  # noqa: BLE001 - a trace must not fail the body
         if trace is not None:
@@ -406,16 +482,14 @@ class TorchTrace:
 
     Args:
         torch: The module.
+        shared: The allocator records already, for a snapshot, and goes on afterwards.
     """
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, shared: bool) -> None:
         self._core = torch._C
         self._cuda = torch.cuda
-        #: By device.
-        self._live_bytes = [
-            int(self._cuda.memory_stats_as_nested_dict(i)["allocated_bytes"]["all"]["current"])
-            for i in range(self._cuda.device_count())
-        ]
+        #: In microseconds since the epoch, where events of before are in the record; else 0.
+        self._since_us = time.time_ns() // 1000 if shared else 0
         #: The body switched recording on or off itself.
         self._taken_over = False
         #: By name, what replaces a switch in `torch._C`, and the switch.
@@ -423,6 +497,8 @@ class TorchTrace:
 
     def begin(self) -> None:
         """Begin to record, without stacks, and to notice whether the body records too."""
+        if self._since_us:
+            return
         # Takes 20 µs. Nothing is left of an earlier recording: its end empties it.
         self._cuda.memory._record_memory_history(
             enabled="all", context=None, stacks="python", max_entries=MAX_EVENTS
@@ -458,7 +534,7 @@ class TorchTrace:
                 if getattr(self._core, name) is stand_in:
                     setattr(self._core, name, switch)
             self._replaced.clear()
-            if self._is_ours():
+            if not self._since_us and self._is_ours():
                 self._cuda.memory._record_memory_history(enabled=None)
 
     def _is_ours(self) -> bool:
@@ -472,16 +548,29 @@ class TorchTrace:
         return noticed
 
     def _peak_bytes(self) -> int | None:
+        live_bytes = [
+            int(self._cuda.memory_stats_as_nested_dict(i)["allocated_bytes"]["all"]["current"])
+            for i in range(self._cuda.device_count())
+        ]
         snapshot = self._cuda.memory._snapshot()
         rounding = snapshot.get("allocator_settings", {}).get("roundup_power2_divisions", {})
         if any(int(divisions) > 1 for divisions in rounding.values()):
             return None
         traces = snapshot["device_traces"]
-        if any(len(events) >= MAX_EVENTS for events in traces):
+        if not all(map(self._is_whole, traces)):
             return None
         # A device that was never used may have no trace.
-        unused = len(self._live_bytes) - len(traces)
-        return sum(map(peak_bytes, self._live_bytes, [*traces, *([()] * unused)]))
+        traces = [*traces, *([()] * (len(live_bytes) - len(traces)))]
+        return sum(
+            peak_bytes(live, events, self._since_us)
+            for live, events in zip(live_bytes, traces, strict=True)
+        )
+
+    def _is_whole(self, events: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether no event since the begin was lost."""
+        if self._since_us:
+            return not events or bool(events[0]["time_us"] < self._since_us)
+        return len(events) < MAX_EVENTS
 
 
 def _block_bytes(size_bytes: int) -> int:

@@ -341,7 +341,8 @@ def _without_probes(group: list[TaskReport]) -> list[TaskReport]:
 
 
 def _is_steady(report: TaskReport) -> bool:
-    return report.steps is not None and report.steps.steady_live_bytes is not None
+    steps = report.steps
+    return steps is not None and steps.alike and steps.steady_live_bytes is not None
 
 
 def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
@@ -360,16 +361,17 @@ def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
     live = top.live_bytes if top.steady_live_bytes is None else top.steady_live_bytes
     if live is None:
         # No framework reports its memory: only the process as a whole is known.
-        return f"peak {_with_margin(top.process_bytes or 0)}{of_runs}"
+        return f"peak {_with_margin(top.process_bytes or 0, lesson.growth)}{of_runs}"
     steady = "live peak" if top.steady_live_bytes is None else "steady live peak"
     context = f" + context {format_bytes(lesson.context_bytes)}" if lesson.context_bytes else ""
-    return f"{steady} {_with_margin(live)}{context}{of_runs}"
+    return f"{steady} {_with_margin(live, lesson.growth)}{context}{of_runs}"
 
 
-def _with_margin(size_bytes: int) -> str:
-    if size_bytes * (LIVE_FACTOR - 1) < LIVE_MARGIN_BYTES:
+def _with_margin(size_bytes: int, growth: float) -> str:
+    if size_bytes * (LIVE_FACTOR * growth - 1) < LIVE_MARGIN_BYTES:
         return f"{format_bytes(size_bytes)} + {format_bytes(LIVE_MARGIN_BYTES)}"
-    return f"{format_bytes(size_bytes)} × {LIVE_FACTOR:g}"
+    more = f" × {growth:.2f} for larger inputs" if growth >= 1.005 else ""
+    return f"{format_bytes(size_bytes)} × {LIVE_FACTOR:g}{more}"
 
 
 def _after_oom_bytes(report: TaskReport) -> int:

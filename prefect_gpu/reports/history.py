@@ -393,6 +393,10 @@ def _lesson(runs: Sequence[PastRun]) -> str:
             f" Not less than {format_bytes(lesson.floor_bytes)}: with a smaller one it ran out of "
             "memory or slowed down."
         )
+    if lesson.growth >= 1.005:
+        text += (
+            f" Runs differ in what they need: it is {lesson.growth:.2f} times as large for that."
+        )
     return text
 
 

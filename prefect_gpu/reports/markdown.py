@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.reports.advice import advise, tags_table
-from prefect_gpu.reports.markup import escape, image, percent, table
+from prefect_gpu.reports.markup import escape, folded, image, percent, table
 from prefect_gpu.reports.model import (
     CAUSE_WORDS,
     OUTCOME_WORDS,
@@ -21,7 +21,7 @@ from prefect_gpu.reports.model import (
 )
 from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
-from prefect_gpu.units import GIB, format_bytes, format_seconds
+from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds
 
 #: Rows of a flow's table. With more, of some 200 bytes each, the page becomes slow to open. Failures and
 #: leaks are listed separately.
@@ -29,6 +29,9 @@ ROW_LIMIT = 1000
 
 #: Lines in each list of what needs attention.
 ATTENTION_LIMIT = 50
+
+#: Rows of the table of a task's processes.
+PROCESS_LIMIT = 50
 
 #: Characters of an error that are shown.
 ERROR_LIMIT = 1000
@@ -86,8 +89,13 @@ def task_markdown(report: TaskReport) -> str:
     parts.append(table(("Task run", escape(report.task_run_name)), _facts(report)))
     if advice := advise(report):
         parts += ["### What would help", "\n".join(f"- {line}" for line in advice)]
+    if report.processes:
+        parts += ["### Devices and processes", _devices_and_processes(report)]
     if report.marks:
         parts += ["### Phases", _phases(report)]
+    if report.memory_summary:
+        title = "PyTorch's memory summary when memory ran out"
+        parts.append(folded(title, report.memory_summary))
     raw = [("`pid`", str(report.pid))]
     raw += [(f"`{key}`", escape(value, 500)) for key, value in report.metadata().items()]
     parts += [
@@ -151,6 +159,7 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
         ("Context", f"{format_bytes(report.context_bytes)}, outside the framework's count"),
         ("Steps", _step_words(report.steps)),
         *([("Out of memory put down to", _oom_words(report))] if report.cause else []),
+        *([("Memory snapshot", _snapshot_words(report))] if report.snapshot_path else []),
         ("Leaked", format_bytes(report.leaked_bytes) if report.leaked_bytes else leaked),
         (
             "Reserved in vain",
@@ -184,7 +193,8 @@ def _step_words(steps: StepFacts | None) -> str:
     if steps.first_live_bytes is not None:
         words.append(f"up to {format_bytes(steps.first_live_bytes)} allocated in the first")
     if steps.steady_live_bytes is not None:
-        words.append(f"{format_bytes(steps.steady_live_bytes)} in steady ones")
+        differ = "" if steps.alike or steps.count < 3 else ", which differ"
+        words.append(f"{format_bytes(steps.steady_live_bytes)} in steady ones{differ}")
     if steps.step_s is not None:
         words.append(f"{format_seconds(steps.step_s)} each")
     if steps.alloc_retries:
@@ -199,23 +209,62 @@ def _oom_words(report: TaskReport) -> str:
     return words
 
 
-def _phases(report: TaskReport) -> str:
+def _snapshot_words(report: TaskReport) -> str:
+    viewer = "[PyTorch's viewer](https://pytorch.org/memory_viz)"
+    return f"{escape(report.snapshot_path, 500)}; open it in {viewer}"
+
+
+def _devices_and_processes(report: TaskReport) -> str:
+    def words(pid: int | None) -> str:
+        if pid is None:
+            return "all"
+        return f"{pid}, the task's own" if pid == report.pid else f"{pid}, started by it"
+
     rows = [
         (
+            str(process.device_index),
+            words(process.pid),
+            format_bytes(process.peak_bytes),
+            percent(process.peak_bytes, report.budget_bytes),
+        )
+        for process in report.processes[:PROCESS_LIMIT]
+    ]
+    text = table(("device", "process", "peak", "of its budget"), rows, right=(2, 3))
+    left = len(report.processes) - PROCESS_LIMIT
+    return text if left <= 0 else f"{text}\n\n… and {left} more, not shown."
+
+
+def _phases(report: TaskReport) -> str:
+    process = "NVML" if report.source == "nvml" else "process"
+    heads = ["step", "phase", "allocated", "peak allocated", "reserved", "peak reserved", process]
+    rows = [
+        [
             str(mark.step),
             escape(mark.name),
-            format_bytes(mark.allocated_bytes),
-            format_bytes(mark.peak_allocated_bytes),
-            format_bytes(mark.reserved_bytes),
-            format_bytes(mark.peak_reserved_bytes),
-            format_bytes(mark.process_bytes),
-            "–" if mark.duration_s is None else format_seconds(mark.duration_s),
-        )
+            *map(
+                _mib,
+                (
+                    mark.allocated_bytes,
+                    mark.peak_allocated_bytes,
+                    mark.reserved_bytes,
+                    mark.peak_reserved_bytes,
+                    mark.process_bytes,
+                ),
+            ),
+        ]
         for mark in report.marks
     ]
-    process = "NVML" if report.source == "nvml" else "process"
-    heads = ("step", "phase", "allocated", "peak allocated", "reserved", "peak reserved", process)
-    return table((*heads, "took"), rows, right=(0, 2, 3, 4, 5, 6, 7))
+    if any(mark.duration_s is not None for mark in report.marks):
+        heads.append("took")
+        for row, mark in zip(rows, report.marks, strict=True):
+            row.append("–" if mark.duration_s is None else format_seconds(mark.duration_s))
+    sizes = "Sizes in MiB. The peaks of a phase are those in it, the peaks of a mark those since the mark before."
+    return table(heads, rows, right=(0, 2, 3, 4, 5, 6, 7)) + f"\n\n{sizes}"
+
+
+def _mib(size_bytes: int | None) -> str:
+    # One unit for all rows: 2.1GiB beside 2.1GiB may hide 50 MiB.
+    return "unknown" if size_bytes is None else f"{size_bytes / MIB:,.1f}"
 
 
 def flow_markdown(reports: Sequence[TaskReport], *, flow_name: str = "") -> str:

@@ -6,6 +6,7 @@ It knows nothing of reports. Their text is in `markdown`, `advice` and `history`
 from __future__ import annotations
 
 import base64
+import html
 import re
 from collections.abc import Sequence
 
@@ -60,6 +61,20 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequenc
     """
     aligned = ["--:" if column in right else "---" for column in range(len(heads))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, aligned, *rows))
+
+
+def folded(title: str, text: str) -> str:
+    """Return text of several lines as it is, which a click on its title opens.
+
+    It is one block of HTML: the v1 UI closes `<details>` before Markdown in it (Prefect 3.8.8).
+
+    Args:
+        title: Without markup, and not a user's.
+        text: Any text. Its blank lines are left out, since one would end the block.
+    """
+    lines = ("".join(c if c.isprintable() else "�" for c in line) for line in text.splitlines())
+    body = "\n".join(html.escape(line, quote=False) for line in lines if line.strip())
+    return f"<details>\n<summary>{title}</summary>\n<pre>\n{body}\n</pre>\n</details>"
 
 
 def percent(part: float, whole: float) -> str:

@@ -44,6 +44,17 @@ Source = Literal["nvml", "framework", "host", "simulated"]
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessPeak:
+    """The most that one process of a task, or all of them together, held of a device."""
+
+    #: Index of the device, as in `Device.index`.
+    device_index: int
+    #: `None`: all of them.
+    pid: int | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TaskReport:
     """Everything that is known about one process of one task run."""
 
@@ -103,6 +114,12 @@ class TaskReport:
     history_key: str = ""
     #: Names of the tasks, of all flows of the machine, that were on its devices meanwhile. Up to 20.
     shared_with: tuple[str, ...] = ()
+    #: After an out-of-memory, the framework's own page on its allocators. Empty: it has none.
+    memory_summary: str = ""
+    #: The file with its memory snapshot. Empty: none was written.
+    snapshot_path: str = ""
+    #: By device, all processes first and then each, the largest first. Empty: one process on one device.
+    processes: tuple[ProcessPeak, ...] = ()
 
     @property
     def budget_total_bytes(self) -> int:
@@ -123,12 +140,14 @@ class TaskReport:
     def compact(self) -> TaskReport:
         """Return a copy of a few kilobytes, of which a flow's report can keep thousands.
 
-        Its samples are merged into a coarse outline and it has no marks. Other fields are unchanged.
+        Its samples are merged into a coarse outline and it has no marks and no page of its framework. Other fields are unchanged.
         """
         return replace(
             self,
             samples=merge(self.samples, COMPACT_SAMPLES),
             marks=(),
+            memory_summary="",
+            processes=(),
             sample_count=max(self.sample_count, len(self.samples)),
         )
 
@@ -193,7 +212,7 @@ def past_run(report: TaskReport) -> PastRun:
         budget_bytes=report.budget_bytes,
         cap_bytes=report.cap_bytes,
         live_bytes=each_known(live),
-        steady_live_bytes=each_known(steps.steady_live_bytes) if steps else None,
+        steady_live_bytes=each_known(steps.steady_live_bytes) if steps and steps.alike else None,
         process_bytes=each(peak) if measured else None,
         context_bytes=each(report.context_bytes),
         alloc_retries=steps.alloc_retries if steps else 0,

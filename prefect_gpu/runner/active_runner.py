@@ -73,6 +73,8 @@ class Configuration:
     reports: bool
     standby: int | str
     start_method: str
+    #: `None`: no memory snapshots.
+    memory_snapshots: Path | None = None
 
 
 class ActiveRunner:
@@ -101,7 +103,7 @@ class ActiveRunner:
         self._publisher: Publisher | None = None
         self._reports: list[TaskReport] = []
         self._book: BudgetBook | None = None
-        self._plans = PlanMaker()
+        self._plans = PlanMaker(configuration.memory_snapshots)
         #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
         self.flow: FlowRunContext | None = None
         self._told_not_hot = False
@@ -303,7 +305,7 @@ class ActiveRunner:
         """
         given = self._configuration
         # Runners share a broker whatever else they do with their tasks.
-        key = replace(given, reports=True, standby=0, start_method="spawn")
+        key = replace(given, reports=True, standby=0, start_method="spawn", memory_snapshots=None)
         folder = read_settings().ledger
         return PROCESS_RESOURCES.get(("broker", key, folder), lambda: _make_broker(given, folder))
 

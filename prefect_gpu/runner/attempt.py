@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
+from prefect_gpu.broker.ticket import Measured
 from prefect_gpu.devices.host import read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.errors import (
@@ -255,6 +256,7 @@ class Attempt:
             total_bytes=tuple(device.total_bytes for device in placement.devices),
             budget_bytes=placement.budget_bytes,
             allocation=self._allocation,
+            snapshot_path=self._snapshot_path(),
         )
         frameworks = self._plan.frameworks
         learned = self._grant.contexts.get(placement.devices[0].name)
@@ -296,6 +298,11 @@ class Attempt:
             sys_path=import_paths(),
             standby=ticket.standby_id,
         )
+
+    def _snapshot_path(self) -> str:
+        folder = self._plan.snapshots
+        name = f"{self._run.task_run.id}-{self._number}.pickle"
+        return "" if folder is None else str(folder / name)
 
     # While there is one: the engine's thread.
 
@@ -479,9 +486,11 @@ class Attempt:
         if self._ticket is not None and read.counters.reserved_bytes is not None:
             self._ticket.stand_in_bytes = read.counters.reserved_bytes + self._learned.context_bytes
 
-    def _take_measurement(self, at_s: float, sizes_bytes: tuple[int, ...]) -> None:
+    def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
         """Take a reading of the process's devices, on the broker's thread."""
+        sizes_bytes = tuple(each.total_bytes for each in measured)
         over = self._learned.add_reading(at_s, sizes_bytes, self._memory.live_bytes())
+        self._learned.add_processes([each.by_pid for each in measured])
         if over is not None:
             # The engine's thread notes it, and kills the process if it is to be killed.
             seen_bytes, budget_bytes = over

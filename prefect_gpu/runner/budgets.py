@@ -59,6 +59,8 @@ class Grant:
     waited_s: float = 0.0
     #: Seconds for which it is expected to hold its devices; `None`: no run of it has completed.
     expected_s: float | None = None
+    #: Bytes that are enough for past runs, their first steps included, by device name.
+    whole_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class ProbeGate:
@@ -269,7 +271,14 @@ class BudgetBook:
         memory: Memory = ModelBudgets(tuple(sorted(budgets.items()))) if budgets else None
         if len(lessons) == 1 and budgets:
             (memory,) = budgets.values()
-        return Grant(memory, "learned" if known else "probe", contexts, claims, waited_s)
+        return Grant(
+            memory,
+            "learned" if known else "probe",
+            contexts,
+            claims,
+            waited_s,
+            whole_bytes={name: lesson.whole_bytes for name, lesson in known.items()},
+        )
 
     def _runs(self, key: HistoryKey) -> list[PastRun]:
         """Return the runs of a key: kept ones and those of this process, each once, newest first."""

@@ -174,7 +174,10 @@ class ContextMeter:
             messages.put,
         )
         shown: queues.SimpleQueue[tuple[float, int]] = queues.SimpleQueue()
-        before, ticket.on_measured = ticket.on_measured, lambda at, sizes: shown.put((at, sizes[0]))
+        before, ticket.on_measured = (
+            ticket.on_measured,
+            lambda at, found: shown.put((at, found[0].total_bytes)),
+        )
         try:
             reserved = self._hear(messages, broker, ticket)
             return max(0, self._read(shown, broker) - reserved)

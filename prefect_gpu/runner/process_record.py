@@ -19,11 +19,14 @@ from prefect_gpu.frameworks.registry import SEEN_BY_LOOKING
 from prefect_gpu.measurements import Mark, MarkKeeper, Sample, SeriesBuilder, StepFacts, largest
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.markup import clean_name
-from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
+from prefect_gpu.reports.model import BudgetSource, Outcome, ProcessPeak, Source, TaskReport
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
+
+#: Processes of a body whose memory is noted one by one, times the devices that they use.
+MOST_PROCESSES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,10 @@ class ProcessRecord:
         self._peak_reserved_bytes: int | None = None
         self._used: tuple[str, ...] = ()
         self._steps: StepFacts | None = None
+        #: Most that each process held of each device, in bytes, by the device's place and process id.
+        self._processes: dict[tuple[int, int], int] = {}
+        #: Most that all of them held of each device.
+        self._device_peaks = [0] * len(placement.devices)
         #: Their times are seconds since the body's first line.
         self._marks = MarkKeeper()
         #: Most that it held, as itself or the simulated devices know it, in bytes.
@@ -143,11 +150,21 @@ class ProcessRecord:
         with self._lock:
             self._context.add_reading(total)
             self._add(at_s, total, live_bytes, live_bytes)
+            self._device_peaks = list(map(max, self._device_peaks, sizes_bytes))
             for size, budget in zip(sizes_bytes, self._placement.budget_bytes, strict=True):
                 if self._watched and size > budget + OVERSHOOT_BYTES:
                     self._watched = False
                     return size, budget
         return None
+
+    def add_processes(self, by_pid: Sequence[Mapping[int, int]]) -> None:
+        """Note what each of its processes holds: on each device, in the placement's order, by process id."""
+        with self._lock:
+            for device, held in enumerate(by_pid):
+                for pid, held_bytes in held.items():
+                    key = device, pid
+                    if key in self._processes or len(self._processes) < MOST_PROCESSES:
+                        self._processes[key] = max(held_bytes, self._processes.get(key, 0))
 
     def add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
         """Note what its frameworks say themselves.
@@ -282,7 +299,23 @@ class ProcessRecord:
                 steps=self._seen_steps(),
                 history_key=call.identity.learn_by,
                 shared_with=shared_with,
+                memory_summary=self.out_of_memory.summary if self.out_of_memory else "",
+                snapshot_path=self.out_of_memory.snapshot_path if self.out_of_memory else "",
+                processes=self._several_processes(),
             )
+
+    def _several_processes(self) -> tuple[ProcessPeak, ...]:
+        """Return what each process held of each device; nothing for the task's own on one device."""
+        if len(self._device_peaks) == 1 and {pid for _, pid in self._processes} <= {self.pid}:
+            return ()
+        peaks: list[ProcessPeak] = []
+        for at, (device, total_bytes) in enumerate(
+            zip(self._placement.devices, self._device_peaks, strict=True)
+        ):
+            peaks.append(ProcessPeak(device.index, None, total_bytes))
+            held = [(size, pid) for (place, pid), size in self._processes.items() if place == at]
+            peaks += [ProcessPeak(device.index, pid, size) for size, pid in sorted(held)[::-1]]
+        return tuple(peaks)
 
     def _seen_steps(self) -> StepFacts | None:
         """Return what its steps show; steady memory only for frameworks where sampling sees it."""

@@ -146,6 +146,7 @@ class BodyRun:
 
     def _run_processes(self) -> object:
         grant = self._first_grant()
+        whole_bytes = 0
         shortage: Exception | None = None
         while True:
             attempt: Attempt | None = None
@@ -161,6 +162,7 @@ class BodyRun:
                 placement = attempt.place()
                 # A probe on one model says nothing of others.
                 grant = self._book.keep(grant, placement.devices[0].name)
+                whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
                 return attempt.run()
             except PlacementTimeoutError:
                 raise
@@ -175,7 +177,7 @@ class BodyRun:
                 if attempt is None or evidence is None:
                     raise
                 cause, wanted_bytes = classify(evidence), needed_bytes(evidence)
-                rung = self._next_rung(attempt, cause, evidence, error)
+                rung = self._next_rung(attempt, cause, evidence, whole_bytes, error)
                 if rung is None:
                     raise
                 # The first of PyTorch's six sentences says it.
@@ -225,7 +227,12 @@ class BodyRun:
         return grant
 
     def _next_rung(
-        self, attempt: Attempt, cause: Cause, evidence: Evidence, error: Exception
+        self,
+        attempt: Attempt,
+        cause: Cause,
+        evidence: Evidence,
+        whole_bytes: int,
+        error: Exception,
     ) -> Rung | None:
         """Return what the next process gets; `None`: there is none, and the error stands."""
         if self._policy.oom == "fail":
@@ -234,7 +241,7 @@ class BodyRun:
         # Each of its devices could give so much.
         sizes = sorted(self._broker.capacities(self._policy.devices).values())
         capacity = sizes[-self._policy.count :][0]
-        rung = next_rung(climb, cause, evidence, capacity)
+        rung = next_rung(climb, cause, evidence, capacity, whole_bytes)
         if isinstance(rung, Rung):
             return rung
         _add_note(error, f"prefect_gpu: {rung}")

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from prefect import Task
@@ -54,6 +55,8 @@ class TaskPlan:
     timeout_s: float | None
     #: Place in the order of arrival: a retry does not go to the end.
     sequence: int
+    #: Folder for PyTorch's memory snapshots; `None`: it records nothing for them.
+    snapshots: Path | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -101,9 +104,13 @@ class PlanMaker:
     """Makes the plans of a runner's tasks. Safe to use from several threads.
 
     It reads each function once: a flow may map one task over thousands of inputs.
+
+    Args:
+        snapshots: As in the plans; a relative one is of the folder that the flow runs in now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, snapshots: Path | None = None) -> None:
+        self._snapshots = None if snapshots is None else snapshots.expanduser().absolute()
         #: By the identity of a function, which is kept so that the identity stays its own.
         self._found: dict[int, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {}
 
@@ -127,6 +134,7 @@ class PlanMaker:
             sharing=sharing,
             timeout_s=task.timeout_seconds,
             sequence=sequence,
+            snapshots=self._snapshots,
         )
 
     def _detect(self, function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -6,10 +6,11 @@ probe while nothing is known is `prefect_gpu.runner.budgets`; what happens after
 The formula, with the figures that it is based on (a ResNet-50 in training on an H200, 2026-11-20: a run that
 took 13.2 GiB because the device was empty needs 4.8 to run as fast):
 
-    need(run) = max(LIVE_FACTOR × live, live + LIVE_MARGIN) + context
+    need(run) = max(LIVE_FACTOR × growth × live, live + LIVE_MARGIN) + context
     budget    = max(need of the completed runs, floor)
 
-*live* is the steady live peak where the run gave evidence of steps, else the whole live peak.
+*live* is the steady live peak where the run gave evidence of steps that are alike, else the whole live peak. *growth* is
+1 until a budget was too small, and `growth_factor` from then on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ KEPT_RUNS = 20
 
 #: Budget of a framework as a multiple of what it had allocated. 1.3 cost no speed on a ResNet-50, 1.1 a quarter.
 LIVE_FACTOR = 1.3
+
+#: Most by which a budget is multiplied because runs differ in what they need.
+MOST_GROWTH = 2.0
 
 #: Bytes that the budget is above that at least: allocators take memory in segments (PyTorch's of 20 MiB).
 LIVE_MARGIN_BYTES = 64 * MIB
@@ -76,7 +80,7 @@ class PastRun:
     cap_bytes: int | None = None
     #: Most bytes that its frameworks had allocated; `None`: no framework reports it.
     live_bytes: int | None = None
-    #: The same over its steady steps; `None`: no evidence of steps.
+    #: The same over its steady steps; `None`: no evidence of steps, or they differ.
     steady_live_bytes: int | None = None
     #: Most bytes that the device showed for the whole process; `None`: it shows none, and no counters stood in.
     process_bytes: int | None = None
@@ -163,6 +167,10 @@ class Lesson:
     runs: int
     #: Bytes below which it has been seen to run out of memory or to slow down; 0: never.
     floor_bytes: int = 0
+    #: Factor for runs that may need more than any before, from 1 to `MOST_GROWTH`.
+    growth: float = 1.0
+    #: Bytes to reserve if that was not enough: what runs took in their first steps counts too.
+    whole_bytes: int = 0
 
 
 def learn(runs: Iterable[PastRun]) -> Lesson | None:
@@ -179,10 +187,21 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
     if not completed:
         return None
     context = max(run.context_bytes for run in completed)
-    need = max(_need_bytes(run, context) for run in completed)
     floor = known_floor_bytes(past)
-    budget = -(-max(need, floor) // ROUND_BYTES) * ROUND_BYTES
-    return Lesson(budget, context, len(completed), floor)
+    growth = growth_factor([_basis_bytes(run) for run in completed]) if floor else 1.0
+    need = max(_need_bytes(run, context, growth) for run in completed)
+    return Lesson(
+        _round(max(need, floor)),
+        context,
+        len(completed),
+        floor,
+        growth,
+        _round(max(_whole_need_bytes(completed), need, floor)),
+    )
+
+
+def _round(size_bytes: int) -> int:
+    return -(-size_bytes // ROUND_BYTES) * ROUND_BYTES
 
 
 def known_floor_bytes(runs: Iterable[PastRun]) -> int:
@@ -221,25 +240,57 @@ def _is_measured(run: PastRun) -> bool:
     return run.live_bytes is not None or run.process_bytes is not None
 
 
-def _need_bytes(run: PastRun, context_bytes: int) -> int:
+def growth_factor(sizes_bytes: Sequence[int]) -> float:
+    """Return how much more than the largest run a later run may need, as a factor.
+
+    Runs differ in what they need where inputs change size. If the logarithms of their needs are spread evenly, the
+    end of that range is expected above the largest of *n* by the average distance between two of them: a factor of
+    (largest ÷ smallest)^(1 ÷ (*n* - 1)). It is 1 where all are equal, and approaches 1 with many runs.
+
+    Args:
+        sizes_bytes: What each run needed.
+
+    Returns:
+        From 1 to `MOST_GROWTH`.
+    """
+    known = [size for size in sizes_bytes if size > 0]
+    if len(known) < 2:
+        return 1.0
+    return float(min(MOST_GROWTH, (max(known) / min(known)) ** (1 / (len(known) - 1))))
+
+
+def _basis_bytes(run: PastRun) -> int:
+    """Return what a run's need is computed from: live memory, else, if no framework reports it, the process's."""
     live = run.live_bytes if run.steady_live_bytes is None else run.steady_live_bytes
-    if live is None:
-        # No framework reports it: only the process as a whole is known.
-        return _with_margin(run.process_bytes or 0)
-    return _with_margin(live) + context_bytes
+    return (run.process_bytes or 0) if live is None else live
 
 
-def _with_margin(live_bytes: int) -> int:
-    return max(int(live_bytes * LIVE_FACTOR), live_bytes + LIVE_MARGIN_BYTES)
+def _need_bytes(run: PastRun, context_bytes: int, growth: float) -> int:
+    basis = _basis_bytes(run)
+    need = max(int(basis * LIVE_FACTOR * growth), basis + LIVE_MARGIN_BYTES)
+    # The process as a whole includes its context.
+    whole = run.live_bytes is None and run.steady_live_bytes is None
+    return need if whole else need + context_bytes
+
+
+def _whole_need_bytes(completed: Sequence[PastRun]) -> int:
+    """Return the largest need of runs by all that they had allocated, their first steps included."""
+    context = max((run.context_bytes for run in completed), default=0)
+    whole = (
+        run if run.live_bytes is None else replace(run, steady_live_bytes=None) for run in completed
+    )
+    return max((_need_bytes(run, context, 1.0) for run in whole), default=0)
 
 
 def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
     """Return the smallest budget that some runs show not to be too small; 0: any."""
     too_small = 0
     next_bytes = 0
+    # Steady memory was too little: what a run has had in full is known to be enough for that one.
+    whole = _whole_need_bytes([run for run in completed if _is_measured(run)])
     for run in past:
         if run.cause == "own_cap":
-            factor, least = OOM_FACTOR, run.wanted_bytes or 0
+            factor, least = OOM_FACTOR, max(run.wanted_bytes or 0, whole)
         elif run.outcome == "completed" and _pinched(run, completed):
             factor, least = PINCH_FACTOR, 0
         else:

@@ -124,7 +124,9 @@ class Rung:
     reason: str
 
 
-def next_rung(climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: int) -> Rung | str:
+def next_rung(
+    climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: int, whole_bytes: int = 0
+) -> Rung | str:
     """Return what the next process gets.
 
     Args:
@@ -132,6 +134,7 @@ def next_rung(climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: in
         cause: From `classify`.
         evidence: Of the last out-of-memory.
         capacity_bytes: Bytes that could ever be reserved on the largest device that the task may use.
+        whole_bytes: Bytes that are known to be enough for past runs, their first steps included; 0: not known.
 
     Returns:
         What it gets; or, where it gets none, the reason, as text for the error.
@@ -146,7 +149,12 @@ def next_rung(climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: in
     if cause == "own_cap":
         if climb.whole_device:
             return f"a whole device was not enough, {budget}{wanted}"
-        more = max(int(evidence.budget_bytes * OOM_FACTOR), int((needed or 0) * WANTED_FACTOR))
+        more = max(
+            int(evidence.budget_bytes * OOM_FACTOR), int((needed or 0) * WANTED_FACTOR), whole_bytes
+        )
+        if climb.processes == MOST_PROCESSES - 1:
+            # Its last process: a task does not fail for lack of memory that the device has.
+            more = capacity_bytes
         return _give(replace(climb, shared=0), more, capacity_bytes, f"{budget} were not enough")
     shared = climb.shared + 1
     if shared > MOST_SHARED:

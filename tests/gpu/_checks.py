@@ -431,6 +431,10 @@ class Process:
     def attempt(self) -> int:
         return int(self.fields.get("attempt", "0"))
 
+    def section(self, title: str) -> str:
+        """Return the text under a heading; empty if there is none."""
+        return self.text.partition(f"### {title}\n\n")[2].partition("\n\n")[0]
+
     @property
     def pid(self) -> int:
         found = re.search(r"\bpid\D{0,12}(\d+)", self.text)
@@ -453,7 +457,7 @@ def read_processes(
     deadline = time.monotonic() + patience_s
     where = {"key": {"like_": "gpu-memory-"}, "flow_run_id": {"any_": [flow_run_id]}}
     while True:
-        found = _read_all("/artifacts/filter", {"artifacts": where, "sort": "CREATED_DESC"})
+        found = read_all("/artifacts/filter", {"artifacts": where, "sort": "CREATED_DESC"})
         if len(found) >= least or time.monotonic() > deadline:
             break
         time.sleep(0.5)
@@ -469,7 +473,7 @@ def read_processes(
 def read_histories() -> dict[str, list[dict[str, str]]]:
     """Read what histories keep of every process so far, by task name, in the order of their ends."""
     where = {"key": {"like_": "gpu-history-"}}
-    rows = _read_all("/artifacts/filter", {"artifacts": where, "sort": "CREATED_DESC"})
+    rows = read_all("/artifacts/filter", {"artifacts": where, "sort": "CREATED_DESC"})
     runs: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         fields = row["metadata_"] or {}
@@ -484,15 +488,16 @@ def read_task_runs(flow_run_id: str, patience_s: float = 20.0) -> dict[str, dict
     deadline = time.monotonic() + patience_s
     final = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
     while True:
-        rows = _read_all("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}})
+        rows = read_all("/task_runs/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}})
         if all(row["state_type"] in final for row in rows) or time.monotonic() > deadline:
             return {str(row["id"]): row for row in rows}
         time.sleep(0.5)
 
 
-def _read_all(
+def read_all(
     path: Literal["/artifacts/filter", "/task_runs/filter"], query: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    """Read all rows that a query finds, page by page."""
     from prefect.client.orchestration import get_client
 
     # The most that the API gives at a time.
@@ -511,6 +516,21 @@ def last_of(processes: Mapping[str, list[Process]], ended: Ended) -> Process | N
     """Return the report of the last process of a task run; `None` if there is none."""
     reports = processes.get(ended.task_run_id)
     return reports[-1] if reports else None
+
+
+def logs_of(task_run_id: str, text: str, patience_s: float = 20.0) -> list[str]:
+    """Read the lines of a task run's log that contain a text, as any client of the API would."""
+    from prefect.client.orchestration import get_client
+
+    deadline = time.monotonic() + patience_s
+    with get_client(sync_client=True) as client:
+        while True:
+            asked = {"logs": {"task_run_id": {"any_": [task_run_id]}}}
+            found = client.request("POST", "/logs/filter", json=asked).json()
+            lines = [row["message"] for row in found if text in row["message"]]
+            if lines or time.monotonic() > deadline:
+                return lines
+            time.sleep(0.5)
 
 
 # In a task.

@@ -19,6 +19,7 @@ from tests.gpu._checks import (
     MIB,
     gather,
     last_of,
+    logs_of,
     own_bytes,
     read_processes,
     run,
@@ -68,6 +69,7 @@ def beside_torch(end: Callable[[], None]) -> dict[str, Any]:
     time.sleep(HOLD_S)
     after = own_bytes()
     again = use_torch()
+    time.sleep(HOLD_S)
     counted = torch.cuda.memory_allocated()
     del kept
     return {"before": before, "after": after, "again": again, "counted": counted}
@@ -99,16 +101,23 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
+#: A part of what the task run's log then says.
+WARNING = "destroyed its CUDA context"
+
+
+def make_task(name: str) -> Any:
+    """Make the task of one case; its argument is what ends the context."""
+    body, end, framework = CASES[name]
+    return task(
+        name=f"{body.__name__}-{end.__name__}",
+        timeout_seconds=BODY_S,
+        tags=gpu(memory="4GiB", framework=framework),
+    )(body)
+
+
 def check(options: argparse.Namespace) -> list[str]:
     """Try each, and print what came of it."""
-    tasks = {
-        name: task(
-            name=f"{body.__name__}-{end.__name__}",
-            timeout_seconds=BODY_S,
-            tags=gpu(memory="4GiB", framework=framework),
-        )(body)
-        for name, (body, end, framework) in CASES.items()
-    }
+    tasks = {name: make_task(name) for name in CASES}
     flow = run_flow(
         "reset",
         lambda: gather({name: tasks[name].submit(CASES[name][1]) for name in CASES}, BODY_S),
@@ -134,6 +143,14 @@ def check(options: argparse.Namespace) -> list[str]:
         )
         if report is None:
             problems.append(f"{name}: no report")
+        elif name.startswith("PyTorch"):
+            # What is counted after the reset does not count.
+            if (report.bytes("peak_live_bytes") or 0) != 1024 * MIB:
+                problems.append(
+                    f"{name}: its report says that {report['peak_live_bytes']} were live"
+                )
+            if not logs_of(ended.task_run_id, WARNING):
+                problems.append(f"{name}: no warning in its log")
     table(
         [
             "in the body",

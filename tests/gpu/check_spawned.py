@@ -3,13 +3,15 @@
     python -m tests.gpu.check_spawned
 
 One body starts `DistributedDataParallel` over NCCL with `torch.multiprocessing.spawn`, one process for each of its
-devices. Another starts a `Pool` of two processes on one device. The functions that they run and the classes that they
-return are defined here, in `__main__`. All processes count towards their task.
+devices, another the same with `torchrun`. Another starts a `Pool` of two processes on one device, and one more a process
+that asks for twice the budget. The functions that they run and the classes that they return are defined here, in
+`__main__`. All processes count towards their task, and each of them is capped.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -93,6 +95,61 @@ def in_ddp(devices: int) -> str:
     return f"{devices} processes"
 
 
+#: What `torchrun` runs: the same module, as a script.
+RUN_RANK = """
+import os
+from tests.gpu.check_spawned import train
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+train(rank, world, int(os.environ["MASTER_PORT"]), 5)
+"""
+
+
+def in_torchrun(devices: int) -> str:
+    import os
+    import subprocess
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "rank.py")
+        script.write_text(RUN_RANK, encoding="utf-8")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        ended = subprocess.run(
+            [*launcher, f"--nproc-per-node={devices}", str(script)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+        )
+    if ended.returncode:
+        raise RuntimeError(f"torchrun ended with {ended.returncode}: {ended.stderr[-4000:]}")
+    return f"{devices} processes"
+
+
+def ask_for(size_bytes: int) -> str:
+    import torch
+
+    try:
+        torch.ones(size_bytes, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        return f"{type(error).__name__}: {str(error).partition('. GPU')[0]}"
+    return ""
+
+
+def beyond_the_cap(times: int) -> str:
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    from prefect_gpu import current_allocation
+
+    allocation = current_allocation()
+    assert allocation is not None and allocation.budget_bytes is not None
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        refused = pool.submit(ask_for, times * allocation.budget_bytes).result()
+    if not refused:
+        raise RuntimeError("a process got more than the budget of its task")
+    return refused
+
+
 def in_pool(processes: int) -> str:
     import multiprocessing
 
@@ -108,13 +165,19 @@ def check(options: argparse.Namespace) -> list[str]:
     devices = max(1, min(2, len(nvml_handles())))
     kinds = {
         "DDP, torch.multiprocessing.spawn": (in_ddp, devices, 0),
+        "DDP, torchrun": (in_torchrun, devices, 0),
         "Pool, spawn": (in_pool, 2, 2 * EACH_BYTES),
+        "twice the budget, ProcessPoolExecutor": (beyond_the_cap, 2, 0),
     }
     tasks = {
         name: task(
             name=body.__name__,
             timeout_seconds=BODY_S,
-            tags=gpu(memory="8GiB", framework="torch", count=devices if body is in_ddp else 1),
+            tags=gpu(
+                memory="8GiB",
+                framework="torch",
+                count=devices if body in (in_ddp, in_torchrun) else 1,
+            ),
         )(body)
         for name, (body, _, _) in kinds.items()
     }
@@ -137,6 +200,13 @@ def check(options: argparse.Namespace) -> list[str]:
         if (peak or 0) <= least:
             problems.append(f"{name}: its report says {size(peak)} MiB at most")
     table(["in the body", "ended", "reported-peak"], rows)
+    for name in kinds:
+        report = last_of(processes, flow.value[name])
+        found = None if report is None else report.section("Devices and processes")
+        say(f"{name}: what its report says of its devices and processes\n{found}\n")
+        # One row for the device, one for each process that used it.
+        if options.devices == "nvml" and len(re.findall(r"\| \d+, ", found or "")) < 1:
+            problems.append(f"{name}: its report names no process")
     say(f"{devices} device(s); sizes in MiB, of all processes of a task together")
     return problems
 

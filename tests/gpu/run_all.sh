@@ -4,11 +4,14 @@
 # and what the others import: tensorflow, jax, cupy, onnxruntime. Ends with 1 if any check failed. Each output
 # names the commit: where there is no git repository, set PREFECT_GPU_COMMIT.
 #
-# All of them take about twenty minutes on an H200. Where a call may take ten, in three:
+# All of them take about half an hour on an H200. Where a call may take ten minutes, in four:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
-#   run_all.sh FOLDER resnet prediction sampler
-#   run_all.sh FOLDER leaks escapes sessions spawned several-devices reset profile-training many-flows tests
-# and another one for `chaos`: five minutes of faults.
+#   run_all.sh FOLDER resnet prediction sampler sessions escapes sharing several-devices
+#   run_all.sh FOLDER libraries changing-sizes jax-context ways reports
+#   run_all.sh FOLDER leaks spawned torch-tools reset profile-training least-memory many-flows
+# and two more for `tests` and for `chaos`, which are five minutes each. A name such as `test_steps_on_gpu` is one
+# file of tests. `libraries` and `changing-sizes` need what they name: timm, torchvision, transformers, lightning,
+# accelerate, torch-geometric, flax, optax. What is missing is left out, and said. `libraries=timm,flax` tries these two only.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:-docs/evidence}
@@ -18,11 +21,12 @@ mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
-runs="chaos"
-modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler leaks escapes sessions spawned several-devices reset many-flows"
+runs="chaos least-memory"
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler sessions escapes sharing several-devices"
+modules+=" libraries changing-sizes jax-context ways reports leaks spawned torch-tools reset many-flows"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
-  [[ " $modules $flows $runs tests " == *" $name "* ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
+  [[ " $modules $flows $runs tests " == *" ${name%%=*} "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
 done
 release=$(PYTHONPATH=benchmarks "$python" -c 'import _common; print("{}, commit {}".format(*_common.release()))') || exit
 failed=0
@@ -39,12 +43,19 @@ check() {
 for name; do
   if [[ $name == tests ]]; then
     check gpu-tests "$python" -m pytest -p no:cacheprovider -m gpu tests/gpu
+  elif [[ $name == test_* ]]; then
+    check "gpu-$name" "$python" -m pytest -p no:cacheprovider -m gpu "tests/gpu/$name.py"
   elif [[ $name == chaos ]]; then
     check gpu-chaos "$python" -m tests.chaos --seed 1 --seconds 300 --flows 4 --devices nvml
+  elif [[ $name == least-memory ]]; then
+    check gpu-least-memory "$python" flows/profile_training.py --least
   elif [[ " $flows " == *" $name "* ]]; then
     check "gpu-$name" "$python" "flows/${name//-/_}.py"
   else
-    check "gpu-$name" "$python" -m "tests.gpu.check_${name//-/_}"
+    only=()
+    [[ $name != *=* ]] || for part in $(tr , ' ' <<<"${name#*=}"); do only+=(--only "$part"); done
+    module=${name%%=*}
+    check "gpu-${name//[=,]/-}" "$python" -m "tests.gpu.check_${module//-/_}" "${only[@]}"
   fi
 done
 exit $failed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,9 +37,17 @@ def launch(nvml: Any) -> Iterator[Launch]:
     total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     rig = Rig()
 
-    def launch(allocation: AllocationMode, function: Any, *args: Any) -> Heard:
+    def launch(
+        allocation: AllocationMode, function: Any, *args: Any, snapshot_path: str = ""
+    ) -> Heard:
         policy = FrameworkPolicy(
-            "nvml", (uuid,), (total,), (CAP,), allocation=allocation, frameworks=("torch",)
+            "nvml",
+            (uuid,),
+            (total,),
+            (CAP,),
+            allocation=allocation,
+            frameworks=("torch",),
+            snapshot_path=snapshot_path,
         )
         environment = child_environment(policy, registry.adapters_for(policy), os.environ)
         spec = spec_of(function, *args, environment=environment)
@@ -52,8 +62,8 @@ def launch(nvml: Any) -> Iterator[Launch]:
 def run(launch: Launch) -> Run:
     """Run a body in a child on device 0, and give how it ended."""
 
-    def run(allocation: AllocationMode, function: Any, *args: Any) -> BodyEnded:
-        child = launch(allocation, function, *args)
+    def run(allocation: AllocationMode, function: Any, *args: Any, **given: Any) -> BodyEnded:
+        child = launch(allocation, function, *args, **given)
         child.exit()
         ended: BodyEnded = child.of(BodyEnded)
         marks = tuple(m for message in child.messages for m in getattr(message, "marks", ()))
@@ -92,6 +102,31 @@ def test_a_peak_that_is_shorter_than_a_look_is_learned_exactly(run: Run, launch:
     assert steps is not None and steps.first_live_bytes is not None
     assert steps.steady_live_bytes == exact > 768 * MIB
     assert steps.first_live_bytes > exact
+
+
+def test_a_history_for_snapshots_leaves_the_steady_peak_exact(
+    run: Run, launch: Launch, tmp_path: Path
+) -> None:
+    exact = launch("growth", step_bodies.spike, 10, True).value()
+    ended = run("growth", step_bodies.spike, 10, snapshot_path=str(tmp_path / "a.pickle"))
+    assert not ended.raised, ended.traceback
+    assert ended.steps is not None and ended.steps.steady_live_bytes == exact
+    assert not list(tmp_path.iterdir()), "nothing went wrong"
+
+
+def test_a_shortage_has_pytorchs_summary_and_a_snapshot_with_stacks(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "snapshots" / "a.pickle"
+    found = run("limit", step_bodies.want, 768, snapshot_path=str(path)).out_of_memory
+    assert found is not None and found.snapshot_path == str(path)
+    assert "PyTorch CUDA memory summary, device ID 0" in found.summary
+    snapshot = pickle.loads(path.read_bytes())
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    (held,) = [block for block in blocks if block["state"] == "active_allocated"]
+    assert held["size"] == 512 * MIB
+    assert "want" in [frame["name"] for frame in held["frames"]]
+    assert {"alloc", "oom"} <= {event["action"] for event in snapshot["device_traces"][0]}
 
 
 def test_what_a_body_records_itself_goes_on(launch: Launch) -> None:

@@ -6,10 +6,12 @@ in its environment, so that what survives it can be found whatever session it mo
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +27,12 @@ LIMIT_S = 480.0
 #: Names a run in the environment of all its processes.
 MARK = "PREFECT_GPU_TEST_RUN"
 
-#: A flow that returns "all arrived" only if values and errors of classes defined beside it keep their
-#: identity, globals and helpers are there, and each body ran in a process of its own.
-TASKS = """
+_TASKS = """
 import os
 import sys
 
 from prefect import flow, task
+from prefect.runtime import flow_run
 
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu
 
@@ -57,14 +58,15 @@ def scaled(x):
     return x * SCALE
 
 
-@task(tags=gpu(memory="64MiB", framework="none"))
+@task(tags=gpu(TAGS))
 def make(x):
     print(f"child prints {x}")
     assert current_allocation() is not None
+    WORK
     return Point(scaled(x)), os.getpid()
 
 
-@task(tags=gpu(memory="64MiB", framework="none"))
+@task(tags=gpu(TAGS))
 def fail(point):
     if isinstance(point, Point):
         raise HostError("from the child", point.x)
@@ -77,8 +79,9 @@ def check(made):
     assert len(pids) == 2 and os.getpid() not in pids, pids
 
 
-@flow(task_runner=GPUTaskRunner(devices="host"))
+@flow(task_runner=GPUTaskRunner(devices=DEVICES))
 def host_flow():
+    print("FLOW", flow_run.id)
     check(make.map([1, 2]).result())
     try:
         fail.submit(Point(7)).result()
@@ -87,7 +90,7 @@ def host_flow():
         return "all arrived"
 
 
-@flow(task_runner=GPUTaskRunner(devices="host"))
+@flow(task_runner=GPUTaskRunner(devices=DEVICES))
 async def async_host_flow():
     futures = make.map([1, 2])
     check([future.result() for future in futures])
@@ -98,10 +101,56 @@ async def async_host_flow():
         return "all arrived"
 """
 
+
+def make_tasks(
+    devices: str = "host", tags: str = 'memory="64MiB", framework="none"', work: str = "pass"
+) -> str:
+    """Return the tasks and flows of a program.
+
+    `host_flow` returns "all arrived" only if values and errors of classes defined beside it keep their
+    identity, globals and helpers are there, and each body ran in a process of its own.
+
+    Args:
+        devices: Of the flows' runner.
+        tags: Arguments of `gpu` for the tasks.
+        work: Statements that the body of `make` runs.
+    """
+    indented = textwrap.indent(textwrap.dedent(work), "    ")
+    text = _TASKS.replace("    WORK", indented)
+    return text.replace("DEVICES", repr(devices)).replace("TAGS", tags)
+
+
+TASKS = make_tasks()
+
 #: What `TASKS` prints when it is followed by this.
 CALL = '\nprint("RESULT", host_flow())\n'
 SCRIPT = TASKS + CALL
 ARRIVED = "RESULT all arrived"
+
+#: Runs cells in a kernel of its own, as a notebook's server does; prints what each cell printed.
+_NOTEBOOK = """
+import json, sys
+from jupyter_client.manager import start_new_kernel
+
+cells = json.load(open(sys.argv[1]))
+manager, client = start_new_kernel(kernel_name="python3")
+outputs = []
+try:
+    for cell in cells:
+        printed = []
+        def hear(message):
+            kind, content = message["msg_type"], message["content"]
+            if kind == "stream":
+                printed.append([content["name"], content["text"]])
+            elif kind == "error":
+                printed.append(["error", "\\n".join(content["traceback"])])
+        reply = client.execute_interactive(cell, output_hook=hear, timeout=450)
+        outputs.append([reply["content"]["status"], printed])
+finally:
+    client.stop_channels()
+    manager.shutdown_kernel(now=False)
+json.dump(outputs, open(sys.argv[2], "w"))
+"""
 
 
 class Workplace:
@@ -227,6 +276,17 @@ def workplace(folder: Path, api_url: str | None) -> Iterator[Workplace]:
         place.wait_until_gone(60.0)
     finally:
         place.kill_all()
+
+
+def run_cells(place: Workplace, cells: list[str]) -> list[str]:
+    """Run cells in one kernel; return what each printed to standard output."""
+    place.write("driver.py", _NOTEBOOK)
+    place.write("cells.json", json.dumps(cells))
+    place.run("driver.py", "cells.json", "outputs.json")
+    outputs = json.loads((place.folder / "outputs.json").read_text(encoding="utf-8"))
+    for status, printed in outputs:
+        assert status == "ok", "".join(text for _, text in printed)
+    return ["".join(text for name, text in printed if name == "stdout") for _, printed in outputs]
 
 
 def wait_for(

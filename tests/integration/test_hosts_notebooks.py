@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.programs import ARRIVED, SCRIPT, TASKS, Workplace, workplace
+from tests.integration.programs import ARRIVED, SCRIPT, TASKS, Workplace, run_cells, workplace
 
 pytest.importorskip("IPython")
 pytest.importorskip("jupyter_client")
 pytest.importorskip("ipykernel")
-
-#: Runs cells in a kernel of its own, as a notebook's server does; prints what each cell printed.
-DRIVER = """
-import json, sys
-from jupyter_client.manager import start_new_kernel
-
-cells = json.load(open(sys.argv[1]))
-manager, client = start_new_kernel(kernel_name="python3")
-outputs = []
-try:
-    for cell in cells:
-        printed = []
-        def hear(message):
-            kind, content = message["msg_type"], message["content"]
-            if kind == "stream":
-                printed.append([content["name"], content["text"]])
-            elif kind == "error":
-                printed.append(["error", "\\n".join(content["traceback"])])
-        reply = client.execute_interactive(cell, output_hook=hear, timeout=450)
-        outputs.append([reply["content"]["status"], printed])
-finally:
-    client.stop_channels()
-    manager.shutdown_kernel(now=False)
-json.dump(outputs, open(sys.argv[2], "w"))
-"""
 
 
 @pytest.fixture
 def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
     with workplace(tmp_path, prefect_server) as made:
         yield made
-
-
-def run_cells(place: Workplace, cells: list[str]) -> list[str]:
-    """Run cells in one kernel; give what each printed to standard output."""
-    place.write("driver.py", DRIVER)
-    place.write("cells.json", json.dumps(cells))
-    place.run("driver.py", "cells.json", "outputs.json")
-    outputs = json.loads((place.folder / "outputs.json").read_text(encoding="utf-8"))
-    for status, printed in outputs:
-        assert status == "ok", "".join(text for _, text in printed)
-    return ["".join(text for name, text in printed if name == "stdout") for _, printed in outputs]
 
 
 def test_a_jupyter_kernel(place: Workplace) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_gpu.child import warm_up
+from prefect_gpu.child import cuda_driver, warm_up
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.process_resources import read_own_bytes
 
@@ -53,7 +53,7 @@ def report(*lines: str) -> str:
 def test_the_driver_is_reported_only_if_it_was_initialised(
     tmp_path: Path, used: str, says: str
 ) -> None:
-    source, library = tmp_path / "driver.c", tmp_path / warm_up.DRIVER_LIBRARY
+    source, library = tmp_path / "driver.c", tmp_path / cuda_driver.DRIVER_LIBRARY
     source.write_text(_DRIVER.replace("ANSWER", "3"))
     subprocess.run(
         ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, source], check=True

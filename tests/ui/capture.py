@@ -1,17 +1,20 @@
 """Open an artifact's page in Chromium, read it and save a screenshot.
 
     python -m tests.ui.capture --api-url http://127.0.0.1:4200/api --key gpu-memory-evaluate --out a.png
+    python -m tests.ui.capture --reports reports.txt --key gpu-memory-train --out a.png
 
-Needs Chromium (`apt-get install chromium`) and playwright's Python package, without its browsers.
+The second form shows what `tests.gpu.check_reports` printed on another machine, on a server of its own. Needs Chromium (`apt-get install chromium`) and playwright's Python package, without its browsers.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -119,9 +122,26 @@ def save(page: Page, out: Path, limit_bytes: int = 150_000) -> None:
         fewer.save(out, optimize=True)
 
 
+@contextmanager
+def server_with(reports: Path) -> Iterator[str]:
+    """Start a server that has the artifacts which `tests.gpu.check_reports` printed; yield its API's URL."""
+    import httpx
+
+    from tests.ui.server import running_server
+
+    lines = reports.read_text(encoding="utf-8").splitlines()
+    found = next(line for line in lines if line.startswith("ARTIFACTS "))
+    with tempfile.TemporaryDirectory() as home, running_server(Path(home)) as url:
+        for artifact in json.loads(found.partition(" ")[2]):
+            httpx.post(f"{url}/artifacts/", json=artifact, timeout=30).raise_for_status()
+        yield url
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--api-url", required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--api-url")
+    source.add_argument("--reports", type=Path, help="a file of what check_reports printed")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--artifact-id", type=UUID)
     which.add_argument("--key", help="the newest artifact of this key")
@@ -130,9 +150,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--dark", action="store_true")
     given = parser.parse_args()
-    found = given.artifact_id or artifact_id(given.api_url, given.key)
-    with browser_page(given.width, dark=given.dark) as page:
-        seen = open_artifact(page, given.api_url, found, given.ui)
+    server = server_with(given.reports) if given.reports else nullcontext(given.api_url)
+    with server as api_url, browser_page(given.width, dark=given.dark) as page:
+        found = given.artifact_id or artifact_id(api_url, given.key)
+        seen = open_artifact(page, api_url, found, given.ui)
         save(page, given.out)
     print(f"{given.out}: {given.out.stat().st_size} bytes, charts {seen.image_widths} wide")
 

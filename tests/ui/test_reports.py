@@ -33,14 +33,20 @@ pytestmark = [
 ]
 
 
+#: As PyTorch writes it.
+PAGE = "|====|\n| PyTorch CUDA memory summary, device ID 0 |\n|----|\n"
+
+
 @pytest.fixture(scope="module")
 def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    ran_out = task_report(task_name="ran-out", outcome="oom", memory_summary=PAGE)
     with (
         running_server(tmp_path_factory.mktemp("prefect")) as url,
         temporary_settings({PREFECT_API_URL: url}),
     ):
         with get_client(sync_client=True) as client:
             client.create_artifact(task_artifact(task_report()))
+            client.create_artifact(task_artifact(ran_out))
             client.create_artifact(
                 flow_artifact(flow_reports(), flow_name="nightly", flow_run_id=None)
             )
@@ -65,6 +71,17 @@ def test_a_browser_shows_the_numbers_and_the_chart_of_a_task_report(
     assert "Peak held by the framework" in seen.text
     assert "load weights" in seen.text
     assert "&amp;" not in seen.text and "\\_" not in seen.text
+
+
+@pytest.mark.parametrize("ui", ["v2", "v1"])
+def test_a_click_unfolds_the_memory_summary_of_pytorch(api_url: str, ui: UI) -> None:
+    with browser_page() as page:
+        open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-ran-out"), ui)
+        shown = page.locator("details", has_text="PyTorch's memory summary").locator("pre")
+        assert not shown.is_visible()
+        page.get_by_text("PyTorch's memory summary when memory ran out").click()
+        assert shown.is_visible()
+        assert shown.inner_text().splitlines() == PAGE.splitlines()
 
 
 @pytest.mark.parametrize("ui", ["v2", "v1"])

@@ -26,6 +26,7 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "STANDBY",
         "START_METHOD",
         "LEDGER",
+        "MEMORY_SNAPSHOTS",
     ):
         monkeypatch.delenv(PREFIX + name, raising=False)
 
@@ -40,6 +41,7 @@ def test_settings_have_defaults() -> None:
         "start_method": "spawn",
         "headroom": None,
         "ledger": None,
+        "memory_snapshots": None,
         "reports": True,
         "standby": "auto",
     }
@@ -53,14 +55,21 @@ def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(PREFIX + "HEADROOM", "512 MiB")
     monkeypatch.setenv(PREFIX + "REPORTS", "false")
     monkeypatch.setenv(PREFIX + "LEDGER", "/mnt/ledger")
+    monkeypatch.setenv(PREFIX + "MEMORY_SNAPSHOTS", "snapshots")
     settings = GPUSettings()
     assert settings.ledger == Path("/mnt/ledger")
+    assert settings.memory_snapshots == Path("snapshots")
     assert settings.devices == "simulated:2x24GiB"
     assert settings.placement == "pack"
     assert settings.max_processes == 3
     assert settings.max_tasks_per_device == 2
     assert settings.headroom == 512 * MIB
     assert settings.reports is False
+
+
+def test_an_empty_folder_for_snapshots_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "MEMORY_SNAPSHOTS", "")
+    assert GPUSettings().memory_snapshots is None
 
 
 @pytest.mark.parametrize(

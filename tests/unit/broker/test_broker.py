@@ -283,7 +283,7 @@ def test_a_callback_that_fails_harms_no_other_request(
         raise RuntimeError("a fault of the task's")
 
     first.on_measured = first.on_recovered = fail
-    second.on_measured = lambda at_s, sizes: measured.put(sum(sizes))
+    second.on_measured = lambda at_s, found: measured.put(found[0].total_bytes)
     for ticket in (first, second):
         rig.start(ticket, gib=4)
     rig.broker.read()

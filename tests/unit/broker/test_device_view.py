@@ -90,11 +90,13 @@ def test_without_a_good_reading_there_is_no_state(rig: Rig) -> None:
 
 def test_memory_of_a_child_belongs_to_its_request_and_is_not_foreign(rig: Rig) -> None:
     rig.reserve("r", 4, pid=7)
-    uses = (ProcessUse(7, 7, 3 * GIB), ProcessUse(8, None, 2 * GIB))
+    uses = (ProcessUse(7, 7, GIB), ProcessUse(9, 7, 2 * GIB), ProcessUse(8, None, 2 * GIB))
     rig.take(replace(ALL_FREE, free_bytes=19 * GIB, processes=uses))
     (state,) = rig.states()
     assert state.foreign_bytes == 2 * GIB
     assert rig.view.measured_bytes("r", DEVICE) == 3 * GIB
+    assert rig.view.measured_by_pid(7, DEVICE) == {7: GIB, 9: 2 * GIB}
+    assert rig.view.measured_by_pid(8, DEVICE) == {}
     assert rig.view.measured_bytes("another", DEVICE) == 0
 
 

@@ -110,7 +110,7 @@ def test_where_no_process_is_listed_counters_stand_in_and_nothing_counts_as_leak
     rig.reader.lists_processes = False
     measured: queue.SimpleQueue[int] = queue.SimpleQueue()
     first, second = rig.place("a", 6), rig.place("b", 6)
-    first.on_measured = lambda at_s, sizes: measured.put(sum(sizes))
+    first.on_measured = lambda at_s, found: measured.put(found[0].total_bytes)
     for ticket, gib in ((first, 4), (second, 8)):
         rig.start(ticket, gib)
         ticket.stand_in_bytes = gib * GIB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -81,6 +82,67 @@ def test_counters_that_cannot_be_read_are_reported_once_and_fail_nothing(
     assert capsys.readouterr().err.count("half imported") == 1
 
 
+class FakeAdapter:
+    """A framework that has a page and a snapshot, unless it fails."""
+
+    def __init__(self, name: str = "torch", started: bool = True) -> None:
+        self.name, self.started = name, started
+        self.fails: Exception | None = None
+
+    def _answer(self) -> None:
+        if self.fails is not None:
+            raise self.fails
+
+    def memory_summary(self) -> str:
+        self._answer()
+        return f"page of {self.name}" if self.started else ""
+
+    def write_snapshot(self, path: str) -> bool:
+        self._answer()
+        if self.started:
+            Path(path).write_text(self.name)
+        return self.started
+
+
+def with_snapshots(path: Path | str, *adapters: FakeAdapter) -> Readings:
+    known: Any = adapters
+    return Readings(replace(POLICY, device_kind="host", snapshot_path=str(path)), known)
+
+
+def test_the_page_and_the_snapshot_are_those_of_the_framework_that_failed(tmp_path: Path) -> None:
+    path = tmp_path / "of" / "a-task.pickle"
+    asked = with_snapshots(path, FakeAdapter("jax"), FakeAdapter("torch"))
+    assert asked.memory_summary("torch") == "page of torch"
+    assert asked.memory_summary("cupy") == ""
+    assert asked.write_snapshot("cupy") == "" and not path.parent.exists()
+    assert asked.write_snapshot("torch") == str(path)
+    assert path.read_text() == "torch"
+
+
+def test_without_a_device_in_use_there_is_neither_page_nor_snapshot(tmp_path: Path) -> None:
+    asked = with_snapshots(tmp_path / "a.pickle", FakeAdapter(started=False))
+    assert (asked.memory_summary("torch"), asked.write_snapshot("torch")) == ("", "")
+
+
+def test_no_snapshot_is_written_unless_there_is_a_place_for_it() -> None:
+    assert with_snapshots("", FakeAdapter()).write_snapshot("torch") == ""
+
+
+def test_a_page_or_snapshot_that_fails_fails_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = FakeAdapter()
+    adapter.fails = RuntimeError("the context is lost")
+    asked = with_snapshots(tmp_path / "a.pickle", adapter)
+    assert (asked.memory_summary("torch"), asked.write_snapshot("torch")) == ("", "")
+    (tmp_path / "file").touch()
+    adapter.fails = None
+    in_a_file = with_snapshots(tmp_path / "file" / "a.pickle", adapter)
+    assert in_a_file.write_snapshot("torch") == ""
+    said = capsys.readouterr().err
+    assert said.count("the context is lost") == 2 and said.count("no memory snapshot") == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "expected"),
     [
@@ -103,3 +165,33 @@ def test_a_half_imported_simulated_device_reports_nothing(
     monkeypatch.setitem(sys.modules, "prefect_gpu.testing", ModuleType("prefect_gpu.testing"))
     asked = readings("simulated")
     assert (asked.sample(), asked.counters()) == (None, None)
+
+
+class FakeContexts:
+    """The first is destroyed at a given reading."""
+
+    def __init__(self, lost_at: int) -> None:
+        self.lost_at = lost_at
+        self.readings = 0
+        self.lost = False
+
+    def read(self) -> bool:
+        self.readings += 1
+        self.lost = self.readings >= self.lost_at
+        return self.lost
+
+
+def test_what_is_counted_after_a_context_was_destroyed_is_left_out_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hooks, "sample", lambda adapters: (5, 0))
+    monkeypatch.setattr(hooks, "collect_counters", lambda adapters: Counters(5, 7, 5, 7))
+    monkeypatch.setattr(hooks, "begin_trace", lambda adapters: FakeTrace(FakeSource()))
+    contexts: Any = FakeContexts(lost_at=3)
+    monkeypatch.setattr(hooks, "frameworks_in_use", lambda: ("torch",))
+    asked = Readings(POLICY, (), contexts=contexts)
+    assert (asked.counters(), asked.sample()) == (Counters(5, 7, 5, 7), (5, 0))
+    assert not caplog.records
+    assert (asked.sample(), asked.counters(), asked.begin_trace()) == (None, None, None)
+    (warning,) = caplog.messages
+    assert "destroyed its CUDA context while torch held 7B in it" in warning

@@ -130,7 +130,7 @@ def test_a_phase_without_memory_readings_has_a_time(rig: Rig) -> None:
     rig.recorder.step()
     facts, marks = rig.recorder.take()
     assert marks == (Mark(0.0, "a", 1.0),)
-    assert facts == StepFacts(count=2, step_s=0.0)
+    assert facts == StepFacts(count=2, step_s=0.0, alike=False)
 
 
 def test_an_allocator_that_keeps_no_reserved_bytes_shows_none(rig: Rig) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.child.shortage import find_shortage, parse_refusal
+from prefect_gpu.child.shortage import SUMMARY_CHARS, find_shortage, parse_refusal
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.devices.simulated import SimulatedOutOfMemoryError
 from prefect_gpu.frameworks.adapter import Counters
@@ -18,12 +18,20 @@ class FakeReadings:
     def __init__(self, *uses: OwnUse, counters: Counters | None = None) -> None:
         self.device_uuids = tuple(use.device_uuid for use in uses) or ("GPU-a",)
         self._uses, self._counters = uses, counters
+        #: By framework.
+        self.pages: dict[str, str] = {}
 
     def counters(self) -> Counters | None:
         return self._counters
 
     def own(self) -> tuple[OwnUse, ...]:
         return self._uses
+
+    def memory_summary(self, framework: str) -> str:
+        return self.pages.get(framework, "")
+
+    def write_snapshot(self, framework: str) -> str:
+        return f"/snapshots/{framework}.pickle" if framework in self.pages else ""
 
 
 class Wordless(Exception):
@@ -45,6 +53,18 @@ def test_an_out_of_memory_is_found_in_an_error_and_in_its_causes() -> None:
     assert find(outer) == OutOfMemory("torch", wanted_bytes=7)
     assert find(ValueError("other")) is None
     assert find(RuntimeError("OOM when allocating tensor")) is None, "of another framework"
+
+
+def test_the_framework_s_own_page_and_snapshot_are_taken_with_it() -> None:
+    readings: Any = FakeReadings()
+    readings.pages = {"torch": "x" * (SUMMARY_CHARS + 1)}
+    found = find_shortage(RuntimeError("CUDA out of memory"), ("torch",), readings)
+    assert found is not None
+    assert (found.summary, found.snapshot_path) == ("x" * SUMMARY_CHARS, "/snapshots/torch.pickle")
+    other = RuntimeError("OOM when allocating tensor")
+    found = find_shortage(other, ("torch", "tensorflow"), readings)
+    assert found is not None and (found.summary, found.snapshot_path) == ("", "")
+    assert find_shortage(ValueError("another"), ("torch",), readings) is None
 
 
 def test_circular_errors_and_errors_without_text_are_no_out_of_memory() -> None:

@@ -48,7 +48,7 @@ def test_readings_alone_are_no_evidence_of_steps() -> None:
 
 def test_the_first_step_is_not_steady() -> None:
     facts = book_of([13, 2])
-    assert facts == StepFacts(count=1, first_live_bytes=13)
+    assert facts == StepFacts(count=1, first_live_bytes=13, alike=False)
 
 
 def test_steady_memory_is_the_peak_of_the_steps_after_the_first() -> None:
@@ -108,11 +108,38 @@ def test_statistics_that_the_body_reset_are_no_retry() -> None:
     assert facts is not None and facts.alloc_retries == 2
 
 
+@pytest.mark.parametrize(
+    ("peaks", "alike"),
+    [
+        pytest.param([13, 4], False, id="one step after the first shows nothing of others"),
+        pytest.param([13, 4, 4], True, id="equal after the first"),
+        pytest.param([13, 400, 399, 401], True, id="equal within a few thousandths"),
+        pytest.param([13, 4, 4, 1], True, id="a last batch that is smaller"),
+        pytest.param([13, 1, 4, 1, 4], True, id="an evaluation in between"),
+        pytest.param([13, 4, 5], False, id="inputs of two sizes"),
+        pytest.param([13, 3, 4, 3, 5, 2], False, id="inputs of many sizes"),
+        pytest.param([4, 4, 4, 9], False, id="one that took more than all others"),
+    ],
+)
+def test_steps_are_alike_if_the_two_that_took_the_most_are(peaks: list[int], alike: bool) -> None:
+    facts = book_of(*([peak * 100, 100] for peak in peaks))
+    assert facts is not None and facts.alike is alike
+
+
+def test_steps_before_a_retry_say_nothing_of_those_after_it() -> None:
+    book = StepBook()
+    for number, (peak, retries) in enumerate([(9, 0), (8, 0), (4, 1), (5, 1), (5, 1)]):
+        book.reading(peak, retries)
+        book.boundary(float(number), 1, retries)
+    facts = book.facts()
+    assert facts is not None and facts.alike
+
+
 def test_steps_without_readings_have_a_time_only() -> None:
     book = StepBook()
     for at_s in (0.0, 3.0, 5.0):
         book.boundary(at_s)
-    assert book.facts() == StepFacts(count=3, step_s=2.5)
+    assert book.facts() == StepFacts(count=3, step_s=2.5, alike=False)
 
 
 def test_the_median_is_of_the_last_steps() -> None:

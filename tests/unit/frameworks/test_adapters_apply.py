@@ -1,6 +1,7 @@
 """What adapters ask of a framework, told by hand-written fakes of it; `tests/gpu` has the real ones."""
 
 import contextlib
+import os
 import sys
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ class FakeTorch:
     def __init__(self, devices=1, built=True, room=80 * GIB):
         self.log = []
         self.uint8 = "uint8"
+        self.__version__ = "2.13.0+cu130"
         self.version = SimpleNamespace(cuda="13.0" if built else None)
         self.backend = "native"
         self._queued = []
@@ -72,6 +74,14 @@ class FakeTorch:
         self._interop = n
 
 
+@pytest.fixture(autouse=True)
+def no_allocator_options(monkeypatch):
+    for name in torch_adapter.ALLOCATOR_VARIABLES:
+        # First set, so that it is restored whatever an adapter does to it.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def torch(monkeypatch):
     def use(**options):
@@ -104,6 +114,42 @@ def test_torch_caps_when_cuda_starts_and_not_before(torch):
     assert ADAPTERS["torch"].sample() == (2, 10)
 
 
+@pytest.mark.parametrize(
+    ("version", "before", "after"),
+    [
+        pytest.param(
+            "2.13.0+cu130",
+            {},
+            {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.050000"},
+            id="it",
+        ),
+        pytest.param(
+            "2.11.0",
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {
+                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,"
+                "per_process_memory_fraction:0.050000"
+            },
+            id="beside other options, where they are",
+        ),
+        pytest.param("2.10.1", {}, {}, id="an older release refuses what it does not know"),
+    ],
+)
+def test_processes_that_a_body_starts_inherit_the_smallest_cap(
+    torch, monkeypatch, version, before, after
+):
+    torch(devices=2).__version__ = version
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    two = {"device_uuids": ("a", "b"), "total_bytes": (80 * GIB,) * 2}
+    ADAPTERS["torch"].apply(
+        policy(**two, budget_bytes=(8 * GIB, 4 * GIB), allocation="limit", cpus=2)
+    )
+    assert {
+        name: os.environ[name] for name in torch_adapter.ALLOCATOR_VARIABLES if name in os.environ
+    } == after
+
+
 def test_torch_is_traced_once_cuda_has_started(torch, monkeypatch):
     fake = torch()
     ADAPTERS["torch"].apply(policy(allocation="limit"))
@@ -111,6 +157,36 @@ def test_torch_is_traced_once_cuda_has_started(torch, monkeypatch):
     assert ADAPTERS["torch"].begin_trace() is None
     fake.start_cuda()
     assert ADAPTERS["torch"].begin_trace() == ("a trace of", fake)
+
+
+def test_torch_records_for_snapshots_from_the_start_of_cuda(torch, monkeypatch):
+    fake = torch()
+    monkeypatch.setattr(torch_adapter, "record_history", lambda torch: fake.log.append(torch))
+    ADAPTERS["torch"].apply(policy(snapshot_path="/snapshots/a.pickle"))
+    assert fake not in fake.log
+    fake.start_cuda()
+    assert fake.log[-1] is fake
+
+
+def test_torch_has_a_page_for_each_device_and_a_snapshot_once_cuda_has_started(torch, tmp_path):
+    fake = torch(devices=2)
+    fake.cuda.memory_summary = lambda index: f"page {index}"
+    fake.cuda.memory = SimpleNamespace(_dump_snapshot=lambda path: open(path, "w").close())
+    path = tmp_path / "a.pickle"
+    ADAPTERS["torch"].apply(
+        policy(
+            device_uuids=("a", "b"),
+            total_bytes=(80 * GIB,) * 2,
+            budget_bytes=(8 * GIB,) * 2,
+            allocation="limit",
+        )
+    )
+    assert ADAPTERS["torch"].memory_summary() == ""
+    assert ADAPTERS["torch"].write_snapshot(str(path)) is False
+    fake.start_cuda()
+    assert ADAPTERS["torch"].memory_summary() == "page 0\npage 1"
+    assert ADAPTERS["torch"].write_snapshot(str(path)) is True
+    assert path.exists()
 
 
 def test_torch_empties_its_cache_once_cuda_has_started(torch):

@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import prefect_gpu
 from prefect_gpu import in_task as inside
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.frameworks import memory_help as remedies
-from prefect_gpu.frameworks.memory_help import find_batch_size, release_cached
+from prefect_gpu.frameworks.memory_help import find_batch_size, memory_snapshot, release_cached
 from prefect_gpu.units import GIB
 
 NAME = "framework_for_remedies"
@@ -291,3 +292,22 @@ def test_an_error_whose_text_raises_is_no_out_of_memory() -> None:
 
     with pytest.raises(Wordless):
         find_batch_size(fn, 8)
+
+
+# Snapshots.
+
+
+def test_a_snapshot_is_pytorchs_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(
+        type(remedies.ADAPTERS["torch"]),
+        "write_snapshot",
+        lambda self, path: not written.append(path),
+    )
+    assert prefect_gpu.memory_snapshot(tmp_path / "a.pickle") is True
+    assert written == [str(tmp_path / "a.pickle")]
+
+
+def test_without_pytorch_on_a_device_there_is_no_snapshot(tmp_path: Path) -> None:
+    assert memory_snapshot(tmp_path / "a.pickle") is False
+    assert list(tmp_path.iterdir()) == []

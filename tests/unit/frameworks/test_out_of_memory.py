@@ -29,6 +29,21 @@ OUT_OF_MEMORY = {
         ),
         error("their_module", "TrainingError", "step 3: CUDA out of memory. Tried", RuntimeError),
         Exception("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        error(
+            "torch._inductor.exc", "InductorError", "OutOfMemoryError: CUDA out of memory. Tried"
+        ),
+        error(
+            "torch._dynamo.exc",
+            "BackendCompilerFailed",
+            "backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried",
+        ),
+        error(
+            "torch.multiprocessing.spawn",
+            "ProcessRaisedException",
+            "\n\n-- Process 0 terminated with the following error:\nTraceback (most recent call last):\n"
+            "torch.OutOfMemoryError: CUDA out of memory. Tried",
+        ),
+        RuntimeError("No executable batch size found, reached zero."),
     ],
     "tensorflow": [
         error("tensorflow.python.framework.errors_impl", "ResourceExhaustedError", "OOM when"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import pytest
 
 from prefect_gpu.frameworks import torch_adapter
-from prefect_gpu.frameworks.torch_adapter import MAX_EVENTS, begin_trace, peak_bytes
-from prefect_gpu.units import MIB
+from prefect_gpu.frameworks.torch_adapter import (
+    HISTORY_EVENTS,
+    MAX_EVENTS,
+    begin_trace,
+    peak_bytes,
+    record_history,
+)
+from prefect_gpu.units import GIB, MIB
 
 Event = dict[str, Any]
 
@@ -32,10 +39,10 @@ def events(*sizes: int) -> list[Event]:
     [
         pytest.param([], 9216, id="nothing happened"),
         pytest.param(events(1024, -1024), 10240, id="a peak that is gone at once"),
-        pytest.param(events(-9216, 1024), 9216, id="less than at the begin"),
-        pytest.param(events(1024, -1024, 1024), 10240, id="one after the other is no sum"),
-        pytest.param(events(1024, 1024, -1024, 2048), 12288, id="the last is the largest"),
-        pytest.param(events(1, 1, -1), 10240, id="a block has 512 bytes at least"),
+        pytest.param(events(-9216, 1024), 17408, id="more at the begin"),
+        pytest.param(events(1024, -1024, 1024), 9216, id="one after the other is no sum"),
+        pytest.param(events(1024, 1024, -1024, 2048), 9216, id="the last is the largest"),
+        pytest.param(events(1, 1, -1), 9728, id="a block has 512 bytes at least"),
         pytest.param(
             [
                 {"action": "segment_alloc", "size": 1 << 20},
@@ -51,6 +58,14 @@ def events(*sizes: int) -> list[Event]:
 )
 def test_the_peak_is_the_largest_running_sum(trace: list[Event], peak: int) -> None:
     assert peak_bytes(9216, trace) == peak
+
+
+def test_what_was_before_does_not_count() -> None:
+    at_us = [100, 100, 200, 300, 300, 300]
+    trace = [{**e, "time_us": t} for e, t in zip(events(-4096, 1024, -2048), at_us, strict=False)]
+    # Now 9216, 11264 before the last was freed, 14336 before the first.
+    assert peak_bytes(9216, trace, since_us=150) == 11264
+    assert peak_bytes(9216, trace, since_us=100) == peak_bytes(9216, trace) == 14336
 
 
 class FakeTorch:
@@ -114,7 +129,7 @@ def test_a_trace_gives_the_peak_and_leaves_pytorch_as_it_was(torch: FakeTorch) -
         "enabled": "all", "context": None, "stacks": "python", "max_entries": MAX_EVENTS,
     }  # fmt: skip
     torch.traces[0] = events(512 * MIB, -512 * MIB, 128 * MIB)
-    assert trace() == 768 * MIB
+    assert trace() == 640 * MIB
     assert (torch.switches, torch.log) == (before, ["on", "off"])
 
 
@@ -123,7 +138,7 @@ def test_of_several_devices_the_peaks_are_summed() -> None:
     trace = begin_trace(torch)
     assert trace is not None
     # The third was never used.
-    torch.traces = [events(512), events(1024, -1024)]
+    torch.traces = [events(-512), events(1024, -1024)]
     assert trace() == 1024 + 512 + 2048 + 1024 + 4096
 
 
@@ -204,11 +219,7 @@ def _no_question(torch: FakeTorch) -> None:
     del torch._C._cuda_isHistoryEnabled
 
 
-def _no_counters(torch: FakeTorch) -> None:
-    torch.cuda.memory_stats_as_nested_dict = lambda i: {}
-
-
-@pytest.mark.parametrize("breaks", [_no_switch, _no_question, _no_counters])
+@pytest.mark.parametrize("breaks", [_no_switch, _no_question])
 def test_an_allocator_that_cannot_be_traced_is_not(
     torch: FakeTorch, breaks: Callable[[FakeTorch], None]
 ) -> None:
@@ -216,6 +227,14 @@ def test_an_allocator_that_cannot_be_traced_is_not(
     breaks(torch)
     assert begin_trace(torch) is None
     assert (torch.recording, torch.switches) == (None, before)
+
+
+def test_without_counters_nothing_is_known(torch: FakeTorch) -> None:
+    trace = begin_trace(torch)
+    assert trace is not None
+    torch.cuda.memory_stats_as_nested_dict = lambda i: {}
+    assert trace() is None
+    assert torch.recording is None
 
 
 @pytest.mark.parametrize(("broken", "left"), [("snapshot", False), ("switch", True), ("ask", True)])
@@ -226,3 +245,63 @@ def test_what_fails_at_the_end_raises_nothing(torch: FakeTorch, broken: str, lef
     torch.broken.add(broken)
     trace()
     assert (torch.recording is not None, torch.switches) == (left, before)
+
+
+# While PyTorch records for a snapshot.
+
+
+@pytest.fixture
+def recorded(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    monkeypatch.setattr(torch_adapter, "_records_history", False)
+    record_history(torch)
+    return torch
+
+
+def at(seconds: float, *sizes: int) -> list[Event]:
+    """Blocks at a time that counts from now."""
+    time_us = time.time_ns() // 1000 + round(seconds * 1e6)
+    return [{**event, "time_us": time_us} for event in events(*sizes)]
+
+
+def test_a_history_for_snapshots_has_stacks(recorded: FakeTorch) -> None:
+    assert recorded.recording == {
+        "enabled": "all", "context": "all", "stacks": "python", "max_entries": HISTORY_EVENTS,
+    }  # fmt: skip
+
+
+def test_the_newest_part_of_a_history_is_a_trace_and_the_history_goes_on(
+    recorded: FakeTorch,
+) -> None:
+    before = recorded.switches
+    trace = begin_trace(recorded)
+    assert trace is not None
+    recorded.traces[0] = at(-60, GIB, -GIB) + at(60, 512 * MIB, -512 * MIB)
+    assert trace() == 768 * MIB
+    assert (recorded.switches, recorded.log) == (before, ["on"])
+
+
+def test_a_history_that_does_not_reach_back_says_nothing(recorded: FakeTorch) -> None:
+    for kept, peak in ((at(60, 512, -512), None), ([], 256 * MIB)):
+        trace = begin_trace(recorded)
+        assert trace is not None
+        recorded.traces[0] = kept
+        assert trace() == peak
+
+
+def test_a_history_that_the_body_has_stopped_leaves_room_for_a_trace(recorded: FakeTorch) -> None:
+    recorded.cuda.memory._record_memory_history(enabled=None)
+    trace = begin_trace(recorded)
+    assert trace is not None
+    recorded.traces[0] = events(512 * MIB, -512 * MIB)
+    assert trace() == 768 * MIB
+    assert recorded.recording is None
+
+
+def test_an_allocator_that_keeps_no_history_fails_nothing(
+    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch_adapter, "_records_history", False)
+    torch.broken.add("switch")
+    record_history(torch)
+    assert "does not record for snapshots" in capsys.readouterr().err
+    assert not torch_adapter._records_history

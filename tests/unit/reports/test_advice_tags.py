@@ -95,6 +95,11 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
             "with less it ran out of memory or slowed down",
         ),
         (
+            [run(5, budget_bytes=4 * GIB, outcome="oom", cause="own_cap"), run(4), run(6)],
+            "`gpu:memory=12.5GiB`",
+            "live peak 6GiB × 1.3 × 1.50 for larger inputs + context 612MiB, of 2 runs",
+        ),
+        (
             [run(5, outcome="oom", cause="own_cap", wanted_bytes=30 * GIB)],
             "`gpu:memory=33GiB`",
             "none completed; it ran out of memory at its cap, where it would have needed 30GiB",
@@ -115,6 +120,7 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
         "a small one has a margin for segments",
         "no framework reports its memory",
         "less was too little",
+        "less was too little, and runs differ",
         "none completed, but its error says what it wanted",
         "none completed, for an unknown reason",
         "no more than there is",
@@ -161,6 +167,8 @@ def test_a_probe_counts_only_if_its_history_has_no_other_completed_run() -> None
     assert written(replace(probe, history_key="small"), other) == "5.8GiB"
     steady = replace(probe, history_key="small", steps=StepFacts(9, 13 * GIB, 5 * GIB))
     assert written(steady, other) == "7.1GiB"
+    differ = replace(steady, steps=StepFacts(9, 13 * GIB, 5 * GIB, alike=False))
+    assert written(differ, other) == "5.8GiB"
 
 
 def test_memory_on_several_devices_becomes_a_tag_for_each() -> None:

@@ -407,6 +407,12 @@ def test_the_page_of_a_history_has_the_next_budget_and_every_run() -> None:
     ]
 
 
+def test_the_page_of_a_history_says_that_runs_differ() -> None:
+    short = run(2, outcome="oom", cause="own_cap", budget_bytes=4 * GIB, cap_bytes=3 * GIB)
+    page = history_markdown(KEY, [run(3, live_bytes=6 * GIB), short, run(1)])
+    assert "Runs differ in what they need: it is 1.50 times as large for that.**" in page
+
+
 def test_the_page_of_a_history_without_a_completed_run_announces_a_probe() -> None:
     page = history_markdown(OTHER, [run(outcome="died", cause="unknown", ended_at=1e300)])
     assert "the next one has a device to itself" in page

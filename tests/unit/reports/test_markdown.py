@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefect_gpu.measurements import Mark, Sample, StepFacts
 from prefect_gpu.reports.markdown import flow_markdown, flow_metadata, task_markdown
-from prefect_gpu.reports.model import BudgetSource, Outcome, Source, TaskReport
+from prefect_gpu.reports.model import BudgetSource, Outcome, ProcessPeak, Source, TaskReport
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import PLACED_AT, device, flow_reports, task_report
@@ -67,7 +67,7 @@ def test_a_task_report_has_a_table_a_chart_phases_and_raw_numbers() -> None:
     text = task_markdown(report)
     assert len(pictures(text)) == 1
     assert "| Budget | **6GiB**, from its tag |" in text
-    assert "| 0 | train | 2.4GiB | 3.7GiB | 4.9GiB | 4.9GiB | unknown | 24.0s |" in text
+    assert "| 0 | train | 2,457.6 | 3,799.0 | 5,017.6 | 5,017.6 | unknown | 24.0s |" in text
     assert "| 0 | done | unknown | unknown | unknown | unknown | unknown | – |" in text
     assert "<details>" in text and f"| `budget_bytes` | {6 * GIB} |" in text
     assert text == task_markdown(task_report())
@@ -112,11 +112,23 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
             {"steps": StepFacts(90, 13 * GIB, 4 * GIB, 0.027, 2)},
             "| Steps | 90 over, up to 13GiB allocated in the first, 4GiB in steady ones, 27ms each,",
         ),
+        (
+            {"steps": StepFacts(90, 5 * GIB, 4 * GIB, 0.027, alike=False)},
+            "| Steps | 90 over, up to 5GiB allocated in the first, 4GiB in steady ones, which differ,",
+        ),
         ({"steps": StepFacts(1)}, "| Steps | 1 over |"),
         ({"steps": StepFacts(9, alloc_retries=2)}, "9 over, its cache given up 2 times |"),
         (
             {"outcome": "oom", "cause": "foreign", "wanted_bytes": 7 * GIB},
             "| Out of memory put down to | other people's processes; it would have needed 7GiB |",
+        ),
+        (
+            {"pid": 7, "processes": (ProcessPeak(1, None, 9 * GIB), ProcessPeak(1, 7, 3 * GIB))},
+            "| 1 | all | 9GiB | 150% |\n| 1 | 7, the task's own | 3GiB | 50% |",
+        ),
+        (
+            {"processes": (ProcessPeak(0, 8, GIB),) * 51},
+            "| 0 | 8, started by it | 1GiB | 17% |\n\n… and 1 more, not shown.",
         ),
         ({"source": "host"}, "| peak reserved | process | took |"),
         ({}, "| peak reserved | NVML | took |"),
@@ -145,6 +157,29 @@ def test_advice_is_a_list() -> None:
     text = task_markdown(task_report(outcome="oom", cause="own_cap"))
     advice = text.partition("### What would help\n\n")[2].partition("\n\n")[0].splitlines()
     assert len(advice) > 1 and all(line.startswith("- ") for line in advice)
+
+
+def test_the_memory_summary_of_a_framework_is_folded_and_cannot_leave_its_block() -> None:
+    page = "|====|\n\n``` </pre> \x1b[31m <b>\n"
+    text = task_markdown(task_report(outcome="oom", memory_summary=page))
+    head = "<details>\n<summary>PyTorch's memory summary when memory ran out</summary>\n<pre>\n"
+    shown = text.partition(head)[2].partition("\n</pre>\n</details>\n\n")[0].splitlines()
+    assert shown == ["|====|", "``` &lt;/pre&gt; �[31m &lt;b&gt;"]
+    assert text.count("\n<summary>") == 2
+    assert task_markdown(task_report(outcome="oom")).count("\n<summary>") == 1
+
+
+def test_a_report_says_where_the_memory_snapshot_lies() -> None:
+    text = task_markdown(task_report(snapshot_path="/data/of|us/4f-1.pickle"))
+    assert r"| Memory snapshot | /data/of\|us/4f-1.pickle; open it in [" in text
+    assert "Memory snapshot" not in task_markdown(task_report())
+
+
+def test_a_table_of_marks_alone_has_no_column_for_their_time() -> None:
+    marks = (Mark(9, "after forward", None, 3 * MIB, 4 * MIB, 2 * GIB, 2 * GIB, 2700 * MIB),)
+    text = task_markdown(task_report(marks=marks))
+    assert "| peak reserved | NVML |\n" in text
+    assert "| 0 | after forward | 3.0 | 4.0 | 2,048.0 | 2,048.0 | 2,700.0 |\n" in text
 
 
 def test_names_of_phases_cannot_break_the_page() -> None:

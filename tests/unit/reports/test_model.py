@@ -40,6 +40,13 @@ def test_a_report_becomes_a_run() -> None:
     )
 
 
+def test_steady_memory_of_steps_that_differ_is_not_kept() -> None:
+    steps = StepFacts(40, 5 * GIB, 4 * GIB, 0.027, 3, alike=False)
+    past = past_run(task_report(steps=steps, peak_live_bytes=5 * GIB))
+    assert (past.steady_live_bytes, past.live_bytes) == (None, 5 * GIB)
+    assert (past.step_s, past.alloc_retries) == (0.027, 3)
+
+
 def test_a_report_without_steps_or_a_framework_leaves_them_open() -> None:
     past = past_run(task_report(peak_live_bytes=None, peak_reserved_bytes=None))
     assert past.live_bytes is past.steady_live_bytes is past.step_s is None

@@ -6,6 +6,7 @@ import concurrent.futures
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,7 +95,12 @@ KNOWN: dict[str, Any] = {
 
 def test_runners_of_the_same_devices_share_a_broker_whatever_else_they_do() -> None:
     first = ActiveRunner(Configuration(**KNOWN)).broker()
-    alike = {"reports": False, "standby": "hot", "start_method": "forkserver"}
+    alike = {
+        "reports": False,
+        "standby": "hot",
+        "start_method": "forkserver",
+        "memory_snapshots": Path("snapshots"),
+    }
     assert ActiveRunner(Configuration(**{**KNOWN, **alike})).broker() is first
     for other in ({"headroom_bytes": 1}, {"placement": "pack"}, {"max_processes": 3}):
         assert ActiveRunner(Configuration(**{**KNOWN, **other})).broker() is not first

@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from prefect_gpu.broker.ticket import Ticket
+from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import (
     BudgetExceededError,
@@ -239,7 +239,7 @@ def exceed(scene: Scene) -> None:
 
     def read() -> None:
         assert scene.broker.ticket.on_measured is not None
-        scene.broker.ticket.on_measured(1.0, (8 * GIB,))
+        scene.broker.ticket.on_measured(1.0, (Measured(8 * GIB),))
 
     scene.run.on_running = read
 

@@ -14,6 +14,7 @@ import pytest
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
+from prefect_gpu.measurements import StepFacts
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import TaskReport
@@ -192,6 +193,21 @@ def test_a_cap_that_was_too_small_is_raised_until_it_is_not() -> None:
     assert "2GiB were not enough; it gets 3GiB" in scene.told[0]
     assert scene.call.climb.processes == 3
     assert scene.numbers == [1, 2, 3]
+
+
+def test_a_learned_budget_that_left_first_steps_out_is_followed_by_one_that_does_not() -> None:
+    scene = Scene(own_cap(wanted=1), "done", memory=None)
+    first = task_report(
+        peak_live_bytes=8 * GIB,
+        context_bytes=GIB,
+        steps=StepFacts(9, 8 * GIB, 2 * GIB),
+        budget_bytes=CAPACITY,
+    )
+    scene.book.take(WHO, first)
+    scene.call.run()
+    small, whole = scene.budgets
+    assert small == pytest.approx(3.6 * GIB, abs=2 * MIB)
+    assert whole == pytest.approx(11.4 * GIB, abs=2 * MIB)
 
 
 def test_what_the_message_says_counts_where_it_is_more() -> None:

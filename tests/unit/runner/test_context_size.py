@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.ticket import Ticket
+from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy
 from prefect_gpu.frameworks.context import ContextStore, fallback_context_bytes
 from prefect_gpu.frameworks.registry import ADAPTERS
@@ -81,9 +81,9 @@ class Broker:
 
     def refresh(self) -> None:
         def read() -> None:
-            told: Callable[[float, tuple[int, ...]], None] | None = self.ticket.on_measured
+            told: Callable[[float, tuple[Measured, ...]], None] | None = self.ticket.on_measured
             assert told is not None
-            told(float("inf"), (self.shows,))
+            told(float("inf"), (Measured(self.shows),))
 
         threading.Thread(target=read).start()
 

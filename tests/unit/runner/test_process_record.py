@@ -15,8 +15,8 @@ from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.measurements import Mark, StepFacts
 from prefect_gpu.processes.messages import BodyEnded
-from prefect_gpu.reports.model import TaskReport, past_run
-from prefect_gpu.runner.process_record import ProcessRecord, Verdict
+from prefect_gpu.reports.model import ProcessPeak, TaskReport, past_run
+from prefect_gpu.runner.process_record import MOST_PROCESSES, ProcessRecord, Verdict
 from prefect_gpu.scheduling.history import HistoryKey, learn
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
@@ -46,6 +46,36 @@ def made_of(
 
 def counters(live: int, reserved: int | None) -> Counters:
     return Counters(live, reserved, live, reserved)
+
+
+def test_one_process_on_one_device_needs_no_table_of_processes() -> None:
+    learned = record()
+    learned.add_start(5)
+    learned.add_processes([{5: GIB}])
+    assert made_of(learned).processes == ()
+
+
+def test_each_process_and_device_is_reported_with_its_own_peak() -> None:
+    learned = ProcessRecord(
+        Placement("1", (device(index=3), device(index=2)), (6 * GIB, 6 * GIB)), 0.0, 1.5
+    )
+    for on_first, on_second in (({5: 3, 6: 1}, {}), ({5: 2, 6: 4}, {6: 1})):
+        learned.add_reading(1.0, (sum(on_first.values()), sum(on_second.values())))
+        learned.add_processes([on_first, on_second])
+    assert made_of(learned).processes == (
+        ProcessPeak(3, None, 6),
+        ProcessPeak(3, 6, 4),
+        ProcessPeak(3, 5, 3),
+        ProcessPeak(2, None, 1),
+        ProcessPeak(2, 6, 1),
+    )
+
+
+def test_a_body_that_starts_processes_all_the_time_fills_no_memory() -> None:
+    learned = record()
+    for pid in range(2 * MOST_PROCESSES):
+        learned.add_processes([{pid: GIB}])
+    assert len(made_of(learned).processes) == MOST_PROCESSES + 1
 
 
 def test_the_context_is_what_the_device_shows_above_the_allocator() -> None:
@@ -189,6 +219,17 @@ def test_an_out_of_memory_is_logged_with_the_decision_about_it() -> None:
     learned.set_caps(5 * GIB, 0, {})
     report = made_of(learned, verdict=Verdict("oom", "no memory", "own_cap", 7 * GIB))
     assert (report.cap_bytes, report.cause, report.wanted_bytes) == (5 * GIB, "own_cap", 7 * GIB)
+    assert (report.memory_summary, report.snapshot_path) == ("", "")
+
+
+def test_what_the_framework_says_of_an_out_of_memory_is_reported() -> None:
+    learned = record()
+    learned.add_end(
+        BodyEnded(True, OutOfMemory("torch", summary="page", snapshot_path="/a.pickle"))
+    )
+    report = made_of(learned)
+    assert (report.memory_summary, report.snapshot_path) == ("page", "/a.pickle")
+    assert report.compact().memory_summary == ""
 
 
 def test_simulated_devices_know_what_a_child_could_not_say_before_it_died() -> None:

@@ -10,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.history import (
+    LIVE_FACTOR,
     LIVE_MARGIN_BYTES,
+    MOST_GROWTH,
     ROUND_BYTES,
     PastRun,
     expected_s,
+    growth_factor,
     known_floor_bytes,
     learn,
     learned_context_bytes,
@@ -107,9 +110,11 @@ def test_a_budget_holds_every_completed_run_and_the_largest_context(runs: list[P
 
 
 @given(histories, past_runs(), st.integers(0, 64 * GIB))
-def test_more_live_memory_never_teaches_a_smaller_budget(
+def test_a_largest_run_that_is_larger_never_teaches_a_smaller_budget(
     runs: list[PastRun], last: PastRun, more_bytes: int
 ) -> None:
+    # Of others, more would also mean that runs differ less.
+    runs = [replace(r, live_bytes=0, steady_live_bytes=None) for r in runs]
     last = replace(last, outcome="completed", live_bytes=last.live_bytes or 0)
     grown = replace(
         last,
@@ -195,6 +200,18 @@ def test_the_floor_remembers_what_was_too_small(runs: list[PastRun], floor_gib: 
     assert lesson.budget_bytes >= lesson.floor_bytes
 
 
+def test_steady_memory_that_was_too_little_is_followed_by_what_a_run_had_in_full() -> None:
+    first = probe(20, steady_live_bytes=gib(4))
+    lesson = learn([first])
+    assert lesson and lesson.budget_bytes < gib(6) < gib(26) < lesson.whole_bytes
+    next_lesson = learn([first, oom(lesson.budget_bytes / GIB)])
+    assert next_lesson
+    assert next_lesson.floor_bytes == pytest.approx(lesson.whole_bytes, abs=ROUND_BYTES)
+    # A budget that was enough since is better evidence.
+    settled = learn([first, oom(6), run(20, 9, steady_live_bytes=gib(4))])
+    assert settled and settled.budget_bytes == settled.floor_bytes == gib(9)
+
+
 def test_a_floor_outlives_the_run_that_showed_it() -> None:
     told = run(1, 6, ended_at=8.0, floor_bytes=gib(6))
     before = run(1, 4, ended_at=7.0, floor_bytes=gib(4))
@@ -221,6 +238,52 @@ def test_a_floor_outlives_the_run_that_showed_it() -> None:
 def test_a_cap_that_pinched_goes_up_by_a_quarter(slow: dict[str, Any], floor_gib: float) -> None:
     lesson = learn([run(1, 4, **slow), probe(1, step_s=1.0)])
     assert lesson and lesson.floor_bytes == gib(floor_gib)
+
+
+@pytest.mark.parametrize(
+    ("sizes_gib", "factor"),
+    [
+        pytest.param([], 1, id="nothing is known"),
+        pytest.param([4], 1, id="one run says nothing of others"),
+        pytest.param([4, 4, 4], 1, id="all are equal"),
+        pytest.param([4, 0], 1, id="a run that took nothing says nothing"),
+        pytest.param([4, 6], 1.5, id="as much more again"),
+        pytest.param([6, 4], 1.5, id="in any order"),
+        pytest.param([4, 40], MOST_GROWTH, id="within bounds"),
+        pytest.param([4, 5, 9], 1.5, id="half the distance with three"),
+        pytest.param([4, *[8] * 20], 2 ** (1 / 20), id="little with many"),
+    ],
+)
+def test_runs_that_differ_let_expect_larger_ones(sizes_gib: list[float], factor: float) -> None:
+    assert growth_factor([gib(size) for size in sizes_gib]) == pytest.approx(factor)
+
+
+@given(st.lists(sizes, max_size=20))
+def test_growth_has_bounds_and_no_order(sizes_bytes: list[int]) -> None:
+    factor = growth_factor(sizes_bytes)
+    assert 1 <= factor <= MOST_GROWTH
+    assert factor == growth_factor(sizes_bytes[::-1])
+
+
+def test_runs_that_differ_are_given_more_only_after_a_budget_was_too_small() -> None:
+    runs = [probe(4), run(6, 9.5)]
+    before, after = learn(runs), learn([*runs, oom(5.8)])
+    assert before and after
+    assert (before.growth, after.growth) == (1, 1.5)
+    assert after.budget_bytes == pytest.approx(
+        gib(6 * LIVE_FACTOR * 1.5) + CONTEXT, abs=ROUND_BYTES
+    )
+    # By the next run that needs the same, it knows better.
+    settled = learn([*runs, oom(5.8), run(6, 12.4)])
+    assert settled and settled.growth == pytest.approx(1.5**0.5)
+
+
+def test_a_third_run_that_needs_as_much_more_fits_after_the_second_ran_out() -> None:
+    """Three runs that need 4, 8 and 16 GiB: the budget of the second was too small, that of the third is not."""
+    second = learn([probe(4)])
+    assert second and second.budget_bytes < gib(8)
+    third = learn([probe(4), oom(second.budget_bytes / GIB), run(8, 8.6)])
+    assert third and third.budget_bytes - third.context_bytes > gib(16)
 
 
 def test_a_slow_run_with_nothing_roomier_to_compare_did_not_pinch() -> None:

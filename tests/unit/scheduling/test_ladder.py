@@ -178,6 +178,25 @@ def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | 
     assert "6GiB" in rung.reason or "60GiB" in rung.reason
 
 
+@pytest.mark.parametrize(
+    ("whole_gib", "given_gib"),
+    [
+        pytest.param(0, 9, id="not known"),
+        pytest.param(8, 9, id="less than half as much again"),
+        pytest.param(20, 20, id="what past runs had in full"),
+        pytest.param(90, None, id="more than the device has"),
+    ],
+)
+def test_a_budget_that_left_first_steps_out_is_followed_by_one_that_does_not(
+    whole_gib: int, given_gib: int | None
+) -> None:
+    own = next_rung(Climb(), "own_cap", seen(), CAPACITY, whole_gib * GIB)
+    assert isinstance(own, Rung)
+    assert own.budget_bytes == (None if given_gib is None else given_gib * GIB)
+    shared = next_rung(Climb(), "crowded", seen(), CAPACITY, whole_gib * GIB)
+    assert isinstance(shared, Rung) and shared.budget_bytes == 6 * GIB
+
+
 def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
     climb = Climb(processes=2, whole_device=True)
     answer = next_rung(climb, "own_cap", seen(budget_bytes=80 * GIB), CAPACITY)
@@ -222,6 +241,18 @@ def test_the_reason_names_the_processes_that_filled_the_device() -> None:
     crowded = next_rung(Climb(), "crowded", seen(), CAPACITY)
     assert isinstance(foreign, Rung) and foreign.reason.startswith("other people's processes")
     assert isinstance(crowded, Rung) and crowded.reason.startswith("tasks beside it")
+
+
+def test_the_last_process_has_a_whole_device() -> None:
+    """A body that needs much more than was learned, and takes it in small pieces, reaches it."""
+    climb, budget, given = Climb(), GIB, []
+    while not climb.whole_device:
+        rung = next_rung(climb, "own_cap", seen(budget_bytes=budget, wanted_bytes=MIB), CAPACITY)
+        assert isinstance(rung, Rung)
+        climb = rung.climb
+        given.append(budget := rung.budget_bytes or CAPACITY)
+    assert climb.processes == MOST_PROCESSES
+    assert given[-1] == CAPACITY > 2 * given[-2]
 
 
 def test_the_fifth_process_is_the_last() -> None:

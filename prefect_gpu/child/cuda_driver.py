@@ -1,0 +1,89 @@
+"""What the CUDA driver says of this process, where something else has loaded it.
+
+Nothing here loads or initialises the driver, or creates a context. What a device has free is read in
+`prefect_gpu.devices`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+#: The driver's library, by the name under which every program loads it.
+DRIVER_LIBRARY = "libcuda.so.1"
+
+#: What the driver returns before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
+_NOT_INITIALIZED = 3
+
+
+def loaded_driver() -> ctypes.CDLL | None:
+    """Return the driver's library; `None`: this process has not loaded it."""
+    try:
+        return ctypes.CDLL(DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except (OSError, AttributeError):
+        # Not loaded; or this system has no such flag (macOS).
+        return None
+
+
+def is_initialized() -> bool:
+    """Return whether the driver was initialised in this process."""
+    driver = loaded_driver()
+    count = ctypes.c_int()
+    return driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED
+
+
+def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
+    """Return what identifies the primary context of a device for as long as this process lives.
+
+    The frameworks share that context. `cuCtxGetId` is part of CUDA 12 and later.
+
+    Args:
+        driver: From `loaded_driver`.
+        ordinal: Of the device among those that the process sees.
+
+    Returns:
+        The id; 0: there is no context now. `None`: the driver does not say.
+    """
+    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if driver.cuDeviceGet(ctypes.byref(device), ctypes.c_int(ordinal)):
+        return None
+    found = ctypes.byref(flags), ctypes.byref(active)
+    if not hasattr(driver, "cuCtxGetId") or driver.cuDevicePrimaryCtxGetState(device, *found):
+        return None
+    if not active.value:
+        return 0
+    context, identity = ctypes.c_void_p(), ctypes.c_ulonglong()
+    # It exists, so this counts one more user of it and creates nothing.
+    if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        return None
+    failed = driver.cuCtxGetId(context, ctypes.byref(identity))
+    driver.cuDevicePrimaryCtxRelease_v2(device)
+    return None if failed else identity.value
+
+
+class PrimaryContexts:
+    """Sees that a primary context was destroyed while frameworks still count what they had in it.
+
+    `cudaDeviceReset`, and `close` and `Device.reset` of `numba.cuda` do that. For one thread at a time.
+
+    Args:
+        count: Number of devices that the process sees.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._ids = [0] * count
+        self._driver: ctypes.CDLL | None = None
+        #: Whether one was destroyed.
+        self.lost = False
+
+    def read(self) -> bool:
+        """Compare the contexts with those of the last reading; return `lost`."""
+        self._driver = self._driver or loaded_driver()
+        if self._driver is None:
+            return False
+        for ordinal, before in enumerate(self._ids):
+            now = primary_context_id(self._driver, ordinal)
+            if now is not None:
+                self.lost |= before not in (0, now)
+                self._ids[ordinal] = now
+        return self.lost

@@ -19,8 +19,9 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import hydrated_context
 from prefect.events import Event
 from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
+from prefect.logging import get_run_logger
 from prefect.logging.handlers import set_api_log_sink
-from prefect.logging.loggers import get_run_logger, patch_print
+from prefect.logging.loggers import patch_print
 
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import sys
 import threading
@@ -83,9 +84,11 @@ def test_task_run_ids_are_ordered_by_time() -> None:
     assert first.version == 7 and first.int >> 80 <= second.int >> 80, "see new_task_run_id"
 
 
-def test_the_log_sink_takes_logs_as_plain_data() -> None:
+def test_the_log_sink_takes_logs_as_plain_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(inspect.signature(emit_api_log).parameters) == ["log"], "see EngineRun.forward_log"
     sent: list[Any] = []
+    # A context without a run has none.
+    monkeypatch.setattr(prefect_context, "get_run_logger", logging.getLogger)
     with prefect_context.child_context({}, False, sent.append):
         emit_api_log({"message": "said", "task_run_id": uuid4()})
     set_api_log_sink(None)

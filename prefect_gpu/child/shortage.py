@@ -107,7 +107,7 @@ def find_shortage(
     return replace(
         _read_state(framework, str(cause), readings),
         summary=readings.memory_summary(framework)[:SUMMARY_CHARS],
-        # Last: a snapshot may take seconds.
+        # Last: it takes 4 s, in which PyTorch imports its compiler for the stacks (2.11, 2.13).
         snapshot_path=readings.write_snapshot(framework),
     )
 

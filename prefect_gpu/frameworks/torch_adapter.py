@@ -50,7 +50,8 @@ SUBPROCESS_CAP_VERSION = (2, 11)
 #: 20,000 take 8 (H200, PyTorch 2.11, 2026-11-21). A step with more has no peak from its trace.
 MAX_EVENTS = 50_000
 
-#: Events of each device that are kept for a snapshot at an out-of-memory, as in PyTorch's own examples.
+#: Events of each device that are kept for a snapshot at an out-of-memory, as in PyTorch's own examples: a
+#: file of 6 MiB (PyTorch 2.11).
 HISTORY_EVENTS = 100_000
 
 #: Bytes to which the allocator rounds a block (`kMinBlockSize`); a trace has the requested size.

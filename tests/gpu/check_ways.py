@@ -161,7 +161,8 @@ class Seen:
     flow_run_ids: list[str]
     #: What it printed of its result.
     result: str
-    #: Ids of the processes that started it: the flow's own, a notebook's kernel, a worker.
+    #: Ids of the processes that started it (the flow's own, a notebook's kernel, a worker), and of others
+    #: that imported the flow's module: tasks' processes and standbys.
     parents: list[int]
     #: Task runs that had a process of their own.
     processes: int = 3
@@ -288,6 +289,9 @@ def _deployed(way: Way, name: str, *arguments: str) -> Seen:
             if not state.is_completed():
                 raise AssertionError(f"{state!r}\n{said.read_text()[-5000:]}")
             result = state.result()
+            # The last reports are published after the run is shown as Completed, and a worker that is
+            # stopped kills the flow's process with SIGKILL.
+            read_processes(str(flow_run.id), 3)
         finally:
             process.terminate()
             process.wait(30)
@@ -389,18 +393,22 @@ def look(start: Callable[[Way], Seen], folder: Path, devices: str) -> Row:
         reports += [r for rs in read_processes(flow_run_id, least, 10.0).values() for r in rs]
     outcomes = [report["outcome"] for report in reports]
     peaks = [observer.peaks[report.pid] for report in reports if report.pid in observer.peaks]
-    listed_parents = [pid for pid in seen.parents if pid in observer.peaks]
-    others = set(observer.peaks) - {report.pid for report in reports} - set(listed_parents)
+    own = {report.pid for report in reports}
+    parents = set(seen.parents) - own
+    listed_parents = sorted(parents & set(observer.peaks))
+    others = set(observer.peaks) - own - parents
     problems = []
     if len(outcomes) != seen.processes:
         problems.append(f"{len(outcomes)} processes, expected {seen.processes}: {outcomes}")
     if len([peak for peak in peaks if peak > HELD_BYTES]) != seen.on_device:
         problems.append(f"NVML showed {[size(p) for p in peaks]} MiB for its tasks' processes")
     if listed_parents:
-        problems.append(f"NVML listed {listed_parents}, of {seen.parents} which started the flow")
+        problems.append(
+            f"NVML listed {listed_parents}, of {sorted(parents)} which started the flow"
+        )
     if others:
         problems.append(f"NVML listed {sorted(others)}, which no report names")
-    if not seen.parents:
+    if not parents:
         problems.append("nothing is known of the process that started it")
     return Row(seen.result, peaks, listed_parents, seconds, problems)
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from prefect import get_client
@@ -15,6 +16,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
 
+from tests.integration import engine_api as api
 from tests.integration.kill_flow import (
     CHILDREN,
     SLEEPERS,
@@ -23,7 +25,7 @@ from tests.integration.kill_flow import (
     read_pids,
     start_sleepers,
 )
-from tests.integration.programs import Workplace, wait_for, workplace
+from tests.integration.programs import SCRIPT, Workplace, wait_for, workplace
 
 #: Seconds in which children end: far below what the tasks would take by themselves, so that one which
 #: was not ended fails the test. How fast it is, is printed, not asserted: up to a second of it is Prefect's,
@@ -32,6 +34,20 @@ CHILDREN_S = 120.0
 
 #: Seconds in which the flow's own process ends: its last states and reports still go to the API.
 PROCESS_S = 180.0
+
+#: Artifacts that take a second each, so that the flow run is Completed before its last ones are published.
+SLOW_ARTIFACTS = """
+import time
+from prefect.client.orchestration import SyncPrefectClient
+
+create_artifact = SyncPrefectClient.create_artifact
+
+def create_late(self, artifact):
+    time.sleep(1)
+    return create_artifact(self, artifact)
+
+SyncPrefectClient.create_artifact = create_late
+"""
 
 
 @pytest.fixture
@@ -98,6 +114,28 @@ def test_a_signal_to_the_flow_ends_its_children(place: Workplace, signum: int) -
     assert running.process.returncode != 0
     assert seconds < CHILDREN_S, errors
     wait_for_states(name, {"CRASHED", "CANCELLED"}, {"CRASHED", "CANCELLED"}, 3)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_after_the_flow_has_completed_loses_no_report(
+    place: Workplace, signum: int
+) -> None:
+    place.write("script.py", SLOW_ARTIFACTS + SCRIPT)
+    process = place.start("-u", "script.py")
+    assert process.stdout is not None
+    run_id = UUID(process.stdout.readline().split()[1])
+    with get_client(sync_client=True) as client:
+
+        def completed() -> bool:
+            return client.read_flow_run(run_id).state_name == "Completed"
+
+        wait_for(completed, interval_s=0.1)
+    assert process.poll() is None, "it publishes reports"
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=PROCESS_S)
+    # One for each process, and one of the flow run.
+    found = api.artifacts(flow_run_id=run_id, count=4)
+    assert len(found) == 4, errors
 
 
 def test_ctrl_c_at_a_terminal(place: Workplace) -> None:

@@ -239,9 +239,10 @@ class BodyRun:
             return None
         climb = replace(self.climb, whole_device=attempt.whole_device)
         # Each of its devices could give so much.
-        sizes = sorted(self._broker.capacities(self._policy.devices).values())
-        capacity = sizes[-self._policy.count :][0]
-        rung = next_rung(climb, cause, evidence, capacity, whole_bytes)
+        capacities = self._broker.capacities(self._policy.devices)
+        capacity = sorted(capacities.values())[-self._policy.count :][0]
+        alike = len({device.name for device in capacities}) == 1
+        rung = next_rung(climb, cause, evidence, capacity, whole_bytes, alike)
         if isinstance(rung, Rung):
             return rung
         _add_note(error, f"prefect_gpu: {rung}")

@@ -188,7 +188,7 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
         return None
     context = max(run.context_bytes for run in completed)
     floor = known_floor_bytes(past)
-    growth = growth_factor([_basis_bytes(run) for run in completed]) if floor else 1.0
+    growth = _growth(completed) if floor else 1.0
     need = max(_need_bytes(run, context, growth) for run in completed)
     return Lesson(
         _round(max(need, floor)),
@@ -245,7 +245,8 @@ def growth_factor(sizes_bytes: Sequence[int]) -> float:
 
     Runs differ in what they need where inputs change size. If the logarithms of their needs are spread evenly, the
     end of that range is expected above the largest of *n* by the average distance between two of them: a factor of
-    (largest ÷ smallest)^(1 ÷ (*n* - 1)). It is 1 where all are equal, and approaches 1 with many runs.
+    (largest ÷ median)^(2 ÷ (*n* - 1)). It is 1 where all are equal, and approaches 1 with many runs. By the median and
+    not by the smallest: a single run on a few inputs, to try the task out, says nothing of large ones.
 
     Args:
         sizes_bytes: What each run needed.
@@ -256,7 +257,17 @@ def growth_factor(sizes_bytes: Sequence[int]) -> float:
     known = [size for size in sizes_bytes if size > 0]
     if len(known) < 2:
         return 1.0
-    return float(min(MOST_GROWTH, (max(known) / min(known)) ** (1 / (len(known) - 1))))
+    if len(known) == 2:
+        return float(min(MOST_GROWTH, max(known) / min(known)))
+    above = max(known) / statistics.median(known)
+    return float(min(MOST_GROWTH, above ** (2 / (len(known) - 1))))
+
+
+def _growth(completed: Sequence[PastRun]) -> float:
+    """Return the growth factor of runs. Steady and full live memory are not compared: they differ in equal runs."""
+    steady = [run.steady_live_bytes for run in completed if run.steady_live_bytes is not None]
+    others = [_basis_bytes(run) for run in completed if run.steady_live_bytes is None]
+    return max(growth_factor(steady), growth_factor(others))
 
 
 def _basis_bytes(run: PastRun) -> int:
@@ -286,11 +297,15 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
     """Return the smallest budget that some runs show not to be too small; 0: any."""
     too_small = 0
     next_bytes = 0
-    # Steady memory was too little: what a run has had in full is known to be enough for that one.
-    whole = _whole_need_bytes([run for run in completed if _is_measured(run)])
+    measured = [run for run in completed if _is_measured(run)]
+    context = max((run.context_bytes for run in measured), default=0)
+    need = max((_need_bytes(run, context, 1.0) for run in measured), default=0)
     for run in past:
-        if run.cause == "own_cap":
-            factor, least = OOM_FACTOR, max(run.wanted_bytes or 0, whole)
+        if run.cause == "own_cap" and _was_limited(run):
+            factor, least = OOM_FACTOR, run.wanted_bytes or 0
+            if run.budget_bytes >= need:
+                # Steady memory was too little. What a run has had in full is known to be enough for that one.
+                least = max(least, _whole_need_bytes(measured))
         elif run.outcome == "completed" and _pinched(run, completed):
             factor, least = PINCH_FACTOR, 0
         else:
@@ -306,7 +321,12 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
         and run.budget_bytes > too_small
         and not _pinched(run, completed)
     ]
-    return min(enough) if enough else next_bytes
+    return min([*enough, next_bytes])
+
+
+def _was_limited(run: PastRun) -> bool:
+    """Return whether a run's budget kept it from the rest of its device: a whole device says nothing of smaller budgets."""
+    return run.cap_bytes is not None or (run.process_bytes or 0) > run.budget_bytes
 
 
 def _pinched(run: PastRun, completed: Sequence[PastRun]) -> bool:

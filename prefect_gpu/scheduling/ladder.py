@@ -125,7 +125,12 @@ class Rung:
 
 
 def next_rung(
-    climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: int, whole_bytes: int = 0
+    climb: Climb,
+    cause: Cause,
+    evidence: Evidence,
+    capacity_bytes: int,
+    whole_bytes: int = 0,
+    alike: bool = True,
 ) -> Rung | str:
     """Return what the next process gets.
 
@@ -135,6 +140,7 @@ def next_rung(
         evidence: Of the last out-of-memory.
         capacity_bytes: Bytes that could ever be reserved on the largest device that the task may use.
         whole_bytes: Bytes that are known to be enough for past runs, their first steps included; 0: not known.
+        alike: All devices that the task may use are of one model.
 
     Returns:
         What it gets; or, where it gets none, the reason, as text for the error.
@@ -147,7 +153,7 @@ def next_rung(
     if climb.processes >= MOST_PROCESSES:
         return f"{climb.processes} processes have run out of memory, the last with {budget}{wanted}"
     if cause == "own_cap":
-        if climb.whole_device:
+        if climb.whole_device or evidence.budget_bytes >= capacity_bytes:
             return f"a whole device was not enough, {budget}{wanted}"
         more = max(
             int(evidence.budget_bytes * OOM_FACTOR), int((needed or 0) * WANTED_FACTOR), whole_bytes
@@ -155,7 +161,8 @@ def next_rung(
         if climb.processes == MOST_PROCESSES - 1:
             # Its last process: a task does not fail for lack of memory that the device has.
             more = capacity_bytes
-        return _give(replace(climb, shared=0), more, capacity_bytes, f"{budget} were not enough")
+        grown = replace(climb, shared=0)
+        return _give(grown, more, capacity_bytes, alike, f"{budget} were not enough")
     shared = climb.shared + 1
     if shared > MOST_SHARED:
         return f"the device ran full {shared} times though the task was within its {budget}{wanted}"
@@ -164,14 +171,19 @@ def next_rung(
     grown = replace(climb, shared=shared)
     if shared == MOST_SHARED or climb.whole_device:
         # Other people's processes may fill a whole device too: it may be another device next time.
-        return _give(grown, capacity_bytes, capacity_bytes, reason)
-    return _give(grown, evidence.budget_bytes, capacity_bytes, reason)
+        return _give(grown, capacity_bytes, capacity_bytes, alike, reason)
+    return _give(grown, evidence.budget_bytes, capacity_bytes, alike, reason)
 
 
-def _give(climb: Climb, budget_bytes: int, capacity_bytes: int, reason: str) -> Rung:
+def _give(climb: Climb, budget_bytes: int, capacity_bytes: int, alike: bool, reason: str) -> Rung:
     again = replace(climb, processes=climb.processes + 1)
     if budget_bytes >= capacity_bytes:
-        whole = replace(again, whole_device=True)
-        return Rung(whole, None, f"{reason}; it gets a device to itself")
+        whole = replace(again, whole_device=alike)
+        if not alike:
+            # Any whole device may be a small one.
+            whole = replace(whole, reached_bytes=capacity_bytes)
+        return Rung(
+            whole, None if alike else capacity_bytes, f"{reason}; it gets a device to itself"
+        )
     again = replace(again, reached_bytes=max(climb.reached_bytes, budget_bytes))
     return Rung(again, budget_bytes, f"{reason}; it gets {format_bytes(budget_bytes)}")

@@ -250,8 +250,9 @@ def test_a_cap_that_pinched_goes_up_by_a_quarter(slow: dict[str, Any], floor_gib
         pytest.param([4, 6], 1.5, id="as much more again"),
         pytest.param([6, 4], 1.5, id="in any order"),
         pytest.param([4, 40], MOST_GROWTH, id="within bounds"),
-        pytest.param([4, 5, 9], 1.5, id="half the distance with three"),
-        pytest.param([4, *[8] * 20], 2 ** (1 / 20), id="little with many"),
+        pytest.param([4, 5, 9], 9 / 5, id="the distance from the middle with three"),
+        pytest.param([4, 5, 6, 7, 8, 9, 12], (12 / 7) ** (2 / 6), id="less with more"),
+        pytest.param([0.01, *[30] * 10], 1, id="one small run says nothing of large ones"),
     ],
 )
 def test_runs_that_differ_let_expect_larger_ones(sizes_gib: list[float], factor: float) -> None:
@@ -265,17 +266,44 @@ def test_growth_has_bounds_and_no_order(sizes_bytes: list[int]) -> None:
     assert factor == growth_factor(sizes_bytes[::-1])
 
 
+def test_a_whole_device_that_was_too_small_says_nothing_of_smaller_budgets() -> None:
+    # A typing error, say: it ran out of 2.6, 4, 6, 9 GiB, and at last of the whole device.
+    typo = [oom(size, floor_bytes=gib(1)) for size in (2.6, 4, 6, 9)]
+    lesson = learn([run(1.5, 2.6), *typo, oom(80, cap_bytes=None, process_bytes=gib(79))])
+    assert lesson and lesson.budget_bytes == pytest.approx(gib(13.5), abs=ROUND_BYTES)
+
+
+def test_a_process_that_was_killed_above_its_budget_had_too_small_a_one_without_a_cap_too() -> None:
+    killed = oom(10, cap_bytes=None, process_bytes=gib(12))
+    assert known_floor_bytes([run(4), killed]) == gib(15)
+
+
+def test_a_tag_below_what_steps_need_does_not_show_that_first_steps_count() -> None:
+    trained = probe(13.2, steady_live_bytes=gib(4.8))
+    before, after = learn([trained]), learn([trained, oom(2)])
+    assert before and after and after.budget_bytes == before.budget_bytes
+    # Though it escalated to all that past runs took.
+    escalated = run(4.8, 17.8, steady_live_bytes=gib(4.8))
+    again = learn([trained, oom(2), escalated])
+    assert again and again.budget_bytes == before.budget_bytes
+
+
+def test_steady_and_full_live_memory_are_not_compared() -> None:
+    lesson = learn([probe(13.2), *[run(6, steady_live_bytes=gib(4.8))] * 2, oom(5)])
+    assert lesson and lesson.growth == 1
+
+
 def test_runs_that_differ_are_given_more_only_after_a_budget_was_too_small() -> None:
     runs = [probe(4), run(6, 9.5)]
     before, after = learn(runs), learn([*runs, oom(5.8)])
     assert before and after
-    assert (before.growth, after.growth) == (1, 1.5)
+    assert (before.growth, after.growth) == (1, pytest.approx(1.5))
     assert after.budget_bytes == pytest.approx(
         gib(6 * LIVE_FACTOR * 1.5) + CONTEXT, abs=ROUND_BYTES
     )
     # By the next run that needs the same, it knows better.
     settled = learn([*runs, oom(5.8), run(6, 12.4)])
-    assert settled and settled.growth == pytest.approx(1.5**0.5)
+    assert settled and settled.growth == 1
 
 
 def test_a_third_run_that_needs_as_much_more_fits_after_the_second_ran_out() -> None:

@@ -197,6 +197,15 @@ def test_a_budget_that_left_first_steps_out_is_followed_by_one_that_does_not(
     assert isinstance(shared, Rung) and shared.budget_bytes == 6 * GIB
 
 
+def test_among_devices_that_differ_a_whole_device_is_the_largest() -> None:
+    climb = Climb(processes=MOST_PROCESSES - 1, reached_bytes=7 * GIB)
+    rung = next_rung(climb, "own_cap", seen(), CAPACITY, alike=False)
+    assert isinstance(rung, Rung) and rung.budget_bytes == CAPACITY
+    assert rung.climb == Climb(MOST_PROCESSES, reached_bytes=CAPACITY)
+    answer = next_rung(Climb(2), "own_cap", seen(budget_bytes=CAPACITY), CAPACITY, alike=False)
+    assert isinstance(answer, str) and answer.startswith("a whole device was not enough")
+
+
 def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
     climb = Climb(processes=2, whole_device=True)
     answer = next_rung(climb, "own_cap", seen(budget_bytes=80 * GIB), CAPACITY)

@@ -1,6 +1,6 @@
 """The memory of a training, moment by moment, and the least memory in which it still runs.
 
-A model with attention turns made-up sentences round: a GRU encoder, a bridge from its last state to the
+A model with attention reverses made-up sentences: a GRU encoder, a bridge from its last state to the
 first of the decoder, and a decoder that takes one word after another with a `GRUCell`. Vocabulary 30,000,
 hidden size 1,000, batches of 80 sentences of up to 50 words, Adam. Two epochs of two training steps and
 an evaluation run in one GPU task.
@@ -36,7 +36,7 @@ from prefect.runtime import task_run
 
 from prefect_gpu import GPUTaskRunner, find_batch_size, gpu, mark, step
 
-#: Numbers of what is no word: fills up a sentence; begins and ends one.
+#: Indices of two tokens that are no words: one fills up a sentence, the other begins and ends it.
 PADDING, EDGE = 0, 1
 
 #: The least budget is found to this many MiB. The first that is tried holds no CUDA context.

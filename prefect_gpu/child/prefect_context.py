@@ -67,27 +67,34 @@ def child_context(
 
 
 class _RunHandler(logging.Handler):
-    """Passes records on to the log of the task run, from threads that lack its context too."""
+    """Passes warnings on to the log of the task run, from threads that lack its context too."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._run_logger = get_run_logger()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._run_logger.log(record.levelno, record.getMessage())
+        try:
+            if record.levelno < logging.WARNING:
+                logging.getLogger().handle(record)
+            else:
+                self._run_logger.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+        except Exception:
+            self.handleError(record)
 
 
 @contextlib.contextmanager
 def _log_on_the_run() -> Iterator[None]:
     """Make warnings of this package a part of the task run's log."""
     logger, handler = logging.getLogger("prefect_gpu"), _RunHandler()
+    propagate = logger.propagate
     logger.addHandler(handler)
     # The run's logger prints them too.
     logger.propagate = False
     try:
         yield
     finally:
-        logger.propagate = True
+        logger.propagate = propagate
         logger.removeHandler(handler)
 
 

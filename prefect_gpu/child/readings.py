@@ -59,7 +59,10 @@ class Readings:
         if self._simulated:
             counters = self.counters()
             return None if counters is None else (counters.live_bytes, counters.alloc_retries or 0)
-        return self._ask(hooks.sample)
+        found = self._ask(hooks.sample)
+        if found is not None:
+            self._held_bytes = max(self._held_bytes, found[0])
+        return found
 
     def counters(self) -> Counters | None:
         """Read all counters; `None`: no framework has touched a device, or they cannot be read."""
@@ -78,7 +81,7 @@ class Readings:
         return None if self._simulated else self._ask(hooks.begin_trace)
 
     def memory_summary(self, framework: str) -> str:
-        """Return a framework's own page on its allocators; empty: it has none."""
+        """Return a framework's own summary of its memory; empty: it has none."""
         named = self._named(framework)
         return self._ask(lambda _: named[0].memory_summary() if named else "") or ""
 
@@ -91,7 +94,7 @@ class Readings:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return path if named[0].write_snapshot(path) else ""
         except Exception as error:
-            sys.stderr.write(f"prefect_gpu: no memory snapshot: {error!r}\n")
+            logger.warning("no memory snapshot is in %s: %s", path, error)
             return ""
 
     def _named(self, framework: str) -> list[FrameworkAdapter]:

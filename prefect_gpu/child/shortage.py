@@ -12,9 +12,14 @@ from dataclasses import replace
 
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.devices.own import OwnUse
-from prefect_gpu.frameworks.out_of_memory import OutOfMemory, find_out_of_memory, parse_wanted_bytes
+from prefect_gpu.frameworks.out_of_memory import (
+    NO_BATCH_SIZE,
+    OutOfMemory,
+    find_out_of_memory,
+    parse_wanted_bytes,
+)
 
-#: Characters that are kept of a framework's own page; PyTorch's has 5,000 for each device.
+#: Characters that are kept of a framework's memory summary; PyTorch's has 5,000 for each device.
 SUMMARY_CHARS = 64_000
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -104,6 +109,10 @@ def find_shortage(
     cause, framework = found
     if not framework:
         return _read_simulated(cause)
+    if NO_BATCH_SIZE in str(cause).lower():
+        counters = readings.counters()
+        if counters is None or not counters.alloc_retries:
+            return None
     return replace(
         _read_state(framework, str(cause), readings),
         summary=readings.memory_summary(framework)[:SUMMARY_CHARS],

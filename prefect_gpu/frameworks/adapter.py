@@ -40,6 +40,14 @@ MODEST_DEFAULTS = {
 }
 
 
+#: Variables with options of PyTorch's allocator; 2.9 renamed the first.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+#: In a child: the option of PyTorch's allocator that caps the processes which its body starts. A GPU task
+#: among them has a budget of its own.
+SUBPROCESS_CAP = "PREFECT_GPU_SUBPROCESS_CAP"
+
+
 def child_environment(
     policy: FrameworkPolicy,
     adapters: Iterable[FrameworkAdapter],
@@ -64,6 +72,11 @@ def child_environment(
     else:
         # A task on a host or simulated device must not use a GPU.
         devices = ""
+    if option := inherited.get(SUBPROCESS_CAP):
+        wanted[SUBPROCESS_CAP] = None
+        for name in ALLOCATOR_VARIABLES:
+            left = [part for part in inherited.get(name, "").split(",") if part not in ("", option)]
+            wanted[name] = ",".join(left) or None
     for adapter in adapters:
         wanted.update(adapter.environment(policy))
     changed = {name: value for name, value in wanted.items() if inherited.get(name) != value}
@@ -308,7 +321,7 @@ class FrameworkAdapter:
         return None
 
     def memory_summary(self) -> str:
-        """Child: return the framework's own page on its allocators; empty: it has none."""
+        """Child: return the framework's own summary of its memory; empty: it has none."""
         return ""
 
     def write_snapshot(self, path: str) -> bool:

@@ -54,6 +54,11 @@ _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     ),
 }
 
+#: Of Accelerate's `find_executable_batch_size`, and with it of the `Trainer` of Hugging Face: it has caught an
+#: out-of-memory for each size down to one, and raises this without a cause (1.15). It also catches cuDNN's "not
+#: supported" and a shortage of host memory, so it counts only where the allocator has been refused memory.
+NO_BATCH_SIZE: Final = "no executable batch size found"
+
 #: Texts by framework, in lower case; all parts of one must occur. Errors of other classes are compared
 #: in this order: messages of ONNX Runtime and TensorFlow quote those of others.
 _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
@@ -88,10 +93,7 @@ _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
         ("cusolver_status_alloc_failed",),
         ("cusparse_status_alloc_failed",),
         ("cufft_alloc_failed",),
-        # Accelerate's `find_executable_batch_size`, and with it the `Trainer` of Hugging Face: it has caught
-        # an out-of-memory for each size down to one, and raises this without a cause (1.15). It also catches
-        # cuDNN's "not supported", and a shortage of host memory.
-        ("no executable batch size found",),
+        (NO_BATCH_SIZE,),
     ),
 }
 

@@ -65,12 +65,25 @@ def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> Non
         import_module("tensorflow.python.eager.context").ensure_initialized()
         return call(*settings)
 
-    session = "tensorflow.python.client.pywrap_tf_session"
-    _replace(session, "TF_NewSessionOptions", new_session_options)
-    _replace(session, "TF_NewServer", new_server)
-    _replace("tensorflow.python.pywrap_tfe", "TFE_ContextOptionsSetConfig", set_context_config)
-    _replace("tensorflow.python.client._pywrap_device_lib", "list_devices", list_devices)
-    _replace("tensorflow.python.grappler._pywrap_tf_cluster", "TF_NewCluster", new_cluster)
+    session = "client.pywrap_tf_session"
+    for module, name, replacement in (
+        (session, "TF_NewSessionOptions", new_session_options),
+        (session, "TF_NewServer", new_server),
+        ("pywrap_tfe", "TFE_ContextOptionsSetConfig", set_context_config),
+        ("client._pywrap_device_lib", "list_devices", list_devices),
+        ("grappler._pywrap_tf_cluster", "TF_NewCluster", new_cluster),
+    ):
+        try:
+            _replace(f"tensorflow.python.{module}", name, replacement)
+        except (ImportError, AttributeError) as error:
+            # Without a cap it is only about growth, which a variable asks for as well.
+            if caps is not None:
+                version = getattr(import_module("tensorflow"), "__version__", "of this version")
+                raise FrameworkError(
+                    "tensorflow",
+                    f"TensorFlow {version} has no {module}.{name}, through which it opens GPUs, so its memory "
+                    f"cannot be limited; use 2.21, with which this was tested, or gpu:allocation=growth",
+                ) from error
 
 
 def _replace(module_name: str, name: str, replacement: Callable[..., Any]) -> None:

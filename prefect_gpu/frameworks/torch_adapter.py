@@ -20,6 +20,8 @@ from typing import Any
 
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import (
+    ALLOCATOR_VARIABLES,
+    SUBPROCESS_CAP,
     Counters,
     EndTrace,
     FrameworkAdapter,
@@ -38,9 +40,6 @@ LARGE_BLOCK_BYTES = 2 * MIB
 #: Bytes from which a storage in host memory travels as a buffer: a whole part of a value
 #: (`processes.transport.FILE_BYTES`). PyTorch pickles a smaller one itself, so that it can be resized.
 LARGE_STORAGE_BYTES = 1 * MIB
-
-#: Variables with options of the allocator; 2.9 renamed the first.
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 #: The first release that was seen to know the option `per_process_memory_fraction`. Older ones refuse
 #: options that they do not know.
@@ -367,11 +366,12 @@ def _cap_subprocesses(
     if version < SUBPROCESS_CAP_VERSION:
         return
     fraction = min(cap / total for cap, total in zip(caps, total_bytes, strict=True))
+    environ[SUBPROCESS_CAP] = option = f"per_process_memory_fraction:{fraction:.6f}"
     # PyTorch reads the first of them that is set.
     names = [name for name in ALLOCATOR_VARIABLES if name in environ] or ALLOCATOR_VARIABLES[-1:]
     for name in names:
         options = [option for option in environ.get(name, "").split(",") if option]
-        environ[name] = ",".join([*options, f"per_process_memory_fraction:{fraction:.6f}"])
+        environ[name] = ",".join([*options, option])
 
 
 def fraction_for(cap_bytes: int, total_bytes: int) -> float:
@@ -498,12 +498,11 @@ class TorchTrace:
 
     def begin(self) -> None:
         """Begin to record, without stacks, and to notice whether the body records too."""
-        if self._since_us:
-            return
-        # Takes 20 µs. Nothing is left of an earlier recording: its end empties it.
-        self._cuda.memory._record_memory_history(
-            enabled="all", context=None, stacks="python", max_entries=MAX_EVENTS
-        )
+        if not self._since_us:
+            # Takes 20 µs. Nothing is left of an earlier recording: its end empties it.
+            self._cuda.memory._record_memory_history(
+                enabled="all", context=None, stacks="python", max_entries=MAX_EVENTS
+            )
         for name in _SWITCHES:
             switch = getattr(self._core, name, None)
             if switch is not None:

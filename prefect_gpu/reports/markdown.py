@@ -225,7 +225,7 @@ def _devices_and_processes(report: TaskReport) -> str:
             str(process.device_index),
             words(process.pid),
             format_bytes(process.peak_bytes),
-            percent(process.peak_bytes, report.budget_bytes),
+            percent(process.peak_bytes, process.budget_bytes),
         )
         for process in report.processes[:PROCESS_LIMIT]
     ]

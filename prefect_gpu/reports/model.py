@@ -52,6 +52,8 @@ class ProcessPeak:
     #: `None`: all of them.
     pid: int | None
     peak_bytes: int
+    #: Of the task on this device.
+    budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,9 @@ class TaskReport:
     memory_summary: str = ""
     #: The file with its memory snapshot. Empty: none was written.
     snapshot_path: str = ""
+    #: `False`: the frameworks' counters could not be read to the end (the body destroyed its context). What they
+    #: say is then too little to learn from.
+    counted_out: bool = True
     #: By device, all processes first and then each, the largest first. Empty: one process on one device.
     processes: tuple[ProcessPeak, ...] = ()
 
@@ -140,7 +145,8 @@ class TaskReport:
     def compact(self) -> TaskReport:
         """Return a copy of a few kilobytes, of which a flow's report can keep thousands.
 
-        Its samples are merged into a coarse outline and it has no marks and no page of its framework. Other fields are unchanged.
+        Its samples are merged into a coarse outline. It has no marks, no table of processes and no memory summary.
+        Other fields are unchanged.
         """
         return replace(
             self,
@@ -198,12 +204,12 @@ def past_run(report: TaskReport) -> PastRun:
     def each_known(total_bytes: int | None) -> int | None:
         return None if total_bytes is None else each(total_bytes)
 
-    steps = report.steps
+    steps = report.steps if report.counted_out else None
     peak = report.peak_process_bytes
     # Neither the device nor a framework has told anything of it.
     measured = peak > 0 or report.source != "framework"
-    live = report.peak_live_bytes
-    if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
+    live = report.peak_live_bytes if report.counted_out else None
+    if report.counted_out and not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
         live = largest(live, report.peak_reserved_bytes)
     return PastRun(
         ended_at=report.placed_at + report.held_s,

@@ -299,6 +299,7 @@ class ProcessRecord:
                 steps=self._seen_steps(),
                 history_key=call.identity.learn_by,
                 shared_with=shared_with,
+                counted_out=self._counted_out or not self._counted,
                 memory_summary=self.out_of_memory.summary if self.out_of_memory else "",
                 snapshot_path=self.out_of_memory.snapshot_path if self.out_of_memory else "",
                 processes=self._several_processes(),
@@ -309,12 +310,13 @@ class ProcessRecord:
         if len(self._device_peaks) == 1 and {pid for _, pid in self._processes} <= {self.pid}:
             return ()
         peaks: list[ProcessPeak] = []
-        for at, (device, total_bytes) in enumerate(
-            zip(self._placement.devices, self._device_peaks, strict=True)
-        ):
-            peaks.append(ProcessPeak(device.index, None, total_bytes))
+        placed = zip(self._placement.devices, self._placement.budget_bytes, strict=True)
+        for at, (device, budget) in enumerate(placed):
+            peaks.append(ProcessPeak(device.index, None, self._device_peaks[at], budget))
             held = [(size, pid) for (place, pid), size in self._processes.items() if place == at]
-            peaks += [ProcessPeak(device.index, pid, size) for size, pid in sorted(held)[::-1]]
+            peaks += [
+                ProcessPeak(device.index, pid, size, budget) for size, pid in sorted(held)[::-1]
+            ]
         return tuple(peaks)
 
     def _seen_steps(self) -> StepFacts | None:

@@ -98,6 +98,25 @@ def test_the_log_sink_takes_logs_as_plain_data(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(log.log["task_run_id"], str)
 
 
+def test_what_is_logged_in_a_child_never_fails_the_body(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    monkeypatch.setattr(prefect_context, "get_run_logger", lambda: logging.getLogger("run"))
+    own, propagate = logging.getLogger("prefect_gpu.of_a_test"), logging.getLogger("prefect_gpu")
+    with prefect_context.child_context({}, False, lambda message: None):
+        own.warning("bad %d %d", 1)
+        try:
+            raise RuntimeError("why")
+        except RuntimeError:
+            own.exception("failed")
+    set_api_log_sink(None)
+    EventsWorker.set_client_override(None)
+    (record,) = [record for record in caplog.records if record.name == "run"]
+    assert record.getMessage() == "failed" and record.exc_info
+    assert propagate.propagate
+
+
 def test_emit_event_knows_the_forwarding_client() -> None:
     from prefect.events import utilities
 

@@ -541,6 +541,28 @@ with v1.Graph().as_default(), v1.Session(server.target, config=v1.ConfigProto())
 
 
 @needs_tensorflow
+def test_a_tensorflow_that_opens_gpus_otherwise_is_refused_under_a_cap_only():
+    found = run_child(
+        """
+import tensorflow
+from tensorflow.python.grappler import _pywrap_tf_cluster
+from prefect_gpu.frameworks.tensorflow_devices import hold_caps
+
+del _pywrap_tf_cluster.TF_NewCluster
+hold_caps(None, (8,))
+try:
+    hold_caps((4,), (8,))
+except FrameworkError as error:
+    out["error"] = str(error)
+out["version"] = tensorflow.__version__
+""",
+        host_policy(),
+    )
+    expected = f"TensorFlow {found['version']} has no grappler._pywrap_tf_cluster.TF_NewCluster"
+    assert expected in found["error"]
+
+
+@needs_tensorflow
 def test_tensorflow_without_its_gpu_fails_the_import_saying_why():
     found = run_child(
         """

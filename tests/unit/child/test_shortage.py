@@ -67,6 +67,22 @@ def test_the_framework_s_own_page_and_snapshot_are_taken_with_it() -> None:
     assert find_shortage(ValueError("another"), ("torch",), readings) is None
 
 
+@pytest.mark.parametrize(
+    ("counters", "counts"),
+    [
+        pytest.param(Counters(1, 1, 1, 1, alloc_retries=17), True, id="the allocator was refused"),
+        pytest.param(Counters(1, 1, 1, 1, alloc_retries=0), False, id="it never was"),
+        pytest.param(None, False, id="on the host"),
+    ],
+)
+def test_no_batch_size_is_an_out_of_memory_if_the_allocator_was_refused_memory(
+    counters: Counters | None, counts: bool
+) -> None:
+    error = RuntimeError("No executable batch size found, reached zero.")
+    readings: Any = FakeReadings(counters=counters)
+    assert (find_shortage(error, ("torch",), readings) is not None) == counts
+
+
 def test_circular_errors_and_errors_without_text_are_no_out_of_memory() -> None:
     circle = ValueError("a")
     circle.__context__ = Wordless()

@@ -10,7 +10,7 @@ import pytest
 import prefect_gpu.in_task
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks import onnxruntime_adapter, tensorflow_adapter, torch_adapter
-from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.adapter import Counters, child_environment
 from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
 from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.frameworks.torch_adapter import ALL_MARGIN_BYTES, fraction_for
@@ -76,7 +76,7 @@ class FakeTorch:
 
 @pytest.fixture(autouse=True)
 def no_allocator_options(monkeypatch):
-    for name in torch_adapter.ALLOCATOR_VARIABLES:
+    for name in (*torch_adapter.ALLOCATOR_VARIABLES, torch_adapter.SUBPROCESS_CAP):
         # First set, so that it is restored whatever an adapter does to it.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -148,6 +148,12 @@ def test_processes_that_a_body_starts_inherit_the_smallest_cap(
     assert {
         name: os.environ[name] for name in torch_adapter.ALLOCATOR_VARIABLES if name in os.environ
     } == after
+    # A GPU task that the body submits, or a flow that it starts, has a budget of its own.
+    inner = child_environment(policy(allocation="growth"), [ADAPTERS["torch"]], os.environ)
+    seen = {**os.environ, **inner}
+    for name in torch_adapter.ALLOCATOR_VARIABLES:
+        assert seen.get(name) == before.get(name)
+    assert seen.get(torch_adapter.SUBPROCESS_CAP) is None
 
 
 def test_torch_is_traced_once_cuda_has_started(torch, monkeypatch):

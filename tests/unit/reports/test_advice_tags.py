@@ -90,7 +90,10 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
             "peak 4.6GiB × 1.3",
         ),
         (
-            [run(5, budget_bytes=6 * GIB, outcome="oom", cause="own_cap"), run(2)],
+            [
+                run(5, budget_bytes=6 * GIB, cap_bytes=5 * GIB, outcome="oom", cause="own_cap"),
+                run(2),
+            ],
             "`gpu:memory=9GiB`",
             "with less it ran out of memory or slowed down",
         ),

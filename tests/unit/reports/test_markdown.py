@@ -123,11 +123,17 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
             "| Out of memory put down to | other people's processes; it would have needed 7GiB |",
         ),
         (
-            {"pid": 7, "processes": (ProcessPeak(1, None, 9 * GIB), ProcessPeak(1, 7, 3 * GIB))},
+            {
+                "pid": 7,
+                "processes": (
+                    ProcessPeak(1, None, 9 * GIB, 6 * GIB),
+                    ProcessPeak(1, 7, 3 * GIB, 6 * GIB),
+                ),
+            },
             "| 1 | all | 9GiB | 150% |\n| 1 | 7, the task's own | 3GiB | 50% |",
         ),
         (
-            {"processes": (ProcessPeak(0, 8, GIB),) * 51},
+            {"processes": (ProcessPeak(0, 8, GIB, 6 * GIB),) * 51},
             "| 0 | 8, started by it | 1GiB | 17% |\n\n… and 1 more, not shown.",
         ),
         ({"source": "host"}, "| peak reserved | process | took |"),

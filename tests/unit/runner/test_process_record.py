@@ -48,6 +48,17 @@ def counters(live: int, reserved: int | None) -> Counters:
     return Counters(live, reserved, live, reserved)
 
 
+def test_counters_that_ended_before_the_body_teach_nothing() -> None:
+    learned = record()
+    learned.add_counters(counters(1 * GIB, 2 * GIB), ("torch",))
+    learned.add_reading(1.0, (5 * GIB,))
+    learned.add_end(BodyEnded(raised=False))
+    report = made_of(learned, verdict=Verdict("completed"))
+    assert report.peak_live_bytes == 1 * GIB, "it is shown"
+    past = past_run(report)
+    assert (past.live_bytes, past.steady_live_bytes, past.process_bytes) == (None, None, 5 * GIB)
+
+
 def test_one_process_on_one_device_needs_no_table_of_processes() -> None:
     learned = record()
     learned.add_start(5)
@@ -57,17 +68,17 @@ def test_one_process_on_one_device_needs_no_table_of_processes() -> None:
 
 def test_each_process_and_device_is_reported_with_its_own_peak() -> None:
     learned = ProcessRecord(
-        Placement("1", (device(index=3), device(index=2)), (6 * GIB, 6 * GIB)), 0.0, 1.5
+        Placement("1", (device(index=3), device(index=2)), (6 * GIB, 2 * GIB)), 0.0, 1.5
     )
     for on_first, on_second in (({5: 3, 6: 1}, {}), ({5: 2, 6: 4}, {6: 1})):
         learned.add_reading(1.0, (sum(on_first.values()), sum(on_second.values())))
         learned.add_processes([on_first, on_second])
     assert made_of(learned).processes == (
-        ProcessPeak(3, None, 6),
-        ProcessPeak(3, 6, 4),
-        ProcessPeak(3, 5, 3),
-        ProcessPeak(2, None, 1),
-        ProcessPeak(2, 6, 1),
+        ProcessPeak(3, None, 6, 6 * GIB),
+        ProcessPeak(3, 6, 4, 6 * GIB),
+        ProcessPeak(3, 5, 3, 6 * GIB),
+        ProcessPeak(2, None, 1, 2 * GIB),
+        ProcessPeak(2, 6, 1, 2 * GIB),
     )
 
 

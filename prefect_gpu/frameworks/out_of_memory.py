@@ -260,7 +260,7 @@ class OutOfMemory:
     device_uuid: str = ""
     #: Whether the process's own cap refused, where the error says so; `None`: it does not.
     says_own_cap: bool | None = None
-    #: The framework's own page on its allocators; empty: it has none.
+    #: The framework's own summary of its memory; empty: it has none.
     summary: str = ""
     #: File with the framework's snapshot of its memory; empty: none was written.
     snapshot_path: str = ""

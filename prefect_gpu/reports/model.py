@@ -116,7 +116,7 @@ class TaskReport:
     history_key: str = ""
     #: Names of the tasks, of all flows of the machine, that were on its devices meanwhile. Up to 20.
     shared_with: tuple[str, ...] = ()
-    #: After an out-of-memory, the framework's own page on its allocators. Empty: it has none.
+    #: After an out-of-memory, the framework's own summary of its memory. Empty: it has none.
     memory_summary: str = ""
     #: The file with its memory snapshot. Empty: none was written.
     snapshot_path: str = ""

@@ -414,7 +414,7 @@ _records_history = False
 
 
 def record_history(torch: Any) -> None:
-    """Have the allocator record what it does, with the Python stacks; CUDA must have started.
+    """Start to record what the allocator does, with the Python stacks; CUDA must have started.
 
     Never raises: the driver's own pool cannot record, and a body runs without a history too.
     """

@@ -12,7 +12,7 @@ shows on real devices that these rules hold. The environment of this process is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -241,6 +241,12 @@ class FrameworkAdapter:
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return environment variables of a child; `None` removes an inherited one. Pure."""
         return {}
+
+    def cap_subprocesses(self, policy: FrameworkPolicy, environ: MutableMapping[str, str]) -> None:
+        """Child: cap each process that the body starts, by variables of `environ` that it inherits.
+
+        The framework need not be imported: a body may only start `torchrun`.
+        """
 
     def apply(self, policy: FrameworkPolicy) -> None:
         """Child: apply cap, growth and threads, just after the framework was imported.

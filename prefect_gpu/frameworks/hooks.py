@@ -7,6 +7,7 @@ child has is chosen by `registry`.
 from __future__ import annotations
 
 import importlib.abc
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
@@ -96,6 +97,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
 def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> AfterImport:
     """Apply each adapter now if its framework is imported, else right after its first import.
 
+    What caps the processes that a body starts is applied at once.
+
     Args:
         adapters: Those of `registry.adapters_for(policy)`.
         policy: What they apply.
@@ -106,7 +109,10 @@ def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> Af
     Raises:
         FrameworkError: A framework that is imported already cannot carry out the policy.
     """
-    finder = AfterImport(adapters, policy)
+    chosen = tuple(adapters)
+    for adapter in chosen:
+        adapter.cap_subprocesses(policy, os.environ)
+    finder = AfterImport(chosen, policy)
     sys.meta_path.insert(0, finder)
     finder.apply_loaded()
     return finder

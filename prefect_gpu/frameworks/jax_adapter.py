@@ -8,6 +8,9 @@ first array, `all` at once.
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +22,11 @@ from prefect_gpu.frameworks.adapter import (
     host_value,
     imported,
 )
+
+logger = logging.getLogger(__name__)
+
+#: The variable with the fraction of each device that XLA takes at most.
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
 
 
 class JaxAdapter(FrameworkAdapter):
@@ -41,21 +49,26 @@ class JaxAdapter(FrameworkAdapter):
             # One fraction for all devices: the smallest, so that it holds on each.
             fraction = min(cap / total for cap, total in zip(caps, policy.total_bytes, strict=True))
         variables: dict[str, str | None] = {}
+        if caps is not None:
+            # Its other allocators know no fraction.
+            variables["XLA_PYTHON_CLIENT_ALLOCATOR"] = None
         if policy.cpus_stated or policy.device_kind != "nvml":
             variables["NPROC"] = str(policy.cpus)
         return {
             **variables,
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false" if caps is None else "true",
-            "XLA_CLIENT_MEM_FRACTION": None if fraction is None else f"{min(1.0, fraction):.6f}",
+            FRACTION: None if fraction is None else f"{min(1.0, fraction):.6f}",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": None,
         }
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: where a tag names JAX, start it and check that it sees the devices.
+        """Child: hold the cap, and where a tag names JAX, start it and check that it sees the devices.
 
         Raises:
             FrameworkError: It sees other devices than were allotted (it would use the CPU).
         """
+        if policy.cap_bytes(self.name) is not None:
+            _hold_cap(os.environ, self.environment(policy))
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
             return
         jax = import_module("jax")
@@ -77,7 +90,7 @@ class JaxAdapter(FrameworkAdapter):
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
         """Return `True` for what XLA reads when a backend starts."""
-        return name.startswith("XLA_PYTHON_CLIENT_") or name in ("XLA_CLIENT_MEM_FRACTION", "NPROC")
+        return name.startswith("XLA_PYTHON_CLIENT_") or name in (FRACTION, "NPROC")
 
     def has_started(self) -> bool:
         """Child: return whether a backend has started."""
@@ -139,6 +152,33 @@ class JaxAdapter(FrameworkAdapter):
         jnp.fft.rfft2(jnp.ones((64, 64))).block_until_ready()
         stats = jax.local_devices()[0].memory_stats() or {}
         return int(stats.get("pool_bytes", stats.get("peak_bytes_in_use", 0)))
+
+
+def _hold_cap(environ: MutableMapping[str, str], capped: Mapping[str, str | None]) -> None:
+    """Undo what the body set before it imported JAX and what would pass the cap; a smaller fraction stays."""
+    undone = []
+    for name, value in capped.items():
+        asked = environ.get(name)
+        if not name.startswith("XLA_") or asked == value:
+            continue
+        if name == FRACTION and _is_smaller(asked, value):
+            continue
+        if asked is not None:
+            undone.append(f"{name}={asked}")
+            del environ[name]
+        if value is not None:
+            environ[name] = value
+    if undone:
+        logger.warning(
+            "%s of the body is not used: JAX keeps to the budget of its GPU task", ", ".join(undone)
+        )
+
+
+def _is_smaller(asked: str | None, cap: str | None) -> bool:
+    try:
+        return 0 < float(asked or "") < float(cap or "")
+    except ValueError:
+        return False
 
 
 def _started_jax() -> Any:

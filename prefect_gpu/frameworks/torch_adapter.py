@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
@@ -83,6 +83,26 @@ class TorchAdapter(FrameworkAdapter):
             variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = None
         return variables
 
+    def cap_subprocesses(self, policy: FrameworkPolicy, environ: MutableMapping[str, str]) -> None:
+        """Child: cap each process that the body starts (`torchrun`, `multiprocessing`), by what it inherits.
+
+        It is one fraction for all devices: the smallest. This process has the exact caps of `_cap_devices`.
+        """
+        caps = policy.cap_bytes(self.name)
+        if caps is None or not policy.caching or _installed_version() < SUBPROCESS_CAP_VERSION:
+            return
+        fraction = min(cap / total for cap, total in zip(caps, policy.total_bytes, strict=True))
+        environ[SUBPROCESS_CAP] = option = f"per_process_memory_fraction:{fraction:.6f}"
+        # PyTorch reads the first of them that is set.
+        names = [name for name in ALLOCATOR_VARIABLES if name in environ] or ALLOCATOR_VARIABLES[
+            -1:
+        ]
+        for name in names:
+            options = [
+                part for part in environ.get(name, "").split(",") if part not in ("", option)
+            ]
+            environ[name] = ",".join([*options, option])
+
     def apply(self, policy: FrameworkPolicy) -> None:
         """Child: bound the threads now, and the memory as soon as CUDA starts.
 
@@ -110,7 +130,8 @@ class TorchAdapter(FrameworkAdapter):
         # `_lazy_call` queues until CUDA is initialised, as `torch.cuda.manual_seed` does; private,
         # but there since 1.0. In 2.13 the public setter initialises CUDA at once (0.3 s).
         torch.cuda._lazy_call(lambda: _cap_devices(torch, caps))
-        _cap_subprocesses(torch, os.environ, caps, policy.total_bytes)
+        # The body may have set options of its own before it imported PyTorch.
+        self.cap_subprocesses(policy, os.environ)
         if policy.allocation == "all":
             _take_all(torch, caps)
 
@@ -352,26 +373,14 @@ def _cap_devices(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
         torch.cuda.set_per_process_memory_fraction(fraction_for(cap, total), index)
 
 
-def _cap_subprocesses(
-    torch: Any,
-    environ: MutableMapping[str, str],
-    caps: tuple[int, ...],
-    total_bytes: tuple[int, ...],
-) -> None:
-    """Cap each process that the body starts (`torchrun`, `multiprocessing`), by what it inherits.
-
-    It is one fraction for all devices: the smallest. This process has the exact caps of `_cap_devices`.
-    """
-    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if version < SUBPROCESS_CAP_VERSION:
-        return
-    fraction = min(cap / total for cap, total in zip(caps, total_bytes, strict=True))
-    environ[SUBPROCESS_CAP] = option = f"per_process_memory_fraction:{fraction:.6f}"
-    # PyTorch reads the first of them that is set.
-    names = [name for name in ALLOCATOR_VARIABLES if name in environ] or ALLOCATOR_VARIABLES[-1:]
-    for name in names:
-        options = [option for option in environ.get(name, "").split(",") if option]
-        environ[name] = ",".join([*options, option])
+def _installed_version() -> tuple[int, ...]:
+    """Return the first two numbers of PyTorch's version, importing nothing; empty: it is not installed."""
+    loaded = sys.modules.get("torch")
+    try:
+        text = metadata.version("torch") if loaded is None else loaded.__version__
+    except (metadata.PackageNotFoundError, AttributeError):
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def fraction_for(cap_bytes: int, total_bytes: int) -> float:

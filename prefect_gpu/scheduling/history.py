@@ -264,10 +264,19 @@ def growth_factor(sizes_bytes: Sequence[int]) -> float:
 
 
 def _growth(completed: Sequence[PastRun]) -> float:
-    """Return the growth factor of runs. Steady and full live memory are not compared: they differ in equal runs."""
+    """Return the growth factor of runs: of steady memory, of what the others had, and of what both had within a cap.
+
+    What a run had in all is not compared with another's steady memory: they differ in equal runs. Nor is what it had
+    on a device to itself, where a first step may have taken much more than it needs.
+    """
     steady = [run.steady_live_bytes for run in completed if run.steady_live_bytes is not None]
-    others = [_basis_bytes(run) for run in completed if run.steady_live_bytes is None]
-    return max(growth_factor(steady), growth_factor(others))
+    others = [run for run in completed if run.steady_live_bytes is None]
+    sizes = [steady, [_basis_bytes(run) for run in others]]
+    if any(run.cap_bytes is not None for run in others):
+        alone = [run.steady_live_bytes or 0 for run in completed if run.cap_bytes is None]
+        within = [replace(run, steady_live_bytes=None) for run in completed if run.cap_bytes]
+        sizes.append([*alone, *map(_basis_bytes, within)])
+    return max(map(growth_factor, sizes))
 
 
 def _basis_bytes(run: PastRun) -> int:

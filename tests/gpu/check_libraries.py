@@ -54,9 +54,6 @@ TOO_SMALL = "1.5GiB"
 #: Of data and sizes. Those of this one are large enough.
 SEED = 2
 
-#: Seconds that a body may take on a GPU: a few are enough, once its library is imported.
-LONGEST_S = 75.0
-
 #: A process may have so much more than its budget. JAX takes up to 254 MiB beside its pool for moments that the
 #: readings of a first run may miss (JAX 0.11, H200).
 MOST_OVER_BYTES = 64 * MIB
@@ -149,24 +146,22 @@ class Tried:
         return self.ended.value or {}
 
 
-def make_task(name: str, kind: str, longest_s: float) -> Any:
+def make_task(name: str, kind: str) -> Any:
     """Make the task of one kind of run. The first and the learned run are of one task, with one history."""
     tags: dict[str, Any] = {}
     if kind not in ("first", "learned"):
         tags = {"memory": TOO_SMALL, "oom": "escalate" if kind == "escalates" else "fail"}
     suffix = f"-{kind.replace(' ', '-')}" if tags else ""
-    return task(name=name + suffix, timeout_seconds=longest_s, tags=gpu(**tags))(
-        LIBRARIES[name].body
-    )
+    return task(name=name + suffix, timeout_seconds=BODY_S, tags=gpu(**tags))(LIBRARIES[name].body)
 
 
 def try_all(flow_name: str, kinds: list[tuple[str, str]], devices: str) -> list[Tried]:
     """Run tasks in one flow: by name of the library, and kind of the run."""
-    shrink, longest_s = (1, LONGEST_S) if devices == "nvml" else (8, BODY_S)
+    shrink = 1 if devices == "nvml" else 8
     flow = run_flow(
         flow_name,
         lambda: gather(
-            {" ".join(pair): make_task(*pair, longest_s).submit(shrink, SEED) for pair in kinds},
+            {" ".join(pair): make_task(*pair).submit(shrink, SEED) for pair in kinds},
             1.5 * BODY_S,
         ),
         devices,

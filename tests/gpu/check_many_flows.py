@@ -78,6 +78,11 @@ class Flow:
                 return dict(words)
         return {}
 
+    def close(self) -> None:
+        """Wait for its end, and close what it was told through."""
+        with self.process:
+            self.process.wait(60)
+
 
 def check(options: argparse.Namespace) -> list[str]:
     """Run both parts."""
@@ -104,7 +109,7 @@ def _check_mixed(options: argparse.Namespace, ledger: str) -> list[str]:
         if not told or not each.told("ended"):
             problems.append(f"flow {number} ended without its results")
             continue
-        each.process.wait(60)
+        each.close()
         problems += [f"flow {number}: {failure}" for failure in told["failed"]]
         reports = [r for rs in read_processes(each.run_id, options.count).values() for r in rs]
         outcomes = Counter(report["outcome"] for report in reports)
@@ -173,7 +178,8 @@ def check_kill(options: argparse.Namespace, ledger: str) -> list[str]:
             f"{placed_s:.2f} s, its body ran after {began_s - killed_s:.2f} s"
         )
     waiting.told("ended")
-    waiting.process.wait(60)
+    waiting.close()
+    children.close()
     return problems + _left("both", before)
 
 

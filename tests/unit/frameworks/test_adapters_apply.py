@@ -132,19 +132,31 @@ def test_torch_caps_when_cuda_starts_and_not_before(torch):
             },
             id="beside other options, where they are",
         ),
+        pytest.param(
+            None,
+            {},
+            {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.050000"},
+            id="not imported yet",
+        ),
         pytest.param("2.10.1", {}, {}, id="an older release refuses what it does not know"),
     ],
 )
 def test_processes_that_a_body_starts_inherit_the_smallest_cap(
     torch, monkeypatch, version, before, after
 ):
-    torch(devices=2).__version__ = version
+    if version is None:
+        # A body that only starts `torchrun`; this machine's release is recent enough.
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    else:
+        torch(devices=2).__version__ = version
     for name, value in before.items():
         monkeypatch.setenv(name, value)
     two = {"device_uuids": ("a", "b"), "total_bytes": (80 * GIB,) * 2}
-    ADAPTERS["torch"].apply(
-        policy(**two, budget_bytes=(8 * GIB, 4 * GIB), allocation="limit", cpus=2)
-    )
+    limited = policy(**two, budget_bytes=(8 * GIB, 4 * GIB), allocation="limit", cpus=2)
+    ADAPTERS["torch"].cap_subprocesses(limited, os.environ)
+    if version is not None:
+        # Again, as it is imported.
+        ADAPTERS["torch"].apply(limited)
     assert {
         name: os.environ[name] for name in torch_adapter.ALLOCATOR_VARIABLES if name in os.environ
     } == after
@@ -378,6 +390,47 @@ def test_jax_is_checked_only_where_a_tag_names_it(monkeypatch):
         ADAPTERS["jax"].apply(policy(frameworks=("jax",)))
     jax_with(monkeypatch, [gpu_with()])
     ADAPTERS["jax"].apply(policy(frameworks=("jax",)))
+
+
+@pytest.mark.parametrize(
+    ("body_set", "kept", "warns"),
+    [
+        pytest.param({}, {}, "", id="nothing"),
+        pytest.param(
+            {
+                "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9",
+                "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            },
+            {},
+            "XLA_PYTHON_CLIENT_ALLOCATOR=platform",
+            id="other variables",
+        ),
+        pytest.param({"XLA_CLIENT_MEM_FRACTION": "0.9"}, {}, "FRACTION=0.9", id="more"),
+        pytest.param({"XLA_CLIENT_MEM_FRACTION": "most"}, {}, "FRACTION=most", id="no number"),
+        pytest.param(
+            {"XLA_CLIENT_MEM_FRACTION": "0.02"},
+            {"XLA_CLIENT_MEM_FRACTION": "0.02"},
+            "",
+            id="less is kept",
+        ),
+    ],
+)
+def test_jax_keeps_to_its_cap_whatever_a_body_sets_before_the_import(
+    monkeypatch, caplog, body_set, kept, warns
+):
+    jax_with(monkeypatch, [])
+    limited = policy(allocation="limit")
+    ours = ADAPTERS["jax"].environment(limited)
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    for name, value in body_set.items():
+        monkeypatch.setenv(name, value)
+    ADAPTERS["jax"].apply(limited)
+    assert {name: os.environ.get(name) for name in ours} == {**ours, **kept}
+    assert [warns in record.getMessage() for record in caplog.records] == [True] * bool(warns)
 
 
 def test_jax_counters_start_no_backend(monkeypatch):

@@ -83,11 +83,18 @@ def test_tensorflow_has_growth_or_a_limit_and_never_both():
 def test_jax_gets_a_fraction_of_the_total_under_the_new_name_alone(
     allocation, preallocate, fraction
 ):
-    inherited = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".9", "XLA_CLIENT_MEM_FRACTION": ".9"}
+    inherited = {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
+        "XLA_CLIENT_MEM_FRACTION": ".9",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+    }
     found = environment(inherited, allocation=allocation, context_bytes={"jax": 2 * GIB})
     assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == preallocate
     assert found["XLA_CLIENT_MEM_FRACTION"] == fraction
     assert found["XLA_PYTHON_CLIENT_MEM_FRACTION"] is None
+    # The platform's allocator would know no fraction.
+    removed = found.get("XLA_PYTHON_CLIENT_ALLOCATOR", "stays") is None
+    assert removed == (allocation != "growth")
 
 
 def test_jax_and_cupy_take_the_smallest_cap_of_several_devices():

@@ -293,6 +293,20 @@ def test_steady_and_full_live_memory_are_not_compared() -> None:
     assert lesson and lesson.growth == 1
 
 
+def test_runs_of_which_one_has_steps_that_differ_are_compared_by_what_they_had_within_caps() -> (
+    None
+):
+    # A detection on images of changing size (H200): 5.1 GiB at most, steps of 4.4, then 11.5 and no two steps alike.
+    runs = [probe(5.1, steady_live_bytes=gib(4.4)), run(11.5, 14.6)]
+    lesson = learn([*runs, oom(6.5), oom(9.7)])
+    assert lesson and lesson.growth == MOST_GROWTH
+    assert lesson.budget_bytes > gib(11.5 * LIVE_FACTOR * MOST_GROWTH)
+    # The same needs: no growth.
+    alike = [probe(13.2, steady_live_bytes=gib(4.8)), run(4.8, 6.5)]
+    lesson = learn([*alike, oom(4)])
+    assert lesson and lesson.growth == 1
+
+
 def test_runs_that_differ_are_given_more_only_after_a_budget_was_too_small() -> None:
     runs = [probe(4), run(6, 9.5)]
     before, after = learn(runs), learn([*runs, oom(5.8)])

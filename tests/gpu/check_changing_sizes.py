@@ -161,7 +161,7 @@ def check(options: argparse.Namespace) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=list(BODIES), help="may repeat")
-    return run(check, parser, limit_s=150, quiet=True)
+    return run(check, parser, limit_s=400, quiet=True)
 
 
 if __name__ == "__main__":

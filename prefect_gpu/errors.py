@@ -129,6 +129,19 @@ class FrameworkError(CapacityError):
 
 
 @dataclass(eq=False, repr=False)
+class NodeRefusedError(PrefectGPUError):
+    """A node of a cluster does not have any more what was chosen there; the task is placed again."""
+
+    #: Name of the node.
+    node: str
+    #: What it has not.
+    problem: str
+
+    def __str__(self) -> str:
+        return f"node {self.node} of the cluster refused the task: {self.problem}"
+
+
+@dataclass(eq=False, repr=False)
 class ChildDiedError(PrefectGPUError):
     """The process of a task ended without an answer."""
 

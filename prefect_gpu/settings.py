@@ -126,6 +126,17 @@ class GPUSettings(PrefectBaseSettings):
         "hot, which is auto with PyTorch or CuPy already running on a device.",
     )
 
+    address: str | None = Field(
+        default=None,
+        description="Ray cluster whose devices are used: auto, host:port or ray://host:port. None: this machine.",
+    )
+    num_gpus: float | None = Field(
+        default=None,
+        gt=0,
+        description="GPUs of each node of a cluster to reserve in Ray's own count, and to use. None: all devices, "
+        "and none are reserved.",
+    )
+
     @model_validator(mode="after")
     def _check_start(self) -> Self:
         if self.standby == "hot" and self.start_method == "forkserver":

@@ -52,6 +52,10 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         memory_snapshots: Folder for PyTorch's memory snapshots: each PyTorch task records what it
             allocates, with stacks, and writes `<task run id>-<attempt>.pickle` there if it runs out of
             memory. `None`: nothing is recorded.
+        address: Of a Ray cluster, whose devices are used in place of this machine's: `"auto"`, `"host:port"`
+            or `"ray://host:port"`. `None`: this machine.
+        num_gpus: On a cluster: GPUs of each node to reserve in Ray's own count, and to use. `None`: none are
+            reserved, and all devices of the nodes are used.
 
     Raises:
         DeviceError: `devices` cannot be read, or the platform has no sessions of processes, or no
@@ -70,6 +74,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         start_method: str | None = None,
         max_tasks_per_device: int | None = None,
         memory_snapshots: str | Path | None = None,
+        address: str | None = None,
+        num_gpus: float | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if sys.platform == "win32":
@@ -86,6 +92,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             "standby": standby,
             "start_method": start_method,
             "memory_snapshots": memory_snapshots,
+            "address": address,
+            "num_gpus": num_gpus,
         }
         settings = GPUSettings(**{k: v for k, v in given.items() if v is not None})
         # Pickled with the flow: plain values only.
@@ -99,6 +107,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             settings.standby,
             settings.start_method,
             settings.memory_snapshots,
+            settings.address or "",
+            settings.num_gpus,
         )
         if settings.start_method == "forkserver" and not sys.platform.startswith("linux"):
             raise DeviceError(

@@ -184,6 +184,8 @@ class Broker:
             clock=self._clock,
             read_host_available=read_host_available,
         )
+        #: Called with every reading.
+        self._watchers: list[Callable[[Reading], None]] = []
         #: Changes of waiting requests in the ledger.
         self._subscription = ledger.subscribe(self._look_again)
 
@@ -341,6 +343,27 @@ class Broker:
             self._call_later(self._hot.attach(ticket, pid))
             ticket.pid = pid
         self._ledger.attach(ticket.request.id, pid)
+
+    def watch(self, call: Callable[[Reading], None]) -> None:
+        """Have the devices read at all times from now on, and pass on every reading, on the broker's thread."""
+        with self._changed:
+            self._start()
+            self._watchers.append(call)
+            self._sampler.set_active(True)
+
+    def held_by_others(self) -> dict[str, Entry]:
+        """Return what other flows hold on these devices, with what their processes were measured to hold."""
+        found = {}
+        known = {device.key: device for device in self.devices}
+        for request_id, entry in self._ledger.held_by_others().items():
+            if any(r.device_key in known for r in entry.reservations):
+                with self._changed:
+                    held = tuple(
+                        self._view.measured_bytes(request_id, known[key]) if key in known else 0
+                        for key in entry.devices
+                    )
+                found[request_id] = replace(entry, namespace="", held_bytes=held)
+        return found
 
     def neighbours(self, ticket: Ticket) -> tuple[str, ...]:
         """Return the names of the tasks, of all flows, that have been on a request's devices since it was placed."""
@@ -617,6 +640,7 @@ class Broker:
         # Those that wait for one.
         self._changed.notify_all()
         self._wants_reading = False
+        self._calls += [partial(call, reading) for call in self._watchers]
         if reading.error:
             return
         self._states()
@@ -695,7 +719,9 @@ class Broker:
                     self._wants_reading = True
             elif not reading.error:
                 self._make_pass(reading)
-        self._sampler.set_active(bool(self._waiting or self._placed or self._recovery.ending))
+        self._sampler.set_active(
+            bool(self._waiting or self._placed or self._recovery.ending or self._watchers)
+        )
 
     def _make_pass(self, reading: Reading) -> None:
         while True:

@@ -396,6 +396,13 @@ class Ledger:
         if give_up is not None:
             give_up()
 
+    def held_by_others(self) -> dict[str, Entry]:
+        """Return the entries of other processes that hold devices, by request id."""
+        with self._lock:
+            self._look()
+            owner = self._open().owner
+            return {i: entry for i, entry in self._holding.items() if entry.owner != owner}
+
     def entry(self, request_id: str) -> Entry | None:
         """Return the entry of a request; `None`: there is none."""
         with self._lock:

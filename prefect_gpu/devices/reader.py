@@ -57,6 +57,8 @@ class DeviceReader:
 
     #: Which kind of device it reads.
     kind: DeviceKind
+    #: Whether the devices are those of other machines.
+    remote = False
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices, in the order of their `index`; the same every time."""

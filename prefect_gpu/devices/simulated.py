@@ -128,6 +128,14 @@ class SimulatedDevices:
                 f"device of {format_bytes(too_small[0])}; give larger devices"
             )
 
+    def on_node(self, node: str) -> SimulatedDevices:
+        """Return the devices of one node of a cluster: shared by all that simulate them there, and named after it."""
+        name = re.sub(r"[^\w.-]", "-", f"{self.name}-{node}".strip("-"))[:40]
+        sizes, _, _ = self.text.partition("@")
+        devices = SimulatedDevices(f"{sizes}@{name}")
+        object.__setattr__(devices, "context_bytes", self.context_bytes)
+        return devices
+
     def __repr__(self) -> str:
         context = f", context='{self.context_bytes}B'" if self.context_bytes else ""
         return f"SimulatedDevices({self.text!r}{context})"

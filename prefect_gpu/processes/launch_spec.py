@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from prefect_gpu.processes.messages import Prepare
 from prefect_gpu.processes.transport import PackedValue, ReceivedValue
+from prefect_gpu.scheduling.model import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class LaunchSpec:
     sys_path: tuple[str, ...] = ()
     #: The hot standby that is reserved for it, by its name in the ledger; empty: none.
     standby: str = ""
+    #: The devices that it was placed on, and what the process may take of the machine's own memory, in bytes: a
+    #: launcher of another machine has them confirmed there.
+    placement: Placement | None = None
+    host_bytes: int = 0
 
 
 #: Shown by `ps` for a process that was started ahead of its task, also once it has one.

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect import Task
 from prefect.context import FlowRunContext
@@ -54,6 +54,10 @@ from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.standbys import most_by_default
 from prefect_gpu.settings import read_settings
 
+if TYPE_CHECKING:
+    from prefect_gpu.cluster.membership import Cluster
+    from prefect_gpu.processes.launch_spec import Launcher
+
 logger = logging.getLogger(__name__)
 
 #: Seconds that the end of a flow waits for children that were killed, and for the last reports.
@@ -75,6 +79,10 @@ class Configuration:
     start_method: str
     #: `None`: no memory snapshots.
     memory_snapshots: Path | None = None
+    #: Of a Ray cluster; empty: this machine.
+    address: str = ""
+    #: GPUs of each node to reserve in Ray's own count; `None`: none, and all are used.
+    num_gpus: float | None = None
 
 
 class ActiveRunner:
@@ -107,6 +115,8 @@ class ActiveRunner:
         #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
         self.flow: FlowRunContext | None = None
         self._told_not_hot = False
+        self._cluster_lock = threading.Lock()
+        self._cluster: tuple[Cluster, Broker, Launcher] | None = None
         #: By the identity of a function, which is kept so that the identity stays its own.
         self._kinds: dict[int, tuple[TaskPlan, Kind]] = {}
 
@@ -220,6 +230,8 @@ class ActiveRunner:
 
     def announce(self, plan: TaskPlan) -> Announcement | ForkLauncher | None:
         """Request a process that starts ahead of a task; `None`: there will be none. Never raises."""
+        if self._configuration.address:
+            return None
         standby = self._configuration.standby
         forks = self._configuration.start_method == "forkserver"
         if standby == 0 and not forks:
@@ -304,10 +316,33 @@ class ActiveRunner:
             DeviceError: The devices cannot be opened.
         """
         given = self._configuration
+        if given.address:
+            return self._open_cluster()[1]
         # Runners share a broker whatever else they do with their tasks.
         key = replace(given, reports=True, standby=0, start_method="spawn", memory_snapshots=None)
         folder = read_settings().ledger
         return PROCESS_RESOURCES.get(("broker", key, folder), lambda: _make_broker(given, folder))
+
+    def cluster_launcher(self) -> Launcher | None:
+        """Return what starts processes on the nodes of the runner's cluster; `None`: they run on this machine."""
+        return self._open_cluster()[2] if self._configuration.address else None
+
+    def _open_cluster(self) -> tuple[Cluster, Broker, Launcher]:
+        """Connect to the cluster, once.
+
+        Raises:
+            DeviceError: There is none at the address, or it has no devices.
+        """
+        with self._cluster_lock:
+            if self._cluster is None:
+                self._cluster = _make_cluster(self._configuration)
+            return self._cluster
+
+    def _close_cluster(self) -> None:
+        with self._cluster_lock:
+            opened, self._cluster = self._cluster, None
+        if opened is not None:
+            opened[0].close()
 
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without holding up the caller."""
@@ -356,6 +391,7 @@ class ActiveRunner:
                 run_uninterrupted(self._end_all, "prefect-gpu-close")
             raise
         finally:
+            self._close_cluster()
             # Last: the fork server reports how its forks ended.
             self._close_fork_server()
 
@@ -407,6 +443,37 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
         held_by_parent=() if simulated is not None else _held_by_parent(),
         context_bytes=lambda framework, device: context_meter().known(device)[framework],
     )
+
+
+def _make_cluster(given: Configuration) -> tuple[Cluster, Broker, Launcher]:
+    # Imported here: most runners have no cluster.
+    from prefect_gpu.cluster.flow_side import ClusterLauncher, ClusterReader, ClusterStore
+    from prefect_gpu.cluster.membership import Cluster
+    from prefect_gpu.cluster.node_agent import NodeSettings
+
+    settings = NodeSettings(
+        "",
+        given.devices,
+        given.placement,
+        given.max_tasks_per_device,
+        given.headroom_bytes,
+        read_settings().ledger,
+    )
+    cluster = Cluster(given.address, settings, given.num_gpus)
+    cluster.open()
+    nodes = cluster.nodes
+    broker = Broker(
+        ClusterReader(nodes, nodes.all()[0].facts.kind),
+        Ledger(lambda: ClusterStore(nodes)),
+        style=given.placement,
+        max_processes=given.max_processes or sum(n.facts.max_processes for n in nodes.all()),
+        max_tasks_per_device=given.max_tasks_per_device,
+        headroom_bytes=given.headroom_bytes,
+        # Each node's own broker knows its memory.
+        read_host_available=lambda: sys.maxsize,
+        context_bytes=lambda framework, device: context_meter().known(device)[framework],
+    )
+    return cluster, broker, ClusterLauncher(nodes)
 
 
 def _shared_folder() -> SharedFolder | None:

@@ -263,7 +263,10 @@ class Attempt:
         contexts: Mapping[str, int] = {}
         if self._broker.kind == "nvml":
             # Other devices have none.
-            contexts = context_meter().contexts(frameworks, learned, policy, self._broker, ticket)
+            elsewhere = self._launcher if self._broker.reader.remote else None
+            contexts = context_meter(elsewhere).contexts(
+                frameworks, learned, policy, self._broker, ticket
+            )
         policy = replace(policy, context_bytes=contexts)
         if self._cancelled.is_set():
             raise CancelledByRunner
@@ -297,6 +300,8 @@ class Attempt:
             argv=tuple(sys.argv),
             sys_path=import_paths(),
             standby=ticket.standby_id,
+            placement=placement,
+            host_bytes=ticket.request.host_bytes,
         )
 
     def _snapshot_path(self) -> str:

@@ -170,6 +170,7 @@ class ContextMeter:
                 call=values.dumps(Call(calibrate, (framework,), {}), "call", "call"),
                 argv=tuple(sys.argv),
                 sys_path=import_paths(),
+                placement=ticket.placement,
             ),
             messages.put,
         )
@@ -236,8 +237,14 @@ class ContextMeter:
                 raise RuntimeError(f"it ended with {message.code}: {message.stderr_tail[-500:]}")
 
 
-def context_meter() -> ContextMeter:
-    """Return the one meter of this process."""
-    return PROCESS_RESOURCES.get(
-        ContextMeter, lambda: ContextMeter(ContextStore(), process_launcher())
-    )
+def context_meter(launcher: Launcher | None = None) -> ContextMeter:
+    """Return the one meter of this process, or of a launcher of other machines.
+
+    Args:
+        launcher: Starts the calibration children; `None`: they run on this machine.
+    """
+    if launcher is None:
+        return PROCESS_RESOURCES.get(
+            ContextMeter, lambda: ContextMeter(ContextStore(), process_launcher())
+        )
+    return ContextMeter(ContextStore(), launcher)

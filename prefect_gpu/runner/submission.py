@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import sys
 import textwrap
 import threading
@@ -26,6 +27,7 @@ from prefect_gpu.errors import (
     NO_ROOM,
     ChildDiedError,
     DeviceError,
+    NodeRefusedError,
     PlacementError,
     PlacementTimeoutError,
     PolicyError,
@@ -57,6 +59,11 @@ from prefect_gpu.scheduling.ladder import (
     needed_bytes,
     next_rung,
 )
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which a task asks again for a device that its node has refused: readings come every 0.25 s.
+REFUSED_S = 0.25
 
 #: Characters of an error's text that a log line repeats.
 LONGEST_LINE = 160
@@ -148,16 +155,18 @@ class BodyRun:
         grant = self._first_grant()
         whole_bytes = 0
         shortage: Exception | None = None
+        refused, number = False, 0
         while True:
+            if not refused:
+                number = next(self._numbers)
             attempt: Attempt | None = None
             rung: Rung | None = None
             go_on = False
+            refused = False
             cause: Cause | Literal[""] = ""
             wanted_bytes: int | None = None
             try:
-                attempt = self._new_attempt(
-                    self._call, grant, next(self._numbers), self._broker, self._launcher
-                )
+                attempt = self._new_attempt(self._call, grant, number, self._broker, self._launcher)
                 self._add(attempt)
                 placement = attempt.place()
                 # A probe on one model says nothing of others.
@@ -166,6 +175,10 @@ class BodyRun:
                 return attempt.run()
             except PlacementTimeoutError:
                 raise
+            except NodeRefusedError as error:
+                # It goes back to its place in the queue, and what the node says is known by the next reading.
+                logger.debug("%s", error)
+                refused = True
             except PlacementError as error:
                 if shortage is None:
                     raise
@@ -186,11 +199,16 @@ class BodyRun:
                 shortage, go_on = error, True
             finally:
                 # The grant goes on to the next process, if there is one.
-                take = functools.partial(self._take_report, grant, not go_on)
+                take = functools.partial(self._take_report, grant, not (go_on or refused))
                 if attempt is None:
                     take(None)
                 else:
                     attempt.close(take, cause, wanted_bytes)
+            if rung is None:
+                # A node has refused it.
+                self._over.wait(REFUSED_S)
+                continue
+            assert attempt is not None
             # Reports come in the order of the processes, of which Prefect shows the newest.
             attempt.finished.wait(ENDING_S)
             grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0)
@@ -356,6 +374,7 @@ class GPUTask:
                 identity = self._plan.identity(args, kwargs)
                 call = TaskCall(self._plan, run, identity, args, kwargs, share, self._hot)
                 broker, book = self._runner.broker(), self._runner.book()
+                self._launcher = self._runner.cluster_launcher() or self._launcher
                 self._last = body = BodyRun(
                     call,
                     self._climb,

@@ -1,0 +1,424 @@
+"""What a flow's process knows of the nodes of a cluster: their devices, reservations and processes.
+
+`ClusterReader` is the `DeviceReader` of all nodes, `ClusterStore` the store of a ledger that also has what other flows
+hold there, `ClusterLauncher` starts processes on the node that a placement names. All three are fed by `Nodes`, which
+knows how agents are spoken to by the protocol `Agent` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from prefect_gpu.broker.ledger import Entry, Row, Written
+from prefect_gpu.cluster.wire import (
+    Kill,
+    Launch,
+    News,
+    NodeFacts,
+    ObjectStore,
+    Part,
+    PeaksKnown,
+    ResultArrived,
+    Send,
+    Terminate,
+    receive_result,
+    send_call,
+)
+from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
+from prefect_gpu.errors import DeviceError, NodeRefusedError
+from prefect_gpu.processes.launch_spec import (
+    ChildExited,
+    ChildRefused,
+    LaunchSpec,
+    Listener,
+    ValueArrived,
+)
+from prefect_gpu.processes.transport import MemoryFile, PackedValue
+from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ModelBudgets, Request
+from prefect_gpu.units import format_seconds
+
+logger = logging.getLogger(__name__)
+
+#: Seconds without news after which no task is placed on a node.
+SILENT_S = 2.0
+
+#: Exit code of a process whose node is gone: as if it was killed.
+LOST_CODE = -9
+
+
+class Agent(Protocol):
+    """The agent of one node, as the flow speaks to it."""
+
+    def tell(self, commands: Sequence[Any]) -> None:
+        """Send commands, in order; returns at once. An agent that is gone ignores them."""
+        ...
+
+
+@dataclass(eq=False)
+class Node:
+    """One node that has devices for the flow. Guarded by the lock of `Nodes`."""
+
+    name: str
+    agent: Agent
+    facts: NodeFacts
+    #: The last readings of its devices, as they came.
+    snapshots: tuple[DeviceSnapshot, ...] = ()
+    host_available_bytes: int = 0
+    error: str = ""
+    #: Monotonic seconds of this process when the last news came.
+    heard_s: float = field(default_factory=time.monotonic)
+    live_bytes: Mapping[int, int] = field(default_factory=dict)
+    #: By process id: what it had of simulated devices.
+    peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class Nodes:
+    """All nodes with devices, and the processes that run there for the flow. Any thread may use it.
+
+    Args:
+        store: Large values of calls and results.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self._lock = threading.Lock()
+        self._nodes: dict[str, Node] = {}
+        #: By child: its node and who hears its messages.
+        self._children: dict[str, tuple[Node, Listener]] = {}
+        #: Called when others' reservations have changed.
+        self._on_others: Callable[[str, Mapping[str, Entry]], None] = lambda node, entries: None
+
+    def watch_others(self, call: Callable[[str, Mapping[str, Entry]], None]) -> None:
+        """Set what is called with the entries of other flows on a node."""
+        self._on_others = call
+
+    def all(self) -> tuple[Node, ...]:
+        """Return the nodes, in the order in which they joined."""
+        with self._lock:
+            return tuple(self._nodes.values())
+
+    def join(self, node: Node) -> None:
+        """Add a node, or one whose agent was started again."""
+        with self._lock:
+            self._nodes[node.name] = node
+
+    def leave(self, name: str, why: str) -> None:
+        """Remove a node; its processes count as killed.
+
+        Args:
+            name: Of the node.
+            why: For the errors of its tasks.
+        """
+        with self._lock:
+            node = self._nodes.pop(name, None)
+            lost = [
+                (child, listener)
+                for child, (at, listener) in self._children.items()
+                if node is not None and at is node
+            ]
+            for child, _ in lost:
+                del self._children[child]
+        if node is None:
+            return
+        self._on_others(name, {})
+        for _, listener in lost:
+            _call(listener, ChildExited(LOST_CODE, "", killed_because=why))
+
+    def start(self, name: str, launch: Launch, listener: Listener) -> Node:
+        """Start a process on a node.
+
+        Raises:
+            NodeRefusedError: The node is gone.
+        """
+        with self._lock:
+            node = self._nodes.get(name)
+            if node is None:
+                raise NodeRefusedError(name, "it has left the cluster")
+            self._children[launch.child] = node, listener
+        node.agent.tell([launch])
+        return node
+
+    def take(self, name: str, news: News) -> None:
+        """Take what was heard of a node."""
+        now_s = time.monotonic()
+        with self._lock:
+            node = self._nodes.get(name)
+            if node is None or node.facts.agent != news.agent:
+                return
+            node.heard_s = now_s
+            if news.snapshots is not None:
+                node.snapshots, node.error = news.snapshots, news.error
+                node.host_available_bytes = news.host_available_bytes
+                node.live_bytes = news.live_bytes
+        if news.others is not None:
+            shift_s = now_s - news.now_s
+            self._on_others(name, {i: _shifted(e, shift_s) for i, e in news.others.items()})
+        for child, message in news.heard:
+            self._hear(node, child, message)
+
+    def _hear(self, node: Node, child: str, message: Any) -> None:
+        with self._lock:
+            known = self._children.get(child)
+            if isinstance(message, (ChildExited, ChildRefused)):
+                self._children.pop(child, None)
+        if known is None:
+            return
+        if isinstance(message, PeaksKnown):
+            node.peaks[message.pid] = message.live_bytes, message.devices
+            return
+        if isinstance(message, ResultArrived):
+            try:
+                message = ValueArrived(receive_result(message.result, self.store))
+            except Exception as error:  # noqa: BLE001 - a boundary: the task fails by it
+                message = ChildExited(
+                    LOST_CODE, "", killed_because=f"its value was lost on the way: {error}"
+                )
+        _call(known[1], message)
+
+
+def _call(listener: Listener, message: Any) -> None:
+    try:
+        listener(message)
+    except Exception:
+        logger.exception("a listener of a GPU task's process raised on %s", type(message))
+
+
+def _shifted(entry: Entry, shift_s: float) -> Entry:
+    """Return an entry with its times on this process's clock."""
+    return replace(
+        entry,
+        reservations=tuple(
+            r if r.ends_s is None else replace(r, ends_s=r.ends_s + shift_s)
+            for r in entry.reservations
+        ),
+    )
+
+
+class ClusterReader(DeviceReader):
+    """The devices of all nodes, as their agents have last described them.
+
+    Args:
+        nodes: The nodes.
+        kind: Kind of all their devices.
+    """
+
+    remote = True
+
+    def __init__(self, nodes: Nodes, kind: DeviceKind) -> None:
+        self._nodes = nodes
+        self.kind = kind
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices of the nodes that are there now."""
+        return tuple(device for node in self._nodes.all() for device in node.facts.devices)
+
+    def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
+        """Return the last snapshot of each device; see `DeviceReader.read`. `roots` are known on the nodes."""
+        nodes = self._nodes.all()
+        if not nodes:
+            raise DeviceError("no node of the cluster with devices is left")
+        now_s = time.monotonic()
+        return tuple(snapshot for node in nodes for snapshot in _snapshots(node, now_s))
+
+    def host_available_bytes(self) -> Mapping[str, int]:
+        """Return the bytes that new processes could use of each node's own memory."""
+        return {node.name: node.host_available_bytes for node in self._nodes.all()}
+
+    def process_memory(
+        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
+    ) -> ProcessMemory:
+        """See `DeviceReader.process_memory`."""
+        wanted = set(device_uuids)
+        for node in self._nodes.all():
+            if wanted & {device.uuid for device in node.facts.devices}:
+                return NodeMemory(self.kind, node, budget_bytes)
+        return ProcessMemory(self.kind)
+
+
+def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
+    silent_s = now_s - node.heard_s
+    error = node.error
+    if silent_s > SILENT_S:
+        error = f"node {node.name} has not answered for {format_seconds(round(silent_s))}"
+    elif not node.snapshots and not error:
+        error = f"the first reading of node {node.name} has not come"
+    if error:
+        return [DeviceSnapshot(device, now_s, 0, error=error) for device in node.facts.devices]
+    return [replace(snapshot, at_s=now_s) for snapshot in node.snapshots]
+
+
+class NodeMemory(ProcessMemory):
+    """What a process holds on a node. Its allocations on simulated devices are booked there.
+
+    Args:
+        kind: Kind of the devices.
+        node: Where they are.
+        budget_bytes: On each of them, where the process has a cap; `None`: it has none.
+    """
+
+    def __init__(self, kind: DeviceKind, node: Node, budget_bytes: Sequence[int] | None) -> None:
+        super().__init__(kind)
+        self._node = node
+        self._pid: int | None = None
+        self.budget_bytes = None if budget_bytes is None else tuple(budget_bytes)
+        if kind == "simulated":
+            context = self.context_bytes = node.facts.context_bytes
+            if budget_bytes is not None:
+                self.cap_bytes = tuple(max(1, budget - context) for budget in budget_bytes)
+
+    def attach(self, pid: int) -> None:
+        """See `ProcessMemory.attach`."""
+        self._pid = pid
+
+    def live_bytes(self) -> int | None:
+        """See `ProcessMemory.live_bytes`."""
+        return None if self._pid is None else self._node.live_bytes.get(self._pid)
+
+    def detach(self) -> tuple[int, int] | None:
+        """See `ProcessMemory.detach`."""
+        return None if self._pid is None else self._node.peaks.pop(self._pid, None)
+
+
+class ClusterStore:
+    """The store of the flow's ledger: its own requests, and what other flows hold on the nodes."""
+
+    namespace = ""
+    node = ""
+    silent = frozenset[str]()
+    closed = False
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.owner = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._number = 0
+        #: Rows of others that the ledger has not read.
+        self._rows: list[Row] = []
+        #: By node: the entries that were there last.
+        self._others: dict[str, Mapping[str, Entry]] = {}
+        nodes.watch_others(self.take)
+
+    def take(self, node: str, entries: Mapping[str, Entry]) -> None:
+        """Take what other flows hold on a node now."""
+        with self._lock:
+            before = self._others.get(node, {})
+            if entries == before:
+                return
+            self._others[node] = entries
+            for request_id, entry in entries.items():
+                if before.get(request_id) != entry:
+                    self._add(request_id, request_id not in before, entry)
+            for request_id in before.keys() - entries.keys():
+                self._add(request_id, False, None)
+
+    def _add(self, request_id: str, promises: bool, entry: Entry | None) -> None:
+        self._number += 1
+        self._rows.append(Row(self._number, request_id, promises, entry))
+
+    def beat(self) -> None:
+        """Do nothing: other flows notice the agents."""
+
+    def changed(self) -> bool:
+        """See `Store.changed`."""
+        with self._lock:
+            return bool(self._rows)
+
+    def read(self, after: int) -> Sequence[Row]:
+        """See `Store.read`."""
+        with self._lock:
+            rows, self._rows = [row for row in self._rows if row.number > after], []
+            return rows
+
+    def write(
+        self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
+    ) -> Written:
+        """See `Store.write`."""
+        with self._lock:
+            rows, self._rows = [row for row in self._rows if row.number > after], []
+            if any(conflicts(row) for row in rows):
+                return Written(rows, None)
+            self._number += len(changes)
+            return Written(rows, self._number)
+
+    def close(self) -> None:
+        """Do nothing: the agents end with the flow."""
+
+
+class ClusterLauncher:
+    """Starts processes on the nodes that their placements name: a `Launcher`.
+
+    Args:
+        nodes: The nodes.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._sent: weakref.WeakKeyDictionary[MemoryFile, Part] = weakref.WeakKeyDictionary()
+        self._sends = threading.Lock()
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> RemoteHandle:
+        """See `Launcher.start`. A node that does not confirm its devices refuses with `NodeRefusedError`."""
+        assert spec.placement is not None, "it was placed"
+        placement = spec.placement
+        with self._sends:
+            call = send_call(spec.call, self._nodes.store, self._sent)
+        child = uuid.uuid4().hex
+        policy = spec.prepare.policy
+        by_model: dict[str, int] = {}
+        for device, size in zip(placement.devices, placement.budget_bytes, strict=True):
+            by_model[device.name] = max(size, by_model.get(device.name, 0))
+        request = Request(
+            id="",
+            task_name=spec.task_name,
+            sequence=0,
+            submitted_s=0.0,
+            memory=ModelBudgets(tuple(by_model.items())),
+            count=len(placement.devices),
+            devices=tuple(device.uuid for device in placement.devices),
+            exclusive=any(r.exclusive for r in placement.reservations),
+            host_bytes=spec.host_bytes,
+        )
+        launch = Launch(
+            child,
+            request,
+            replace(spec, call=PackedValue(bytearray())),
+            call,
+            None if policy.allocation == "growth" else placement.budget_bytes,
+        )
+        name = placement.devices[0].host
+        try:
+            node = self._nodes.start(name, launch, listener)
+        except NodeRefusedError as error:
+            _call(listener, ChildRefused(error))
+            return RemoteHandle(None, child)
+        return RemoteHandle(node, child)
+
+
+class RemoteHandle:
+    """A process on a node: a `ChildHandle`."""
+
+    def __init__(self, node: Node | None, child: str) -> None:
+        self._node = node
+        self._child = child
+
+    def _tell(self, command: Any) -> None:
+        if self._node is not None:
+            self._node.agent.tell([command])
+
+    def answer(self, message: Any) -> None:
+        """See `ChildHandle.answer`."""
+        self._tell(Send(self._child, message))
+
+    def terminate(self) -> None:
+        """See `ChildHandle.terminate`."""
+        self._tell(Terminate(self._child))
+
+    def kill(self) -> None:
+        """See `ChildHandle.kill`."""
+        self._tell(Kill(self._child))

@@ -1,0 +1,347 @@
+"""Ray: the connection, which nodes there are, an agent on each of them, and the object store.
+
+The only module that imports Ray. One thread (`prefect-gpu-cluster`) listens to all agents, lets nodes join and leave,
+and passes on what was heard. Ray brings membership, transport, failure detection and the object store; which process
+runs where, and what it may use, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+import prefect_gpu
+from prefect_gpu.cluster.flow_side import Node, Nodes
+from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings
+from prefect_gpu.cluster.wire import NodeFacts
+from prefect_gpu.devices.spec import VISIBLE_VARIABLE
+from prefect_gpu.errors import DeviceError
+from prefect_gpu.process_resources import start_thread
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at which nodes there are.
+LOOK_S = 1.0
+
+#: Seconds that agents may take to start before the flow goes on without theirs.
+START_S = 60.0
+
+
+def import_ray() -> Any:
+    """Import Ray.
+
+    Raises:
+        DeviceError: It is not installed.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise DeviceError(
+            f"address= needs Ray, which cannot be imported ({error}); install prefect-gpu[ray]"
+        ) from error
+
+
+class RayStore:
+    """Ray's object store; see `wire.ObjectStore`."""
+
+    def __init__(self) -> None:
+        self._ray = import_ray()
+
+    def put(self, data: memoryview) -> Any:
+        """See `wire.ObjectStore.put`."""
+        return self._ray.put(pickle.PickleBuffer(data))
+
+    def get(self, reference: Any) -> memoryview:
+        """See `wire.ObjectStore.get`."""
+        return memoryview(self._ray.get(reference)).cast("B")
+
+    def holds(self, part: Any) -> bool:
+        """See `wire.ObjectStore.holds`."""
+        return isinstance(part, self._ray.ObjectRef)
+
+
+def make_agent(settings: NodeSettings) -> NodeAgent:
+    """Make the agent, in its actor's process."""
+    return NodeAgent(settings, RayStore(), visible_devices(), prefect_gpu.__version__)
+
+
+def visible_devices() -> str | None:
+    """Return `CUDA_VISIBLE_DEVICES` of this node; `None`: all of its devices.
+
+    Ray sets it to what it has given to the actor. If that is nothing, all devices of the node's Ray process count: it
+    may be one of several on a machine, each with devices of its own.
+    """
+    given = import_ray().get_runtime_context().get_accelerator_ids().get("GPU", [])
+    if given:
+        return os.environ.get(VISIBLE_VARIABLE, ",".join(given))
+    try:
+        raylet = int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
+        return psutil.Process(raylet).environ().get(VISIBLE_VARIABLE)
+    except (psutil.Error, ValueError):
+        return None
+
+
+class _Actor:
+    """The actor of an agent, as the flow speaks to it: an `Agent`."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def tell(self, commands: Sequence[Any]) -> None:
+        """See `Agent.tell`."""
+        self.handle.tell.remote(commands)
+
+
+@dataclass
+class _Member:
+    """One node of the cluster, as Ray knows it."""
+
+    name: str
+    actor: _Actor
+    #: What is waited for: its facts, then its news.
+    waits_for: Any
+    facts: NodeFacts | None = None
+    #: Number of the last news.
+    seen: int = 0
+
+
+class Cluster:
+    """The connection of one runner to a Ray cluster. Nothing is connected before `open`.
+
+    Args:
+        address: As Ray knows it: `auto`, `host:port`, `ray://host:port`.
+        settings: What each node's agent is to do; its name is that of no node.
+        num_gpus: GPUs to reserve of each node in Ray's own count; `None`: none, and all devices are used.
+    """
+
+    def __init__(self, address: str, settings: NodeSettings, num_gpus: float | None = None) -> None:
+        self._address = address
+        self._settings = settings
+        self._num_gpus = num_gpus
+        self._ray = import_ray()
+        self._connected_here = False
+        self.nodes = Nodes(RayStore())
+        #: By Ray's id of a node.
+        self._members: dict[str, _Member] = {}
+        #: Nodes that are set aside, with the reason.
+        self._aside: dict[str, str] = {}
+        self._looked_s = float("-inf")
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Connect, start an agent on each node, and wait for those that are there now.
+
+        Raises:
+            DeviceError: There is no cluster at the address, or none of its nodes has a device.
+        """
+        if not self._ray.is_initialized():
+            try:
+                self._ray.init(address=self._address, log_to_driver=True, logging_level="warning")
+            except Exception as error:
+                raise DeviceError(
+                    f"address={self._address!r}: no Ray cluster answers there ({error}); start one with "
+                    f"`ray start --head`, or leave address out to use this machine's devices"
+                ) from error
+            self._connected_here = True
+        try:
+            self._look()
+            until_s = time.monotonic() + START_S
+            while any(m.facts is None for m in self._members.values()):
+                if time.monotonic() > until_s:
+                    break
+                self._listen(0.5)
+            if not self.nodes.all():
+                why = "; ".join(f"{name}: {why}" for name, why in self._aside.items())
+                raise DeviceError(
+                    f"address={self._address!r}: no node of the cluster has a device for GPU tasks"
+                    + (f" ({why})" if why else "")
+                )
+            self._thread = start_thread(self._run, "prefect-gpu-cluster")
+        except BaseException:
+            self._leave()
+            raise
+
+    def close(self) -> None:
+        """End the agents and their processes, and the connection if it was made here."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+        self._leave()
+
+    def _leave(self) -> None:
+        for member in self._members.values():
+            try:
+                self._ray.kill(member.actor.handle)
+            except Exception:
+                # The connection is gone, and with it the agents.
+                logger.debug("an agent could not be ended", exc_info=True)
+        self._members.clear()
+        if self._connected_here:
+            self._connected_here = False
+            self._ray.shutdown()
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                if time.monotonic() - self._looked_s > LOOK_S:
+                    self._look()
+                self._listen(0.25)
+            except Exception as error:
+                if self._closing.is_set():
+                    return
+                logger.exception("the Ray cluster could not be asked; it is tried again")
+                for member in self._members.values():
+                    self.nodes.leave(member.name, f"the Ray cluster does not answer: {error}")
+                self._closing.wait(LOOK_S)
+
+    def _look(self) -> None:
+        """Start an agent on each new node, and let those leave that Ray calls dead."""
+        self._looked_s = time.monotonic()
+        alive = {each["NodeID"]: each for each in self._ray.nodes() if each["Alive"]}
+        for node_id in self._members.keys() - alive.keys():
+            member = self._members.pop(node_id)
+            self.nodes.leave(member.name, f"node {member.name} of the Ray cluster is dead")
+            logger.warning("node %s has left the Ray cluster", member.name)
+        names = [member.name for member in self._members.values()]
+        for node_id, node in alive.items():
+            if node_id in self._members:
+                continue
+            name = str(node.get("NodeName") or node["NodeManagerHostname"])
+            if name == node.get("NodeManagerAddress"):
+                name = str(node["NodeManagerHostname"])
+            if name in names:
+                name = f"{name}#{node_id[:6]}"
+            names.append(name)
+            self._members[node_id] = self._start(node_id, name)
+
+    def _start(self, node_id: str, name: str) -> _Member:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        listening, telling = {"concurrency_group": "listen"}, {"concurrency_group": "tell"}
+        methods = {"listen": listening, "tell": telling}
+        ray = self._ray
+
+        class Agent:
+            def __init__(self, settings: NodeSettings) -> None:
+                from prefect_gpu.cluster.membership import make_agent
+
+                self._agent = make_agent(settings)
+
+            @ray.method(**methods["listen"])  # type: ignore[untyped-decorator]
+            def facts(self) -> Any:
+                return self._agent.facts()
+
+            @ray.method(**methods["listen"])  # type: ignore[untyped-decorator]
+            def listen(self, seen: int) -> Any:
+                return self._agent.listen(seen)
+
+            @ray.method(**methods["tell"])  # type: ignore[untyped-decorator]
+            def tell(self, commands: Sequence[Any]) -> None:
+                self._agent.tell(commands)
+
+        actor = ray.remote(
+            num_cpus=0,
+            num_gpus=self._num_gpus or 0,
+            max_restarts=-1,
+            # A body is never run twice behind Prefect's back.
+            max_task_retries=0,
+            concurrency_groups={"listen": 1, "tell": 1},
+        )(Agent)
+        handle = actor.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote(replace(self._settings, name=name))
+        return _Member(name, _Actor(handle), handle.facts.remote())
+
+    def _listen(self, limit_s: float) -> None:
+        """Take what has been heard of the agents."""
+        waits = {member.waits_for: i for i, member in self._members.items() if member.waits_for}
+        if not waits:
+            self._closing.wait(limit_s)
+            return
+        ready, _ = self._ray.wait(list(waits), num_returns=1, timeout=limit_s)
+        if ready:
+            more, _ = self._ray.wait(list(waits), num_returns=len(waits), timeout=0)
+            ready = list(dict.fromkeys([*ready, *more]))
+        for reference in ready:
+            node_id = waits[reference]
+            member = self._members.get(node_id)
+            if member is None:
+                continue
+            try:
+                said = self._ray.get(reference)
+            except Exception as error:  # noqa: BLE001 - whatever became of the agent
+                self._lose(member, error)
+                continue
+            if isinstance(said, NodeFacts):
+                self._take_facts(member, said)
+            else:
+                if member.facts is None or said.agent != member.facts.agent:
+                    # It was started again, without the processes that it had.
+                    self._lose(member, None)
+                    continue
+                member.seen = said.number
+                self.nodes.take(member.name, said)
+                member.waits_for = member.actor.handle.listen.remote(member.seen)
+
+    def _take_facts(self, member: _Member, facts: NodeFacts) -> None:
+        problem = facts.problem
+        if facts.version != prefect_gpu.__version__:
+            problem = (
+                f"it has prefect-gpu {facts.version}, and the flow has {prefect_gpu.__version__}"
+            )
+        if not problem and not facts.devices:
+            problem = "it has no devices"
+        kinds = {node.facts.kind for node in self.nodes.all()}
+        if not problem and kinds and facts.kind not in kinds:
+            problem = f"its devices are {facts.kind}, and those of other nodes {', '.join(kinds)}"
+        if problem:
+            self._set_aside(member, problem)
+            return
+        self._aside.pop(member.name, None)
+        member.facts, member.seen = facts, 0
+        self.nodes.join(Node(member.name, member.actor, facts))
+        member.waits_for = member.actor.handle.listen.remote(0)
+
+    def _set_aside(self, member: _Member, problem: str) -> None:
+        if self._aside.get(member.name) != problem:
+            logger.log(
+                logging.DEBUG if "no driver" in problem else logging.WARNING,
+                "node %s of the Ray cluster is set aside: %s",
+                member.name,
+                problem,
+            )
+        self._aside[member.name] = problem
+        # Nothing more is expected of it.
+        member.facts = member.facts or NodeFacts("", "", "nvml", (), 0, 0, problem)
+        member.waits_for = None
+
+    def _lose(self, member: _Member, error: Exception | None) -> None:
+        """End what ran at an agent that does not answer, and ask for its facts again: Ray starts it again."""
+        why = f"the agent of node {member.name} of the Ray cluster died"
+        self.nodes.leave(member.name, why)
+        text = "" if error is None else f": {str(error).strip().splitlines()[0][:300]}"
+        died_at_start = member.facts is None
+        member.facts = None
+        if died_at_start and error is not None:
+            cause = getattr(error, "cause", None) or error
+            self._set_aside(member, f"its agent could not be started: {_last_line(cause)}")
+            return
+        logger.warning("%s%s", why, text)
+        member.waits_for = member.actor.handle.facts.remote()
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1][:300] if lines else type(error).__name__

@@ -1,0 +1,395 @@
+"""What runs on one node of a cluster for one flow: the node's devices, ledger, launcher and guardian.
+
+The flow chooses devices by what it last heard; the node's own broker, on the ledger that all flows of the machine
+share, confirms the choice or refuses it. It then follows the process as on one machine: reservation, readings,
+recovery. Messages go to the flow as they come.
+
+It is an ordinary object, which `membership` makes a Ray actor of. It starts nothing before its first launch, but for
+readings of the devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prefect_gpu.broker.broker import Broker, next_sequence
+from prefect_gpu.broker.host_ledger import host_ledger
+from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.ticket import Ticket
+from prefect_gpu.clock import RealClock
+from prefect_gpu.cluster.wire import (
+    Kill,
+    Launch,
+    News,
+    NodeFacts,
+    ObjectStore,
+    PeaksKnown,
+    ResultArrived,
+    Send,
+    Terminate,
+    receive_call,
+    send_result,
+)
+from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
+from prefect_gpu.devices.spec import VISIBLE_VARIABLE, DeviceSpec, open_reader
+from prefect_gpu.errors import DeviceError, NodeRefusedError
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import child_environment
+from prefect_gpu.process_resources import start_thread
+from prefect_gpu.processes.interpreter import import_paths, working_folder
+from prefect_gpu.processes.launch_spec import (
+    ChildExited,
+    ChildHandle,
+    ChildRefused,
+    ChildStarted,
+    Launcher,
+    LaunchSpec,
+    ValueArrived,
+)
+from prefect_gpu.processes.launcher import process_launcher
+from prefect_gpu.processes.messages import Answered, Asked, BodyStarted, CountersRead
+from prefect_gpu.processes.transport import MemoryFile
+from prefect_gpu.scheduling.model import DeviceSnapshot, Reading
+from prefect_gpu.scheduling.placement import PlacementStyle
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that the node's broker may take to confirm devices. What ended there a moment ago may still hold them.
+CONFIRM_S = 2.0
+
+#: Seconds after which `listen` returns although nothing was heard.
+LISTEN_S = 1.0
+
+#: Seconds between two readings that are sent.
+READ_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """What a flow asks of its agent on a node."""
+
+    name: str
+    devices: DeviceSpec
+    placement: PlacementStyle
+    max_tasks_per_device: int | None
+    headroom_bytes: int | None
+    #: Folder of the node's ledger; `None`: the user's.
+    ledger: Path | None = None
+
+
+class _Hosted:
+    """One process that runs here for the flow."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch: Launch | None = launch
+        self.request = launch.request
+        self.ticket: Ticket | None = None
+        self.memory: ProcessMemory | None = None
+        self.handle: ChildHandle | None = None
+        self.launched = threading.Event()
+        self.pid: int | None = None
+        #: It was killed before it was started.
+        self.killed = False
+
+
+class NodeAgent:
+    """Serves one flow on one node. Any thread may call its methods.
+
+    Args:
+        settings: What the flow asks.
+        store: Large values of calls and results.
+        visible: `CUDA_VISIBLE_DEVICES` of the node; `None`: all of its devices.
+        version: Of this package.
+        launcher: Starts the processes.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        store: ObjectStore,
+        visible: str | None,
+        version: str,
+        launcher: Launcher | None = None,
+    ) -> None:
+        self._name = settings.name
+        self._store = store
+        self._launcher = launcher or process_launcher()
+        self._clock = RealClock()
+        self._agent = uuid.uuid4().hex
+        #: Guards all below.
+        self._changed = threading.Condition()
+        self._number = 0
+        #: Not yet acknowledged, with their numbers.
+        self._heard: deque[tuple[int, str, Any]] = deque()
+        self._reading: tuple[int, Reading] | None = None
+        self._others: dict[str, Entry] = {}
+        self._told_others = -1
+        self._hosted: dict[str, _Hosted] = {}
+        self._kept: weakref.WeakValueDictionary[Any, MemoryFile] = weakref.WeakValueDictionary()
+        self._receives = threading.Lock()
+        self._broker: Broker | None = None
+        self._closing = False
+        problem = ""
+        try:
+            self._reader: DeviceReader | None = self._open(settings, visible)
+        except DeviceError as error:
+            self._reader, problem = None, str(error)
+        devices = () if self._reader is None else self._reader.devices()
+        self._devices = {device.uuid: replace(device, host=self._name) for device in devices}
+        if self._reader is not None and devices:
+            self._broker = Broker(
+                self._reader,
+                host_ledger(settings.ledger),
+                style=settings.placement,
+                max_tasks_per_device=settings.max_tasks_per_device,
+                headroom_bytes=settings.headroom_bytes,
+            )
+            self._broker.watch(self._take_reading)
+        known = (
+            None if self._reader is None else self._reader.process_memory((), None).context_bytes
+        )
+        self._facts = NodeFacts(
+            self._agent,
+            version,
+            "nvml" if self._reader is None else self._reader.kind,
+            tuple(self._devices.values()),
+            known or 0,
+            0 if self._broker is None else self._broker.max_processes,
+            problem,
+        )
+
+    @staticmethod
+    def _open(settings: NodeSettings, visible: str | None) -> DeviceReader:
+        environ = {} if visible is None else {VISIBLE_VARIABLE: visible}
+        spec = settings.devices
+        if spec.kind == "auto":
+            # A node without a GPU has nothing to give.
+            spec = replace(spec, kind="nvml")
+        if spec.simulated is not None:
+            spec = replace(spec, simulated=spec.simulated.on_node(settings.name))
+        return open_reader(spec, environ, shared=settings.ledger)
+
+    def facts(self) -> NodeFacts:
+        """Return what the flow must know of the node."""
+        return self._facts
+
+    def listen(self, seen: int, limit_s: float = LISTEN_S) -> News:
+        """Return what has happened, as soon as there is something.
+
+        Args:
+            seen: Number of the last `News` that has arrived; what came with it is dropped here.
+            limit_s: Seconds after which it returns in any case.
+        """
+        until_s = time.monotonic() + limit_s
+        with self._changed:
+            while self._heard and self._heard[0][0] <= seen:
+                self._heard.popleft()
+            while not self._has_news(seen):
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+            return self._news(seen)
+
+    def _has_news(self, seen: int) -> bool:
+        if self._heard and self._heard[-1][0] > seen:
+            return True
+        return self._reading is not None and self._reading[0] > seen
+
+    def _news(self, seen: int) -> News:
+        news = News(
+            self._agent,
+            self._number,
+            time.monotonic(),
+            tuple((child, message) for number, child, message in self._heard if number > seen),
+        )
+        if self._reading is None or self._reading[0] <= seen:
+            return news
+        reading = self._reading[1]
+        live = {}
+        for hosted in self._hosted.values():
+            if hosted.pid is not None and hosted.memory is not None:
+                size = hosted.memory.live_bytes()
+                if size is not None:
+                    live[hosted.pid] = size
+        return replace(
+            news,
+            snapshots=tuple(map(self._named, reading.snapshots)),
+            host_available_bytes=reading.host_available_bytes,
+            error=reading.error,
+            live_bytes=live,
+            others=self._others,
+        )
+
+    def _named(self, snapshot: DeviceSnapshot) -> DeviceSnapshot:
+        return replace(snapshot, device=self._devices[snapshot.device.uuid])
+
+    def _take_reading(self, reading: Reading) -> None:
+        """Take a reading of the node's devices, on the broker's thread."""
+        assert self._broker is not None
+        others = self._broker.held_by_others()
+        with self._changed:
+            self._number += 1
+            self._reading, self._others = (self._number, reading), others
+            self._changed.notify_all()
+
+    def _tell(self, child: str, message: Any) -> None:
+        with self._changed:
+            self._number += 1
+            self._heard.append((self._number, child, message))
+            self._changed.notify_all()
+
+    def tell(self, commands: Sequence[Any]) -> None:
+        """Carry out commands of the flow, in order; returns at once."""
+        for command in commands:
+            if isinstance(command, Launch):
+                hosted = _Hosted(command)
+                with self._changed:
+                    self._hosted[command.child] = hosted
+                start_thread(partial(self._launch, hosted, command.child), "prefect-gpu-confirm")
+                continue
+            with self._changed:
+                known = self._hosted.get(command.child)
+            if known is None:
+                continue
+            if isinstance(command, Kill):
+                known.killed = True
+            # Not before `_launch` has it; a kill before that is seen there.
+            handle = known.handle
+            if handle is None:
+                continue
+            if isinstance(command, Kill):
+                handle.kill()
+            elif isinstance(command, Terminate):
+                handle.terminate()
+            elif isinstance(command, Send):
+                handle.answer(command.message)
+
+    def close(self) -> None:
+        """End all processes."""
+        with self._changed:
+            self._closing = True
+            hosted = tuple(self._hosted.values())
+        for each in hosted:
+            each.killed = True
+            if each.handle is not None:
+                each.handle.kill()
+
+    # One launch.
+
+    def _launch(self, hosted: _Hosted, child: str) -> None:
+        launch, hosted.launch = hosted.launch, None
+        assert launch is not None
+        try:
+            if self._broker is None:
+                raise NodeRefusedError(self._name, "it has no devices")
+            hosted.ticket = ticket = self._confirm(launch)
+            try:
+                self._start(hosted, child, launch, ticket)
+            except BaseException:
+                self._broker.end(ticket)
+                raise
+        except Exception as error:  # noqa: BLE001 - a boundary: the flow raises it
+            self._forget(child)
+            self._tell(child, ChildRefused(error))
+
+    def _confirm(self, launch: Launch) -> Ticket:
+        """Reserve what the flow has chosen in the node's own ledger.
+
+        Raises:
+            NodeRefusedError: The node does not have it any more.
+        """
+        assert self._broker is not None
+        request = replace(launch.request, sequence=next_sequence())
+        ticket = self._broker.submit(request)
+        if not ticket.wait(self._clock, self._clock.now() + CONFIRM_S):
+            reason = self._broker.explain(ticket)
+            if self._broker.withdraw(ticket):
+                raise NodeRefusedError(self._name, reason)
+        if ticket.error is not None:
+            raise NodeRefusedError(self._name, str(ticket.error))
+        return ticket
+
+    def _start(self, hosted: _Hosted, child: str, launch: Launch, ticket: Ticket) -> None:
+        assert self._broker is not None
+        hosted.memory = self._broker.reader.process_memory(
+            tuple(device.uuid for device in ticket.devices), launch.budget_bytes
+        )
+        spec = self._spec(launch)
+        if hosted.killed:
+            raise NodeRefusedError(self._name, "it was ended before it started")
+        hosted.handle = self._launcher.start(spec, partial(self._hear, hosted, child))
+        hosted.launched.set()
+        if hosted.killed:
+            hosted.handle.kill()
+
+    def _spec(self, launch: Launch) -> LaunchSpec:
+        """Return what the process is started from here: this node's environment, folders that are there."""
+        spec = launch.spec
+        policy = spec.prepare.policy
+        here = child_environment(policy, registry.adapters_for(policy), os.environ)
+        paths = [path for path in spec.sys_path if os.path.exists(path)]
+        own = [path for path in import_paths() if path not in paths]
+        with self._receives:
+            call = receive_call(launch.call, self._store, self._kept)
+        return replace(
+            spec,
+            environment={**spec.environment, **here},
+            call=call,
+            cwd=spec.cwd if os.path.isdir(spec.cwd) else working_folder(),
+            sys_path=(*paths, *own),
+        )
+
+    def _hear(self, hosted: _Hosted, child: str, message: Any) -> None:
+        """Take a message of a process, on the launcher's thread."""
+        broker, ticket, memory = self._broker, hosted.ticket, hosted.memory
+        assert broker is not None and ticket is not None and memory is not None
+        if isinstance(message, ChildStarted):
+            hosted.pid = message.pid
+            broker.attach(ticket, message.pid)
+            memory.attach(message.pid)
+        elif isinstance(message, BodyStarted):
+            broker.mark_running(ticket)
+        elif isinstance(message, CountersRead):
+            ticket.stand_in_bytes = message.counters.reserved_bytes or 0
+        elif isinstance(message, Asked):
+            if not message.method.startswith("simulated_"):
+                self._tell(child, message)
+                return
+            self._answer(hosted, memory, message)
+            return
+        elif isinstance(message, ValueArrived):
+            message = ResultArrived(send_result(message.data, self._store))
+        elif isinstance(message, (ChildExited, ChildRefused)):
+            if hosted.pid is not None:
+                peaks = memory.detach()
+                if peaks is not None:
+                    self._tell(child, PeaksKnown(hosted.pid, *peaks))
+            broker.end(ticket)
+            self._forget(child)
+        self._tell(child, message)
+
+    @staticmethod
+    def _answer(hosted: _Hosted, memory: ProcessMemory, question: Asked) -> None:
+        try:
+            answer = Answered(result=memory.answer(question.method, question.arguments))
+        except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
+            answer = Answered(error=error)
+        hosted.launched.wait()
+        assert hosted.handle is not None
+        hosted.handle.answer(answer)
+
+    def _forget(self, child: str) -> None:
+        with self._changed:
+            self._hosted.pop(child, None)

@@ -1,0 +1,228 @@
+"""The values that travel between a flow and the node agents of a cluster.
+
+A flow sends commands, in order: `Launch`, `Send`, `Terminate`, `Kill`. An agent answers each `listen` with `News`.
+What a child says is passed on as it is (`processes.messages`, `processes.launch_spec`), but for values: their
+large parts go through an `ObjectStore` and are copied once on each side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.processes.launch_spec import LaunchSpec
+from prefect_gpu.processes.transport import MemoryFile, PackedValue, ReceivedValue, write_file
+from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Request
+
+#: Bytes from which a part of a value goes through the object store.
+STORED_BYTES = 1 << 20
+
+
+class ObjectStore(Protocol):
+    """Keeps large objects where every node can read them."""
+
+    def put(self, data: memoryview) -> Any:
+        """Store bytes; return a reference that can be sent. They are kept for as long as a reference exists."""
+        ...
+
+    def get(self, reference: Any) -> memoryview:
+        """Return the bytes that a reference stands for.
+
+        Raises:
+            Exception: They are lost, with the node that kept them.
+        """
+        ...
+
+    def holds(self, part: Any) -> bool:
+        """Return whether something is a reference of this store."""
+        ...
+
+
+#: Part of a value: its bytes, or a reference of an `ObjectStore`.
+Part: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True)
+class SentCall:
+    """A packed call: the body of its frame, and each memory file."""
+
+    body: bytes = field(repr=False)
+    files: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SentResult:
+    """A value from a child: what pickle reads, and what it finds beside that."""
+
+    stream: Part = field(repr=False)
+    buffers: tuple[Part, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultArrived:
+    """Stands for a `ValueArrived` on the way to the flow."""
+
+    result: SentResult
+
+
+@dataclass(frozen=True, slots=True)
+class PeaksKnown:
+    """What a process had of simulated devices. It comes before its `ChildExited`."""
+
+    pid: int
+    #: The most that it had allocated at once, in bytes.
+    live_bytes: int
+    devices: int
+
+
+# From a flow to an agent.
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start a process, once the node's own ledger has confirmed its devices."""
+
+    child: str
+    #: Names devices by their full UUIDs and asks for exactly what was reserved.
+    request: Request
+    #: Without its call.
+    spec: LaunchSpec
+    call: SentCall
+    #: Budget on each device where the process has a cap; `None`: it has none.
+    budget_bytes: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a child."""
+
+    child: str
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """Ask a child to end."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill a child and all that it has started."""
+
+    child: str
+
+
+# From an agent to a flow.
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What an agent says of itself once."""
+
+    #: Unique; another one after a restart.
+    agent: str
+    #: Of `prefect_gpu`; that of the flow must be the same.
+    version: str
+    kind: DeviceKind
+    #: With the node's name as their host; empty: the node has none.
+    devices: tuple[Device, ...]
+    #: Bytes that each process has on a simulated device before it allocates; 0 elsewhere: it is measured.
+    context_bytes: int
+    #: Most processes at a time on the node.
+    max_processes: int
+    #: Why its devices cannot be used; empty: they can.
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has happened on a node since a flow has last listened."""
+
+    agent: str
+    #: To be named in the next `listen`.
+    number: int
+    #: Monotonic seconds of the node.
+    now_s: float
+    #: Messages by child, in order.
+    heard: tuple[tuple[str, Any], ...] = ()
+    #: The newest reading; `None`: there is no new one.
+    snapshots: tuple[DeviceSnapshot, ...] | None = None
+    host_available_bytes: int = 0
+    #: Why the devices could not be read; empty: they could.
+    error: str = ""
+    #: Bytes that processes have allocated on simulated devices, by process id.
+    live_bytes: Mapping[int, int] = field(default_factory=dict)
+    #: Requests of other flows that hold devices here; `None`: as before. Their times are of the node's clock.
+    others: Mapping[str, Entry] | None = None
+
+
+# Values.
+
+
+def send_call(
+    call: PackedValue, store: ObjectStore, sent: MutableMapping[MemoryFile, Part]
+) -> SentCall:
+    """Return a call as it travels.
+
+    Args:
+        call: As packed for a child.
+        store: Takes large files.
+        sent: What files of earlier calls were sent as: a file of several calls is stored once.
+    """
+    for file in call.files:
+        if file not in sent:
+            memory = memoryview(file.map())
+            sent[file] = store.put(memory) if memory.nbytes >= STORED_BYTES else memory.tobytes()
+    return SentCall(bytes(call.body), tuple(sent[file] for file in call.files))
+
+
+def receive_call(
+    call: SentCall, store: ObjectStore, kept: MutableMapping[Any, MemoryFile]
+) -> PackedValue:
+    """Return a call as it is sent to a child.
+
+    Args:
+        call: As it travelled.
+        store: Has the large files.
+        kept: By reference: files that were received before.
+
+    Raises:
+        OSError: There is no memory for it.
+        Exception: A stored part is lost.
+    """
+    files = []
+    for part in call.files:
+        if not store.holds(part):
+            files.append(write_file([memoryview(part)]))
+            continue
+        file = kept.get(part)
+        if file is None:
+            file = kept[part] = write_file([store.get(part)])
+        files.append(file)
+    return PackedValue(bytearray(call.body), tuple(files))
+
+
+def send_result(value: ReceivedValue, store: ObjectStore) -> SentResult:
+    """Return a child's value as it travels."""
+    stream, *buffers = (
+        store.put(part) if part.nbytes >= STORED_BYTES else part.tobytes()
+        for part in (value.stream, *value.buffers)
+    )
+    return SentResult(stream, tuple(buffers))
+
+
+def receive_result(result: SentResult, store: ObjectStore) -> ReceivedValue:
+    """Return a child's value, in memory of this process that may be written to.
+
+    Raises:
+        Exception: A stored part is lost.
+    """
+    stream, *buffers = (
+        memoryview(bytearray(store.get(part) if store.holds(part) else part))
+        for part in (result.stream, *result.buffers)
+    )
+    return ReceivedValue(stream, tuple(buffers))

@@ -14,9 +14,11 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from prefect_gpu.broker.ledger import Entry, Row, Written
+from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.cluster.wire import (
     Kill,
     Launch,
@@ -90,8 +92,7 @@ class Nodes:
         self.store = store
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
-        #: By child: its node and who hears its messages.
-        self._children: dict[str, tuple[Node, Listener]] = {}
+        self._children: dict[str, _Child] = {}
         #: Called when others' reservations have changed.
         self._on_others: Callable[[str, Mapping[str, Entry]], None] = lambda node, entries: None
 
@@ -118,18 +119,14 @@ class Nodes:
         """
         with self._lock:
             node = self._nodes.pop(name, None)
-            lost = [
-                (child, listener)
-                for child, (at, listener) in self._children.items()
-                if node is not None and at is node
-            ]
-            for child, _ in lost:
-                del self._children[child]
+            lost = {i: each for i, each in self._children.items() if each.node is node}
+            for i in lost:
+                del self._children[i]
         if node is None:
             return
         self._on_others(name, {})
-        for _, listener in lost:
-            _call(listener, ChildExited(LOST_CODE, "", killed_because=why))
+        for each in lost.values():
+            each.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
 
     def start(self, name: str, launch: Launch, listener: Listener) -> Node:
         """Start a process on a node.
@@ -141,7 +138,7 @@ class Nodes:
             node = self._nodes.get(name)
             if node is None:
                 raise NodeRefusedError(name, "it has left the cluster")
-            self._children[launch.child] = node, listener
+            self._children[launch.child] = _Child(node, listener)
         node.agent.tell([launch])
         return node
 
@@ -172,15 +169,32 @@ class Nodes:
             return
         if isinstance(message, PeaksKnown):
             node.peaks[message.pid] = message.live_bytes, message.devices
-            return
-        if isinstance(message, ResultArrived):
-            try:
-                message = ValueArrived(receive_result(message.result, self.store))
-            except Exception as error:  # noqa: BLE001 - a boundary: the task fails by it
-                message = ChildExited(
-                    LOST_CODE, "", killed_because=f"its value was lost on the way: {error}"
-                )
-        _call(known[1], message)
+        elif isinstance(message, ResultArrived):
+            known.order.take(partial(self._fetch, known, message), slow=True)
+        else:
+            known.pass_on(message)
+
+    def _fetch(self, child: _Child, arrived: ResultArrived) -> None:
+        """Get a child's value, on a thread of its own."""
+        try:
+            value = receive_result(arrived.result, self.store)
+        except Exception as error:  # noqa: BLE001 - a boundary: the task fails by it
+            why = f"its value was lost on the way: {error}"
+            _call(child.listener, ChildExited(LOST_CODE, "", killed_because=why))
+        else:
+            _call(child.listener, ValueArrived(value))
+
+
+@dataclass(eq=False)
+class _Child:
+    """A process on a node, and who hears its messages."""
+
+    node: Node
+    listener: Listener
+    order: InOrder = field(default_factory=InOrder)
+
+    def pass_on(self, message: Any) -> None:
+        self.order.take(partial(_call, self.listener, message))
 
 
 def _call(listener: Listener, message: Any) -> None:
@@ -246,7 +260,7 @@ def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
     silent_s = now_s - node.heard_s
     error = node.error
     if silent_s > SILENT_S:
-        error = f"node {node.name} has not answered for {format_seconds(round(silent_s))}"
+        error = f"node {node.name} has not answered for more than {format_seconds(SILENT_S)}"
     elif not node.snapshots and not error:
         error = f"the first reading of node {node.name} has not come"
     if error:

@@ -28,6 +28,7 @@ from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import RealClock
+from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.cluster.wire import (
     Kill,
     Launch,
@@ -99,6 +100,7 @@ class _Hosted:
         self.handle: ChildHandle | None = None
         self.launched = threading.Event()
         self.pid: int | None = None
+        self.order = InOrder()
         #: It was killed before it was started.
         self.killed = False
 
@@ -365,20 +367,27 @@ class NodeAgent:
             ticket.stand_in_bytes = message.counters.reserved_bytes or 0
         elif isinstance(message, Asked):
             if not message.method.startswith("simulated_"):
-                self._tell(child, message)
+                # Of a calibration, which the flow leads.
+                hosted.order.take(partial(self._tell, child, message))
                 return
             self._answer(hosted, memory, message)
             return
         elif isinstance(message, ValueArrived):
-            message = ResultArrived(send_result(message.data, self._store))
+            hosted.order.take(partial(self._send_value, child, message), slow=True)
+            return
         elif isinstance(message, (ChildExited, ChildRefused)):
             if hosted.pid is not None:
                 peaks = memory.detach()
                 if peaks is not None:
-                    self._tell(child, PeaksKnown(hosted.pid, *peaks))
+                    known = PeaksKnown(hosted.pid, *peaks)
+                    hosted.order.take(partial(self._tell, child, known))
             broker.end(ticket)
             self._forget(child)
-        self._tell(child, message)
+        hosted.order.take(partial(self._tell, child, message))
+
+    def _send_value(self, child: str, arrived: ValueArrived) -> None:
+        """Put a value where the flow can get it, on a thread of its own."""
+        self._tell(child, ResultArrived(send_result(arrived.data, self._store)))
 
     @staticmethod
     def _answer(hosted: _Hosted, memory: ProcessMemory, question: Asked) -> None:

@@ -161,6 +161,9 @@ class ActiveRunner:
             policy = parse_tags(task.tags, prefect_engine.context_tags())
             if policy is None:
                 return None
+            if self._configuration.address:
+                # On the flow's thread, which is the main one: Ray sets signal handlers.
+                self._open_cluster()
             # The place in the order of arrival is taken here, on the flow's thread: engine threads run
             # in any order.
             plan = self._plans.make(task, policy, next_sequence())

@@ -1,0 +1,60 @@
+"""Steps that keep their order although some of them are slow.
+
+Messages of a child are passed on by a thread that serves all children. A large value takes seconds to move, and must
+not hold up the others: it is moved by a thread of its own, and what follows it for the same child waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from prefect_gpu.process_resources import start_thread
+
+logger = logging.getLogger(__name__)
+
+
+class InOrder:
+    """Takes steps one after the other. `take` is called by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: Steps that wait behind a slow one; `None`: no slow one is being taken.
+        self._waiting: deque[Callable[[], object]] | None = None
+
+    def take(self, step: Callable[[], object], slow: bool = False) -> None:
+        """Take a step: at once, or after those that wait.
+
+        Args:
+            step: What it raises is logged.
+            slow: It may take long: a thread takes it.
+        """
+        with self._lock:
+            waiting = self._waiting
+            if waiting is not None:
+                waiting.append(step)
+                return
+            if slow:
+                self._waiting = deque([step])
+        if slow:
+            start_thread(self._run, "prefect-gpu-value")
+        else:
+            _try(step)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._waiting = None
+                    return
+                step = self._waiting.popleft()
+            _try(step)
+
+
+def _try(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except Exception:
+        logger.exception("a message of a GPU task's process could not be passed on")

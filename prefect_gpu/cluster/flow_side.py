@@ -42,6 +42,7 @@ from prefect_gpu.processes.launch_spec import (
     Listener,
     ValueArrived,
 )
+from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.processes.transport import MemoryFile, PackedValue
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ModelBudgets, Request
 from prefect_gpu.units import format_seconds
@@ -376,8 +377,8 @@ class ClusterLauncher:
         self._sent: weakref.WeakKeyDictionary[MemoryFile, Part] = weakref.WeakKeyDictionary()
         self._sends = threading.Lock()
 
-    def start(self, spec: LaunchSpec, listener: Listener) -> RemoteHandle:
-        """See `Launcher.start`. A node that does not confirm its devices refuses with `NodeRefusedError`."""
+    def start(self, spec: LaunchSpec, listener: Listener, kind: Kind | None = None) -> RemoteHandle:
+        """See `Launcher.start`; `kind` is that of the standbys that suit the task. A node that does not confirm its devices refuses with `NodeRefusedError`."""
         assert spec.placement is not None, "it was placed"
         placement = spec.placement
         with self._sends:
@@ -404,6 +405,7 @@ class ClusterLauncher:
             replace(spec, call=PackedValue(bytearray())),
             call,
             None if policy.allocation == "growth" else placement.budget_bytes,
+            kind,
         )
         name = placement.devices[0].host
         try:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 import prefect_gpu
+from prefect_gpu.cluster.expected import ExpectedTasks
 from prefect_gpu.cluster.flow_side import Node, Nodes
 from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings
 from prefect_gpu.cluster.wire import NodeFacts
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at which nodes there are.
 LOOK_S = 1.0
+
+#: Seconds between two messages of what is to come.
+EXPECT_S = 0.25
 
 #: Seconds that agents may take to start before the flow goes on without theirs.
 START_S = 60.0
@@ -130,6 +134,9 @@ class Cluster:
         self._ray = import_ray()
         self._connected_here = False
         self.nodes = Nodes(RayStore())
+        #: What is to come, for the nodes' standbys.
+        self.expected = ExpectedTasks()
+        self._expected_s = float("-inf")
         #: By Ray's id of a node.
         self._members: dict[str, _Member] = {}
         #: Nodes that are set aside, with the reason.
@@ -197,7 +204,8 @@ class Cluster:
             try:
                 if time.monotonic() - self._looked_s > LOOK_S:
                     self._look()
-                self._listen(0.25)
+                self._tell_expected()
+                self._listen(EXPECT_S)
             except Exception as error:
                 if self._closing.is_set():
                     return
@@ -205,6 +213,17 @@ class Cluster:
                 for member in self._members.values():
                     self.nodes.leave(member.name, f"the Ray cluster does not answer: {error}")
                 self._closing.wait(LOOK_S)
+
+    def _tell_expected(self) -> None:
+        """Tell the nodes what has been submitted and not started, at most every `EXPECT_S` seconds."""
+        now_s = time.monotonic()
+        if now_s - self._expected_s < EXPECT_S:
+            return
+        self._expected_s = now_s
+        commands = self.expected.take()
+        if commands:
+            for node in self.nodes.all():
+                node.agent.tell(commands)
 
     def _look(self) -> None:
         """Start an agent on each new node, and let those leave that Ray calls dead."""
@@ -312,6 +331,8 @@ class Cluster:
         self._aside.pop(member.name, None)
         member.facts, member.seen = facts, 0
         self.nodes.join(Node(member.name, member.actor, facts))
+        if known := self.expected.take(everything=True):
+            member.actor.tell(known)
         member.waits_for = member.actor.handle.listen.remote(0)
 
     def _set_aside(self, member: _Member, problem: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -28,6 +29,7 @@ from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import RealClock
+from prefect_gpu.cluster.expected import Expect, NodeStandbys
 from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.cluster.wire import (
     Kill,
@@ -42,7 +44,9 @@ from prefect_gpu.cluster.wire import (
     receive_call,
     send_result,
 )
+from prefect_gpu.devices.host import count_cores
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
+from prefect_gpu.devices.shared_folder import shared_folder
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE, DeviceSpec, open_reader
 from prefect_gpu.errors import DeviceError, NodeRefusedError
 from prefect_gpu.frameworks import registry
@@ -60,9 +64,11 @@ from prefect_gpu.processes.launch_spec import (
 )
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.messages import Answered, Asked, BodyStarted, CountersRead
+from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.processes.transport import MemoryFile
 from prefect_gpu.scheduling.model import DeviceSnapshot, Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
+from prefect_gpu.scheduling.standbys import most_by_default
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +93,11 @@ class NodeSettings:
     headroom_bytes: int | None
     #: Folder of the node's ledger; `None`: the user's.
     ledger: Path | None = None
+    #: Most standbys; `None`: by the node's cores.
+    standby: int | None = None
+    #: As the flow's are: the agent's interpreter becomes like the flow's, as far as the folders are there.
+    argv: tuple[str, ...] = ()
+    sys_path: tuple[str, ...] = ()
 
 
 class _Hosted:
@@ -141,6 +152,13 @@ class NodeAgent:
         self._kept: weakref.WeakValueDictionary[Any, MemoryFile] = weakref.WeakValueDictionary()
         self._receives = threading.Lock()
         self._broker: Broker | None = None
+        self._standbys = NodeStandbys(standby_pool(), self._launcher)
+        self._most_standbys = 0
+        if settings.argv:
+            sys.argv[:] = settings.argv
+        sys.path[:0] = [
+            path for path in settings.sys_path if path not in sys.path and os.path.exists(path)
+        ]
         self._closing = False
         problem = ""
         try:
@@ -158,6 +176,11 @@ class NodeAgent:
                 headroom_bytes=settings.headroom_bytes,
             )
             self._broker.watch(self._take_reading)
+            most = most_by_default(count_cores(), self._broker.max_processes)
+            self._most_standbys = most if settings.standby is None else settings.standby
+            if self._most_standbys:
+                shared = shared_folder(settings.ledger)
+                standby_pool().open(self, self._most_standbys, self._broker, shared)
         known = (
             None if self._reader is None else self._reader.process_memory((), None).context_bytes
         )
@@ -255,6 +278,9 @@ class NodeAgent:
     def tell(self, commands: Sequence[Any]) -> None:
         """Carry out commands of the flow, in order; returns at once."""
         for command in commands:
+            if isinstance(command, Expect):
+                self._standbys.expect(command, self._most_standbys)
+                continue
             if isinstance(command, Launch):
                 hosted = _Hosted(command)
                 with self._changed:
@@ -331,7 +357,8 @@ class NodeAgent:
         spec = self._spec(launch)
         if hosted.killed:
             raise NodeRefusedError(self._name, "it was ended before it started")
-        hosted.handle = self._launcher.start(spec, partial(self._hear, hosted, child))
+        launcher = self._standbys.launcher_for(launch.kind)
+        hosted.handle = launcher.start(spec, partial(self._hear, hosted, child))
         hosted.launched.set()
         if hosted.killed:
             hosted.handle.kill()

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.processes.launch_spec import LaunchSpec
+from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.processes.transport import MemoryFile, PackedValue, ReceivedValue, write_file
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Request
 
@@ -92,6 +93,8 @@ class Launch:
     call: SentCall
     #: Budget on each device where the process has a cap; `None`: it has none.
     budget_bytes: tuple[int, ...] | None
+    #: Kind of the standbys that suit it; `None`: none does.
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -450,6 +450,9 @@ class ForkLauncher:
                 return self._launcher.start(spec, listener, server.fork)
         return self._launcher.start(spec, listener)
 
+    def retract(self) -> None:
+        """Do nothing: a fork server is not kept for one task."""
+
 
 def _modules(kind: Kind) -> tuple[str, ...]:
     """Return what a server imports: of libraries only those that are known to survive a fork."""

@@ -128,3 +128,11 @@ class Launcher(Protocol):
             CapacityError: The launcher cannot run; the listener is not called.
         """
         ...
+
+
+class AnnouncedTask(Launcher, Protocol):
+    """The launcher of one task that was submitted, for which a process may be started ahead."""
+
+    def retract(self) -> None:
+        """Keep no process for the task any more; without effect once it had one."""
+        ...

@@ -35,10 +35,11 @@ from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
-from prefect_gpu.processes.fork_server import ForkLauncher, check_modules, fork_server_pool
+from prefect_gpu.processes.fork_server import check_modules, fork_server_pool
+from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
-from prefect_gpu.processes.standby_pool import Announcement, standby_pool
+from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import Publisher
@@ -55,8 +56,8 @@ from prefect_gpu.scheduling.standbys import most_by_default
 from prefect_gpu.settings import read_settings
 
 if TYPE_CHECKING:
-    from prefect_gpu.cluster.membership import Cluster
-    from prefect_gpu.processes.launch_spec import Launcher
+    from prefect_gpu.cluster.flow_cluster import FlowCluster
+    from prefect_gpu.processes.launch_spec import AnnouncedTask, Launcher
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class ActiveRunner:
         self.flow: FlowRunContext | None = None
         self._told_not_hot = False
         self._cluster_lock = threading.Lock()
-        self._cluster: tuple[Cluster, Broker, Launcher] | None = None
+        self._cluster: FlowCluster | None = None
         #: By the identity of a function, which is kept so that the identity stays its own.
         self._kinds: dict[int, tuple[TaskPlan, Kind]] = {}
 
@@ -231,10 +232,8 @@ class ActiveRunner:
             # Few: their processes are gone, or about to be.
             self._ending = {body for body in self._ending if not body.finished}
 
-    def announce(self, plan: TaskPlan) -> Announcement | ForkLauncher | None:
+    def announce(self, plan: TaskPlan) -> AnnouncedTask | None:
         """Request a process that starts ahead of a task; `None`: there will be none. Never raises."""
-        if self._configuration.address:
-            return None
         standby = self._configuration.standby
         forks = self._configuration.start_method == "forkserver"
         if standby == 0 and not forks:
@@ -255,6 +254,8 @@ class ActiveRunner:
                 )
             )
             kind = self._kind(plan, broker)
+            if broker.reader.remote:
+                return self._open_cluster().announce(kind, plan.framework_policy(broker.kind, 1))
             if forks:
                 with self._lock:
                     if self._closing.is_set():
@@ -320,7 +321,7 @@ class ActiveRunner:
         """
         given = self._configuration
         if given.address:
-            return self._open_cluster()[1]
+            return self._open_cluster().broker
         # Runners share a broker whatever else they do with their tasks.
         key = replace(given, reports=True, standby=0, start_method="spawn", memory_snapshots=None)
         folder = read_settings().ledger
@@ -328,9 +329,9 @@ class ActiveRunner:
 
     def cluster_launcher(self) -> Launcher | None:
         """Return what starts processes on the nodes of the runner's cluster; `None`: they run on this machine."""
-        return self._open_cluster()[2] if self._configuration.address else None
+        return self._open_cluster().launcher if self._configuration.address else None
 
-    def _open_cluster(self) -> tuple[Cluster, Broker, Launcher]:
+    def _open_cluster(self) -> FlowCluster:
         """Connect to the cluster, once.
 
         Raises:
@@ -338,14 +339,14 @@ class ActiveRunner:
         """
         with self._cluster_lock:
             if self._cluster is None:
-                self._cluster = _make_cluster(self._configuration)
+                self._cluster = _connect(self._configuration)
             return self._cluster
 
     def _close_cluster(self) -> None:
         with self._cluster_lock:
             opened, self._cluster = self._cluster, None
         if opened is not None:
-            opened[0].close()
+            opened.close()
 
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without holding up the caller."""
@@ -448,35 +449,29 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
     )
 
 
-def _make_cluster(given: Configuration) -> tuple[Cluster, Broker, Launcher]:
-    # Imported here: most runners have no cluster.
-    from prefect_gpu.cluster.flow_side import ClusterLauncher, ClusterReader, ClusterStore
-    from prefect_gpu.cluster.membership import Cluster
+def _connect(given: Configuration) -> FlowCluster:
+    # Imported here: it imports Ray, and most runners have no cluster.
+    from prefect_gpu.cluster.flow_cluster import FlowCluster
     from prefect_gpu.cluster.node_agent import NodeSettings
 
     settings = NodeSettings(
-        "",
-        given.devices,
-        given.placement,
-        given.max_tasks_per_device,
-        given.headroom_bytes,
-        read_settings().ledger,
-    )
-    cluster = Cluster(given.address, settings, given.num_gpus)
-    cluster.open()
-    nodes = cluster.nodes
-    broker = Broker(
-        ClusterReader(nodes, nodes.all()[0].facts.kind),
-        Ledger(lambda: ClusterStore(nodes)),
-        style=given.placement,
-        max_processes=given.max_processes or sum(n.facts.max_processes for n in nodes.all()),
+        name="",
+        devices=given.devices,
+        placement=given.placement,
         max_tasks_per_device=given.max_tasks_per_device,
         headroom_bytes=given.headroom_bytes,
-        # Each node's own broker knows its memory.
-        read_host_available=lambda: sys.maxsize,
-        context_bytes=lambda framework, device: context_meter().known(device)[framework],
+        ledger=read_settings().ledger,
+        standby=given.standby if isinstance(given.standby, int) else None,
+        argv=tuple(sys.argv),
+        sys_path=import_paths(),
     )
-    return cluster, broker, ClusterLauncher(nodes)
+    return FlowCluster(
+        given.address,
+        settings,
+        given.num_gpus,
+        given.max_processes,
+        lambda framework, device: context_meter().known(device)[framework],
+    )
 
 
 def _shared_folder() -> SharedFolder | None:

@@ -343,7 +343,7 @@ class GPUTask:
         announced = None
         if isinstance(self._plan, TaskPlan):
             announced = self._runner.announce(self._plan)
-            self._launcher = announced or self._launcher
+            self._launcher = announced or self._runner.cluster_launcher() or self._launcher
         if isinstance(announced, Announcement) and announced.kind.hot:
             self._hot = announced.kind
         try:
@@ -358,7 +358,7 @@ class GPUTask:
                     lambda: None if self._run is None else self._run.task_run,
                 )
         finally:
-            if isinstance(announced, Announcement):
+            if announced is not None:
                 announced.retract()
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
@@ -374,7 +374,6 @@ class GPUTask:
                 identity = self._plan.identity(args, kwargs)
                 call = TaskCall(self._plan, run, identity, args, kwargs, share, self._hot)
                 broker, book = self._runner.broker(), self._runner.book()
-                self._launcher = self._runner.cluster_launcher() or self._launcher
                 self._last = body = BodyRun(
                     call,
                     self._climb,

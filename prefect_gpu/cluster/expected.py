@@ -1,0 +1,157 @@
+"""Standbys on the nodes of a cluster: a flow says which tasks are to come, each node keeps processes for them.
+
+Which node a task will get is not known before it is placed, so every node is told the same numbers, at most four times
+a second. How many standbys a node keeps for them is decided there, as on one machine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import CPU_VARIABLES, FrameworkPolicy, child_environment
+from prefect_gpu.processes.launch_spec import ChildHandle, Launcher, LaunchSpec, Listener
+from prefect_gpu.processes.standby_kind import Kind
+from prefect_gpu.processes.standby_pool import Announcement, StandbyPool
+
+if TYPE_CHECKING:
+    from prefect_gpu.cluster.flow_side import ClusterLauncher
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """A command of a flow: so many tasks of a kind have been submitted and have no process yet."""
+
+    kind: Kind
+    #: Of the kind's tasks, but for devices and budget: the node computes its environment from it.
+    policy: FrameworkPolicy
+    count: int
+
+
+class ExpectedTasks:
+    """Counts what a flow has submitted and not started. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[Kind] = Counter()
+        self._policies: dict[Kind, FrameworkPolicy] = {}
+        self._changed: set[Kind] = set()
+
+    def add(self, kind: Kind, policy: FrameworkPolicy, number: int) -> None:
+        """Add tasks of a kind, or with a negative number take them away."""
+        with self._lock:
+            self._counts[kind] += number
+            self._policies[kind] = policy
+            self._changed.add(kind)
+
+    def take(self, everything: bool = False) -> tuple[Expect, ...]:
+        """Return the numbers that have changed since the last call.
+
+        Args:
+            everything: Return all numbers that are not 0: a node has joined.
+        """
+        with self._lock:
+            kinds = set(self._counts) if everything else self._changed
+            found = tuple(
+                Expect(kind, self._policies[kind], self._counts[kind])
+                for kind in kinds
+                if not everything or self._counts[kind]
+            )
+            if not everything:
+                self._changed = set()
+                for kind in [kind for kind, count in self._counts.items() if not count]:
+                    del self._counts[kind], self._policies[kind]
+            return found
+
+
+class ClusterAnnouncement:
+    """A task that was submitted to a cluster: the `Launcher` of all its processes.
+
+    Args:
+        launcher: Starts them.
+        expected: Counts it until its first process starts, or it is retracted.
+        kind: What can be done ahead for it.
+        policy: See `Expect.policy`.
+    """
+
+    def __init__(
+        self,
+        launcher: ClusterLauncher,
+        expected: ExpectedTasks,
+        kind: Kind,
+        policy: FrameworkPolicy,
+    ) -> None:
+        self._launcher = launcher
+        self._expected = expected
+        self._kind = kind
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._counted = True
+        expected.add(kind, policy, 1)
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
+        """Start a process for the task on the node that it was placed on."""
+        self.retract()
+        return self._launcher.start(spec, listener, self._kind)
+
+    def retract(self) -> None:
+        """Count the task no longer; without effect the second time."""
+        with self._lock:
+            if not self._counted:
+                return
+            self._counted = False
+        self._expected.add(self._kind, self._policy, -1)
+
+
+class NodeStandbys:
+    """The standbys of one flow on one node. For one thread at a time.
+
+    Args:
+        pool: Keeps them; it was opened for the node's broker.
+        fresh: Starts the processes of tasks that none is kept for.
+    """
+
+    def __init__(self, pool: StandbyPool, fresh: Launcher) -> None:
+        self._pool = pool
+        self._fresh = fresh
+        self._lock = threading.Lock()
+        #: By the flow's kind: what stands for each task that is to come.
+        self._announced: dict[Kind, list[Announcement]] = {}
+
+    def expect(self, command: Expect, most: int) -> None:
+        """Keep standbys for so many tasks.
+
+        Args:
+            command: The flow's.
+            most: Standbys that the node keeps at most.
+        """
+        with self._lock:
+            announced = self._announced.setdefault(command.kind, [])
+            wanted = min(command.count, most)
+            while len(announced) > wanted:
+                announced.pop().retract()
+            here = kind_here(command.kind, command.policy)
+            while len(announced) < wanted:
+                announced.append(self._pool.announce(here))
+            if not announced:
+                del self._announced[command.kind]
+
+    def launcher_for(self, kind: Kind | None) -> Launcher:
+        """Return what starts the process of a task: a standby's announcement, if there is one of its kind."""
+        with self._lock:
+            announced = self._announced.get(kind) if kind is not None else None
+            return announced.pop() if announced else self._fresh
+
+
+def kind_here(kind: Kind, policy: FrameworkPolicy) -> Kind:
+    """Return a flow's kind with the environment that its tasks have on this node."""
+    changes = child_environment(policy, registry.adapters_for(policy), os.environ)
+    if policy.device_kind == "nvml":
+        # The device is not known yet; see `standby_kind.kind_of`.
+        del changes["CUDA_VISIBLE_DEVICES"]
+    environment = {n: v for n, v in changes.items() if n not in CPU_VARIABLES}
+    return replace(kind, environment=tuple(sorted(environment.items())))

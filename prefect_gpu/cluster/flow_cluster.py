@@ -1,0 +1,71 @@
+"""A cluster as a runner uses it: a broker over all nodes, and what starts the processes of its tasks there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from prefect_gpu.broker.broker import Broker
+from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.cluster.expected import ClusterAnnouncement
+from prefect_gpu.cluster.flow_side import ClusterLauncher, ClusterReader, ClusterStore
+from prefect_gpu.cluster.membership import Cluster
+from prefect_gpu.cluster.node_agent import NodeSettings
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.processes.standby_kind import Kind
+from prefect_gpu.scheduling.model import Device
+
+
+class FlowCluster:
+    """The connection of one runner to a cluster, from its first GPU task until `close`.
+
+    Args:
+        address: See `GPUTaskRunner`.
+        settings: What each node's agent is to do.
+        num_gpus: See `GPUTaskRunner`.
+        max_processes: Most processes at a time; `None`: as many as the nodes allow.
+        context_bytes: Returns the size of a framework's context on a device.
+
+    Raises:
+        DeviceError: There is no cluster at the address, or none of its nodes has a device.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        settings: NodeSettings,
+        num_gpus: float | None,
+        max_processes: int | None,
+        context_bytes: Callable[[str, Device], int],
+    ) -> None:
+        self._cluster = Cluster(address, settings, num_gpus)
+        self._cluster.open()
+        nodes = self._cluster.nodes
+        known = nodes.all()
+        #: Hands out the devices of all nodes.
+        self.broker = Broker(
+            ClusterReader(nodes, known[0].facts.kind),
+            Ledger(lambda: ClusterStore(nodes)),
+            style=settings.placement,
+            max_processes=max_processes or sum(node.facts.max_processes for node in known),
+            max_tasks_per_device=settings.max_tasks_per_device,
+            headroom_bytes=settings.headroom_bytes,
+            # Each node's own broker knows its memory.
+            read_host_available=lambda: sys.maxsize,
+            context_bytes=context_bytes,
+        )
+        #: Starts processes where their placements say.
+        self.launcher = ClusterLauncher(nodes)
+
+    def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
+        """Have the nodes keep a standby for a task that was submitted.
+
+        Args:
+            kind: What can be done ahead for it.
+            policy: What its frameworks may do, but for devices and budget.
+        """
+        return ClusterAnnouncement(self.launcher, self._cluster.expected, kind, policy)
+
+    def close(self) -> None:
+        """End the agents and their processes, and the connection if it was made here."""
+        self._cluster.close()

@@ -34,7 +34,7 @@ from prefect_gpu.cluster.wire import (
     send_call,
 )
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
-from prefect_gpu.errors import DeviceError, NodeRefusedError
+from prefect_gpu.errors import ChildDiedError, DeviceError, NodeRefusedError
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,
@@ -78,7 +78,9 @@ class Node:
     #: Monotonic seconds of this process when the last news came.
     heard_s: float = field(default_factory=time.monotonic)
     live_bytes: Mapping[int, int] = field(default_factory=dict)
-    #: By process id: what it had of simulated devices.
+    #: What this process's clock is ahead of the node's, in seconds: the least that was seen, without the way.
+    ahead_s: float = float("inf")
+    #: By process id: what it had of simulated devices, until it is asked for.
     peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -107,7 +109,8 @@ class Nodes:
             return tuple(self._nodes.values())
 
     def join(self, node: Node) -> None:
-        """Add a node, or one whose agent was started again."""
+        """Add a node; one of that name, whose agent was started again, leaves first."""
+        self.leave(node.name, f"the agent of node {node.name} was started again")
         with self._lock:
             self._nodes[node.name] = node
 
@@ -127,7 +130,7 @@ class Nodes:
             return
         self._on_others(name, {})
         for each in lost.values():
-            each.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
+            each.lose(why)
 
     def start(self, name: str, launch: Launch, listener: Listener) -> Node:
         """Start a process on a node.
@@ -139,8 +142,13 @@ class Nodes:
             node = self._nodes.get(name)
             if node is None:
                 raise NodeRefusedError(name, "it has left the cluster")
-            self._children[launch.child] = _Child(node, listener)
-        node.agent.tell([launch])
+            self._children[launch.child] = _Child(node, listener, launch.spec.task_name)
+        try:
+            node.agent.tell([launch])
+        except BaseException:
+            with self._lock:
+                self._children.pop(launch.child, None)
+            raise
         return node
 
     def take(self, name: str, news: News) -> None:
@@ -156,8 +164,9 @@ class Nodes:
                 node.host_available_bytes = news.host_available_bytes
                 node.live_bytes = news.live_bytes
         if news.others is not None:
-            shift_s = now_s - news.now_s
-            self._on_others(name, {i: _shifted(e, shift_s) for i, e in news.others.items()})
+            # It would differ with every message, and so would the entries.
+            node.ahead_s = min(node.ahead_s, now_s - news.now_s)
+            self._on_others(name, {i: _as_here(e, node.ahead_s) for i, e in news.others.items()})
         for child, message in news.heard:
             self._hear(node, child, message)
 
@@ -173,7 +182,7 @@ class Nodes:
         elif isinstance(message, ResultArrived):
             known.order.take(partial(self._fetch, known, message), slow=True)
         else:
-            known.pass_on(message)
+            known.take(message)
 
     def _fetch(self, child: _Child, arrived: ResultArrived) -> None:
         """Get a child's value, on a thread of its own."""
@@ -181,21 +190,47 @@ class Nodes:
             value = receive_result(arrived.result, self.store)
         except Exception as error:  # noqa: BLE001 - a boundary: the task fails by it
             why = f"its value was lost on the way: {error}"
-            _call(child.listener, ChildExited(LOST_CODE, "", killed_because=why))
+            child.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
         else:
-            _call(child.listener, ValueArrived(value))
+            child.pass_on(ValueArrived(value))
 
 
 @dataclass(eq=False)
 class _Child:
-    """A process on a node, and who hears its messages."""
+    """A process on a node, and what hears its messages."""
 
     node: Node
     listener: Listener
+    task_name: str
     order: InOrder = field(default_factory=InOrder)
+    #: Its first message has been passed on. Used in `order`, as the next is.
+    began: bool = False
+    #: Its last message has been passed on: `ChildExited` or `ChildRefused`.
+    ended: bool = False
+
+    def take(self, message: Any) -> None:
+        """Pass a message on, after those before it."""
+        self.order.take(partial(self.pass_on, message))
+
+    def lose(self, why: str) -> None:
+        """Tell that its node is gone, after the messages that have come from there."""
+        self.order.take(partial(self._lose, why))
+
+    def _lose(self, why: str) -> None:
+        if self.began:
+            self.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
+        else:
+            # It may have begun all the same, so it is not placed again.
+            how = "was lost before anything was heard of it"
+            self.pass_on(ChildRefused(ChildDiedError(self.task_name, 0, how, why)))
 
     def pass_on(self, message: Any) -> None:
-        self.order.take(partial(_call, self.listener, message))
+        """Pass a message on, unless it has ended. Called in `order`."""
+        if self.ended:
+            return
+        self.began = True
+        self.ended = isinstance(message, (ChildExited, ChildRefused))
+        _call(self.listener, message)
 
 
 def _call(listener: Listener, message: Any) -> None:
@@ -205,12 +240,15 @@ def _call(listener: Listener, message: Any) -> None:
         logger.exception("a listener of a GPU task's process raised on %s", type(message))
 
 
-def _shifted(entry: Entry, shift_s: float) -> Entry:
-    """Return an entry with its times on this process's clock."""
+def _as_here(entry: Entry, ahead_s: float) -> Entry:
+    """Return an entry as the flow sees it: with times of its clock, and hot standbys as tasks.
+
+    A flow elsewhere cannot be asked from here to end its hot standby, so none is counted as free memory.
+    """
     return replace(
         entry,
         reservations=tuple(
-            r if r.ends_s is None else replace(r, ends_s=r.ends_s + shift_s)
+            replace(r, ends_s=None if r.ends_s is None else r.ends_s + ahead_s, standby=False)
             for r in entry.reservations
         ),
     )
@@ -259,14 +297,14 @@ class ClusterReader(DeviceReader):
 
 def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
     silent_s = now_s - node.heard_s
-    error = node.error
+    snapshots, error = node.snapshots, node.error
     if silent_s > SILENT_S:
         error = f"node {node.name} has not answered for more than {format_seconds(SILENT_S)}"
-    elif not node.snapshots and not error:
+    elif not snapshots and not error:
         error = f"the first reading of node {node.name} has not come"
     if error:
         return [DeviceSnapshot(device, now_s, 0, error=error) for device in node.facts.devices]
-    return [replace(snapshot, at_s=now_s) for snapshot in node.snapshots]
+    return [replace(snapshot, at_s=now_s) for snapshot in snapshots]
 
 
 class NodeMemory(ProcessMemory):
@@ -313,8 +351,8 @@ class ClusterStore:
         self.owner = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._number = 0
-        #: Rows of others that the ledger has not read.
-        self._rows: list[Row] = []
+        #: By request id: the last row of others' that the ledger has not read, in the order of their numbers.
+        self._rows: dict[str, Row] = {}
         #: By node: the entries that were there last.
         self._others: dict[str, Mapping[str, Entry]] = {}
         nodes.watch_others(self.take)
@@ -333,8 +371,15 @@ class ClusterStore:
                 self._add(request_id, False, None)
 
     def _add(self, request_id: str, promises: bool, entry: Entry | None) -> None:
+        # A flow that waits for nothing does not read, maybe for hours.
+        unread = self._rows.pop(request_id, None)
         self._number += 1
-        self._rows.append(Row(self._number, request_id, promises, entry))
+        promises = promises or (unread is not None and unread.promises)
+        self._rows[request_id] = Row(self._number, request_id, promises, entry)
+
+    def _take_rows(self) -> Sequence[Row]:
+        rows, self._rows = tuple(self._rows.values()), {}
+        return rows
 
     def beat(self) -> None:
         """Do nothing: other flows notice the agents."""
@@ -347,15 +392,14 @@ class ClusterStore:
     def read(self, after: int) -> Sequence[Row]:
         """See `Store.read`."""
         with self._lock:
-            rows, self._rows = [row for row in self._rows if row.number > after], []
-            return rows
+            return self._take_rows()
 
     def write(
         self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
     ) -> Written:
         """See `Store.write`."""
         with self._lock:
-            rows, self._rows = [row for row in self._rows if row.number > after], []
+            rows = self._take_rows()
             if any(conflicts(row) for row in rows):
                 return Written(rows, None)
             self._number += len(changes)
@@ -385,9 +429,13 @@ class ClusterLauncher:
             call = send_call(spec.call, self._nodes.store, self._sent)
         child = uuid.uuid4().hex
         policy = spec.prepare.policy
+        exclusive = any(r.exclusive for r in placement.reservations)
+        # Whole devices of one model may have different sizes free. What each has more than the least is not asked
+        # for: no other task may be there.
+        choose = min if exclusive else max
         by_model: dict[str, int] = {}
         for device, size in zip(placement.devices, placement.budget_bytes, strict=True):
-            by_model[device.name] = max(size, by_model.get(device.name, 0))
+            by_model[device.name] = choose(size, by_model.get(device.name, size))
         request = Request(
             id="",
             task_name=spec.task_name,
@@ -396,7 +444,7 @@ class ClusterLauncher:
             memory=ModelBudgets(tuple(by_model.items())),
             count=len(placement.devices),
             devices=tuple(device.uuid for device in placement.devices),
-            exclusive=any(r.exclusive for r in placement.reservations),
+            exclusive=exclusive,
             host_bytes=spec.host_bytes,
         )
         launch = Launch(

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from prefect_gpu.errors import CapacityError
 from prefect_gpu.process_resources import start_thread
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,14 @@ class InOrder:
                 return
             if slow:
                 self._waiting = deque([step])
-        if slow:
-            start_thread(self._run, "prefect-gpu-value")
-        else:
+        if not slow:
             _try(step)
+            return
+        try:
+            start_thread(self._run, "prefect-gpu-value")
+        except CapacityError:
+            # Late, but in order.
+            self._run()
 
     def _run(self) -> None:
         while True:

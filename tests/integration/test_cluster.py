@@ -1,0 +1,489 @@
+"""The runner over a Ray cluster: three nodes on this machine, with simulated devices and a real Prefect server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from prefect import flow, task
+from prefect.context import FlowRunContext
+from prefect.futures import wait
+
+import prefect_gpu
+from prefect_gpu import DeviceError, GPUTaskRunner, current_allocation, gpu
+from prefect_gpu.cluster import membership
+from prefect_gpu.cluster.membership import Cluster, RayStore, import_ray
+from prefect_gpu.cluster.node_agent import NodeSettings
+from prefect_gpu.cluster.wire import STORED_BYTES, NodeFacts
+from prefect_gpu.devices.simulated import SimulatedDevices
+from prefect_gpu.devices.spec import DeviceSpec
+from prefect_gpu.scheduling.model import Device
+from tests.integration import engine_api as api
+from tests.integration.programs import REPOSITORY, Workplace, lines_of, wait_for, workplace
+
+ray = pytest.importorskip("ray")
+numpy = pytest.importorskip("numpy")
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="starts Ray nodes on this machine"),
+    # Of Ray: files and sockets of the nodes that it has started.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+ONE = "simulated:1x24GiB"
+NAMES = ("head", "n1", "n2")
+
+
+@dataclass
+class Machines:
+    """A Ray cluster whose nodes are processes of this machine."""
+
+    cluster: Any
+    nodes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self, name: str) -> None:
+        self.nodes[name] = self.cluster.add_node(node_name=name, num_cpus=1)
+
+    def remove(self, name: str) -> None:
+        """End a node at once, as if its machine had lost power."""
+        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
+
+    def runner(self, devices: Any = ONE, **options: Any) -> GPUTaskRunner:
+        return GPUTaskRunner(address=self.address, devices=devices, **options)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    from ray.cluster_utils import Cluster as LocalCluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray's processes inherit these.
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        made = Machines(
+            LocalCluster(
+                initialize_head=True,
+                head_node_args={
+                    "node_name": "head",
+                    "num_cpus": 1,
+                    "object_store_memory": 150 << 20,
+                    "include_dashboard": False,
+                },
+            )
+        )
+        try:
+            for name in NAMES[1:]:
+                made.add(name)
+            yield made
+        finally:
+            ray.shutdown()
+            made.cluster.shutdown()
+
+
+@pytest.fixture
+def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
+    with workplace(tmp_path, prefect_server) as made:
+        yield made
+
+
+def connection() -> Cluster:
+    """Return the cluster of the flow around the caller, connected."""
+    context = FlowRunContext.get()
+    assert context is not None and isinstance(context.task_runner, GPUTaskRunner)
+    assert context.task_runner._run is not None
+    return context.task_runner._run._open_cluster()._cluster
+
+
+def agent_pid(node: str) -> int:
+    (actor,) = (m.actor for m in connection()._members.values() if m.name == node)
+    return int(ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid())))
+
+
+def agents() -> list[str]:
+    """Return the actors of agents that live on this machine, and the processes of their tasks."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = " ".join(process.info["cmdline"] or [])
+        if process.info["status"] != psutil.STATUS_ZOMBIE and words.startswith("ray::Agent"):
+            found.append(words)
+    return found
+
+
+def stored_bytes(machines: Machines) -> int:
+    """Return what the object stores of all nodes hold."""
+    from ray._private.internal_api import node_stats
+
+    ray.init(address=machines.address, logging_level="warning", log_to_driver=False)
+    try:
+        return sum(
+            node_stats(
+                node["NodeManagerAddress"], node["NodeManagerPort"], False
+            ).store_stats.object_store_bytes_used
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+    finally:
+        ray.shutdown()
+
+
+def node_of(allocated: Any) -> str:
+    assert allocated is not None
+    return str(allocated.device_uuids[0]).split("-")[1]
+
+
+@task(tags=gpu(memory="16GiB"), log_prints=True)
+def work(index: int, folder: str = "", big: Any = None) -> tuple[int, str, float]:
+    """Return the index, the name of the node, and the sum of an argument; wait for a sign if there is a folder."""
+    node = node_of(current_allocation())
+    print(f"task {index} runs")
+    if folder:
+        # An attempt each.
+        Path(folder, f"{index}-{node}-{os.getpid()}").touch()
+        while not Path(folder, "go").exists():
+            time.sleep(0.02)
+    return index, node, 0.0 if big is None else float(big.sum())
+
+
+def meet(folder: Path, count: int) -> dict[int, str]:
+    """Wait until as many tasks run; return their nodes by index."""
+    wait_for(lambda: len(list(folder.glob("*-*-*"))) >= count)
+    found = [path.name.split("-") for path in folder.glob("*-*-*")]
+    return {int(index): node for index, node, _ in found}
+
+
+class HostError(Exception):
+    pass
+
+
+def test_tasks_run_on_all_nodes(
+    machines: Machines, prefect_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    puts: list[int] = []
+    put = RayStore.put
+
+    def counted(store: RayStore, data: memoryview) -> Any:
+        puts.append(data.nbytes)
+        return put(store, data)
+
+    monkeypatch.setattr(RayStore, "put", counted)
+    big = numpy.ones(500_000)
+    flow_runs: list[Any] = []
+
+    @task(tags=gpu(memory="1GiB"))
+    def make() -> Any:
+        return numpy.ones(1_000_000)
+
+    @task(tags=gpu(memory="1GiB"))
+    def fail() -> None:
+        raise HostError("of the body")
+
+    @task(tags=gpu(memory="1GiB"))
+    def grow() -> int:
+        from prefect_gpu.testing import allocate
+
+        with allocate("3GiB"):
+            allocated = current_allocation()
+            assert allocated is not None
+            return allocated.attempt
+
+    @flow(task_runner=machines.runner())
+    def main() -> Any:
+        context = FlowRunContext.get()
+        assert context is not None and context.flow_run is not None
+        flow_runs.append(context.flow_run.id)
+        together = [work.submit(i, str(tmp_path), big) for i in range(3)]
+        meet(tmp_path, 3)
+        Path(tmp_path, "go").touch()
+        others = make.submit(), fail.submit(), grow.submit()
+        wait([*together, *others])
+        return [f.result() for f in together], [f.result(raise_on_failure=False) for f in others]
+
+    worked, (made, failed, attempt) = main()
+    assert [(index, total) for index, _, total in worked] == [(i, 500_000.0) for i in range(3)]
+    assert {node for _, node, _ in worked} == set(NAMES)
+    made += 1
+    assert made.shape == (1_000_000,) and float(made.sum()) == 2_000_000.0
+    assert isinstance(failed, HostError) and failed.args == ("of the body",)
+    assert attempt == 2
+    assert [size for size in puts if size >= STORED_BYTES] == [big.nbytes]
+    found = api.logs(flow_runs[0], [f"task {i} runs" for i in range(3)])
+    assert all(found[f"task {i} runs"].task_run_id for i in range(3))
+
+    # Nothing is left.
+    assert not ray.is_initialized()
+    wait_for(lambda: not agents() and not api.children(), explain=lambda: f"{agents()}")
+    wait_for(lambda: stored_bytes(machines) == 0, interval_s=0.2)
+
+
+@pytest.mark.slow
+def test_a_node_dies(machines: Machines, prefect_server: str, tmp_path: Path) -> None:
+    @flow(task_runner=machines.runner())
+    def main() -> Any:
+        again = [
+            work.with_options(retries=1, name=f"again-{i}").submit(i, str(tmp_path))
+            for i in range(2)
+        ]
+        meet(tmp_path, 2)
+        never = work.submit(2, str(tmp_path))
+        nodes = meet(tmp_path, 3)
+        lost = "n2"
+        machines.remove(lost)
+        (index,) = (i for i, node in nodes.items() if node == lost)
+        if index == 2:
+            never.wait()
+        Path(tmp_path, "go").touch()
+        wait([*again, never])
+        return index, [f.state for f in (*again, never)]
+
+    try:
+        index, states = main(return_state=False)
+    finally:
+        machines.add("n2")
+    for at, state in enumerate(states):
+        if at == index == 2:
+            assert state.name == "Crashed" and "n2" in (state.message or "")
+        else:
+            assert state.name == "Completed"
+            value = state.result()
+            assert value[0] == at and value[1] != "n2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["node", "agent"])
+def test_without_retries_a_task_crashes_with_its_node(
+    how: str, machines: Machines, prefect_server: str, tmp_path: Path
+) -> None:
+    """And an agent that died is started again."""
+
+    @flow(task_runner=machines.runner())
+    def main() -> Any:
+        first = [work.submit(i, str(tmp_path)) for i in range(3)]
+        nodes = meet(tmp_path, 3)
+        (index,) = (i for i, node in nodes.items() if node == "n2")
+        if how == "node":
+            machines.remove("n2")
+        else:
+            os.kill(agent_pid("n2"), signal.SIGKILL)
+        first[index].wait()
+        states = [first[index].state]
+        Path(tmp_path, "go").touch()
+        wait(first)
+        states += [f.state for i, f in enumerate(first) if i != index]
+        if how == "agent":
+            Path(tmp_path, "go").unlink()
+            for path in tmp_path.glob("*-*-*"):
+                path.unlink()
+            later = [work.submit(i, str(tmp_path)) for i in range(3)]
+            meet(tmp_path, 3)
+            Path(tmp_path, "go").touch()
+            states.append(sorted(f.result()[1] for f in later))
+        return states
+
+    try:
+        lost, *rest = main()
+    finally:
+        if how == "node":
+            machines.add("n2")
+    assert lost.name == "Crashed" and "node n2" in (lost.message or ""), lost.message
+    assert [state.name for state in rest[:2]] == ["Completed", "Completed"]
+    if how == "agent":
+        assert rest[2] == sorted(NAMES)
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_answer_gets_no_task(
+    machines: Machines, prefect_server: str, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+
+    @flow(task_runner=machines.runner())
+    def main() -> Any:
+        before = [work.submit(i, str(first)) for i in range(3)]
+        nodes = meet(first, 3)
+        pid = agent_pid("n2")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            # Longer than the silence after which a node is left out.
+            time.sleep(3.0)
+            small = work.with_options(tags=gpu(memory="4GiB"))
+            after = [small.submit(i, str(second)) for i in range(4)]
+            placed = meet(second, 4)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        Path(first, "go").touch()
+        Path(second, "go").touch()
+        return nodes, placed, [f.result()[0] for f in (*before, *after)]
+
+    nodes, placed, values = main()
+    assert sorted(nodes.values()) == sorted(NAMES)
+    assert set(placed.values()) == {"head", "n1"}
+    assert values == [0, 1, 2, 0, 1, 2, 3]
+
+
+KILLED = """
+import os, sys, time
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+
+@task(tags=gpu(memory="20GiB"))
+def sleep(i):
+    with open("pids.txt", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(600)
+
+@flow(task_runner=GPUTaskRunner(address=sys.argv[1], devices="simulated:1x24GiB"))
+def main():
+    return sleep.map([0, 1, 2]).result()
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_flow_that_is_killed_leaves_nothing(
+    machines: Machines, place: Workplace, tmp_path: Path
+) -> None:
+    place.write("killed.py", KILLED)
+    with open(tmp_path / "stderr.txt", "w") as stderr:
+        process = place.start("killed.py", machines.address, stdout=stderr, stderr=stderr)
+    pids = place.folder / "pids.txt"
+    wait_for(
+        lambda: len(lines_of(pids)) == 3 or process.poll() is not None,
+        explain=lambda: (tmp_path / "stderr.txt").read_text(),
+    )
+    assert process.poll() is None, (tmp_path / "stderr.txt").read_text()
+    process.kill()
+    process.wait()
+    left = [int(pid) for pid in lines_of(pids)]
+    wait_for(lambda: not any(map(psutil.pid_exists, left)) and not agents())
+
+    @flow(task_runner=machines.runner())
+    def main() -> Any:
+        whole = work.with_options(tags=gpu(memory="20GiB"))
+        return [f.result()[1] for f in [whole.submit(i, str(tmp_path)) for i in range(3)]]
+
+    Path(tmp_path, "go").touch()
+    assert len(main()) == 3
+
+
+CLEAN = """
+import sys
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+
+@task(tags=gpu(memory="2GiB"))
+def double(i):
+    return 2 * i
+
+@flow(task_runner=GPUTaskRunner(address=sys.argv[1], devices="simulated:1x24GiB"))
+def main():
+    return double.map([1, 2, 3]).result()
+
+print(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_flow_that_succeeds_says_nothing_else(machines: Machines, place: Workplace) -> None:
+    place.write("clean.py", CLEAN)
+    done = place.run("clean.py", machines.address)
+    assert done.stdout.strip() == "[2, 4, 6]"
+    said = [line for line in done.stderr.splitlines() if "| INFO " not in line]
+    assert said == []
+
+
+def fails(runner: GPUTaskRunner) -> BaseException:
+    """Return what a task of a flow fails with."""
+
+    @flow(task_runner=runner)
+    def main() -> Any:
+        return work.submit(0).result(raise_on_failure=False)
+
+    error = main()
+    assert isinstance(error, BaseException), error
+    return error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_no_cluster_at_the_address(address: str, prefect_server: str) -> None:
+    error = fails(GPUTaskRunner(address=address, devices=ONE))
+    assert isinstance(error, DeviceError) and address in str(error)
+
+
+@pytest.mark.slow
+def test_no_node_has_a_gpu(machines: Machines, prefect_server: str) -> None:
+    error = fails(machines.runner("auto"))
+    assert isinstance(error, DeviceError) and "no node of the cluster has a device" in str(error)
+    assert all(name in str(error) for name in NAMES)
+
+
+def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(DeviceError, match=r"prefect-gpu\[ray\]"):
+        import_ray()
+
+
+def facts(**changes: Any) -> NodeFacts:
+    device = Device("SIM-n1-0", 0, "Simulated", 24 << 30, "simulated", "n1")
+    given = {
+        "agent": "a",
+        "version": prefect_gpu.__version__,
+        "kind": "simulated",
+        "devices": (device,),
+        "context_bytes": 0,
+        "max_processes": 4,
+        **changes,
+    }
+    return NodeFacts(**given)
+
+
+def connected(monkeypatch: pytest.MonkeyPatch) -> tuple[Cluster, Any]:
+    """Return a cluster that needs no Ray, and a member of it."""
+    handle = SimpleNamespace(listen=SimpleNamespace(remote=lambda seen: f"news after {seen}"))
+    monkeypatch.setattr(membership, "import_ray", lambda: SimpleNamespace())
+    spec = DeviceSpec("simulated", SimulatedDevices("1x24GiB"))
+    cluster = Cluster("auto", NodeSettings("", spec, "spread", None, None))
+    return cluster, membership._Member("n1", membership._Actor(handle), "facts")
+
+
+def test_a_node_joins_with_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, member = connected(monkeypatch)
+    cluster._take_facts(member, facts())
+    assert [node.name for node in cluster.nodes.all()] == ["n1"]
+    assert member.waits_for == "news after 0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"version": "0.0.1"}, "it has prefect-gpu 0.0.1, and the flow has"),
+        ({"devices": ()}, "it has no devices"),
+        ({"problem": "no driver answers"}, "no driver answers"),
+    ],
+    ids=["another version", "no devices", "a problem"],
+)
+def test_a_node_is_set_aside(
+    changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, member = connected(monkeypatch)
+    cluster._take_facts(member, facts(**changes))
+    assert cluster.nodes.all() == ()
+    assert why in cluster._aside["n1"]
+    assert member.waits_for is None

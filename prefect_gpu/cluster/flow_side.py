@@ -83,6 +83,17 @@ class Node:
     #: By process id: what it had of simulated devices, until it is asked for.
     peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
 
+    def keep(self, snapshots: Sequence[DeviceSnapshot]) -> None:
+        """Keep the new snapshots. One that says the same as the last of its device leaves that one in place."""
+        last = {snapshot.device.uuid: snapshot for snapshot in self.snapshots}
+        self.snapshots = tuple(
+            known
+            if (known := last.get(new.device.uuid)) is not None
+            and replace(new, at_s=known.at_s) == known
+            else new
+            for new in snapshots
+        )
+
 
 class Nodes:
     """All nodes with devices, and the processes that run there for the flow. Any thread may use it.
@@ -158,9 +169,11 @@ class Nodes:
             node = self._nodes.get(name)
             if node is None or node.facts.agent != news.agent:
                 return
-            node.heard_s = now_s
             if news.snapshots is not None:
-                node.snapshots, node.error = news.snapshots, news.error
+                # A reading may be old although the agent answers: a driver hangs.
+                node.heard_s = now_s - max(0.0, news.now_s - news.read_s)
+                node.keep(news.snapshots)
+                node.error = news.error
                 node.host_available_bytes = news.host_available_bytes
                 node.live_bytes = news.live_bytes
         if news.others is not None:
@@ -304,7 +317,7 @@ def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
         error = f"the first reading of node {node.name} has not come"
     if error:
         return [DeviceSnapshot(device, now_s, 0, error=error) for device in node.facts.devices]
-    return [replace(snapshot, at_s=now_s) for snapshot in snapshots]
+    return snapshots
 
 
 class NodeMemory(ProcessMemory):

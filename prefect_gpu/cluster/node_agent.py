@@ -78,8 +78,8 @@ CONFIRM_S = 2.0
 #: Seconds after which `listen` returns although nothing was heard.
 LISTEN_S = 1.0
 
-#: Seconds between two readings that are sent.
-READ_S = 0.25
+#: Change of `busy_fraction` from which it is told at once.
+BUSY_STEP = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,9 @@ class NodeAgent:
         self._number = 0
         #: Not yet acknowledged, with their numbers.
         self._heard: deque[tuple[int, str, Any]] = deque()
-        self._reading: tuple[int, Reading] | None = None
+        self._reading: Reading | None = None
+        #: Number of the last change of what the devices show, or of what others hold.
+        self._changed_at = 0
         self._others: dict[str, Entry] = {}
         self._told_others = -1
         self._hosted: dict[str, _Hosted] = {}
@@ -230,7 +232,7 @@ class NodeAgent:
     def _has_news(self, seen: int) -> bool:
         if self._heard and self._heard[-1][0] > seen:
             return True
-        return self._reading is not None and self._reading[0] > seen
+        return self._changed_at > seen
 
     def _news(self, seen: int) -> News:
         news = News(
@@ -239,9 +241,9 @@ class NodeAgent:
             time.monotonic(),
             tuple((child, message) for number, child, message in self._heard if number > seen),
         )
-        if self._reading is None or self._reading[0] <= seen:
+        reading = self._reading
+        if reading is None:
             return news
-        reading = self._reading[1]
         live = {}
         for hosted in self._hosted.values():
             if hosted.pid is not None and hosted.memory is not None:
@@ -253,6 +255,7 @@ class NodeAgent:
             snapshots=tuple(map(self._named, reading.snapshots)),
             host_available_bytes=reading.host_available_bytes,
             error=reading.error,
+            read_s=reading.at_s,
             live_bytes=live,
             others=self._others,
         )
@@ -265,8 +268,13 @@ class NodeAgent:
         assert self._broker is not None
         others = self._broker.held_by_others()
         with self._changed:
+            before = self._reading
+            self._reading = reading
+            if others == self._others and before is not None and is_alike(reading, before):
+                # It goes with the next news, a second later at most.
+                return
             self._number += 1
-            self._reading, self._others = (self._number, reading), others
+            self._changed_at, self._others = self._number, others
             self._changed.notify_all()
 
     def _tell(self, child: str, message: Any) -> None:
@@ -429,3 +437,14 @@ class NodeAgent:
     def _forget(self, child: str) -> None:
         with self._changed:
             self._hosted.pop(child, None)
+
+
+def is_alike(one: Reading, other: Reading) -> bool:
+    """Return whether two readings say the same of the devices, but for how busy they are within `BUSY_STEP`."""
+    if one.error != other.error or len(one.snapshots) != len(other.snapshots):
+        return False
+    return all(
+        replace(a, at_s=b.at_s, busy_fraction=b.busy_fraction) == b
+        and abs((a.busy_fraction or 0.0) - (b.busy_fraction or 0.0)) < BUSY_STEP
+        for a, b in zip(one.snapshots, other.snapshots, strict=True)
+    )

@@ -157,6 +157,8 @@ class News:
     host_available_bytes: int = 0
     #: Why the devices could not be read; empty: they could.
     error: str = ""
+    #: Monotonic seconds of the node when they were read.
+    read_s: float = 0.0
     #: Bytes that processes have allocated on simulated devices, by process id.
     live_bytes: Mapping[int, int] = field(default_factory=dict)
     #: Requests of other flows that hold devices here; `None`: as before. Their times are of the node's clock.

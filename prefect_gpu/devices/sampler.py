@@ -170,7 +170,10 @@ class Sampler:
         try:
             if self._reader.kind != "host":
                 host_available_bytes = self._read_host_available()
-            snapshots = tuple(map(self._utilisation.smooth, self._reader.read(self._roots())))
+            snapshots = self._reader.read(self._roots())
+            if not self._reader.remote:
+                # On other machines it was done there.
+                snapshots = tuple(map(self._utilisation.smooth, snapshots))
             if self._reader.kind == "host":
                 # It is what is free on that device.
                 host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)

@@ -122,10 +122,10 @@ def news_of(node: Node, *heard: tuple[str, Any], **fields: Any) -> News:
     return News(node.facts.agent, next(_numbers), fields.pop("now_s", 0.0), heard, **fields)
 
 
-def reading_of(node: Node, free_gib: float = 8, **fields: Any) -> News:
+def reading_of(node: Node, free_gib: float = 8, at_s: float = 0.0, **fields: Any) -> News:
     """News with a reading."""
     free_bytes = int(free_gib * GIB)
-    snapshots = tuple(DeviceSnapshot(each, 0.0, free_bytes) for each in node.facts.devices)
+    snapshots = tuple(DeviceSnapshot(each, at_s, free_bytes) for each in node.facts.devices)
     return news_of(node, **{"snapshots": snapshots, "others": {}, **fields})
 
 

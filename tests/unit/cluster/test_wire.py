@@ -22,9 +22,7 @@ from tests.unit.cluster.cluster_rig import FakeStore
 
 np = pytest.importorskip("numpy")
 
-needs_files = pytest.mark.skipif(
-    not transport.AVAILABLE, reason="no memory files on this system"
-)
+needs_files = pytest.mark.skipif(not transport.AVAILABLE, reason="no memory files on this system")
 
 
 def pack_call(*args: Any) -> PackedValue:

@@ -1,9 +1,8 @@
 """One scheduling pass: which waiting requests start now, which never can, and why the others wait.
 
 Pure: a queue (the waiting requests, by shape and in order), the devices of one reading and the own memory of the
-machine, or of each node of a cluster, go in, and decisions come out. How a
-device is chosen is in `placement`, which requests may pass a blocked one in `backfill`, how free memory is
-computed in `memory`.
+machine, or of each node of a cluster, go in, and decisions come out. How a device is chosen is in `placement`,
+which requests may pass a blocked one in `backfill`, how free memory is computed in `memory`.
 """
 
 from __future__ import annotations
@@ -470,7 +469,8 @@ def _describe_refusals(request: Request, states: Sequence[DeviceState], host: Cl
     name = min(names, key=lambda name: (host.nodes[name].full, -host.nodes[name].left_bytes))
     reason = host.nodes[name].refusal(request, name)
     others = len(names) - 1
-    return f"{reason}; {others} other nodes have no more" if others else reason
+    plural = "s" if others > 1 else ""
+    return f"{reason}; no more on {others} other node{plural}" if others else reason
 
 
 def _describe_status(

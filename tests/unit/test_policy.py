@@ -345,7 +345,9 @@ def _shares(draw: st.DrawFn) -> tuple[FrameworkShare, ...]:
 @st.composite
 def _policies(draw: st.DrawFn) -> GPUPolicy:
     devices = draw(
-        st.lists(st.sampled_from(["0", "1", "17", "gpu-2:0", "GPU-1a2b", "MIG-3c", "SIM-0"]), unique=True)
+        st.lists(
+            st.sampled_from(["0", "1", "17", "gpu-2:0", "GPU-1a2b", "MIG-3c", "SIM-0"]), unique=True
+        )
     )
     caching = draw(st.booleans())
     return GPUPolicy(
@@ -405,7 +407,9 @@ def test_the_tags_of_gpu_are_read_as_its_arguments_ask(policy: GPUPolicy) -> Non
 def test_case_and_spaces_do_not_matter(policy: GPUPolicy, choices: random.Random) -> None:
     def vary(tag: str) -> str:
         key, equals, text = tag.partition("=")
-        if not key.endswith(("device", "learn_by", "node")):  # prefixes and parameters are as written
+        if not key.endswith(
+            ("device", "learn_by", "node")
+        ):  # prefixes and parameters are as written
             text = "".join(choices.choice((each.upper(), each.lower())) for each in text)
         return f" {choices.choice((key.upper(), key.title()))} {equals} {text}  "
 

@@ -35,7 +35,9 @@ from tests.unit.scheduling.test_queue_properties import requests
 from tests.unit.scheduling.values import host, request, snapshot
 
 
-def on(node: str, index: int, held_gib: float = 0, gib: float = 24, **others: object) -> DeviceState:
+def on(
+    node: str, index: int, held_gib: float = 0, gib: float = 24, **others: object
+) -> DeviceState:
     """A device of a node on a machine that all share, on which a task holds memory."""
     taken = snapshot(index, gib, host=node, **others)  # type: ignore[arg-type]
     device = replace(taken.device, uuid=f"SIM-{node}-{index}", machine="machine")
@@ -193,9 +195,9 @@ def hungry(host_gib: int, name: str, gib: float = 1, **others: object) -> Reques
         pytest.param([request(1, name="x"), request(1, name="y")], cluster(a=host(processes=1, max_processes=2), b=host(processes=2, max_processes=2)), [("x", ["a:0"])], id="processes of each node"),
         pytest.param([request(1, name="x")], cluster(a=host(max_processes=0)), [("x", ["b:0"])], id="a node without limits"),
         pytest.param([request(1, name="x"), request(1, name="y")], cluster(2, a=host(processes=1)), [("x", ["a:0"])], id="processes of the broker"),
-        pytest.param([hungry(9, "x"), hungry(1, "y")], cluster(a=host(8, 1), b=host(6, 1)), [("y", ["b:0"])], id="one node is left to a blocked one"),
-        pytest.param([hungry(9, "x"), hungry(9, "z", gib=2), hungry(1, "y")], cluster(a=host(8, 1), b=host(6, 1)), [], id="two blocked ones, two nodes"),
-        pytest.param([hungry(9, "x", nodes=("a",)), hungry(1, "y")], cluster(a=host(8, 1), b=host(6, 1)), [("y", ["b:0"])], id="its node is left to it"),
+        pytest.param([hungry(9, "x"), hungry(1, "y", gib=2)], cluster(a=host(8, 1), b=host(6, 1)), [("y", ["b:0"])], id="one node is left to a blocked one"),
+        pytest.param([hungry(9, "x"), hungry(9, "z", gib=3), hungry(1, "y", gib=2)], cluster(a=host(8, 1), b=host(6, 1)), [], id="two blocked ones, two nodes"),
+        pytest.param([hungry(9, "x", nodes=("a",)), hungry(1, "y", gib=2)], cluster(a=host(8, 1), b=host(6, 1)), [("y", ["b:0"])], id="its node is left to it"),
         pytest.param([hungry(9, "x")], cluster(a=host(8), b=host(6)), [("x", ["a:0"])], id="an estimate alone stops no task"),
     ],
 )  # fmt: skip
@@ -242,7 +244,9 @@ def test_devices_of_a_request_are_always_on_one_node(
     has: list[tuple[int, int]],
 ) -> None:
     states = [
-        on(f"n{node}", at, gib=gib) for node, each in enumerate(nodes) for at, gib in enumerate(each)
+        on(f"n{node}", at, gib=gib)
+        for node, each in enumerate(nodes)
+        for at, gib in enumerate(each)
     ]
     by_name = {f"n{node}": host(gib, 1, 1 + most) for node, (most, gib) in enumerate(has)}
     queue = RequestQueue(asked)

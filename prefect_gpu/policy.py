@@ -90,18 +90,34 @@ def word(*words: str) -> Callable[[str], str]:
     return read
 
 
+#: Names of nodes: those of hosts, and of several simulated nodes on one.
+_NODE = r"[A-Za-z0-9._#-]{1,255}"
+
+
 def read_devices(text: str) -> tuple[str, ...]:
-    """Read `0,GPU-1a` as indices and UUID prefixes, in the order given."""
+    """Read `0,gpu-2:1,GPU-1a` as indices, nodes with indices and UUID prefixes, in the order given."""
     devices = []
     for device in (part.strip() for part in text.split(",")):
-        if re.fullmatch(r"[0-9]{1,9}", device):
-            device = str(int(device))
+        if re.fullmatch(rf"({_NODE}:)?[0-9]{{1,9}}", device):
+            node, colon, index = device.rpartition(":")
+            device = f"{node}{colon}{int(index)}"
         elif not re.fullmatch(r"(?i:GPU|MIG|HOST|SIM)-[\w./:-]+", device, re.ASCII):
             raise ValueError(f"{device!r} is neither an index nor a UUID prefix")
         if device in devices:
             raise ValueError(f"device {device} is named twice")
         devices.append(device)
     return tuple(devices)
+
+
+def read_nodes(text: str) -> tuple[str, ...]:
+    """Read `gpu-1,gpu-2` as names of nodes. Case matters, order does not."""
+    nodes = [part.strip() for part in text.split(",")]
+    for node in nodes:
+        if not re.fullmatch(_NODE, node):
+            raise ValueError(f"{node!r} is not a name of a node")
+        if nodes.count(node) > 1:
+            raise ValueError(f"node {node} is named twice")
+    return tuple(sorted(nodes))
 
 
 def read_share(text: str) -> FrameworkShare:
@@ -193,7 +209,8 @@ class GPUPolicy:
     memory: int | float | None = None
     #: Number of devices. The task gets all of them or none.
     count: int = 1
-    #: Indices ("0") or UUID prefixes as written ("GPU-1a"), in the order given. Empty: any.
+    #: Indices ("0"), nodes with indices ("gpu-2:0") or UUID prefixes as written ("GPU-1a"), in the order given.
+    #: Empty: any.
     devices: tuple[str, ...] = ()
     #: Frameworks whose adapters apply the policy, by name. Empty: those that the task imports.
     frameworks: tuple[FrameworkShare, ...] = ()
@@ -217,6 +234,8 @@ class GPUPolicy:
     cpus: int | None = None
     #: Names of parameters; each combination of their values has a history of its own.
     learn_by: tuple[str, ...] = ()
+    #: Names of the nodes of a cluster that it may use, sorted. Empty: any.
+    nodes: tuple[str, ...] = ()
     #: Keys that the tags named, even with their default value. Not compared.
     stated: frozenset[str] = field(default=frozenset(), compare=False)
 
@@ -295,6 +314,7 @@ def gpu(
     wait: str | float | None = None,
     cpus: int | None = None,
     learn_by: str | Sequence[str] | None = None,
+    node: str | Sequence[str] | None = None,
 ) -> list[str]:
     """Return the tags of a GPU task, after checking them: `@task(tags=gpu(memory="6GiB"))`.
 
@@ -302,9 +322,9 @@ def gpu(
 
     Args:
         memory: Budget on each device, CUDA context included: `"6GiB"`, or `"40%"` of its total.
-        count: Number of devices. The task gets all of them or none.
-        device: Only these devices, by index among the runner's devices or by UUID prefix: the first
-            that fits or, with `count`, these in this order.
+        count: Number of devices. The task gets all of them, on one node, or none.
+        device: Only these devices, by index among the runner's devices on a node, by node and index
+            (`"gpu-2:0"`) or by UUID prefix: the first that fits or, with `count`, these in this order.
         framework: Frameworks whose adapters apply the policy: `"torch"`, `"tensorflow"`, `"jax"`, `"cupy"`,
             `"onnxruntime"`, `"none"`; several share the budget, as in `["torch:70%", "jax:30%"]`.
         allocation: `"limit"` caps the frameworks at the budget, `"growth"` does not, `"all"` takes the
@@ -319,6 +339,7 @@ def gpu(
         wait: Fail if the task got no device after this long: `"10m"`, or a number of seconds.
         cpus: CPU threads that the frameworks may start.
         learn_by: Names of parameters; each combination of their values has a history of its own.
+        node: On a cluster: only the nodes of these names.
 
     Returns:
         The tags, `gpu` first, with the values as given.
@@ -332,11 +353,14 @@ def gpu(
         wait = f"{format_number(wait)}s"
     if device is not None and not isinstance(device, (str, int)):
         device = ",".join(map(str, device))
+    if node is not None and not isinstance(node, str):
+        node = ",".join(node)
     tags = ["gpu"]
     for key, value in {
         "memory": memory,
         "count": count,
         "device": device,
+        "node": node,
         "allocation": allocation,
         "caching": caching,
         "oom": oom,
@@ -472,7 +496,13 @@ _KEYS = (
         "devices",
         read_devices,
         "indices among the runner's devices or UUID prefixes, with commas, as in gpu:device=0,2 or "
-        "gpu:device=GPU-1a2b",
+        "gpu:device=GPU-1a2b; on a cluster also a node and an index, as in gpu:device=gpu-2:0",
+    ),
+    _Key(
+        "node",
+        "nodes",
+        read_nodes,
+        "names of nodes (letters, digits and ._-#), with commas, as in gpu:node=gpu-1,gpu-2",
     ),
     _Key(
         "framework",

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,6 +48,7 @@ from prefect_gpu.scheduling.model import (
 )
 from prefect_gpu.scheduling.placement import Board, PlacementStyle, select_devices
 from prefect_gpu.scheduling.scheduling_pass import (
+    ClusterState,
     Decisions,
     HostState,
     RequestQueue,
@@ -124,8 +126,8 @@ class Broker:
         ),
     ) -> None:
         self.reader = reader
-        self.devices: tuple[Device, ...] = reader.devices()
-        if not self.devices:
+        devices = reader.devices()
+        if not devices:
             raise DeviceError("there is no device to run GPU tasks on")
         self.kind: DeviceKind = reader.kind
         self._ledger = ledger
@@ -164,12 +166,13 @@ class Broker:
         self._placed: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
         self._view = DeviceView(
-            self.devices,
+            devices,
             self.kind,
             HEADROOM_BYTES[self.kind] if headroom_bytes is None else headroom_bytes,
             held_by_parent,
             self._clock,
         )
+        self._set_devices(devices)
         #: Hot standbys on these devices.
         self._hot = HotStandbys(reader, ledger, self._recovery, self._clock, style)
         self._context_bytes = context_bytes
@@ -216,7 +219,9 @@ class Broker:
             if self.kind == "host":
                 # There every request does; while others run, their end may be all that it waits for.
                 return not self._ledger.view().tasks
-            left = reading.host_available_bytes - self.host_promised_bytes
+            host = self._host_state(reading, self._ledger.view())
+            nodes = [host] if isinstance(host, HostState) else host.nodes.values()
+            left = max((node.left_bytes for node in nodes), default=0)
             return any(t.request.host_bytes > left for t in self._waiting.values())
 
     def submit(self, request: Request, standby: Hashable = None) -> Ticket:
@@ -375,13 +380,13 @@ class Broker:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
         self._ledger.mark_running(ticket.request.id)
 
-    def capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
+    def capacities(self, names: tuple[str, ...], nodes: tuple[str, ...] = ()) -> dict[Device, int]:
         """Return the bytes that could ever be reserved on each device that a task may use.
 
-        That is each device, where it names some that are not there.
+        That is each device, where it names some, or nodes, that are not there.
         """
         with self._changed:
-            return self._view.capacities(names)
+            return self._view.capacities(names, nodes)
 
     def check(self, request: Request) -> None:
         """Check that a request could be placed if nothing else ran.
@@ -472,7 +477,8 @@ class Broker:
             if reading is None:
                 return None
             view = self._ledger.view()
-            states = self._states(view)
+            # Devices may have come since their contexts were asked for.
+            states = [state for state in self._states(view) if state.device.key in sizes]
             if not self._hot.lend(standby, states, reading, view.version, sizes, avoid):
                 return None
             self._ledger.lend(standby_id, partial(self._reclaim_standby, standby_id))
@@ -544,14 +550,42 @@ class Broker:
         """Return what each device has free at the last reading, less the reservations (`None`: those of now)."""
         return self._view.states(view or self._ledger.view(), self._placed, self._others())
 
-    def _host_state(self, reading: Reading, view: LedgerView) -> HostState:
-        return HostState(
-            available_bytes=reading.host_available_bytes,
-            reserved_bytes=view.host_promised_bytes,
-            processes=len(self._placed),
-            max_processes=self.max_processes,
-            all_processes=view.tasks,
-        )
+    def _set_devices(self, devices: tuple[Device, ...]) -> None:
+        """Use other devices from now on."""
+        #: Devices that tasks may be placed on: those of the last good reading.
+        self.devices = devices
+        #: The node of each.
+        self._node_of = {device.key: device.host for device in devices}
+        #: Their keys, which the entries of all requests for any device share.
+        self._device_keys = tuple(self._node_of)
+
+    def _host_state(self, reading: Reading, view: LedgerView) -> HostState | ClusterState:
+        """Return what the machine, or each node of a cluster, has left for processes."""
+        if not reading.nodes:
+            return HostState(
+                available_bytes=reading.host_available_bytes,
+                reserved_bytes=view.host_promised_bytes,
+                processes=len(self._placed),
+                max_processes=self.max_processes,
+                all_processes=view.tasks,
+            )
+        tasks, promised_bytes = Counter[str](), Counter[str]()
+        for key, use in view.host_use.items():
+            if key in self._node_of:
+                tasks[self._node_of[key]] += use.tasks
+                promised_bytes[self._node_of[key]] += use.promised_bytes
+        own = Counter(ticket.devices[0].host for ticket in self._placed.values())
+        nodes = {
+            name: HostState(
+                node.available_bytes,
+                promised_bytes[name],
+                own[name],
+                self.max_processes if node.max_processes is None else node.max_processes,
+                tasks[name],
+            )
+            for name, node in reading.nodes.items()
+        }
+        return ClusterState(nodes, len(self._placed), self.max_processes)
 
     def _fresh_reading(self, patience_s: float) -> Reading | None:
         """Wait for a reading to decide on; `None`: none came, or it failed."""
@@ -637,6 +671,10 @@ class Broker:
 
     def _take_reading(self, reading: Reading) -> None:
         self._view.take(reading)
+        if self._view.devices is not self.devices:
+            self._set_devices(self._view.devices)
+            # Requests of other brokers are restricted to the devices of this one.
+            self._take_changes({each: self._ledger.entry(each) for each in self._elsewhere})
         # Those that wait for one.
         self._changed.notify_all()
         self._wants_reading = False
@@ -814,6 +852,10 @@ class Broker:
         for request, placement, standby_id in settled.made:
             entry = changes.get(request.id) or self._ledger.entry(request.id)
             entry = entry or self._entry_of(request)
+            keys = [reservation.device_key for reservation in placement.reservations]
+            if entry.devices is not self._device_keys and not set(keys) <= set(entry.devices):
+                # They came after the request.
+                entry = replace(entry, devices=tuple(dict.fromkeys((*entry.devices, *keys))))
             changes[request.id] = replace(entry, reservations=placement.reservations)
             if standby_id:
                 # The reservations replace those of the hot standby that is taken.
@@ -821,15 +863,17 @@ class Broker:
         return changes
 
     def _entry_of(self, request: Request) -> Entry:
-        devices, named = self.devices, tuple[str, ...]()
-        if request.devices:
+        keys, named = self._device_keys, tuple[str, ...]()
+        if request.devices or request.nodes:
             states = [DeviceState(DeviceSnapshot(each, 0.0, 0), 0, 0, 0) for each in self.devices]
-            devices = tuple(state.device for state in select_devices(request, states))
+            devices = [state.device for state in select_devices(request, states)]
+            keys = tuple(device.key for device in devices)
             named = tuple(device.uuid for device in devices)
+        # Other brokers may know the nodes by other names.
         return Entry(
-            replace(request, devices=named),
+            replace(request, devices=named, nodes=()),
             broker=self._subscription.number,
-            devices=tuple(device.key for device in devices),
+            devices=keys,
             max_processes=self.max_processes,
         )
 
@@ -864,7 +908,7 @@ class Broker:
         }
 
     def _decide(
-        self, states: Sequence[DeviceState], host: HostState, view: LedgerView
+        self, states: Sequence[DeviceState], host: HostState | ClusterState, view: LedgerView
     ) -> tuple[Decisions, Settled]:
         """Decide which requests start, which never can, and which hot standbys must end."""
         board = Board(
@@ -899,8 +943,10 @@ class Broker:
             # One may keep the first request without a device from it.
             decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
             first = next((r for r in self._queue if r.id not in decided), None)
-            if first is not None and not first.origin and not host.refusal(first):
-                ends = in_the_way(first, select_devices(first, states))
+            if first is not None and not first.origin:
+                usable = select_devices(first, states)
+                open_to_it = [s for s in usable if not host.refuses(first, s.device.host)]
+                ends = in_the_way(first, open_to_it)
                 settled = replace(settled, given_up=ends)
         return decisions, settled
 

@@ -213,7 +213,7 @@ class DeviceView:
     """The last reading of one broker's devices. Not safe to use from several threads at once.
 
     Args:
-        devices: All devices of the broker.
+        devices: All devices of the broker, before the first reading.
         kind: The kind of all of them.
         headroom_bytes: Kept free on each device.
         held_by_parent: What the GPU task around this process holds.
@@ -228,7 +228,8 @@ class DeviceView:
         held_by_parent: tuple[Reservation, ...],
         clock: Clock,
     ) -> None:
-        self._devices = devices
+        #: Those of the last reading that was good.
+        self.devices = devices
         self._kind = kind
         self._headroom_bytes = headroom_bytes
         self._held_by_parent = held_by_parent
@@ -256,6 +257,12 @@ class DeviceView:
         self.reading = reading
         self._came_s = self._clock.now()
         self._keys = [snapshot.device.key for snapshot in reading.snapshots]
+        devices = tuple(snapshot.device for snapshot in reading.snapshots)
+        if devices and devices != self.devices:
+            # Nodes have joined or left the cluster.
+            self.devices = devices
+            there = set(self._keys)
+            self._measured = {key: each for key, each in self._measured.items() if key in there}
         self._states = [DeviceState(snapshot, 0, 0, 0) for snapshot in reading.snapshots]
         self._computed_for = [None] * len(self._keys)
         self._by_root = {}
@@ -281,14 +288,14 @@ class DeviceView:
             return f"the devices to answer ({why})"
         return ""
 
-    def capacities(self, names: tuple[str, ...]) -> dict[Device, int]:
+    def capacities(self, names: tuple[str, ...], nodes: tuple[str, ...] = ()) -> dict[Device, int]:
         """Return the bytes that could ever be reserved on each device that a task may use.
 
-        That is each device, where it names some that are not there.
+        That is each device, where it names some, or nodes, that are not there.
         """
         states = self._empty_states()
         try:
-            states = select_devices(Request("", "", 0, 0.0, devices=names), states)
+            states = select_devices(Request("", "", 0, 0.0, devices=names, nodes=nodes), states)
         except PlacementError:
             # The request for a placement is refused for it.
             pass
@@ -301,10 +308,10 @@ class DeviceView:
     def _empty_states(self) -> list[DeviceState]:
         reading = self.reading
         known = {} if reading is None else {s.device.key: s.usable_bytes for s in reading.snapshots}
-        sizes = [known.get(device.key, device.total_bytes) for device in self._devices]
+        sizes = [known.get(device.key, device.total_bytes) for device in self.devices]
         return [
             DeviceState(DeviceSnapshot(device, 0.0, 0), 0, 0, max(0, size - self._headroom_bytes))
-            for device, size in zip(self._devices, sizes, strict=True)
+            for device, size in zip(self.devices, sizes, strict=True)
         ]
 
     def states(

@@ -199,6 +199,15 @@ class MemoryStore:
         """Do nothing: no other process reads here."""
 
 
+class HostUse(NamedTuple):
+    """What processes of requests need of the machine that they run on."""
+
+    #: Requests that hold devices, without hot standbys.
+    tasks: int
+    #: Bytes of the machine's memory reserved for processes that have not taken them yet.
+    promised_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerView:
     """All reservations at one version of the ledger."""
@@ -215,6 +224,9 @@ class LedgerView:
     holding: Mapping[str, int]
     #: Bytes of the machine's memory reserved for processes that have not taken them yet.
     host_promised_bytes: int
+    #: By device, of a request on several the first: what processes that hold devices need of the machine that it is in.
+    #: A cluster adds them up by node.
+    host_use: Mapping[DeviceKey, HostUse]
     #: See `Store.silent`. Their hot standbys do not end on demand, so their reservations count like those of tasks.
     silent: frozenset[str] = frozenset()
 
@@ -278,6 +290,8 @@ class Ledger:
         #: Those with reservations.
         self._holding: dict[str, Entry] = {}
         self._by_device: dict[DeviceKey, tuple[Reservation, ...]] = {}
+        #: See `LedgerView.host_use`.
+        self._host_use: dict[DeviceKey, HostUse] = {}
         #: Number of the last row that was read or written.
         self._number = 0
         #: Version at which this store was opened. Versions continue from those of an earlier store.
@@ -597,6 +611,8 @@ class Ledger:
             if entry.reservations:
                 self._holding[request_id] = entry
         self._list(request_id, self._shown(before), self._shown(entry))
+        self._count(before, -1)
+        self._count(entry, 1)
         self._view = None
         if entry is None:
             self._give_ups.pop(request_id, None)
@@ -625,6 +641,17 @@ class Ledger:
             if left:
                 self._by_device[key] = tuple(left)
 
+    def _count(self, entry: Entry | None, sign: int) -> None:
+        """Add an entry to what processes need of their machines, or take it from that."""
+        if entry is None or not entry.reservations or entry.standby:
+            return
+        key = entry.reservations[0].device_key
+        tasks, promised_bytes = self._host_use.pop(key, (0, 0))
+        tasks += sign
+        promised_bytes += 0 if entry.running else sign * entry.request.host_bytes
+        if tasks:
+            self._host_use[key] = HostUse(tasks, promised_bytes)
+
     def _make_view(self, store: Store) -> LedgerView:
         holding: dict[str, int] = {}
         processes: dict[str, int] = {}
@@ -646,6 +673,7 @@ class Ledger:
             held_bytes,
             holding,
             host_promised_bytes,
+            dict(self._host_use),
             self._silent,
         )
 

@@ -275,6 +275,7 @@ def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
         ("memory", budget),
         ("count", str(policy.count)),
         ("devices", ", ".join(policy.devices) or "any"),
+        ("nodes", ", ".join(policy.nodes) or "any"),
         ("frameworks", ", ".join(shares) or "those the task imports"),
         ("allocation", policy.allocation),
         ("allocator options", ", ".join(options) or "PyTorch's own"),

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
-from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot
+from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, NodeReading
 
 
 class ProcessMemory:
@@ -61,7 +61,11 @@ class DeviceReader:
     remote = False
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the devices, in the order of their `index`; the same every time."""
+        """Return the devices, in the order of their `index`; on one machine the same every time.
+
+        On a cluster they are sorted by node, and change as nodes join and leave. A broker uses those of the last
+        `read`.
+        """
         raise NotImplementedError
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
@@ -77,6 +81,10 @@ class DeviceReader:
             DeviceError: No device can be read.
         """
         raise NotImplementedError
+
+    def nodes(self) -> Mapping[str, NodeReading]:
+        """Return what each node of a cluster has for processes, as the last `read` has found; empty: one machine."""
+        return {}
 
     def process_memory(
         self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None

@@ -177,7 +177,7 @@ class Sampler:
             if self._reader.kind == "host":
                 # It is what is free on that device.
                 host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)
-            return Reading(at_s, snapshots, host_available_bytes)
+            return Reading(at_s, snapshots, host_available_bytes, nodes=self._reader.nodes())
         except DeviceError as error:
             problem = str(error)
         except Exception as error:

@@ -251,6 +251,7 @@ class ActiveRunner:
                     policy.count,
                     policy.devices,
                     policy.exclusive,
+                    nodes=policy.nodes,
                 )
             )
             kind = self._kind(plan, broker)

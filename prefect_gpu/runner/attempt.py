@@ -214,6 +214,7 @@ class Attempt:
             # On host devices the budget is the machine's memory: it would be counted twice.
             host_bytes=0 if self._broker.kind == "host" else self._plan.host_bytes,
             expected_s=self._grant.expected_s,
+            nodes=policy.nodes,
         )
         self._ticket = ticket = self._broker.submit(request, self._call.hot)
         ticket.on_recovered = self._take_recovery

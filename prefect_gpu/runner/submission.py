@@ -223,7 +223,7 @@ class BodyRun:
 
     def _first_grant(self) -> Grant:
         policy, broker = self._policy, self._broker
-        capacities = broker.capacities(policy.devices)
+        capacities = broker.capacities(policy.devices, policy.nodes)
         by_size = sorted((size, device.name) for device, size in capacities.items())
         grant = self._book.grant(
             self._call.identity,
@@ -256,9 +256,14 @@ class BodyRun:
         if self._policy.oom == "fail":
             return None
         climb = replace(self.climb, whole_device=attempt.whole_device)
+        policy = self._policy
+        capacities = self._broker.capacities(policy.devices, policy.nodes)
+        by_node: dict[str, list[int]] = {}
+        for device, size in sorted(capacities.items(), key=lambda each: -each[1]):
+            by_node.setdefault(device.host, []).append(size)
         # Each of its devices could give so much.
-        capacities = self._broker.capacities(self._policy.devices)
-        capacity = sorted(capacities.values())[-self._policy.count :][0]
+        sizes = [s[policy.count - 1] for s in by_node.values() if len(s) >= policy.count]
+        capacity = max(sizes, default=min(capacities.values()))
         alike = len({device.name for device in capacities}) == 1
         rung = next_rung(climb, cause, evidence, capacity, whole_bytes, alike)
         if isinstance(rung, Rung):

@@ -15,13 +15,13 @@ request by what runs on its devices, but never for ever. The order of requests i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.scheduling.placement import Board, least_whole_bytes, need_bytes
+from prefect_gpu.scheduling.placement import Board, Named, least_whole_bytes, need_bytes
 
 #: Seconds after which devices to keep are looked for again, for a request for which there were none.
 RETRY_S = 5.0
@@ -154,8 +154,8 @@ class _Passable(NamedTuple):
 
     rank: int
     request: Request
-    #: Devices that its tag names; `None`: any.
-    named: Sequence[int] | None
+    #: Devices that its tags name; `None`: any.
+    named: Named | None
     #: Nothing is known of when it can start.
     unknown: bool = False
 
@@ -207,7 +207,7 @@ class Backfill:
             kept.spare_bytes = spare_bytes(state, kept.request, kept.starts_s, most)
         return need <= kept.spare_bytes
 
-    def block(self, request: Request, named: Sequence[int] | None, unknown: bool = False) -> None:
+    def block(self, request: Request, named: Named | None, unknown: bool = False) -> None:
         """Note that a request cannot start now. To be called in the order of the queue.
 
         Args:
@@ -275,7 +275,7 @@ class Backfill:
             if kept is not None and kept.rank < rank:
                 # It waits in any case for the request that the device is kept for.
                 continue
-            if (named is None or at in named) and self._board.could_hold(request, at):
+            if self._board.could_use(request, named, at):
                 return True
         return False
 
@@ -298,15 +298,18 @@ class Backfill:
         self.kept.update(found)
         return True
 
-    def _keep_soonest(self, rank: int, request: Request, named: Sequence[int] | None) -> bool:
-        """Keep the devices where a request is expected to start first; return whether any are known."""
+    def _keep_soonest(self, rank: int, request: Request, named: Named | None) -> bool:
+        """Keep the devices where a request is expected to start first; return whether any are known.
+
+        All are of one node: the one where the last of them is expected to be free first.
+        """
         now_s = self._now_s
         status = self._status(request)
         soon = status.looked_s is not None and now_s < status.looked_s + RETRY_S
         if soon or self.all_drain:
             return False
         self.statuses[request.id] = status = status._replace(looked_s=now_s)
-        times = sorted(self._ready_times(request, named))[: request.count]
+        times = self._first_on_one_node(request, sorted(self._ready_times(request, named)))
         if len(times) < request.count:
             return False
         self.statuses[request.id] = status = status._replace(
@@ -316,13 +319,26 @@ class Backfill:
         )
         return self._keep(rank, request, status)
 
-    def _ready_times(
-        self, request: Request, named: Sequence[int] | None
+    def _first_on_one_node(
+        self, request: Request, times: list[tuple[float, int]]
     ) -> list[tuple[float, int]]:
+        """Return the first entries, as many as a request's devices, that are of one node; fewer: there are none."""
+        count, board = request.count, self._board
+        if count == 1 or not board.several_nodes:
+            return times[:count]
+        by_node: dict[str, list[tuple[float, int]]] = {}
+        for each in times:
+            on_node = by_node.setdefault(board.states[each[1]].device.host, [])
+            on_node.append(each)
+            if len(on_node) == count:
+                return on_node
+        return []
+
+    def _ready_times(self, request: Request, named: Named | None) -> list[tuple[float, int]]:
         """Return when and at which positions a request could start, where that is known."""
         board = self._board
         times: list[tuple[float, int]] = []
-        for at in self._usable(request, named):
+        for at in board.usable(request, named):
             state = board.states[at]
             if at in self.kept or state.snapshot.error:
                 continue
@@ -331,20 +347,13 @@ class Backfill:
                 times.append((time_s, at))
         return times
 
-    def _drain(self, request: Request, named: Sequence[int] | None) -> None:
+    def _drain(self, request: Request, named: Named | None) -> None:
         """Keep from all later requests the devices that a request could use."""
-        all_devices = len(self._board.states)
-        if self._board.surely_fits(request, all_devices):
+        if self._board.all_surely_fit(request):
             self.all_drain = True
         else:
-            self.kept.update(dict.fromkeys(self._usable(request, named)))
-            self.all_drain = list(self.kept.values()).count(None) == all_devices
-
-    def _usable(self, request: Request, named: Sequence[int] | None) -> Iterable[int]:
-        """Yield the devices that a request could use once they are empty."""
-        for at in range(len(self._board.states)) if named is None else named:
-            if self._board.could_hold(request, at):
-                yield at
+            self.kept.update(dict.fromkeys(self._board.usable(request, named)))
+            self.all_drain = list(self.kept.values()).count(None) == len(self._board.states)
 
 
 _NEW = BlockedStatus()

@@ -6,6 +6,7 @@ It covers what is known, not what follows from it: free memory is in `memory`, t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, Union
 
@@ -21,7 +22,7 @@ class Device:
 
     #: `GPU-…`, `MIG-…`, `HOST-…` or `SIM-…`; unique on its host.
     uuid: str
-    #: Position among the runner's devices, from 0: what `gpu:device=0` counts.
+    #: Position among the runner's devices on its own node, from 0: what `gpu:device=0` counts.
     index: int
     #: Product name, as NVML reports it: "NVIDIA H200".
     name: str
@@ -29,7 +30,7 @@ class Device:
     total_bytes: int
     #: Which reader knows it.
     kind: DeviceKind
-    #: Name of the machine that it is in.
+    #: Name of the node that it is in. Several nodes of a cluster may be on one machine.
     host: str
     #: Index among NVML's devices, `None` where NVML does not know it. Not CUDA's index.
     nvml_index: int | None = None
@@ -93,17 +94,30 @@ class DeviceSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeReading:
+    """What one node of a cluster has for processes."""
+
+    #: Bytes of the node's own memory that new processes could use.
+    available_bytes: int
+    #: Most processes of one broker at a time on the node; `None`: as many as the broker may have.
+    max_processes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """All devices of one runner's specification, read in one go."""
 
     #: Monotonic seconds.
     at_s: float
     snapshots: tuple[DeviceSnapshot, ...]
-    #: Bytes of the machine's memory that new processes could use; the lower of the kernel's
-    #: estimate and what the control group has left.
+    #: Bytes of the memory of this process's machine that new processes could use; the lower of the
+    #: kernel's estimate and what the control group has left.
     host_available_bytes: int
     #: Why nothing could be read (NVML stopped answering); empty: `snapshots` is good.
     error: str = ""
+    #: The nodes of a cluster, by `Device.host`; empty: all devices are in this machine. A node that is not named
+    #: has no limit.
+    nodes: Mapping[str, NodeReading] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +150,10 @@ class Request:
     submitted_s: float
     #: Asked of each device.
     memory: Memory = None
-    #: Devices asked for, all or none.
+    #: Devices asked for, all on one node or none.
     count: int = 1
-    #: Indices ("0") or UUID prefixes ("GPU-1a"), in the author's order; empty: any.
+    #: Indices ("0"), nodes and indices ("gpu-2:0") or UUID prefixes ("GPU-1a"), in the author's order; empty:
+    #: any.
     devices: tuple[str, ...] = ()
     #: No other GPU task may be on its devices.
     exclusive: bool = False
@@ -150,6 +165,8 @@ class Request:
     expected_s: float | None = None
     #: Which other broker of the machine it waits at; empty: the one that decides.
     origin: str = ""
+    #: Names of the nodes that it may use; empty: any.
+    nodes: tuple[str, ...] = ()
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all that it has free."""

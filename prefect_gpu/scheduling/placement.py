@@ -1,7 +1,7 @@
 """What a request asks of a device, whether it can have it now, later or never, and what to say of it.
 
 Pure. `Board` has the devices of one scheduling pass, sorted by preference, from which a request gets one or
-several. Which request is considered when is in `scheduling_pass`, which devices are held back for blocked
+several; several are always of one node. What a node has for processes is in `scheduling_pass`. Which request is considered when is in `scheduling_pass`, which devices are held back for blocked
 requests in `backfill`.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Literal, TypeAlias
 
 from prefect_gpu.errors import PlacementError
@@ -22,8 +23,16 @@ from prefect_gpu.units import GIB, MIB, format_bytes
 #: would slow down all that run there.
 BUSY_FRACTION = 0.8
 
+#: Most devices or nodes that a message about a cluster lists.
+MOST_LISTED = 16
+
 #: Returns whether a request may have the device at a position of the board.
 Allows: TypeAlias = Callable[[int, Request], bool]
+
+#: The devices that a request's tags name, in the order of `gpu:device`: the position of each on the board, and of
+#: its name in the tag. Devices of several nodes may have the same name there; where only nodes are named, it is
+#: 0 for all.
+Named: TypeAlias = Mapping[int, int]
 
 
 class Board:
@@ -66,36 +75,116 @@ class Board:
             order.sort()
         #: Bytes that each device could give if it were empty, the largest first.
         self._capacities = sorted([state.capacity_bytes for state in self.states], reverse=True)
+        #: By number of devices: the bytes that each of so many devices of one node could give if they were empty.
+        self._node_capacities: dict[int, int] = {}
+
+    @cached_property
+    def several_nodes(self) -> bool:
+        """Whether the devices are on more than one node."""
+        return have_several_nodes(self.states)
+
+    @cached_property
+    def nodes(self) -> Mapping[str, Sequence[int]]:
+        """The positions in `states` of each node's devices, by its name."""
+        nodes: dict[str, list[int]] = {}
+        for at, state in enumerate(self.states):
+            nodes.setdefault(state.snapshot.device.host, []).append(at)
+        return nodes
 
     @cached_property
     def positions(self) -> Mapping[DeviceKey, int]:
         """Each device's position in `states`."""
         return {state.snapshot.device.key: at for at, state in enumerate(self.states)}
 
-    def named(self, request: Request) -> list[int] | None:
-        """Return the devices that a request's tag names, in the tag's order; `None`: any.
+    def named(self, request: Request) -> Named | None:
+        """Return the devices that a request's tags name, in the order of its tag; `None`: any.
 
         Raises:
-            PlacementError: A device that was named is not there.
+            PlacementError: A device or a node that was named is not there.
         """
-        if not request.devices:
+        if not request.devices and not request.nodes:
             return None
-        return [self.positions[s.device.key] for s in select_devices(request, self.states)]
+        found = _select(request, self.states_of(request))
+        if not request.devices and len(found) == len(self.states):
+            return None
+        return {self.positions[state.device.key]: place for state, place in found}
 
-    def surely_fits(self, request: Request, count: int) -> bool:
-        """Return whether `count` devices or more could hold a request if they were empty.
+    def states_of(self, request: Request) -> Sequence[DeviceState]:
+        """Return the devices of the nodes that a request names; all, where it names none or one that is not there."""
+        if not request.nodes or not all(name in self.nodes for name in request.nodes):
+            return self.states
+        return [self.states[at] for name in request.nodes for at in self.nodes[name]]
+
+    def surely_fits(self, request: Request) -> bool:
+        """Return whether a request could be placed if all devices were empty.
 
         False where that depends on the device: it has a name, a model, or a task around this process.
         """
+        return self._surely_hold(request, self._capacity_bytes(request.count))
+
+    def all_surely_fit(self, request: Request) -> bool:
+        """Return whether a request could use each of the devices; false where `surely_fits` does not know."""
+        if request.count > 1 and self.several_nodes:
+            # Some nodes may have too few devices.
+            return False
+        return self._surely_hold(request, min(self._capacities[-1:], default=0))
+
+    def _surely_hold(self, request: Request, capacity_bytes: int) -> bool:
         memory = request.memory
-        if self.held_by_parent or request.devices or isinstance(memory, ModelBudgets):
+        if self.held_by_parent or request.devices or request.nodes:
+            return False
+        if isinstance(memory, ModelBudgets):
             return False
         least_bytes = memory if type(memory) is int else 0
-        return count <= len(self._capacities) and least_bytes <= self._capacities[count - 1] > 0
+        return least_bytes <= capacity_bytes > 0
+
+    def _capacity_bytes(self, count: int) -> int:
+        """Return the bytes that each of `count` devices of one node could give if they were empty; 0: none has so many."""
+        if count > len(self._capacities):
+            return 0
+        if count == 1 or not self.several_nodes:
+            return self._capacities[count - 1]
+        if count not in self._node_capacities:
+            self._node_capacities[count] = max(
+                sorted((self.states[at].capacity_bytes for at in on_node), reverse=True)[count - 1]
+                if len(on_node) >= count
+                else 0
+                for on_node in self.nodes.values()
+            )
+        return self._node_capacities[count]
 
     def could_hold(self, request: Request, at: int) -> bool:
         """Return whether a device could hold a request once all but the task around this process has ended."""
         return could_hold(request, self.states[at], self.held_by_parent)
+
+    def could_use(self, request: Request, named: Named | None, at: int) -> bool:
+        """Return whether a device could be one of those that a request gets, once all has ended.
+
+        As `could_hold`, but the other devices that it asks for must be on the same node.
+        """
+        if (named is not None and at not in named) or not self.could_hold(request, at):
+            return False
+        if request.count == 1 or not self.several_nodes:
+            return True
+        on_node = self.nodes[self.states[at].device.host]
+        return len(self._holding(request, named, on_node)) >= request.count
+
+    def usable(self, request: Request, named: Named | None) -> Iterator[int]:
+        """Yield the devices for which `could_use` is true."""
+        if request.count == 1 or not self.several_nodes:
+            yield from self._holding(
+                request, None, range(len(self.states)) if named is None else named
+            )
+            return
+        for on_node in self.nodes.values():
+            found = self._holding(request, named, on_node)
+            if len(found) >= request.count:
+                yield from found
+
+    def _holding(self, request: Request, named: Named | None, places: Iterable[int]) -> list[int]:
+        return [
+            at for at in places if (named is None or at in named) and self.could_hold(request, at)
+        ]
 
     def max_tasks_on(self, state: DeviceState) -> float:
         """Return the most reservations that a device may have; infinite: as many as fit."""
@@ -111,15 +200,18 @@ class Board:
     def choose(
         self,
         request: Request,
-        named: Sequence[int] | None = None,
+        named: Named | None = None,
         kept: Container[int] = (),
         allows: Allows = lambda at, request: False,
     ) -> list[int] | None:
         """Choose devices that can hold a request now: busy ones only if the others are too few.
 
+        All are of one node. Of several nodes it is the one whose last device is preferred to that of the others: a
+        task on several devices is as slow as the one where it has to share most.
+
         Args:
             request: `check_possible` has passed.
-            named: The devices that its tag names, in the tag's order; `None`: any.
+            named: The devices that its tags name; `None`: any.
             kept: Devices that not every request may have.
             allows: Returns whether it may have one of these.
 
@@ -127,21 +219,54 @@ class Board:
             As many as it asks for, or `None`: it must wait.
         """
         count = request.count
-        if named is None:
-            found = self._prefer(request, self._open[False], count, kept, allows)
-            if len(found) < count and self._open[True]:
-                found += self._prefer(request, self._open[True], count - len(found), kept, allows)
-            return found if len(found) == count else None
-        fitting = [
-            at
-            for at in named
-            if (at not in kept or allows(at, request))
-            and fits_now(request, self.states[at])
-            and self._takes_more(self.states[at])
-        ]
-        # Those that are not busy first; the sort is stable.
-        chosen = sorted(fitting, key=lambda at: is_busy(self.states[at]))[:count]
-        return [at for at in fitting if at in chosen] if len(chosen) == count else None
+        if named is not None:
+            return self._choose_named(request, named, kept, allows)
+        if count > 1 and self.several_nodes:
+            by_node: dict[str, list[int]] = {}
+            for order in self._open:
+                for at in self._prefer(request, order, kept, allows):
+                    on_node = by_node.setdefault(self.states[at].device.host, [])
+                    on_node.append(at)
+                    if len(on_node) == count:
+                        return on_node
+            return None
+        found = list(islice(self._prefer(request, self._open[False], kept, allows), count))
+        if len(found) < count and self._open[True]:
+            busy = self._prefer(request, self._open[True], kept, allows)
+            found += islice(busy, count - len(found))
+        return found if len(found) == count else None
+
+    def _choose_named(
+        self, request: Request, named: Named, kept: Container[int], allows: Allows
+    ) -> list[int] | None:
+        """Choose among named devices: the first in the tag's order, and of one name the one that the style prefers."""
+        #: By node: how much each device is preferred, and its position.
+        by_node: dict[str, list[tuple[bool, int, int, int]]] = {}
+        for at, place in named.items():
+            if (at in kept and not allows(at, request)) or not self.fits(request, at):
+                continue
+            state = self.states[at]
+            left = state.free_bytes - (need_bytes(request, state) or 0)
+            rank = (is_busy(state), place, self._sign * left, at)
+            by_node.setdefault(state.device.host, []).append(rank)
+        count = request.count
+        found = [sorted(ranks)[:count] for ranks in by_node.values() if len(ranks) >= count]
+        if not found:
+            return None
+        best = min(found, key=lambda ranks: ranks[-1])
+        if request.devices:
+            best.sort(key=lambda rank: rank[1])
+        return [at for *_, at in best]
+
+    def fits(self, request: Request, at: int) -> bool:
+        """Return whether a device can hold a request now, and may have another task."""
+        return fits_now(request, self.states[at]) and self._takes_more(self.states[at])
+
+    def close(self, nodes: Collection[str]) -> None:
+        """Consider the devices of some nodes no more, except for requests that name devices or nodes."""
+        closed = {at for node in nodes for at in self.nodes.get(node, ())}
+        for order in self._open if closed else ():
+            order[:] = [each for each in order if each[1] not in closed]
 
     def place(self, request: Request, chosen: Sequence[int], now_s: float = 0.0) -> Placement:
         """Book a request on the devices that `choose` has returned, and return its placement.
@@ -188,11 +313,10 @@ class Board:
         self,
         request: Request,
         order: Sequence[tuple[int, int]],
-        wanted: int,
         kept: Container[int],
         allows: Allows,
-    ) -> list[int]:
-        """Return the positions of up to `wanted` devices of a sorted list that fit, the preferred first."""
+    ) -> Iterator[int]:
+        """Yield the positions of a sorted list that fit, the preferred first."""
         memory = request.memory
         # The same bytes of each device: those that fit are all at one end of the list.
         same = type(memory) is int
@@ -207,13 +331,14 @@ class Board:
             state = self.states[at]
             if not fits_now(request, state):
                 continue
-            # Sorted by what stays free, where devices are asked for different amounts.
-            found.append((key - self._sign * (need_bytes(request, state) or 0), at))
-            if same and len(found) == wanted:
-                break
-        if not same:
-            found.sort()
-        return [at for _, at in found[:wanted]]
+            if same:
+                yield at
+            else:
+                # Sorted by what stays free, where devices are asked for different amounts.
+                found.append((key - self._sign * (need_bytes(request, state) or 0), at))
+        found.sort()
+        for _, at in found:
+            yield at
 
     def _takes_more(self, state: DeviceState) -> bool:
         """Return whether a device can take another task, as far as its memory allows."""
@@ -236,41 +361,98 @@ PlacementStyle = Literal["spread", "pack"]
 LEAST_WHOLE_BYTES = 2 * GIB
 
 
+def have_several_nodes(states: Iterable[DeviceState]) -> bool:
+    """Return whether devices are on more than one node."""
+    return len({state.snapshot.device.host for state in states}) > 1
+
+
 def select_devices(request: Request, states: Sequence[DeviceState]) -> list[DeviceState]:
     """Return the devices that a request may use, in the order of its tag.
 
     Raises:
-        PlacementError: A device that was named is not there.
+        PlacementError: A device or a node that was named is not there.
     """
-    if not request.devices:
+    if not request.devices and not request.nodes:
         return list(states)
-    chosen: dict[DeviceKey, DeviceState] = {}
-    for name in request.devices:
+    return [state for state, _ in _select(request, states)]
+
+
+def _select(request: Request, states: Sequence[DeviceState]) -> list[tuple[DeviceState, int]]:
+    """Return the devices that a request may use, each with the position of its name in the tag."""
+    if request.nodes:
+        states = _on_nodes(request, states)
+    if not request.devices:
+        return [(state, 0) for state in states]
+    chosen: dict[DeviceKey, tuple[DeviceState, int]] = {}
+    for place, name in enumerate(request.devices):
         matches = _find_named(name, states)
-        if len(matches) != 1:
-            problem = "names no device" if not matches else "names more than one device"
-            raise PlacementError(
-                f"gpu:device={name} {problem} of this runner; accepted: an index from 0 to "
-                f"{len(states) - 1}, or the beginning of a UUID",
-                tuple(f"{state.device.index}: {state.device.uuid}" for state in states),
-            )
-        (match,) = matches
-        if match.device.key in chosen:
-            raise PlacementError(
-                f"gpu:device={','.join(request.devices)} names device {match.device.uuid} "
-                f"twice; name each device once"
-            )
-        chosen[match.device.key] = match
+        # An index may name one device of each node.
+        most = len({state.device.host for state in matches}) if name.isdigit() else 1
+        if not 0 < len(matches) <= most:
+            raise _misnamed(request, name, len(matches), states)
+        for match in matches:
+            if match.device.key in chosen:
+                raise PlacementError(
+                    f"gpu:device={','.join(request.devices)} names device {match.device.uuid} "
+                    f"twice; name each device once"
+                )
+            chosen[match.device.key] = match, place
     return list(chosen.values())
+
+
+def _on_nodes(request: Request, states: Sequence[DeviceState]) -> list[DeviceState]:
+    """Return the devices of the nodes that a request names."""
+    there = dict.fromkeys(state.device.host for state in states)
+    for name in request.nodes:
+        if name not in there:
+            raise PlacementError(
+                f"gpu:node={name} names no node of this runner; accepted: {_join(there)}"
+            )
+    return [state for state in states if state.device.host in request.nodes]
 
 
 def _find_named(name: str, states: Sequence[DeviceState]) -> list[DeviceState]:
     if name.isdigit():
         return [state for state in states if state.device.index == int(name)]
+    node, _, index = name.rpartition(":")
+    if node and index.isdigit():
+        on_node = [state for state in states if state.device.host == node]
+        if found := [state for state in on_node if state.device.index == int(index)]:
+            return found
     name = name.lower()
     found = [state for state in states if state.device.uuid.lower().startswith(name)]
     # SIM-1 is all of one name and the beginning of SIM-10.
     return [state for state in found if state.device.uuid.lower() == name] or found
+
+
+def _misnamed(
+    request: Request, name: str, matches: int, states: Sequence[DeviceState]
+) -> PlacementError:
+    """Return the error of a name that is not that of one device."""
+    problem = "names more than one device" if matches else "names no device"
+    where = f" on node {_join(request.nodes)}" if request.nodes else ""
+    if not have_several_nodes(states):
+        return PlacementError(
+            f"gpu:device={name} {problem} of this runner{where}; accepted: an index from 0 to "
+            f"{len(states) - 1}, or the beginning of a UUID",
+            tuple(f"{state.device.index}: {state.device.uuid}" for state in states),
+        )
+    return PlacementError(
+        f"gpu:device={name} {problem} of this runner{where}; accepted: an index from 0 to "
+        f"{max(state.device.index for state in states)}, a node and an index as in "
+        f"{states[0].device.host}:{states[0].device.index}, or the beginning of a UUID",
+        _shorten([f"{s.device.host}:{s.device.index}: {s.device.uuid}" for s in states]),
+    )
+
+
+def _join(names: Collection[str]) -> str:
+    return ", ".join(_shorten(list(names)))
+
+
+def _shorten(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the first of many texts, and how many more there are."""
+    more = len(texts) - MOST_LISTED
+    return (*texts[:MOST_LISTED], f"and {more} more") if more > 0 else tuple(texts)
 
 
 def need_bytes(request: Request, state: DeviceState) -> int | None:
@@ -302,46 +484,64 @@ def check_possible(
         PlacementError: It can never be placed; the message says what the largest device is.
     """
     eligible = select_devices(request, states)
-    if request.count > len(eligible):
-        among = f"{len(eligible)} named" if request.devices else f"{len(eligible)} here"
+    several = have_several_nodes(eligible)
+    #: The devices that it could get together.
+    groups = [eligible]
+    if several and request.count > 1:
+        by_node: dict[str, list[DeviceState]] = {}
+        for state in eligible:
+            by_node.setdefault(state.device.host, []).append(state)
+        groups = list(by_node.values())
+    most = max(groups, key=len)
+    if request.count > len(most):
+        among = f"{len(most)} named" if request.devices else f"{len(most)} here"
         raise PlacementError(
-            f"gpu:count={request.count} asks for more devices than there are ({among}); lower the "
-            f"count or name other devices",
-            tuple(describe_capacity(state) for state in eligible),
+            f"gpu:count={request.count} asks for more devices than "
+            + (
+                f"one node has ({among}, on {most[0].device.host})"
+                if several
+                else f"there are ({among})"
+            )
+            + "; lower the count or name other devices",
+            _describe_each(eligible, several),
         )
-    fitting = [state for state in eligible if could_hold(request, state)]
+    groups = [[state for state in group if could_hold(request, state)] for group in groups]
+    fitting = max(groups, key=len)
     if len(fitting) < request.count:
         if request.memory is None and not fitting:
             raise PlacementError(
                 f"no device here has memory left to give beside its headroom, so "
                 f"{request.task_name!r} can never start; lower the headroom or name other devices",
-                tuple(describe_capacity(state) for state in eligible),
+                _describe_each(eligible, several),
             )
         need = max(need_bytes(request, state) or 0 for state in eligible)
         largest = max(eligible, key=lambda state: state.capacity_bytes)
         problem = (
-            f"larger than any device here (largest: {largest.device.uuid}, "
+            f"larger than any device here (largest: {_label(largest, several)}, "
             f"{format_bytes(largest.capacity_bytes)} usable)"
             if not fitting
-            else f"asked on {request.count} devices, and only {len(fitting)} could hold it"
+            else f"asked on {request.count} devices{' of one node' if several else ''}, and only "
+            f"{len(fitting)} could hold it{f' (on {fitting[0].device.host})' if several else ''}"
         )
         raise PlacementError(
             f"gpu:memory={format_bytes(need)} is {problem}; lower the tag or name other devices",
-            tuple(describe_capacity(state) for state in eligible),
+            _describe_each(eligible, several),
         )
     held = {reservation.device_key: reservation for reservation in held_by_parent}
     if not held:
         return
-    if sum(could_hold(request, state, held.values()) for state in fitting) < request.count:
+    beside = [sum(could_hold(request, s, held.values()) for s in group) for group in groups]
+    if max(beside) < request.count:
         raise PlacementError(
             f"{request.task_name!r} was submitted from inside a GPU task and could never start "
             f"while that one holds what it holds; give the outer task a smaller gpu:memory or "
             f"another device",
             tuple(
-                f"{state.device.uuid}: the outer task holds "
+                f"{_label(state, several)}: the outer task holds "
                 f"{format_bytes(held[state.device.key].reserved_bytes)} of "
                 f"{format_bytes(state.capacity_bytes)}"
-                for state in fitting
+                for group in groups
+                for state in group
                 if state.device.key in held
             ),
         )
@@ -388,17 +588,29 @@ def is_open(state: DeviceState) -> bool:
     return True
 
 
-def describe_capacity(state: DeviceState) -> str:
-    """Return how large a device is, as text for a refusal."""
-    if state.snapshot.error:
-        return f"{state.device.uuid}: {state.snapshot.error}"
-    return f"{state.device.uuid}: {format_bytes(state.capacity_bytes)} usable"
+def _label(state: DeviceState, several_nodes: bool) -> str:
+    """Return the name of a device for a message, with its node where there are several."""
+    device = state.device
+    return f"{device.uuid} ({device.host})" if several_nodes else device.uuid
+
+
+def _describe_each(states: Iterable[DeviceState], several_nodes: bool) -> tuple[str, ...]:
+    """Return how large each device is, as texts for a refusal; of a cluster, the first devices."""
+    texts = [
+        f"{_label(state, several_nodes)}: "
+        + (state.snapshot.error or f"{format_bytes(state.capacity_bytes)} usable")
+        for state in states
+    ]
+    return _shorten(texts) if several_nodes else tuple(texts)
 
 
 def describe_wait(
     request: Request, states: Sequence[DeviceState], max_tasks: int | None = None
 ) -> str:
     """Return what a request waits for: `6.6GiB on any of 2 devices; most free 3.1GiB`.
+
+    Where the devices are on several nodes, it names them: `6.6GiB on any of 16 devices on 2 nodes; most free 3.1GiB
+    (gpu-2)`.
 
     Args:
         request: What is asked.
@@ -413,6 +625,8 @@ def describe_wait(
     )
     if request.exclusive and None not in needs:
         amount += " and no other task"
+    nodes = len({state.device.host for state in states})
+    several = nodes > 1
     where = (
         states[0].device.uuid
         if len(states) == 1
@@ -420,9 +634,11 @@ def describe_wait(
         if request.count == 1
         else f"{request.count} of {len(states)} devices"
     )
+    if several:
+        where += f" on {nodes} nodes" if request.count == 1 else f" on one of {nodes} nodes"
     broken = [state for state in states if state.snapshot.error]
     if len(broken) == len(states):
-        return f"{amount} on {where}; {broken[0].device.uuid}: {broken[0].snapshot.error}"
+        return f"{amount} on {where}; {_label(broken[0], several)}: {broken[0].snapshot.error}"
     if max_tasks is not None and all(
         len(state.reservations) >= max_tasks for state in states if not state.snapshot.error
     ):
@@ -436,5 +652,7 @@ def describe_wait(
             there = "running there" if alone else "running there alone"
             return f"{amount} on {where}; {there}: {named}"
     # Rounded to 64 MiB: a message that changes with every allocation of others says nothing more.
-    most = max(0, max(state.free_bytes for state in states if not state.snapshot.error))
-    return f"{amount} on {where}; most free {format_bytes(most - most % (64 * MIB))}"
+    emptiest = max((s for s in states if not s.snapshot.error), key=lambda state: state.free_bytes)
+    most = max(0, emptiest.free_bytes)
+    on_node = f" ({emptiest.device.host})" if several else ""
+    return f"{amount} on {where}; most free {format_bytes(most - most % (64 * MIB))}{on_node}"

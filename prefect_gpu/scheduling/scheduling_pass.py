@@ -1,8 +1,8 @@
 """One scheduling pass: which waiting requests start now, which never can, and why the others wait.
 
-Pure: a queue (the waiting requests, by shape and in order), the devices of one reading and the machine's own memory go in, and decisions come out. How a
-device is chosen is in `placement`, which requests may pass a blocked one in `backfill`, how free memory is
-computed in `memory`.
+Pure: a queue (the waiting requests, by shape and in order), the devices of one reading and the own memory of the
+machine, or of each node of a cluster, go in, and decisions come out. How a device is chosen is in `placement`,
+which requests may pass a blocked one in `backfill`, how free memory is computed in `memory`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -19,7 +19,14 @@ from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.backfill import PATIENCE, Backfill, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Memory, Placement, Request
-from prefect_gpu.scheduling.placement import Board, check_possible, describe_wait, select_devices
+from prefect_gpu.scheduling.placement import (
+    Board,
+    Named,
+    check_possible,
+    describe_wait,
+    have_several_nodes,
+    select_devices,
+)
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: What requests are sorted by; no two are equal.
@@ -45,6 +52,7 @@ class Shape(NamedTuple):
     length: int | None = None
     #: The broker that it waits at.
     origin: str = ""
+    nodes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, request: Request) -> Shape:
@@ -57,6 +65,7 @@ class Shape(NamedTuple):
             request.exclusive,
             None if request.expected_s is None else math.frexp(request.expected_s)[1],
             request.origin,
+            request.nodes,
         )
 
 
@@ -121,7 +130,7 @@ class RequestQueue:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """What the machine itself has left for processes."""
+    """What the machine itself, or one node of a cluster, has left for processes."""
 
     #: Bytes that new processes could use, as the kernel says.
     available_bytes: int
@@ -131,7 +140,7 @@ class HostState:
     processes: int
     #: Most of them at a time.
     max_processes: int
-    #: Processes that run in all, those of other brokers of the machine with them.
+    #: Processes that run in all, those of other brokers with them.
     all_processes: int = 0
 
     @property
@@ -139,19 +148,42 @@ class HostState:
         """Whether no process at all may start now."""
         return self.processes >= self.max_processes
 
-    def refusal(self, request: Request) -> str:
-        """Return why no process may start for a request now; empty: it may."""
-        if self.full:
-            return f"{self.processes} processes run, and max_processes is {self.max_processes}"
-        left = self.available_bytes - self.reserved_bytes
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that are neither taken nor reserved; less than 0: more was reserved than there is."""
+        return self.available_bytes - self.reserved_bytes
+
+    def refuses(self, request: Request, node: str = "") -> bool:
+        """Return whether no process may start for a request now.
+
+        Args:
+            request: What is asked.
+            node: Not used: as `ClusterState.refuses`.
+        """
         # While no process of a flow runs, waiting would not bring memory back: an estimate alone must not
         # stop a flow for ever.
-        if max(self.processes, self.all_processes) and request.host_bytes > left:
+        running = max(self.processes, self.all_processes)
+        return self.full or (running > 0 and request.host_bytes > self.left_bytes)
+
+    def refusal(self, request: Request, node: str = "") -> str:
+        """Return why no process may start for a request now; empty: it may.
+
+        Args:
+            request: What is asked.
+            node: Name of the node of a cluster that this is of; empty: it is the machine.
+        """
+        if not self.refuses(request):
+            return ""
+        if self.full:
+            where = f" on node {node}" if node else ""
             return (
-                f"{format_bytes(request.host_bytes)} of the machine's own memory for its process; "
-                f"{format_bytes(max(0, left))} available"
+                f"{self.processes} processes run{where}, and max_processes is {self.max_processes}"
             )
-        return ""
+        memory = f"the own memory of node {node}" if node else "the machine's own memory"
+        return (
+            f"{format_bytes(request.host_bytes)} of {memory} for its process; "
+            f"{format_bytes(max(0, self.left_bytes))} available"
+        )
 
     def after(self, request: Request) -> HostState:
         """Return what is left once a process was started for a request."""
@@ -162,6 +194,104 @@ class HostState:
             self.max_processes,
             self.all_processes + 1,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """What each node of a cluster has left for processes."""
+
+    #: By name, as in `Device.host`. A node that is not named has no limit.
+    nodes: Mapping[str, HostState]
+    #: Processes of this broker that run, on all nodes.
+    processes: int
+    #: Most of them at a time.
+    max_processes: int
+
+    @property
+    def full(self) -> bool:
+        """Whether no process at all may start now."""
+        return self.processes >= self.max_processes
+
+    def refuses(self, request: Request, node: str) -> bool:
+        """Return whether no process may start for a request on a node now."""
+        of_node = self.nodes.get(node)
+        return self.full or (of_node is not None and of_node.refuses(request))
+
+    def after(self, request: Request) -> ClusterState:
+        """Return what is left of the broker's own limit once a process was started for a request."""
+        return replace(self, processes=self.processes + (not request.origin))
+
+
+class _NodeLimits:
+    """What the limits of nodes refuse in one scheduling pass.
+
+    `allows` and `in` are what `Board.choose` asks, instead of what the backfill keeps.
+
+    Args:
+        cluster: What each node has left before the pass.
+        board: The devices.
+        backfill: The devices that are kept for blocked requests.
+    """
+
+    def __init__(self, cluster: ClusterState, board: Board, backfill: Backfill) -> None:
+        self._board = board
+        self._backfill = backfill
+        self._nodes = dict(cluster.nodes)
+        #: Nodes on which nothing starts in this pass any more.
+        self._closed = {name for name, host in self._nodes.items() if host.full}
+        #: Nodes whose own memory has refused the request that was asked for last.
+        self._short: set[str] = set()
+        board.close(self._closed)
+
+    def __contains__(self, at: object) -> bool:
+        # Each device is asked for.
+        return True
+
+    def allows(self, at: int, request: Request) -> bool:
+        """Return whether a request may have a device, as far as the device has the memory."""
+        node = self._board.states[at].device.host
+        if node in self._closed:
+            return False
+        of_node = self._nodes.get(node)
+        if of_node is not None and of_node.refuses(request):
+            self._short.add(node)
+            return False
+        return self._by_backfill(at, request)
+
+    def _by_backfill(self, at: int, request: Request) -> bool:
+        return at not in self._backfill.kept or self._backfill.allows(at, request)
+
+    def choose(self, request: Request, named: Named | None) -> list[int] | None:
+        """Choose devices for a request on a node that does not refuse it."""
+        self._short.clear()
+        return self._board.choose(request, named, self, self.allows)
+
+    def close_for(self, request: Request, named: Named | None) -> bool:
+        """Close one node for the requests behind one for which `choose` has found nothing.
+
+        Returns:
+            Whether the memory of nodes is what it waits for: it has the devices there.
+        """
+        board = self._board
+        for node in sorted(self._short, key=lambda name: (-self._nodes[name].left_bytes, name)):
+            there = board.nodes[node] if named is None else named.keys() & set(board.nodes[node])
+            fit = (at for at in there if self._by_backfill(at, request) and board.fits(request, at))
+            if sum(1 for _ in fit) >= request.count:
+                self._close(node)
+                return True
+        return False
+
+    def start(self, request: Request, node: str) -> None:
+        """Note that a process is started on a node."""
+        of_node = self._nodes.get(node)
+        if of_node is not None:
+            self._nodes[node] = of_node = of_node.after(request)
+            if of_node.full:
+                self._close(node)
+
+    def _close(self, node: str) -> None:
+        self._closed.add(node)
+        self._board.close((node,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +307,7 @@ class Decisions:
 def decide(
     queue: RequestQueue,
     board: Board,
-    host: HostState,
+    host: HostState | ClusterState,
     patience: Patience = PATIENCE,
     now_s: float = 0.0,
     slots: Mapping[str, int] = MappingProxyType({}),
@@ -189,7 +319,11 @@ def decide(
     those is carried out by their own brokers.
 
     Requests are considered by priority, then first come. A blocked one limits those behind it, as `backfill`
-    says. One that the machine's own memory blocks blocks all, since each needs some of it. Of each shape the
+    says. One that the machine's own memory blocks blocks all, since each needs some of it. In a cluster, a
+    request for which one node has no memory or no process left may start on another. Where it has the devices on
+    some nodes, and the own memory of each of them is too little, nothing behind it starts on one of these: the one
+    with most memory left, where it is likely to start first. What comes free there goes to it, and the other
+    nodes go on. For a cluster of one node that is the rule of one machine. Of each shape the
     first request alone is considered until it starts, so a pass costs as much as there are shapes, not
     requests.
 
@@ -198,7 +332,7 @@ def decide(
     Args:
         queue: Waiting requests; left as it is.
         board: All devices; placements are booked on it.
-        host: The machine's own memory and processes.
+        host: Own memory and processes of the machine, or of each node.
         patience: How far a blocked request may be passed.
         now_s: Monotonic seconds.
         slots: Processes that each other broker may start, by origin. One that is not named starts none.
@@ -207,20 +341,21 @@ def decide(
     """
     left = dict(slots)
     backfill = Backfill(board, queue.statuses, patience, now_s)
+    limits = _NodeLimits(host, board, backfill) if isinstance(host, ClusterState) else None
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
     #: The requests that are considered next, one of each shape: its order, its lane, its place there.
     turns: list[tuple[OrderKey, Request, Lane, int]] = []
     for lane in queue.lanes:
         key, request = lane[0]
-        possible = board.surely_fits(request, request.count)
+        possible = board.surely_fits(request)
         if not possible and (impossible := _refuse(lane, board)):
             refusals += impossible
         else:
             turns.append((key, request, lane, 0))
     turns.sort()
     #: Blocked requests that are not noted yet.
-    blocked: list[tuple[Request, list[int] | None, bool]] = []
+    blocked: list[tuple[Request, Named | None, bool]] = []
     most_free_bytes = board.most_free_bytes()
     # Turns are added behind the one that is considered.
     for number, (_, request, lane, position) in enumerate(turns, 1):
@@ -229,7 +364,7 @@ def decide(
         if request.origin and left.get(request.origin, 0) <= 0:
             # Nor do those behind it in its lane, which has no other origin.
             continue
-        named = board.named(request) if request.devices else None
+        named = board.named(request) if request.devices or request.nodes else None
         chosen: list[int] | None = None
         unknown = request.origin in passive
         if not unknown and _least_bytes(request) <= most_free_bytes:
@@ -238,13 +373,21 @@ def decide(
             blocked.clear()
             if backfill.all_drain:
                 break
-            chosen = board.choose(request, named, backfill.kept, backfill.allows)
+            if limits is None:
+                chosen = board.choose(request, named, backfill.kept, backfill.allows)
+            else:
+                chosen = limits.choose(request, named)
+                if chosen is None and limits.close_for(request, named):
+                    most_free_bytes = board.most_free_bytes()
+                    continue
         if chosen is None:
             blocked.append((request, named, unknown))
             continue
-        if host.refusal(request):
+        if isinstance(host, HostState) and host.refuses(request):
             break
         placements.append((request, board.place(request, chosen, now_s)))
+        if limits is not None:
+            limits.start(request, board.states[chosen[0]].device.host)
         if request.origin:
             # Whom it passes is counted by its own broker, when it starts.
             left[request.origin] -= 1
@@ -262,7 +405,7 @@ def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
     refusals: list[tuple[Request, PlacementError]] = []
     for _, request in lane:
         try:
-            check_possible(request, board.states, board.held_by_parent)
+            check_possible(request, board.states_of(request), board.held_by_parent)
         except PlacementError as error:
             refusals.append((request, error))
         else:
@@ -274,7 +417,7 @@ def explain(
     request: Request,
     queue: RequestQueue,
     states: Sequence[DeviceState],
-    host: HostState,
+    host: HostState | ClusterState,
     patience: Patience = PATIENCE,
     now_s: float = 0.0,
     max_tasks: int | None = None,
@@ -285,16 +428,21 @@ def explain(
         request: A request of `queue`.
         queue: Waiting requests.
         states: All devices.
-        host: The machine's own memory and processes.
+        host: Own memory and processes of the machine, or of each node.
         patience: How far it may be passed.
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
 
     Raises:
-        PlacementError: It names devices that are not there.
+        PlacementError: It names devices or nodes that are not there.
     """
     eligible = select_devices(request, states)
-    reason = host.refusal(request) or describe_wait(request, eligible, max_tasks)
+    refusal = (
+        host.refusal(request)
+        if isinstance(host, HostState)
+        else _describe_refusals(request, eligible, host)
+    )
+    reason = refusal or describe_wait(request, eligible, max_tasks)
     keys = {state.device.key for state in eligible}
     ahead = sum(
         before
@@ -306,11 +454,28 @@ def explain(
         reason += f"; {ahead} ahead in the queue"
     status = queue.statuses.get(request.id)
     if status is not None:
-        reason += _describe_status(status, patience, now_s)
+        reason += _describe_status(status, patience, now_s, states)
     return reason
 
 
-def _describe_status(status: BlockedStatus, patience: Patience, now_s: float) -> str:
+def _describe_refusals(request: Request, states: Sequence[DeviceState], host: ClusterState) -> str:
+    """Return why no process may start for a request on any node of its devices; empty: on some it may."""
+    if host.full:
+        return f"{host.processes} processes run, and max_processes is {host.max_processes}"
+    names = list(dict.fromkeys(state.device.host for state in states))
+    if not all(host.refuses(request, name) for name in names):
+        return ""
+    # The one where it is likely to start first.
+    name = min(names, key=lambda name: (host.nodes[name].full, -host.nodes[name].left_bytes))
+    reason = host.nodes[name].refusal(request, name)
+    others = len(names) - 1
+    plural = "s" if others > 1 else ""
+    return f"{reason}; no more on {others} other node{plural}" if others else reason
+
+
+def _describe_status(
+    status: BlockedStatus, patience: Patience, now_s: float, states: Sequence[DeviceState]
+) -> str:
     """Return whether other requests pass a blocked one, and what is done for it, as text."""
     text = ""
     if status.passed:
@@ -320,6 +485,9 @@ def _describe_status(status: BlockedStatus, patience: Patience, now_s: float) ->
     if status.kept and status.starts_s is not None:
         names = ", ".join(uuid for _, uuid in status.kept[:3])
         more = len(status.kept) - 3
+        if have_several_nodes(states):
+            hosts = {s.device.host: None for s in states if s.device.key in status.kept}
+            names += f" ({', '.join(hosts)})"
         text += f"; {names}{f' and {more} more' if more > 0 else ''} kept for it"
         if status.starts_s > now_s:
             text += f", free in about {format_seconds(status.starts_s - now_s)}"
@@ -330,7 +498,7 @@ def _may_use_one(
     request: Request, states: Sequence[DeviceState], keys: Collection[tuple[str, str]]
 ) -> bool:
     """Return whether a request may use one of some devices."""
-    if not request.devices:
+    if not request.devices and not request.nodes:
         return True
     try:
         return any(state.device.key in keys for state in select_devices(request, states))

@@ -231,11 +231,15 @@ def in_the_way(request: Request, states: Iterable[DeviceState]) -> tuple[str, ..
         states: The devices that it may use.
     """
     alone = [r for r in states if not r.reservations and is_open(r) and could_hold(request, r)]
-    if len(alone) < request.count:
-        return ()
-    # The devices where the fewest must end.
+    # The devices where the fewest must end, all of one node.
     alone.sort(key=lambda state: len(state.standbys))
-    return tuple(hold.request_id for state in alone[: request.count] for hold in state.standbys)
+    by_node: dict[str, list[DeviceState]] = {}
+    for state in alone:
+        on_node = by_node.setdefault(state.device.host, [])
+        on_node.append(state)
+        if len(on_node) == request.count:
+            return tuple(hold.request_id for state in on_node for hold in state.standbys)
+    return ()
 
 
 def choose_device(

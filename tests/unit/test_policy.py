@@ -81,6 +81,11 @@ def test_without_a_gpu_tag_there_is_no_policy() -> None:
             id="devices keep their order, and count may use all of them",
         ),
         pytest.param(
+            ["gpu:device=gpu-2:01,a.b_c#1:0", "gpu:node=gpu-2, a.b_c#1"],
+            GPUPolicy(devices=("gpu-2:1", "a.b_c#1:0"), nodes=("a.b_c#1", "gpu-2")),
+            id="nodes, and devices of nodes",
+        ),
+        pytest.param(
             ["gpu:framework=torch:70%", "gpu:framework=JAX", "gpu:framework=jax"],
             GPUPolicy(frameworks=(FrameworkShare("jax"), FrameworkShare("torch", 0.7))),
             id="frameworks repeat, by name, duplicates once",
@@ -193,6 +198,12 @@ def test_a_default_that_a_task_states_is_kept_when_the_context_adds_a_budget() -
         pytest.param(["gpu:device=0,0"], ["device 0 is named twice"], id="device twice"),
         pytest.param(["gpu:device=first"], ["neither an index nor a UUID prefix"], id="device by name"),
         pytest.param(["gpu:device=0,"], ["''"], id="trailing comma"),
+        pytest.param(["gpu:device=a:0,a:00"], ["device a:0 is named twice"], id="device of a node twice"),
+        pytest.param(["gpu:device=a b:0"], ["'a b:0' is neither"], id="device of no node"),
+        pytest.param(["gpu:node=a b"], ["'a b' is not a name of a node", "gpu:node=gpu-1,gpu-2"], id="no name of a node"),
+        pytest.param(["gpu:node=a,"], ["''"], id="node without a name"),
+        pytest.param(["gpu:node=a,a"], ["node a is named twice"], id="node twice"),
+        pytest.param(["gpu:node=a", "gpu:node=b"], ["two values for node"], id="two nodes in two tags"),
         pytest.param(["gpu:framework=theano"], ["'theano' is not known;", "onnxruntime"], id="unknown framework"),
         pytest.param(["gpu:framework=pytorch"], ["did you mean torch?"], id="framework by another name"),
         pytest.param(["gpu:framework=torch:70"], ["'70' is not a percentage"], id="share without percent"),
@@ -256,6 +267,8 @@ _WHOLE = [
     "gpu:memory=40%",
     "gpu:count=2",
     "gpu:device=0,GPU-1a",
+    "gpu:device=gpu-2:0",
+    "gpu:node=gpu-1,gpu-2",
     "gpu:framework=torch:70%",
     "gpu:framework=jax",
     "gpu:framework=none",
@@ -332,7 +345,9 @@ def _shares(draw: st.DrawFn) -> tuple[FrameworkShare, ...]:
 @st.composite
 def _policies(draw: st.DrawFn) -> GPUPolicy:
     devices = draw(
-        st.lists(st.sampled_from(["0", "1", "17", "GPU-1a2b", "MIG-3c", "SIM-0"]), unique=True)
+        st.lists(
+            st.sampled_from(["0", "1", "17", "gpu-2:0", "GPU-1a2b", "MIG-3c", "SIM-0"]), unique=True
+        )
     )
     caching = draw(st.booleans())
     return GPUPolicy(
@@ -354,6 +369,7 @@ def _policies(draw: st.DrawFn) -> GPUPolicy:
         wait_s=draw(st.none() | st.floats(1e-9, 1e12)),
         cpus=draw(st.none() | st.integers(1, 4096)),
         learn_by=tuple(sorted(draw(st.sets(st.from_regex(r"[a-z_]{1,8}", fullmatch=True))))),
+        nodes=tuple(sorted(draw(st.sets(st.from_regex(r"[A-Za-z0-9._#-]{1,8}", fullmatch=True))))),
     )
 
 
@@ -376,6 +392,7 @@ def tags_of(policy: GPUPolicy) -> list[str]:
         wait=policy.wait_s,
         cpus=policy.cpus,
         learn_by=policy.learn_by,
+        node=policy.nodes or None,
     )
 
 
@@ -390,7 +407,9 @@ def test_the_tags_of_gpu_are_read_as_its_arguments_ask(policy: GPUPolicy) -> Non
 def test_case_and_spaces_do_not_matter(policy: GPUPolicy, choices: random.Random) -> None:
     def vary(tag: str) -> str:
         key, equals, text = tag.partition("=")
-        if not key.endswith(("device", "learn_by")):  # prefixes and parameters are as written
+        if not key.endswith(
+            ("device", "learn_by", "node")
+        ):  # prefixes and parameters are as written
             text = "".join(choices.choice((each.upper(), each.lower())) for each in text)
         return f" {choices.choice((key.upper(), key.title()))} {equals} {text}  "
 
@@ -412,6 +431,8 @@ def test_case_and_spaces_do_not_matter(policy: GPUPolicy, choices: random.Random
             id="sequences",
         ),
         pytest.param(gpu(device=1), ["gpu", "gpu:device=1"], id="a device by its number"),
+        pytest.param(gpu(node="a"), ["gpu", "gpu:node=a"], id="a node"),
+        pytest.param(gpu(node=["b", "a"]), ["gpu", "gpu:node=b,a"], id="nodes"),
         pytest.param(
             gpu(alloc={"expandable_segments": True, "max_split_size_mb": 128, "garbage_collection_threshold": 1e-05}),
             ["gpu", "gpu:alloc.expandable_segments=True", "gpu:alloc.max_split_size_mb=128", "gpu:alloc.garbage_collection_threshold=0.00001"],
@@ -438,6 +459,7 @@ def test_gpu_returns_the_tags_of_its_arguments(tags: list[str], written: list[st
     [
         pytest.param({"memory": 8}, id="a number without a unit"),
         pytest.param({"device": []}, id="a list of no devices"),
+        pytest.param({"node": []}, id="a list of no nodes"),
         pytest.param({"exclusive": "no"}, id="a word for a bool"),
         pytest.param({"alloc": {"max_split": 64}}, id="an unknown option"),
         pytest.param({"wait": float("nan")}, id="seconds that are no number"),

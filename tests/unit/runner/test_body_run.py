@@ -135,7 +135,7 @@ class Scene:
         self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
         left = list(ends)
         broker = SimpleNamespace(
-            capacities=lambda names: {device(): CAPACITY},
+            capacities=lambda names, nodes=(): {device(): CAPACITY},
         )
 
         def new_attempt(call: Any, grant: Grant, number: int, *services: Any) -> Any:

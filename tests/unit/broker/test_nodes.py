@@ -1,0 +1,143 @@
+"""A broker over the devices of several nodes, which join and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prefect_gpu.broker.broker import Ticket
+from prefect_gpu.broker.device_view import RECOVERY_S
+from prefect_gpu.errors import PlacementError
+from prefect_gpu.scheduling.model import Device, DeviceSnapshot, NodeReading
+from prefect_gpu.units import GIB
+from tests.unit.broker.broker_rig import MakeRig, Reader, Rig, WatchedBroker, decided
+from tests.unit.broker.broker_rig import make_rig as make_rig
+
+
+class NodesReader(Reader):
+    """Two simulated devices on each node."""
+
+    #: The nodes that are in the cluster now.
+    there: tuple[str, ...] = ("a", "b")
+    #: By name.
+    limits: Mapping[str, NodeReading] = {}
+
+    def _of_node(self, device: Device) -> Device:
+        return replace(device, host="abc"[device.index // 2], index=device.index % 2)
+
+    def devices(self) -> tuple[Device, ...]:
+        found = map(self._of_node, super().devices())
+        return tuple(device for device in found if device.host in self.there)
+
+    def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
+        found = [replace(s, device=self._of_node(s.device)) for s in super().read(roots)]
+        return tuple(each for each in found if each.device.host in self.there)
+
+    def nodes(self) -> Mapping[str, NodeReading]:
+        return {name: self.limits[name] for name in self.there if name in self.limits}
+
+
+class NodesRig(Rig):
+    reader: NodesReader
+
+    def another(self, **of_broker: Any) -> WatchedBroker:
+        if not isinstance(self.reader, NodesReader):
+            self.reader = NodesReader(self.reader.spec, self.clock)
+        return super().another(**of_broker)
+
+
+@pytest.fixture
+def nodes(make_rig: MakeRig) -> NodesRig:
+    rig = make_rig("6x24GiB", kind=NodesRig)
+    assert isinstance(rig, NodesRig)
+    return rig
+
+
+def where(ticket: Ticket) -> list[str]:
+    assert ticket.placement is not None
+    return [f"{device.host}:{device.index}" for device in ticket.placement.devices]
+
+
+def test_several_devices_are_of_one_node(nodes: NodesRig) -> None:
+    assert where(nodes.place("one", 20, devices=("a:1",))) == ["a:1"]
+    assert where(nodes.place("two", 20, count=2)) == ["b:0", "b:1"]
+    assert nodes.waits(nodes.submit("three", 20, count=2))
+
+
+def test_a_task_runs_on_the_nodes_that_it_names(nodes: NodesRig) -> None:
+    assert where(nodes.place("one", 20, nodes=("b",))) == ["b:0"]
+    refused = nodes.submit("two", 20, nodes=("c",))
+    decided(refused)
+    assert isinstance(refused.error, PlacementError)
+    assert "gpu:node=c names no node of this runner; accepted: a, b" in str(refused.error)
+
+
+def test_memory_and_processes_are_counted_on_each_node(nodes: NodesRig) -> None:
+    nodes.reader.limits = {"a": NodeReading(4 * GIB), "b": NodeReading(8 * GIB, max_processes=2)}
+    assert where(nodes.place("one", 1, host_bytes=3 * GIB, nodes=("a",))) == ["a:0"]
+    assert where(nodes.place("two", 1, host_bytes=3 * GIB)) == ["b:0"]
+    assert where(nodes.place("three", 1, host_bytes=3 * GIB)) == ["b:1"]
+    waits = nodes.submit("four", 1, host_bytes=3 * GIB)
+    assert nodes.waits(waits)
+    assert nodes.broker.explain(waits) == (
+        "3GiB of the own memory of node a for its process; 1GiB available; no more on 1 other node"
+    )
+    assert nodes.broker.wants_host_memory
+    assert nodes.broker.host_promised_bytes == 9 * GIB
+
+
+def test_devices_of_a_node_that_joins_are_used(nodes: NodesRig) -> None:
+    for name in "abcd":
+        nodes.place(name, 20)
+    waits = nodes.submit("e", 20)
+    assert nodes.waits(waits)
+    nodes.reader.there = ("a", "b", "c")
+    nodes.broker.read()
+    decided(waits)
+    assert where(waits) == ["c:0"]
+    assert [device.host for device in nodes.broker.devices] == ["a", "a", "b", "b", "c", "c"]
+    assert len(nodes.broker.capacities((), ("c",))) == 2
+    entry = nodes.ledger.entry(waits.request.id)
+    assert entry is not None and {r.device_key for r in entry.reservations} <= set(entry.devices)
+
+
+def test_a_node_that_has_left_gets_no_task_and_those_there_can_end(nodes: NodesRig) -> None:
+    there = nodes.place("there", 20, nodes=("b",))
+    nodes.start(there, 10)
+    nodes.reader.there = ("a",)
+    nodes.broker.read()
+    assert [device.host for device in nodes.broker.devices] == ["a", "a"]
+    assert where(nodes.place("one", 20)) == ["a:0"]
+    assert where(nodes.place("two", 20)) == ["a:1"]
+    assert nodes.waits(nodes.submit("three", 20))
+    assert nodes.broker.neighbours(there) == ()
+    assert nodes.broker.foreign_growth_bytes(there, patience_s=0.0) == 0
+    nodes.exit(there)
+    nodes.broker.read()
+    assert len(nodes.reservations()) == 3, "no reading shows its memory"
+    nodes.clock.advance(RECOVERY_S)
+    assert nodes.next_recovered() == ("there", None)
+    assert len(nodes.reservations()) == 2
+
+
+def test_a_reading_without_devices_leaves_them_as_they_are(nodes: NodesRig) -> None:
+    nodes.place("one", 20)
+    nodes.reader.there = ()
+    nodes.broker.read()
+    assert len(nodes.broker.devices) == 4
+
+
+def test_two_brokers_of_a_cluster_keep_one_order(nodes: NodesRig) -> None:
+    other = nodes.another()
+    for name in "abcd":
+        nodes.place(name, 20)
+    first = nodes.submit("first", 20, nodes=("b",), broker=other)
+    assert nodes.waits(first)
+    nodes.reader.there = ("a", "b", "c")
+    nodes.broker.read()
+    second = nodes.place("second", 20)
+    assert where(second) == ["c:0"]
+    assert not first.decided

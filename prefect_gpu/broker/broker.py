@@ -347,6 +347,8 @@ class Broker:
         with self._changed:
             self._call_later(self._hot.attach(ticket, pid))
             ticket.pid = pid
+            if self.reader.remote:
+                self._view.compute_again(ticket.devices)
         self._ledger.attach(ticket.request.id, pid)
 
     def watch(self, call: Callable[[Reading], None]) -> None:

@@ -205,6 +205,10 @@ def _ownerless(reading: Reading, key: DeviceKey) -> int | None:
 #: A reading that came longer ago than this (seconds) is not decided on; a new one is asked for first.
 FRESH_S = 0.5
 
+#: Seconds after which the states of all devices are computed again, also of those whose snapshots are the same: what
+#: other flows' processes are called may have come later.
+KEPT_S = 2.0
+
 #: Seconds without a reading after which a driver is said to be silent.
 SILENT_S = 5.0
 
@@ -243,7 +247,9 @@ class DeviceView:
         #: By device: the bytes that each request's process holds.
         self._measured: dict[DeviceKey, Mapping[str, int]] = {}
         #: By device and child process: the bytes of that process and of those that it started, by process id.
-        self._by_root: dict[tuple[DeviceKey, int], dict[int, int]] = {}
+        self._by_root: dict[DeviceKey, dict[int, dict[int, int]]] = {}
+        #: Monotonic seconds when the states of all devices were last dropped.
+        self._all_s = float("-inf")
         #: The states of the devices, and the reservations on each that they were computed for (`None`: it is
         #: not computed for this reading).
         self._states: list[DeviceState] = []
@@ -254,23 +260,42 @@ class DeviceView:
 
     def take(self, reading: Reading) -> None:
         """Use a new reading from now on."""
+        before = () if self.reading is None else self.reading.snapshots
         self.reading = reading
         self._came_s = self._clock.now()
-        self._keys = [snapshot.device.key for snapshot in reading.snapshots]
+        keys, self._keys = self._keys, [snapshot.device.key for snapshot in reading.snapshots]
         devices = tuple(snapshot.device for snapshot in reading.snapshots)
         if devices and devices != self.devices:
             # Nodes have joined or left the cluster.
             self.devices = devices
             there = set(self._keys)
             self._measured = {key: each for key, each in self._measured.items() if key in there}
-        self._states = [DeviceState(snapshot, 0, 0, 0) for snapshot in reading.snapshots]
-        self._computed_for = [None] * len(self._keys)
-        self._by_root = {}
-        for snapshot in reading.snapshots:
+        # On a cluster most devices have the snapshot that they had: nothing was heard of them.
+        if keys != self._keys or self._came_s - self._all_s >= KEPT_S:
+            before, self._all_s, self._by_root = (), self._came_s, {}
+            self._states = [DeviceState(snapshot, 0, 0, 0) for snapshot in reading.snapshots]
+            self._computed_for = [None] * len(self._keys)
+        computed_for = list(self._computed_for)
+        for at, snapshot in enumerate(reading.snapshots):
+            if before and snapshot is before[at]:
+                continue
+            computed_for[at] = None
+            self._states[at] = DeviceState(snapshot, 0, 0, 0)
+            by_root: dict[int, dict[int, int]] = {}
             for use in snapshot.processes if snapshot.device.attributed else ():
                 if use.root_pid is not None and use.used_bytes is not None:
-                    of_root = self._by_root.setdefault((snapshot.device.key, use.root_pid), {})
+                    of_root = by_root.setdefault(use.root_pid, {})
                     of_root[use.pid] = of_root.get(use.pid, 0) + use.used_bytes
+            self._by_root[snapshot.device.key] = by_root
+        self._computed_for = computed_for
+
+    def compute_again(self, devices: Iterable[Device]) -> None:
+        """Compute the states of some devices again, although their snapshots are the same: a process is known now."""
+        keys = {device.key for device in devices}
+        self._computed_for = [
+            None if key in keys else done
+            for key, done in zip(self._keys, self._computed_for, strict=True)
+        ]
 
     @property
     def fresh(self) -> bool:
@@ -351,7 +376,7 @@ class DeviceView:
 
     def measured_by_pid(self, root_pid: int, device: Device) -> Mapping[int, int]:
         """Return what a child process and those that it started hold of a device, by process id."""
-        return self._by_root.get((device.key, root_pid), {})
+        return self._by_root.get(device.key, {}).get(root_pid, {})
 
     def warn(self, reading: Reading) -> None:
         """Log what is odd in a reading, each thing once."""

@@ -44,7 +44,14 @@ from prefect_gpu.processes.launch_spec import (
 )
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.processes.transport import MemoryFile, PackedValue
-from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ModelBudgets, Request
+from prefect_gpu.scheduling.model import (
+    Device,
+    DeviceKind,
+    DeviceSnapshot,
+    ModelBudgets,
+    NodeReading,
+    Request,
+)
 from prefect_gpu.units import format_seconds
 
 logger = logging.getLogger(__name__)
@@ -293,9 +300,12 @@ class ClusterReader(DeviceReader):
         now_s = time.monotonic()
         return tuple(snapshot for node in nodes for snapshot in _snapshots(node, now_s))
 
-    def host_available_bytes(self) -> Mapping[str, int]:
-        """Return the bytes that new processes could use of each node's own memory."""
-        return {node.name: node.host_available_bytes for node in self._nodes.all()}
+    def nodes(self) -> Mapping[str, NodeReading]:
+        """See `DeviceReader.nodes`."""
+        return {
+            node.name: NodeReading(node.host_available_bytes, node.facts.max_processes)
+            for node in self._nodes.all()
+        }
 
     def process_memory(
         self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None

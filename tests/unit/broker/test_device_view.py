@@ -130,8 +130,14 @@ def test_only_a_device_whose_reservations_have_changed_is_computed_again(rig: Ri
     after = rig.states()
     assert after[0] is before[0]
     assert after[1].free_bytes == 21 * GIB
+    # Nothing new was heard of the first device.
     rig.take(ALL_FREE, replace(ALL_FREE, device=OTHER))
+    assert rig.states()[0] is before[0]
+    rig.view.compute_again([DEVICE])
     assert rig.states()[0] is not before[0]
+    kept = rig.states()
+    rig.take(replace(ALL_FREE), replace(ALL_FREE, device=OTHER))
+    assert rig.states()[0] is not kept[0]
 
 
 def test_what_a_device_could_ever_hold_is_known_better_once_it_was_read(rig: Rig) -> None:

@@ -231,7 +231,8 @@ def test_a_reading_has_all_devices_in_the_order_of_their_nodes() -> None:
     assert [snapshot.free_bytes // GIB for snapshot in snapshots] == [1, 0, 3, 3]
     assert snapshots[1].error == "the first reading of node b has not come"
     assert not any(snapshots[at].error for at in (0, 2, 3))
-    assert reader.host_available_bytes() == {"a": 5, "b": 0, "c": 0}
+    read = {name: node.available_bytes for name, node in reader.nodes().items()}
+    assert read == {"a": 5, "b": 0, "c": 0}
 
 
 def test_devices_of_a_node_that_is_silent_are_set_aside_until_it_is_heard_again() -> None:

@@ -1,0 +1,328 @@
+"""A node's agent and a flow's `Nodes`, with simulated devices and processes that do as they are told."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_gpu.broker.broker import Broker, next_sequence
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.cluster import node_agent
+from prefect_gpu.cluster.flow_side import (
+    ClusterLauncher,
+    ClusterReader,
+    ClusterStore,
+    Node,
+    Nodes,
+    RemoteHandle,
+)
+from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings
+from prefect_gpu.devices.spec import parse_spec
+from prefect_gpu.errors import NodeRefusedError
+from prefect_gpu.processes import values
+from prefect_gpu.processes.launch_spec import (
+    ChildExited,
+    ChildRefused,
+    ChildStarted,
+    LaunchSpec,
+    Listener,
+    ValueArrived,
+)
+from prefect_gpu.processes.messages import Answered, Asked, BodyStarted
+from prefect_gpu.scheduling.model import Device, Request
+from prefect_gpu.units import GIB
+from tests.unit.cluster.cluster_rig import FakeStore, Heard, place_on, spec_for
+
+#: Of processes that there are not.
+FIRST_PID = 5_000_000
+
+
+class FakeChild:
+    """One process on the node, which says what the test has it say."""
+
+    def __init__(self, spec: LaunchSpec, say: Listener, pid: int) -> None:
+        self.spec, self.say, self.pid = spec, say, pid
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.killed = threading.Event()
+
+    def answer(self, message: Any) -> None:
+        self.answers.put(message)
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None:
+        self.killed.set()
+
+    def begin(self) -> FakeChild:
+        self.say(ChildStarted(self.pid))
+        self.say(BodyStarted())
+        return self
+
+    def exit(self) -> None:
+        self.say(ChildExited(0, ""))
+
+    def ask(self, method: str, **arguments: Any) -> Any:
+        self.say(Asked(method, arguments))
+        answer = self.answers.get(timeout=DEADLOCK_S)
+        assert isinstance(answer, Answered)
+        return answer.error
+
+
+class FakeLauncher:
+    def __init__(self) -> None:
+        self.started: queue.SimpleQueue[FakeChild] = queue.SimpleQueue()
+        self.count = 0
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> FakeChild:
+        self.count += 1
+        child = FakeChild(spec, listener, FIRST_PID + self.count)
+        self.started.put(child)
+        return child
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + DEADLOCK_S
+    while not condition():
+        assert time.monotonic() < until_s
+        threading.Event().wait(0.01)
+
+
+class Scene:
+    """One node, and a flow that listens to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.launcher = FakeLauncher()
+        self.store = FakeStore()
+        spec = parse_spec("simulated:1x8GiB")
+        settings = NodeSettings("n1", spec, "spread", None, None, ledger=folder, standby=0)
+        self.agent = NodeAgent(settings, self.store, None, "1", self.launcher)
+        self.nodes = Nodes(self.store)
+        self.ledger = Ledger(lambda: ClusterStore(self.nodes))
+        self.ledger.view()
+        self.node = Node("n1", self.agent, self.agent.facts())
+        self.nodes.join(self.node)
+        self.flow = ClusterLauncher(self.nodes)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        seen = 0
+        while not self._closing.is_set():
+            news = self.agent.listen(seen, 0.05)
+            seen = news.number
+            self.nodes.take("n1", news)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self.agent.close()
+        assert self.agent._broker is not None
+        self.agent._broker._sampler.stop()
+
+    @property
+    def device(self) -> Device:
+        (device,) = self.agent.facts().devices
+        return device
+
+    def launch(self, gib: float, *args: Any) -> tuple[Heard, RemoteHandle]:
+        heard = Heard()
+        spec = spec_for(place_on(self.device, gib=[gib]), *args)
+        return heard, self.flow.start(spec, heard)
+
+    def next_child(self) -> FakeChild:
+        return self.launcher.started.get(timeout=DEADLOCK_S)
+
+    def held(self) -> list[tuple[str, float]]:
+        """What the node's own ledger has, as another flow of the machine reads it."""
+        ledger = Ledger(lambda: HostStore(self.folder))
+        try:
+            held = [r for group in ledger.view().by_device.values() for r in group]
+            return [(r.task_name, r.reserved_bytes / GIB) for r in held]
+        finally:
+            ledger._open().close()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_launch_is_confirmed_runs_and_is_released_after_its_end(scene: Scene) -> None:
+    heard, _ = scene.launch(5, "an argument")
+    child = scene.next_child()
+    assert scene.held() == [("train", 5)]
+    assert values.load_call(child.spec.call).args == ("an argument",)
+    child.begin()
+    assert heard.next() == ChildStarted(child.pid)
+    assert heard.next() == BodyStarted()
+    large = "x" * (2 << 20)
+    child.say(ValueArrived(values.dumps(large, "return value", "value").open()))
+    child.exit()
+    assert values.loads(heard.next().data, "return value") == large
+    assert scene.store.puts == 1
+    assert heard.next() == ChildExited(0, "")
+    wait_until(lambda: scene.held() == [])
+    assert not scene.agent._hosted and heard.nothing
+
+
+def test_a_launch_that_does_not_fit_is_refused_with_the_reason(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_agent, "CONFIRM_S", 0.1)
+    scene.launch(5)
+    scene.next_child().begin()
+    heard, _ = scene.launch(4)
+    refused = heard.next()
+    assert isinstance(refused, ChildRefused)
+    assert isinstance(refused.error, NodeRefusedError)
+    assert "4GiB" in str(refused.error) and "n1" in str(refused.error)
+    assert scene.held() == [("train", 5)]
+    assert scene.launcher.count == 1
+
+
+def test_a_launch_larger_than_the_device_is_refused_at_once(scene: Scene) -> None:
+    heard, _ = scene.launch(9)
+    assert isinstance(heard.next().error, NodeRefusedError)
+    assert scene.held() == []
+
+
+def test_a_process_that_is_killed_before_it_is_confirmed_is_not_started(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_agent, "CONFIRM_S", DEADLOCK_S)
+    scene.launch(5)
+    first = scene.next_child().begin()
+    heard, handle = scene.launch(4)
+    handle.kill()
+    first.exit()
+    assert isinstance(heard.next().error, NodeRefusedError)
+    assert scene.launcher.count == 1
+    wait_until(lambda: scene.held() == [])
+
+
+def test_a_process_is_killed_by_the_flow_and_by_the_end_of_the_agent(scene: Scene) -> None:
+    _, handle = scene.launch(2)
+    one = scene.next_child().begin()
+    handle.kill()
+    assert one.killed.wait(DEADLOCK_S)
+    scene.launch(2)
+    two = scene.next_child().begin()
+    scene.agent.close()
+    assert two.killed.is_set()
+
+
+def test_what_other_flows_hold_is_in_the_news_and_is_not_given_twice(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_agent, "CONFIRM_S", 0.1)
+    ledger = Ledger(lambda: HostStore(scene.folder))
+    assert scene.agent._broker is not None
+    broker = Broker(scene.agent._broker.reader, ledger)
+    ticket = broker.submit(Request("", "theirs", next_sequence(), 0.0, 6 * GIB))
+    broker.wait(ticket, DEADLOCK_S, lambda reason: None)
+
+    def seen() -> list[tuple[str, float]]:
+        held = scene.ledger.view().by_device.get(scene.device.key, ())
+        return [(r.task_name, r.reserved_bytes / GIB) for r in held]
+
+    try:
+        wait_until(lambda: seen() == [("theirs", 6)])
+        heard, _ = scene.launch(4)
+        assert isinstance(heard.next().error, NodeRefusedError)
+        broker.end(ticket)
+        wait_until(lambda: seen() == [])
+        heard, _ = scene.launch(4)
+        scene.next_child().begin()
+        assert isinstance(heard.next(), ChildStarted)
+    finally:
+        broker._sampler.stop()
+        ledger._open().close()
+
+
+def test_allocations_are_booked_on_the_node_and_known_to_the_flow(scene: Scene) -> None:
+    reader = ClusterReader(scene.nodes, "simulated")
+    memory = reader.process_memory([scene.device.uuid], None)
+    heard, _ = scene.launch(5)
+    child = scene.next_child().begin()
+    memory.attach(child.pid)
+    uuid = scene.device.uuid
+    assert child.ask("simulated_allocate", device_uuid=uuid, size_bytes=3 * GIB) is None
+    wait_until(lambda: memory.live_bytes() == 3 * GIB)
+    wait_until(lambda: reader.read(())[0].free_bytes == 5 * GIB)
+    error = child.ask("simulated_allocate", device_uuid=uuid, size_bytes=3 * GIB)
+    assert "memory" in str(error).lower()
+    child.exit()
+    heard.until(ChildExited)
+    assert memory.detach() == (3 * GIB, 1)
+    wait_until(lambda: reader.read(())[0].free_bytes == 8 * GIB)
+
+
+def test_a_question_that_the_flow_answers_reaches_it_and_the_answer_the_process(
+    scene: Scene,
+) -> None:
+    heard, handle = scene.launch(1)
+    child = scene.next_child().begin()
+    child.say(Asked("calibrated", {"reserved_bytes": 5}))
+    assert heard.until(Asked).arguments == {"reserved_bytes": 5}
+    handle.answer(Answered(result=1))
+    assert child.answers.get(timeout=DEADLOCK_S) == Answered(result=1)
+
+
+def test_a_call_whose_bytes_are_lost_is_refused_and_holds_nothing(scene: Scene) -> None:
+    def lose(reference: Any) -> Any:
+        raise RuntimeError("the object is lost")
+
+    scene.store.get = lose  # type: ignore[method-assign]
+    heard, _ = scene.launch(5, "x" * (2 << 20))
+    refused = heard.next()
+    assert isinstance(refused, ChildRefused) and "lost" in str(refused.error)
+    wait_until(lambda: scene.held() == [])
+
+
+def test_news_that_were_not_acknowledged_come_again(tmp_path: Path, scene: Scene) -> None:
+    spec = parse_spec("simulated:1x8GiB")
+    settings = NodeSettings("n2", spec, "spread", None, None, ledger=tmp_path, standby=0)
+    agent = NodeAgent(settings, FakeStore(), None, "1", FakeLauncher())
+    try:
+        agent._tell("one", "first")
+        news = agent.listen(0, 0.0)
+        assert news.heard == (("one", "first"),)
+        agent._tell("one", "second")
+        assert agent.listen(0, 0.0).heard == (("one", "first"), ("one", "second"))
+        assert agent.listen(news.number, 0.0).heard == (("one", "second"),)
+        assert agent.listen(agent._number, 0.0).heard == ()
+    finally:
+        assert agent._broker is not None
+        agent._broker._sampler.stop()
+
+
+def test_a_node_whose_devices_cannot_be_opened_says_why(tmp_path: Path) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise node_agent.DeviceError("no driver")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_agent, "open_reader", fail)
+        spec = parse_spec("simulated:1x8GiB")
+        settings = NodeSettings("n1", spec, "spread", None, None, ledger=tmp_path, standby=0)
+        agent = NodeAgent(settings, FakeStore(), None, "1", FakeLauncher())
+    assert agent.facts().problem == "no driver" and not agent.facts().devices
+    nodes = Nodes(FakeStore())
+    nodes.join(Node("n1", agent, agent.facts()))
+    heard = Heard()
+    device = Device("SIM-0", 0, "simulated", 8 * GIB, "simulated", "n1")
+    ClusterLauncher(nodes).start(spec_for(place_on(device)), heard)
+    wait_until(lambda: bool(agent._heard))
+    nodes.take("n1", agent.listen(0, 0.0))
+    assert isinstance(heard.next().error, NodeRefusedError)

@@ -1,0 +1,73 @@
+"""A task whose node refuses it is placed again: the same attempt, the same budget, no report."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.errors import NodeRefusedError, PlacementError
+from prefect_gpu.runner import submission
+from prefect_gpu.runner.attempt import CancelledByRunner
+from prefect_gpu.units import GIB
+from tests.unit.runner.test_body_run import Full, Scene, own_cap
+
+REFUSED = NodeRefusedError("a", "4GiB on any of 1 devices; most free 3GiB")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "REFUSED_S", 0.0)
+
+
+def test_a_task_that_was_refused_is_placed_again_with_the_same_number() -> None:
+    scene = Scene(REFUSED, REFUSED, 7)
+    assert scene.call.run() == 7
+    assert scene.numbers == [1, 1, 1]
+    assert scene.budgets == [2 * GIB] * 3
+    assert not scene.told
+    assert scene.call.finished
+
+
+def test_refusals_are_no_processes_of_the_climb() -> None:
+    scene = Scene(own_cap(), *[REFUSED] * 9, own_cap(), 7)
+    assert scene.call.run() == 7
+    assert scene.numbers == [1, *[2] * 10, 3]
+    assert scene.budgets == [2 * GIB, *[3 * GIB] * 10, int(4.5 * GIB)]
+    assert scene.call.climb.processes == 3
+
+
+def test_what_ran_out_before_a_refusal_is_what_is_raised_when_there_is_no_place() -> None:
+    scene = Scene(own_cap(), REFUSED, PlacementError("no device is left"))
+    with pytest.raises(Full):
+        scene.call.run()
+
+
+def test_a_budget_that_was_given_is_given_back_once_after_refusals() -> None:
+    scene = Scene(REFUSED, 7)
+    released = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scene.book, "release", released.append)
+        scene.call.run()
+    assert len(released) == 1
+
+
+def test_a_task_that_is_cancelled_after_a_refusal_ends() -> None:
+    scene = Scene(REFUSED, "wait")
+    raised = threading.Event()
+
+    def run() -> None:
+        try:
+            scene.call.run()
+        except CancelledByRunner:
+            raised.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    # The refused one.
+    assert scene.closed.acquire(timeout=DEADLOCK_S)
+    scene.call.cancel()
+    assert raised.wait(DEADLOCK_S)
+    thread.join()
+    assert scene.call.finished

@@ -161,8 +161,8 @@ class BodyRun:
                 number = next(self._numbers)
             attempt: Attempt | None = None
             rung: Rung | None = None
-            go_on = False
-            refused = False
+            go_on = refused = False
+            began_s = time.monotonic()
             cause: Cause | Literal[""] = ""
             wanted_bytes: int | None = None
             try:
@@ -204,11 +204,14 @@ class BodyRun:
                     take(None)
                 else:
                     attempt.close(take, cause, wanted_bytes)
-            if rung is None:
-                # A node has refused it.
-                self._over.wait(REFUSED_S)
-                continue
             assert attempt is not None
+            if rung is None:
+                # A node has refused it: it waits on.
+                self._over.wait(REFUSED_S)
+                with self._lock:
+                    self._attempts.remove(attempt)
+                grant = replace(grant, waited_s=grant.waited_s + time.monotonic() - began_s)
+                continue
             # Reports come in the order of the processes, of which Prefect shows the newest.
             attempt.finished.wait(ENDING_S)
             grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0)

@@ -49,6 +49,7 @@ ERRORS: list[tuple[Exception, list[str]]] = [
         errors.BudgetExceededError("train", 2 << 30, 3 << 30),
         ["'train'", "held 3GiB", "budget of 2GiB"],
     ),
+    (errors.NodeRefusedError("n1", "1GiB free"), ["node n1", "refused the task: 1GiB free"]),
     (errors.ProtocolError("odd frame"), ["odd frame"]),
 ]
 

@@ -44,6 +44,8 @@ def test_settings_have_defaults() -> None:
         "memory_snapshots": None,
         "reports": True,
         "standby": "auto",
+        "address": None,
+        "num_gpus": None,
     }
 
 

@@ -123,6 +123,8 @@ class _Member:
     facts: NodeFacts | None = None
     #: Number of the last news.
     seen: int = 0
+    #: Monotonic seconds when its facts are asked for again; `None`: no time is set.
+    asks_s: float | None = None
 
 
 class Cluster:
@@ -264,7 +266,12 @@ class Cluster:
             def __init__(self, settings: NodeSettings) -> None:
                 from prefect_gpu.cluster.membership import make_agent
 
+                self._name = settings.name
                 self._agent = make_agent(settings)
+
+            def __repr__(self) -> str:
+                # Ray puts it before each line that a task prints there.
+                return f"node {self._name}"
 
             @ray.method(**methods["listen"])  # type: ignore[untyped-decorator]
             def facts(self) -> Any:
@@ -293,6 +300,10 @@ class Cluster:
 
     def _listen(self, limit_s: float) -> None:
         """Take what has been heard of the agents."""
+        for each in self._members.values():
+            if each.asks_s is not None and time.monotonic() >= each.asks_s:
+                each.asks_s = None
+                each.waits_for = each.actor.handle.facts.remote()
         waits = {member.waits_for: i for i, member in self._members.items() if member.waits_for}
         if not waits:
             self._closing.wait(limit_s)
@@ -362,7 +373,13 @@ class Cluster:
         self.nodes.leave(member.name, why)
         text = "" if error is None else f": {str(error).strip().splitlines()[0][:300]}"
         died_at_start = member.facts is None
-        member.facts = None
+        member.facts, member.waits_for = None, None
+        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            # Its process is gone, or it cannot be reached now: Ray starts it, or connects, on its own.
+            if not died_at_start:
+                logger.warning("%s%s", why, text)
+            member.asks_s = time.monotonic() + RESTART_S
+            return
         if died_at_start and error is not None:
             cause = getattr(error, "cause", None) or error
             self._set_aside(member, f"its agent could not be started: {_last_line(cause)}")

@@ -247,7 +247,7 @@ class Workplace:
 
     def processes(self) -> dict[int, str]:
         """Return the processes of this workplace that live: process id to command line."""
-        return {pid: command for pid, command in _marked(self.token) if pid != os.getpid()}
+        return {pid: command for pid, command in marked(self.token) if pid != os.getpid()}
 
     def wait_until_gone(self, limit_s: float) -> float:
         """Wait until no process is left; return the seconds it took."""
@@ -347,7 +347,7 @@ def _environment(folder: Path, api_url: str | None) -> dict[str, str]:
     return environment
 
 
-def _marked(token: str) -> Iterator[tuple[int, str]]:
+def marked(token: str) -> Iterator[tuple[int, str]]:
     wanted = f"{MARK}={token}".encode()
     for name in os.listdir("/proc"):
         if not name.isdigit():

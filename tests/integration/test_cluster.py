@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from prefect import flow, task
 from prefect.context import FlowRunContext
@@ -28,7 +28,15 @@ from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.devices.spec import DeviceSpec
 from prefect_gpu.scheduling.model import Device
 from tests.integration import engine_api as api
-from tests.integration.programs import REPOSITORY, Workplace, lines_of, wait_for, workplace
+from tests.integration.programs import (
+    MARK,
+    REPOSITORY,
+    Workplace,
+    lines_of,
+    marked,
+    wait_for,
+    workplace,
+)
 
 ray = pytest.importorskip("ray")
 numpy = pytest.importorskip("numpy")
@@ -49,6 +57,8 @@ class Machines:
     """A Ray cluster whose nodes are processes of this machine."""
 
     cluster: Any
+    #: In the environment of all its processes.
+    mark: str
     nodes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -71,7 +81,9 @@ def machines() -> Iterator[Machines]:
     from ray.cluster_utils import Cluster as LocalCluster
 
     with pytest.MonkeyPatch.context() as patch:
+        mark = uuid.uuid4().hex
         # Ray's processes inherit these.
+        patch.setenv(MARK, mark)
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         made = Machines(
@@ -83,7 +95,8 @@ def machines() -> Iterator[Machines]:
                     "object_store_memory": 150 << 20,
                     "include_dashboard": False,
                 },
-            )
+            ),
+            mark,
         )
         try:
             for name in NAMES[1:]:
@@ -113,14 +126,13 @@ def agent_pid(node: str) -> int:
     return int(ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid())))
 
 
-def agents() -> list[str]:
-    """Return the actors of agents that live on this machine, and the processes of their tasks."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        words = " ".join(process.info["cmdline"] or [])
-        if process.info["status"] != psutil.STATUS_ZOMBIE and words.startswith("ray::Agent"):
-            found.append(words)
-    return found
+def left(machines: Machines) -> dict[int, str]:
+    """Return the agents that live, and all processes that they have started: process id to command line."""
+    return {
+        pid: command
+        for pid, command in marked(machines.mark)
+        if "prefect_gpu" in command or command.startswith("ray::Agent")
+    }
 
 
 def stored_bytes(machines: Machines) -> int:
@@ -225,41 +237,36 @@ def test_tasks_run_on_all_nodes(
 
     # Nothing is left.
     assert not ray.is_initialized()
-    wait_for(lambda: not agents() and not api.children(), explain=lambda: f"{agents()}")
+    wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
     wait_for(lambda: stored_bytes(machines) == 0, interval_s=0.2)
 
 
 @pytest.mark.slow
-def test_a_node_dies(machines: Machines, prefect_server: str, tmp_path: Path) -> None:
+def test_a_node_dies_and_its_task_is_run_again_elsewhere(
+    machines: Machines, prefect_server: str, tmp_path: Path
+) -> None:
     @flow(task_runner=machines.runner())
     def main() -> Any:
-        again = [
-            work.with_options(retries=1, name=f"again-{i}").submit(i, str(tmp_path))
-            for i in range(2)
-        ]
-        meet(tmp_path, 2)
-        never = work.submit(2, str(tmp_path))
+        again = work.with_options(retries=1)
+        futures = [again.submit(i, str(tmp_path)) for i in range(3)]
         nodes = meet(tmp_path, 3)
-        lost = "n2"
-        machines.remove(lost)
-        (index,) = (i for i, node in nodes.items() if node == lost)
-        if index == 2:
-            never.wait()
+        machines.remove("n2")
+        # The processes of this node outlive it for a moment.
+        wait_for(lambda: "n2" not in {node.name for node in connection().nodes.all()})
         Path(tmp_path, "go").touch()
-        wait([*again, never])
-        return index, [f.state for f in (*again, never)]
+        wait(futures)
+        return nodes, [f.state for f in futures]
 
     try:
-        index, states = main(return_state=False)
+        nodes, states = main()
     finally:
         machines.add("n2")
-    for at, state in enumerate(states):
-        if at == index == 2:
-            assert state.name == "Crashed" and "n2" in (state.message or "")
-        else:
-            assert state.name == "Completed"
-            value = state.result()
-            assert value[0] == at and value[1] != "n2"
+    assert sorted(nodes.values()) == sorted(NAMES)
+    assert [state.name for state in states] == ["Completed"] * 3
+    values = [state.result() for state in states]
+    assert [index for index, _, _ in values] == [0, 1, 2]
+    for index, node, _ in values:
+        assert node != "n2" if nodes[index] == "n2" else node == nodes[index]
 
 
 @pytest.mark.slow
@@ -347,7 +354,7 @@ def sleep(i):
         file.write(f"{os.getpid()}\\n")
     time.sleep(600)
 
-@flow(task_runner=GPUTaskRunner(address=sys.argv[1], devices="simulated:1x24GiB"))
+@flow(task_runner=GPUTaskRunner(address=sys.argv[1], devices="simulated:1x24GiB", standby=1))
 def main():
     return sleep.map([0, 1, 2]).result()
 
@@ -368,10 +375,10 @@ def test_a_flow_that_is_killed_leaves_nothing(
         explain=lambda: (tmp_path / "stderr.txt").read_text(),
     )
     assert process.poll() is None, (tmp_path / "stderr.txt").read_text()
+    assert {int(pid) for pid in lines_of(pids)} <= left(machines).keys()
     process.kill()
     process.wait()
-    left = [int(pid) for pid in lines_of(pids)]
-    wait_for(lambda: not any(map(psutil.pid_exists, left)) and not agents())
+    wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
 
     @flow(task_runner=machines.runner())
     def main() -> Any:

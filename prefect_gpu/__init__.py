@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, step
     from prefect_gpu.policy import GPUPolicy, gpu
     from prefect_gpu.task_runner import GPUTaskRunner
+from prefect_gpu.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 #: The names of each module.
 _NAMES = {

@@ -20,14 +20,14 @@ from typing import Any
 
 import psutil
 
-import prefect_gpu
 from prefect_gpu.cluster.expected import ExpectedTasks
 from prefect_gpu.cluster.flow_side import Node, Nodes
 from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings
-from prefect_gpu.cluster.wire import NodeFacts
+from prefect_gpu.cluster.wire import EndAll, NodeFacts
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.process_resources import start_thread
+from prefect_gpu.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class RayStore:
 
 def make_agent(settings: NodeSettings) -> NodeAgent:
     """Make the agent, in its actor's process."""
-    return NodeAgent(settings, RayStore(), visible_devices(), prefect_gpu.__version__)
+    return NodeAgent(settings, RayStore(), visible_devices(), VERSION)
 
 
 def visible_devices() -> str | None:
@@ -109,7 +109,11 @@ class _Actor:
 
     def tell(self, commands: Sequence[Any]) -> None:
         """See `Agent.tell`."""
-        self.handle.tell.remote(commands)
+        try:
+            self.handle.tell.remote(commands)
+        except Exception:
+            # It is gone, or the connection is, which those notice who listen.
+            logger.debug("an agent could not be told %s", commands, exc_info=True)
 
 
 @dataclass
@@ -335,10 +339,8 @@ class Cluster:
 
     def _take_facts(self, member: _Member, facts: NodeFacts) -> None:
         problem = facts.problem
-        if facts.version != prefect_gpu.__version__:
-            problem = (
-                f"it has prefect-gpu {facts.version}, and the flow has {prefect_gpu.__version__}"
-            )
+        if facts.version != VERSION:
+            problem = f"it has prefect-gpu {facts.version}, and the flow has {VERSION}"
         if not problem and not facts.devices:
             problem = "it has no devices"
         kinds = {node.facts.kind for node in self.nodes.all()}
@@ -349,6 +351,8 @@ class Cluster:
             return
         self._aside.pop(member.name, None)
         member.facts, member.seen = facts, 0
+        # What ran at an agent that could not be reached for a while has been given up, and may run elsewhere now.
+        member.actor.tell([EndAll()])
         self.nodes.join(Node(member.name, member.actor, facts))
         if known := self.expected.take(everything=True):
             member.actor.tell(known)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ from prefect_gpu.clock import RealClock
 from prefect_gpu.cluster.expected import Expect, NodeStandbys
 from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.cluster.wire import (
+    EndAll,
     Kill,
     Launch,
     News,
@@ -48,7 +50,7 @@ from prefect_gpu.devices.host import count_cores
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.devices.shared_folder import shared_folder
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE, DeviceSpec, open_reader
-from prefect_gpu.errors import DeviceError, NodeRefusedError
+from prefect_gpu.errors import CapacityError, DeviceError, NodeRefusedError
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import child_environment
 from prefect_gpu.process_resources import start_thread
@@ -289,11 +291,20 @@ class NodeAgent:
             if isinstance(command, Expect):
                 self._standbys.expect(command, self._most_standbys)
                 continue
+            if isinstance(command, EndAll):
+                self._end_all()
+                continue
             if isinstance(command, Launch):
                 hosted = _Hosted(command)
                 with self._changed:
                     self._hosted[command.child] = hosted
-                start_thread(partial(self._launch, hosted, command.child), "prefect-gpu-confirm")
+                try:
+                    start_thread(
+                        partial(self._launch, hosted, command.child), "prefect-gpu-confirm"
+                    )
+                except CapacityError as error:
+                    self._forget(command.child)
+                    self._tell(command.child, ChildRefused(error))
                 continue
             with self._changed:
                 known = self._hosted.get(command.child)
@@ -316,6 +327,10 @@ class NodeAgent:
         """End all processes."""
         with self._changed:
             self._closing = True
+        self._end_all()
+
+    def _end_all(self) -> None:
+        with self._changed:
             hosted = tuple(self._hosted.values())
         for each in hosted:
             each.killed = True
@@ -328,8 +343,8 @@ class NodeAgent:
         launch, hosted.launch = hosted.launch, None
         assert launch is not None
         try:
-            if self._broker is None:
-                raise NodeRefusedError(self._name, "it has no devices")
+            if self._broker is None or self._closing:
+                raise NodeRefusedError(self._name, "it has no devices, or is ending")
             hosted.ticket = ticket = self._confirm(launch)
             try:
                 self._start(hosted, child, launch, ticket)
@@ -422,7 +437,13 @@ class NodeAgent:
 
     def _send_value(self, child: str, arrived: ValueArrived) -> None:
         """Put a value where the flow can get it, on a thread of its own."""
-        self._tell(child, ResultArrived(send_result(arrived.data, self._store)))
+        try:
+            result = send_result(arrived.data, self._store)
+        except Exception as error:  # noqa: BLE001 - a boundary: the flow raises it
+            why = f"its value could not be sent from node {self._name}: {error}"
+            self._tell(child, ChildExited(-signal.SIGKILL, "", killed_because=why))
+        else:
+            self._tell(child, ResultArrived(result))
 
     @staticmethod
     def _answer(hosted: _Hosted, memory: ProcessMemory, question: Asked) -> None:

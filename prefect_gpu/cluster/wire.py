@@ -1,6 +1,7 @@
 """The values that travel between a flow and the node agents of a cluster.
 
-A flow sends commands, in order: `Launch`, `Send`, `Terminate`, `Kill`. An agent answers each `listen` with `News`.
+A flow sends commands, in order: `Launch`, `Send`, `Terminate`, `Kill`, `EndAll`, and
+`expected.Expect`. An agent answers each `listen` with `News`.
 What a child says is passed on as it is (`processes.messages`, `processes.launch_spec`), but for values: their
 large parts go through an `ObjectStore` and are copied once on each side.
 """
@@ -117,6 +118,11 @@ class Kill:
     """Kill a child and all that it has started."""
 
     child: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndAll:
+    """Kill all children: the flow does not know them any more."""
 
 
 # From an agent to a flow.

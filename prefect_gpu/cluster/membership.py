@@ -22,7 +22,7 @@ import psutil
 
 from prefect_gpu.cluster.expected import ExpectedTasks
 from prefect_gpu.cluster.flow_side import Node, Nodes
-from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings
+from prefect_gpu.cluster.node_agent import NO_DRIVER, NodeAgent, NodeSettings
 from prefect_gpu.cluster.wire import EndAll, NodeFacts
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import DeviceError
@@ -361,7 +361,7 @@ class Cluster:
     def _set_aside(self, member: _Member, problem: str) -> None:
         if self._aside.get(member.name) != problem:
             logger.log(
-                logging.DEBUG if "no driver" in problem else logging.WARNING,
+                logging.DEBUG if problem == NO_DRIVER else logging.WARNING,
                 "node %s of the Ray cluster is set aside: %s",
                 member.name,
                 problem,

@@ -47,6 +47,7 @@ from prefect_gpu.cluster.wire import (
     send_result,
 )
 from prefect_gpu.devices.host import count_cores
+from prefect_gpu.devices.nvml import NvmlMissingError
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.devices.shared_folder import shared_folder
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE, DeviceSpec, open_reader
@@ -79,6 +80,9 @@ CONFIRM_S = 2.0
 
 #: Seconds after which `listen` returns although nothing was heard.
 LISTEN_S = 1.0
+
+#: Problem of a node without NVIDIA's driver: an ordinary node of a cluster, which deserves no warning.
+NO_DRIVER = "it has no NVIDIA driver"
 
 #: Change of `busy_fraction` from which it is told at once.
 BUSY_STEP = 0.1
@@ -167,6 +171,8 @@ class NodeAgent:
         problem = ""
         try:
             self._reader: DeviceReader | None = self._open(settings, visible)
+        except NvmlMissingError:
+            self._reader, problem = None, NO_DRIVER
         except DeviceError as error:
             self._reader, problem = None, str(error)
         devices = () if self._reader is None else self._reader.devices()

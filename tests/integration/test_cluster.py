@@ -271,6 +271,40 @@ def test_a_node_dies_and_its_task_is_run_again_elsewhere(
         assert node != "n2" if nodes[index] == "n2" else node == nodes[index]
 
 
+@task(tags=gpu(memory="4GiB"), retries=2)
+def square(index: int) -> tuple[int, str]:
+    """Return the square of a number, and the name of the node."""
+    from prefect_gpu.testing import allocate
+
+    with allocate("3GiB"):
+        time.sleep(0.05)
+    return index * index, node_of(current_allocation())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_hundred_tasks_outlive_a_node(machines: Machines, prefect_server: str) -> None:
+    count = 200
+
+    @flow(task_runner=machines.runner())
+    def main() -> Any:
+        futures = square.map(range(count))
+        wait_for(lambda: sum(f.state.is_final() for f in futures) > count // 4, limit_s=600.0)
+        machines.remove("n2")
+        wait(futures)
+        return [f.state for f in futures]
+
+    try:
+        states = main()
+    finally:
+        machines.add("n2")
+    assert [state.name for state in states] == ["Completed"] * count
+    values = [state.result() for state in states]
+    assert [value for value, _ in values] == [index * index for index in range(count)]
+    assert {node for _, node in values} == set(NAMES)
+    wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["node", "agent"])
 def test_without_retries_a_task_crashes_with_its_node(

@@ -30,7 +30,7 @@ from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.devices.host import count_cores, read_machine
 from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
-from prefect_gpu.errors import CapacityError
+from prefect_gpu.errors import CapacityError, DeviceError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import parse_tags
@@ -118,6 +118,8 @@ class ActiveRunner:
         self._told_not_hot = False
         self._cluster_lock = threading.Lock()
         self._cluster: FlowCluster | None = None
+        #: Why there is none, once it was tried.
+        self._no_cluster: DeviceError | None = None
         #: By the identity of a function, which is kept so that the identity stays its own.
         self._kinds: dict[int, tuple[TaskPlan, Kind]] = {}
 
@@ -339,8 +341,15 @@ class ActiveRunner:
             DeviceError: There is none at the address, or it has no devices.
         """
         with self._cluster_lock:
+            if self._no_cluster is not None:
+                # A firewall lets each try take ten seconds.
+                raise self._no_cluster
             if self._cluster is None:
-                self._cluster = _connect(self._configuration)
+                try:
+                    self._cluster = _connect(self._configuration)
+                except DeviceError as error:
+                    self._no_cluster = error
+                    raise
             return self._cluster
 
     def _close_cluster(self) -> None:

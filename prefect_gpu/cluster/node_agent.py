@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from prefect_gpu.clock import RealClock
 from prefect_gpu.cluster.expected import Expect, NodeStandbys
 from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.cluster.wire import (
+    LOST_CODE,
     EndAll,
     Kill,
     Launch,
@@ -104,6 +104,8 @@ class NodeSettings:
     #: As the flow's are: the agent's interpreter becomes like the flow's, as far as the folders are there.
     argv: tuple[str, ...] = ()
     sys_path: tuple[str, ...] = ()
+    #: Results travel with the messages: a flow that is Ray's client waits for ever for what an actor has stored (Ray 2.60).
+    inline_results: bool = False
 
 
 class _Hosted:
@@ -111,7 +113,6 @@ class _Hosted:
 
     def __init__(self, launch: Launch) -> None:
         self.launch: Launch | None = launch
-        self.request = launch.request
         self.ticket: Ticket | None = None
         self.memory: ProcessMemory | None = None
         self.handle: ChildHandle | None = None
@@ -143,6 +144,7 @@ class NodeAgent:
     ) -> None:
         self._name = settings.name
         self._store = store
+        self._inline = settings.inline_results
         self._launcher = launcher or process_launcher()
         self._clock = RealClock()
         self._agent = uuid.uuid4().hex
@@ -155,7 +157,6 @@ class NodeAgent:
         #: Number of the last change of what the devices show, or of what others hold.
         self._changed_at = 0
         self._others: dict[str, Entry] = {}
-        self._told_others = -1
         self._hosted: dict[str, _Hosted] = {}
         self._kept: weakref.WeakValueDictionary[Any, MemoryFile] = weakref.WeakValueDictionary()
         self._receives = threading.Lock()
@@ -444,10 +445,10 @@ class NodeAgent:
     def _send_value(self, child: str, arrived: ValueArrived) -> None:
         """Put a value where the flow can get it, on a thread of its own."""
         try:
-            result = send_result(arrived.data, self._store)
+            result = send_result(arrived.data, None if self._inline else self._store)
         except Exception as error:  # noqa: BLE001 - a boundary: the flow raises it
             why = f"its value could not be sent from node {self._name}: {error}"
-            self._tell(child, ChildExited(-signal.SIGKILL, "", killed_because=why))
+            self._tell(child, ChildExited(LOST_CODE, "", killed_because=why))
         else:
             self._tell(child, ResultArrived(result))
 

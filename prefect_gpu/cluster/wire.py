@@ -8,6 +8,7 @@ large parts go through an `ObjectStore` and are copied once on each side.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -17,6 +18,9 @@ from prefect_gpu.processes.launch_spec import LaunchSpec
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.processes.transport import MemoryFile, PackedValue, ReceivedValue, write_file
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Request
+
+#: Exit code of a process that was lost with its node or with its value: as if it was killed.
+LOST_CODE = -int(signal.SIGKILL)
 
 #: Bytes from which a part of a value goes through the object store.
 STORED_BYTES = 1 << 20
@@ -217,10 +221,15 @@ def receive_call(
     return PackedValue(bytearray(call.body), tuple(files))
 
 
-def send_result(value: ReceivedValue, store: ObjectStore) -> SentResult:
-    """Return a child's value as it travels."""
+def send_result(value: ReceivedValue, store: ObjectStore | None) -> SentResult:
+    """Return a child's value as it travels.
+
+    Args:
+        value: As the child sent it.
+        store: Takes large parts; `None`: they travel with the message.
+    """
     stream, *buffers = (
-        store.put(part) if part.nbytes >= STORED_BYTES else part.tobytes()
+        store.put(part) if store is not None and part.nbytes >= STORED_BYTES else part.tobytes()
         for part in (value.stream, *value.buffers)
     )
     return SentResult(stream, tuple(buffers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -59,6 +60,8 @@ class Machines:
     cluster: Any
     #: In the environment of all its processes.
     mark: str
+    #: Of the head, for addresses `ray://…`.
+    client_port: int
     nodes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -96,9 +99,11 @@ def machines() -> Iterator[Machines]:
                     "num_cpus": 1,
                     "object_store_memory": 150 << 20,
                     "include_dashboard": False,
+                    "ray_client_server_port": (port := free_port()),
                 },
             ),
             mark,
+            port,
         )
         try:
             for name in NAMES[1:]:
@@ -177,6 +182,12 @@ def meet(folder: Path, count: int) -> dict[int, str]:
     wait_for(lambda: len(list(folder.glob("*-*-*"))) >= count)
     found = [path.name.split("-") for path in folder.glob("*-*-*")]
     return {int(index): node for index, node, _ in found}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class HostError(Exception):
@@ -269,6 +280,28 @@ def test_a_node_dies_and_its_task_is_run_again_elsewhere(
     assert [index for index, _, _ in values] == [0, 1, 2]
     for index, node, _ in values:
         assert node != "n2" if nodes[index] == "n2" else node == nodes[index]
+
+
+@pytest.mark.slow
+def test_a_flow_outside_of_the_cluster_is_its_client(
+    machines: Machines, prefect_server: str
+) -> None:
+    @task(tags=gpu(memory="1GiB"))
+    def double(given: Any) -> Any:
+        return 2 * given
+
+    runner = GPUTaskRunner(address=f"ray://127.0.0.1:{machines.client_port}", devices=ONE)
+
+    @flow(task_runner=runner)
+    def main() -> Any:
+        large = numpy.ones(1_000_000)
+        return [f.result() for f in [double.submit(large), double.submit(large), double.submit(3)]]
+
+    first, second, third = main()
+    first += 1
+    assert (float(first.sum()), float(second.sum()), third) == (3e6, 2e6, 6)
+    assert not ray.is_initialized()
+    wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}", limit_s=120.0)
 
 
 @task(tags=gpu(memory="4GiB"), retries=2)

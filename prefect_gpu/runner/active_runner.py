@@ -343,7 +343,7 @@ class ActiveRunner:
         with self._cluster_lock:
             if self._no_cluster is not None:
                 # A firewall lets each try take ten seconds.
-                raise self._no_cluster
+                raise DeviceError(str(self._no_cluster))
             if self._cluster is None:
                 try:
                     self._cluster = _connect(self._configuration)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
+import math
 import sys
 import textwrap
 import threading
@@ -59,11 +59,13 @@ from prefect_gpu.scheduling.ladder import (
     needed_bytes,
     next_rung,
 )
-
-logger = logging.getLogger(__name__)
+from prefect_gpu.units import format_seconds
 
 #: Seconds after which a task asks again for a device that its node has refused: readings come every 0.25 s.
 REFUSED_S = 0.25
+
+#: Seconds between two messages that a node refuses a task.
+TELL_S = 30.0
 
 #: Characters of an error's text that a log line repeats.
 LONGEST_LINE = 160
@@ -155,7 +157,7 @@ class BodyRun:
         grant = self._first_grant()
         whole_bytes = 0
         shortage: Exception | None = None
-        refused, number = False, 0
+        refused, number, told_s = False, 0, -math.inf
         while True:
             if not refused:
                 number = next(self._numbers)
@@ -177,8 +179,16 @@ class BodyRun:
                 raise
             except NodeRefusedError as error:
                 # It goes back to its place in the queue, and what the node says is known by the next reading.
-                logger.debug("%s", error)
+                waited_s = grant.waited_s + time.monotonic() - began_s
+                limit_s = self._policy.wait_s
+                if limit_s is not None and waited_s >= limit_s:
+                    raise PlacementTimeoutError(
+                        f"gpu:wait={format_seconds(limit_s)} is over: {error}"
+                    ) from None
                 refused = True
+                if time.monotonic() - told_s >= TELL_S:
+                    told_s = time.monotonic()
+                    self._call.run.show_awaiting(str(error))
             except PlacementError as error:
                 if shortage is None:
                     raise

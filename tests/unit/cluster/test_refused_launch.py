@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.errors import NodeRefusedError, PlacementError
+from prefect_gpu.errors import NodeRefusedError, PlacementError, PlacementTimeoutError
 from prefect_gpu.runner import submission
 from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.units import GIB
@@ -42,6 +42,27 @@ def test_what_ran_out_before_a_refusal_is_what_is_raised_when_there_is_no_place(
     scene = Scene(own_cap(), REFUSED, PlacementError("no device is left"))
     with pytest.raises(Full):
         scene.call.run()
+
+
+def test_a_person_sees_why_it_waits_and_not_with_each_refusal() -> None:
+    scene = Scene(*[REFUSED] * 5, 7)
+    shown: list[str] = []
+    scene.run.show_awaiting = shown.append
+    scene.call.run()
+    assert shown == [str(REFUSED)]
+
+
+def test_a_node_that_always_refuses_does_not_outlast_the_wait() -> None:
+    scene = Scene(REFUSED, REFUSED, wait_s=0.0)
+    released = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scene.book, "release", released.append)
+        with pytest.raises(
+            PlacementTimeoutError, match=r"is over: node a .* refused the task: 4GiB"
+        ):
+            scene.call.run()
+    assert scene.numbers == [1]
+    assert len(released) == 1
 
 
 def test_a_budget_that_was_given_is_given_back_once_after_refusals() -> None:

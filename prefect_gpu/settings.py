@@ -144,6 +144,14 @@ class GPUSettings(PrefectBaseSettings):
                 "standby='hot' cannot be combined with start_method='forkserver': a fork cannot use "
                 "CUDA that was started before it; leave one of them out"
             )
+        if self.address and (self.standby == "hot" or self.start_method == "forkserver"):
+            raise ValueError(
+                "standby='hot' and start_method='forkserver' are for one machine; leave them out beside address="
+            )
+        if self.num_gpus is not None and not self.address:
+            raise ValueError(
+                "num_gpus= is for a cluster; name it with address=, or leave num_gpus out"
+            )
         return self
 
 

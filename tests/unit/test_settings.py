@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -88,6 +89,18 @@ def test_standby_is_a_word_or_a_number(
 def test_other_values_of_standby_are_refused(value: object) -> None:
     with pytest.raises(ValidationError, match="neither 'auto', 'hot' nor a number"):
         GPUSettings(standby=value)
+
+
+@pytest.mark.parametrize("given", [{"standby": "hot"}, {"start_method": "forkserver"}])
+def test_a_cluster_starts_neither_hot_standbys_nor_forks(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="leave them out beside address="):
+        GPUSettings(address="auto", **given)
+
+
+def test_gpus_are_reserved_on_a_cluster_alone() -> None:
+    assert GPUSettings(address="auto", num_gpus=2).num_gpus == 2
+    with pytest.raises(ValidationError, match="name it with address="):
+        GPUSettings(num_gpus=2)
 
 
 def test_hot_standbys_cannot_be_forks() -> None:

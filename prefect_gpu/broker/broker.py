@@ -352,7 +352,7 @@ class Broker:
         self._ledger.attach(ticket.request.id, pid)
 
     def watch(self, call: Callable[[Reading], None]) -> None:
-        """Have the devices read at all times from now on, and pass on every reading, on the broker's thread."""
+        """Read the devices at all times from now on, and pass every reading to a function, on the broker's thread."""
         with self._changed:
             self._start()
             self._watchers.append(call)

@@ -12,10 +12,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from prefect_gpu.frameworks import registry
-from prefect_gpu.frameworks.adapter import CPU_VARIABLES, FrameworkPolicy, child_environment
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.launch_spec import ChildHandle, Launcher, LaunchSpec, Listener
-from prefect_gpu.processes.standby_kind import Kind
+from prefect_gpu.processes.standby_kind import Kind, standby_changes
 from prefect_gpu.processes.standby_pool import Announcement, StandbyPool
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class NodeStandbys:
             wanted = min(command.count, most)
             while len(announced) > wanted:
                 announced.pop().retract()
-            here = kind_here(command.kind, command.policy)
+            here = replace(command.kind, environment=standby_changes(command.policy, os.environ))
             while len(announced) < wanted:
                 announced.append(self._pool.announce(here))
             if not announced:
@@ -145,13 +144,3 @@ class NodeStandbys:
         with self._lock:
             announced = self._announced.get(kind) if kind is not None else None
             return announced.pop() if announced else self._fresh
-
-
-def kind_here(kind: Kind, policy: FrameworkPolicy) -> Kind:
-    """Return a flow's kind with the environment that its tasks have on this node."""
-    changes = child_environment(policy, registry.adapters_for(policy), os.environ)
-    if policy.device_kind == "nvml":
-        # The device is not known yet; see `standby_kind.kind_of`.
-        del changes["CUDA_VISIBLE_DEVICES"]
-    environment = {n: v for n, v in changes.items() if n not in CPU_VARIABLES}
-    return replace(kind, environment=tuple(sorted(environment.items())))

@@ -58,7 +58,7 @@ class FlowCluster:
         self.launcher = ClusterLauncher(nodes)
 
     def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
-        """Have the nodes keep a standby for a task that was submitted.
+        """Ask the nodes to keep a standby for a task that was submitted.
 
         Args:
             kind: What can be done ahead for it.

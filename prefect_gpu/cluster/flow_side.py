@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from prefect_gpu.broker.ledger import Entry, Row, Written
 from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.cluster.wire import (
+    LOST_CODE,
     Kill,
     Launch,
     News,
@@ -58,9 +59,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds without news after which no task is placed on a node.
 SILENT_S = 2.0
-
-#: Exit code of a process whose node is gone: as if it was killed.
-LOST_CODE = -9
 
 
 class Agent(Protocol):
@@ -233,7 +231,7 @@ class _Child:
         self.order.take(partial(self.pass_on, message))
 
     def lose(self, why: str) -> None:
-        """Tell that its node is gone, after the messages that have come from there."""
+        """End it, since its node is gone, after the messages that have come from there."""
         self.order.take(partial(self._lose, why))
 
     def _lose(self, why: str) -> None:
@@ -343,7 +341,6 @@ class NodeMemory(ProcessMemory):
         super().__init__(kind)
         self._node = node
         self._pid: int | None = None
-        self.budget_bytes = None if budget_bytes is None else tuple(budget_bytes)
         if kind == "simulated":
             context = self.context_bytes = node.facts.context_bytes
             if budget_bytes is not None:

@@ -7,6 +7,7 @@ runs where, and what it may use, is decided elsewhere.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -226,6 +227,8 @@ class Cluster:
                 logger.exception("the Ray cluster could not be asked; it is tried again")
                 for member in self._members.values():
                     self.nodes.leave(member.name, f"the Ray cluster does not answer: {error}")
+                    member.facts, member.waits_for = None, None
+                    member.asks_s = time.monotonic() + LOOK_S
                 self._closing.wait(LOOK_S)
 
     def _tell_expected(self) -> None:
@@ -262,8 +265,20 @@ class Cluster:
     def _start(self, node_id: str, name: str) -> _Member:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        listening, telling = {"concurrency_group": "listen"}, {"concurrency_group": "tell"}
-        methods = {"listen": listening, "tell": telling}
+        handle = self._agent_class.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote(
+            replace(
+                self._settings,
+                name=name,
+                inline_results=bool(self._ray.util.client.ray.is_connected()),
+            )
+        )
+        return _Member(name, _Actor(handle), handle.facts.remote())
+
+    @functools.cached_property
+    def _agent_class(self) -> Any:
+        """The class of the actors: one for all nodes, since Ray sends a class once."""
         ray = self._ray
 
         class Agent:
@@ -277,30 +292,27 @@ class Cluster:
                 # Ray puts it before each line that a task prints there.
                 return f"node {self._name}"
 
-            @ray.method(**methods["listen"])  # type: ignore[untyped-decorator]
+            @ray.method(concurrency_group="listen")  # type: ignore[untyped-decorator]
             def facts(self) -> Any:
                 return self._agent.facts()
 
-            @ray.method(**methods["listen"])  # type: ignore[untyped-decorator]
+            @ray.method(concurrency_group="listen")  # type: ignore[untyped-decorator]
             def listen(self, seen: int) -> Any:
                 return self._agent.listen(seen)
 
-            @ray.method(**methods["tell"])  # type: ignore[untyped-decorator]
+            @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
             def tell(self, commands: Sequence[Any]) -> None:
                 self._agent.tell(commands)
 
-        actor = ray.remote(
+        return ray.remote(
             num_cpus=0,
             num_gpus=self._num_gpus or 0,
             max_restarts=-1,
             # A body is never run twice behind Prefect's back.
             max_task_retries=0,
+            # One call at a time: commands keep their order.
             concurrency_groups={"listen": 1, "tell": 1},
         )(Agent)
-        handle = actor.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ).remote(replace(self._settings, name=name))
-        return _Member(name, _Actor(handle), handle.facts.remote())
 
     def _listen(self, limit_s: float) -> None:
         """Take what has been heard of the agents."""

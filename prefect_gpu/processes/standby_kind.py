@@ -122,19 +122,31 @@ def kind_of(
     environ = os.environ if environ is None else environ
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
     always = [*OWN_MODULES, *(registry.ADAPTERS[name].module for name in names)]
-    changes = child_environment(policy, registry.adapters_for(policy), environ)
-    if policy.device_kind == "nvml":
-        # The device is not known yet, and with no device to see, modules would decide for the CPU.
-        del changes["CUDA_VISIBLE_DEVICES"]
     return Kind(
         always=tuple(name for name in always if _can_import(name)),
         users=tuple(_users_modules(fn, always, names)),
-        environment=tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES)),
+        environment=standby_changes(policy, environ),
         cpus_stated=policy.cpus_stated,
         cpus=policy.cpus,
         size_bytes=size_bytes,
         hot=_find_hot(policy, names) if hot else "",
     )
+
+
+def standby_changes(
+    policy: FrameworkPolicy, environ: Mapping[str, str]
+) -> tuple[tuple[str, str | None], ...]:
+    """Return the variables in which a standby differs from its parent, as `Kind.environment` has them.
+
+    Args:
+        policy: See `kind_of`.
+        environ: The parent's environment.
+    """
+    changes = child_environment(policy, registry.adapters_for(policy), environ)
+    if policy.device_kind == "nvml":
+        # The device is not known yet, and with no device to see, modules would decide for the CPU.
+        del changes["CUDA_VISIBLE_DEVICES"]
+    return tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES))
 
 
 def _find_hot(policy: FrameworkPolicy, names: Iterable[str]) -> str:

@@ -256,11 +256,20 @@ def _answers(url: str) -> bool:
 
 
 def nvml_handles() -> list[Any]:
-    """Return the handle of every device; empty if no driver answers."""
+    """Return the handle of every device that `CUDA_VISIBLE_DEVICES` shows; empty if no driver answers.
+
+    So checks of one device can run side by side on several.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        every = map(str, range(pynvml.nvmlDeviceGetCount()))
+        return [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            if name.isdecimal()
+            else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in (every if visible is None else filter(None, visible.split(",")))
+        ]
     except pynvml.NVMLError:
         return []
 

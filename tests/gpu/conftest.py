@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.gpu._checks import nvml_handles
+
 MIB = 1 << 20
 
 
@@ -26,10 +28,10 @@ def nvml() -> Iterator[object]:
 
 @pytest.fixture
 def device_is_clean(nvml: object) -> Iterator[Callable[[], int]]:
-    """Fail if the test leaves memory on device 0, or this process in its lists."""
+    """Fail if the test leaves memory on the first device, or this process in its lists."""
     import pynvml
 
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    handle = nvml_handles()[0]
 
     def used() -> int:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)

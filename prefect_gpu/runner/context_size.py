@@ -20,7 +20,12 @@ from typing import Any
 from prefect_gpu.broker.broker import Broker, Ticket
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy, child_environment
-from prefect_gpu.frameworks.context import ContextStore, context_key, fallback_context_bytes
+from prefect_gpu.frameworks.context import (
+    ContextStore,
+    context_key,
+    fallback_context_bytes,
+    with_collectives,
+)
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes import values
@@ -100,7 +105,12 @@ class ContextMeter:
             # The calibration uses this reservation, which has space for one context.
             broker.leave_standby(ticket)
         measured = {name: self._measure(name, device, policy, broker, ticket) for name in missing}
-        return {**known, **measured}
+        contexts = {**known, **measured}
+        if len(ticket.placement.devices) > 1:
+            # Whether it uses NCCL shows in its first run.
+            least = min(policy.budget_bytes)
+            return {name: with_collectives(size, least) for name, size in contexts.items()}
+        return contexts
 
     def known(self, device: Device) -> dict[str, int]:
         """Return the context of every framework as it is known, or else a documented figure."""

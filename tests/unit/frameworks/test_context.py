@@ -8,6 +8,7 @@ from prefect_gpu.frameworks.context import (
     context_key,
     default_path,
     fallback_context_bytes,
+    with_collectives,
 )
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB, MIB
@@ -75,6 +76,13 @@ def test_the_default_path_follows_the_xdg_specification(monkeypatch, tmp_path, b
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_path({"XDG_CACHE_HOME": "/c"}).as_posix() == "/c/prefect_gpu/contexts.json"
     assert default_path({"XDG_CACHE_HOME": base}) == tmp_path / ".cache/prefect_gpu/contexts.json"
+
+
+@pytest.mark.parametrize(
+    ("budget_mib", "expected_mib"), [(6144, 1600), (1700, 1200), (702, 701), (500, 700)]
+)
+def test_nccl_is_left_900_mib_or_half_of_what_there_is(budget_mib, expected_mib):
+    assert with_collectives(700 * MIB, budget_mib * MIB) == expected_mib * MIB
 
 
 def test_fallbacks():

@@ -12,7 +12,12 @@ import pytest
 
 from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy
-from prefect_gpu.frameworks.context import ContextStore, fallback_context_bytes
+from prefect_gpu.frameworks.context import (
+    COLLECTIVES_BYTES,
+    ContextStore,
+    context_key,
+    fallback_context_bytes,
+)
 from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import (
@@ -130,6 +135,23 @@ def test_a_context_is_what_the_device_shows_above_the_allocator_and_is_kept(
 def test_other_frameworks_get_the_figure_that_is_documented(store: ContextStore) -> None:
     known = ContextMeter(store, Launcher()).known(device())
     assert known["tensorflow"] == fallback_context_bytes("tensorflow")
+
+
+def test_a_cap_on_several_devices_leaves_space_for_nccl_until_a_run_has_shown_what_it_takes(
+    store: ContextStore,
+) -> None:
+    store.put(context_key("torch", device()), 700 * MIB)
+    two = replace(POLICY, budget_bytes=(6 * GIB, 6 * GIB))
+    ticket = placed()
+    ticket.placement = Placement("1", (device(), device(1)), two.budget_bytes)
+    meter = ContextMeter(store, Launcher())
+
+    def size(learned_bytes: int | None) -> int:
+        broker: Any = Broker(ticket, GIB)
+        return meter.contexts(("torch",), learned_bytes, two, broker, ticket)["torch"]
+
+    assert size(None) == 700 * MIB + COLLECTIVES_BYTES
+    assert size(800 * MIB) == 800 * MIB
 
 
 @pytest.mark.parametrize(

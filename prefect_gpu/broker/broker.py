@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Hashable, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -74,6 +74,10 @@ POLL_S = 0.05
 #: Seconds after which requests of another broker count as blocked although they seem to fit. That broker may have
 #: limits that are not known here.
 PASSIVE_S = 2.0
+
+#: Seconds for which a task that was placed on a node counts as taking a ready standby there. After that the node's own
+#: number is without it: the task has been sent there, and a reading has come.
+STANDBY_TAKEN_S = 1.0
 
 #: Step in bytes in which the memory of a process is written to the ledger, for flows in other containers.
 HELD_STEP_BYTES = 64 * MIB
@@ -919,6 +923,7 @@ class Broker:
             self._max_tasks_per_device,
             self._held_by_parent,
             self._queue.least_bytes,
+            self._ready_standbys(),
         )
         passive = self._passive()
         decisions = decide(
@@ -951,6 +956,22 @@ class Broker:
                 ends = in_the_way(first, open_to_it)
                 settled = replace(settled, given_up=ends)
         return decisions, settled
+
+    def _ready_standbys(self) -> Mapping[str, Mapping[str, int]]:
+        """Return how many standbys of the nodes of a cluster wait for a task, by kind and node."""
+        ready: dict[str, Counter[str]] = {}
+        nodes = {} if self._view.reading is None else self._view.reading.nodes
+        for name, node in nodes.items():
+            for kind, count in node.standbys.items():
+                ready.setdefault(kind, Counter())[name] = count
+        since_s = self._clock.now() - STANDBY_TAKEN_S
+        # The last to be placed first.
+        for ticket in reversed(self._placed.values()) if ready else ():
+            if ticket.placed_s < since_s:
+                break
+            if ticket.request.standby in ready:
+                ready[ticket.request.standby][ticket.devices[0].host] -= 1
+        return ready
 
     def _remove(self, request: Request) -> Ticket | None:
         """Remove a waiting request; return its ticket, `None`: it does not wait."""

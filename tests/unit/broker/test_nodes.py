@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.broker import Ticket
+from prefect_gpu.broker.broker import STANDBY_TAKEN_S, Ticket
 from prefect_gpu.broker.device_view import RECOVERY_S
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, NodeReading
@@ -87,6 +87,20 @@ def test_memory_and_processes_are_counted_on_each_node(nodes: NodesRig) -> None:
     )
     assert nodes.broker.wants_host_memory
     assert nodes.broker.host_promised_bytes == 9 * GIB
+
+
+def test_a_node_with_a_ready_standby_is_preferred_once_for_each(nodes: NodesRig) -> None:
+    nodes.reader.limits = {
+        "a": NodeReading(64 * GIB),
+        "b": NodeReading(64 * GIB, standbys={"kind": 1, "of others": 9}),
+    }
+    assert where(nodes.place("one", 1, standby_kind="kind")) == ["b:0"]
+    # The node has not said yet that it is taken.
+    assert where(nodes.place("two", 1, standby_kind="kind")) == ["a:0"]
+    nodes.clock.advance(STANDBY_TAKEN_S + 0.1)
+    nodes.broker.read()
+    assert where(nodes.place("three", 1, standby_kind="kind")) == ["b:1"]
+    assert where(nodes.place("four", 1)) == ["a:1"]
 
 
 def test_devices_of_a_node_that_joins_are_used(nodes: NodesRig) -> None:

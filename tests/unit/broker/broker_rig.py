@@ -66,6 +66,7 @@ class WatchedBroker(Broker):
         self._sampler.stop()
         with self._changed:
             self.closing = True
+            self._rests_until_s = float("-inf")
             self._wake()
         if self._thread is not None:
             self._thread.join()

@@ -78,7 +78,7 @@ PASSIVE_S = 2.0
 
 #: On a cluster the broker's thread rests after each round of readings and decisions, so many times as long as it has
 #: computed, and at most so many seconds. So it takes a fifth of a core at most until a round takes 1/16 s, which is
-#: at about 1,000 nodes; from there on it makes fewer than four rounds a second. On ten nodes a round takes less than
+#: at about 1,000 nodes; from there on it makes fewer than four rounds a second. On ten nodes a round takes about
 #: 1 ms and the rest is not felt. On one machine there is none.
 REST_FACTOR = 4.0
 MOST_REST_S = 0.25

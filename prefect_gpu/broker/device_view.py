@@ -254,7 +254,7 @@ class DeviceView:
         #: not computed for this reading).
         self._states: list[DeviceState] = []
         self._computed_for: Sequence[tuple[Reservation, ...] | None] = ()
-        #: Devices that do not work, and why.
+        #: Devices that do not work, or did not, and why; empty: it works again.
         self._set_aside: dict[DeviceKey, str] = {}
         self._context_told = False
 
@@ -379,15 +379,24 @@ class DeviceView:
         return self._by_root.get(device.key, {}).get(root_pid, {})
 
     def warn(self, reading: Reading) -> None:
-        """Log what is odd in a reading, each thing once."""
+        """Log what is odd in a reading, each thing once, and what all devices of a node have in common as one line."""
         self._warn_of_context(reading)
+        #: By node and error; an empty one is of devices that answer again.
+        changed: dict[tuple[str, str], list[Device]] = {}
         for snapshot in reading.snapshots:
-            key, uuid = snapshot.device.key, snapshot.device.uuid
-            if snapshot.error and self._set_aside.get(key) != snapshot.error:
-                logger.warning("device %s is set aside: %s", uuid, snapshot.error)
-                self._set_aside[key] = snapshot.error
-            elif not snapshot.error and self._set_aside.pop(key, ""):
-                logger.info("device %s answers again", uuid)
+            device, error = snapshot.device, snapshot.error
+            if error != self._set_aside.get(device.key, ""):
+                changed.setdefault((device.host, error), []).append(device)
+                self._set_aside[device.key] = error
+        for (node, error), devices in changed.items():
+            several = len(devices) > 1
+            name = f"device {devices[0].uuid}"
+            if several:
+                name = f"devices {', '.join(str(each.index) for each in devices)} of node {node}"
+            if error:
+                logger.warning("%s %s set aside: %s", name, "are" if several else "is", error)
+            else:
+                logger.info("%s %s again", name, "answer" if several else "answers")
 
     def _warn_of_context(self, reading: Reading) -> None:
         if self._context_told or self._kind != "nvml" or self._held_by_parent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,8 @@ class ClusterAnnouncement:
         kind: Kind,
         policy: FrameworkPolicy,
     ) -> None:
+        #: Names its standbys, as `Request.standby` does.
+        self.standby = kind.key
         self._launcher = launcher
         self._expected = expected
         self._kind = kind
@@ -120,6 +123,8 @@ class NodeStandbys:
         self._lock = threading.Lock()
         #: By the flow's kind: what stands for each task that is to come.
         self._announced: dict[Kind, list[Announcement]] = {}
+        #: By the flow's kind: the same with this node's environment. There are as many as a flow has kinds of tasks.
+        self._here: dict[Kind, Kind] = {}
 
     def expect(self, command: Expect, most: int) -> None:
         """Keep standbys for so many tasks.
@@ -134,13 +139,25 @@ class NodeStandbys:
             while len(announced) > wanted:
                 announced.pop().retract()
             here = replace(command.kind, environment=standby_changes(command.policy, os.environ))
+            if most:
+                self._here[command.kind] = here
             while len(announced) < wanted:
                 announced.append(self._pool.announce(here))
             if not announced:
                 del self._announced[command.kind]
 
     def launcher_for(self, kind: Kind | None) -> Launcher:
-        """Return what starts the process of a task: a standby's announcement, if there is one of its kind."""
+        """Return what starts the process of a task: an announcement, if standbys of its kind are kept."""
         with self._lock:
-            announced = self._announced.get(kind) if kind is not None else None
-            return announced.pop() if announced else self._fresh
+            if kind is None or kind not in self._here:
+                return self._fresh
+            if announced := self._announced.get(kind):
+                return announced.pop()
+            # It was placed before the flow had said that it is to come. One of an earlier task may wait.
+            return self._pool.announce(self._here[kind])
+
+    def ready(self) -> Mapping[str, int]:
+        """Return how many standbys wait for a task, by the key of the flow's kind; kinds without any are left out."""
+        found = self._pool.ready_by_kind
+        with self._lock:
+            return {kind.key: found[here] for kind, here in self._here.items() if found[here]}

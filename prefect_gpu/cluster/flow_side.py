@@ -87,6 +87,8 @@ class Node:
     ahead_s: float = float("inf")
     #: By process id: what it had of simulated devices, until it is asked for.
     peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    #: Standbys that wait there for a task, by the key of their kind.
+    standbys: Mapping[str, int] = field(default_factory=dict)
 
     def keep(self, snapshots: Sequence[DeviceSnapshot]) -> None:
         """Keep the new snapshots. One that says the same as the last of its device leaves that one in place."""
@@ -181,6 +183,8 @@ class Nodes:
                 node.error = news.error
                 node.host_available_bytes = news.host_available_bytes
                 node.live_bytes = news.live_bytes
+            if news.standbys is not None:
+                node.standbys = news.standbys
         if news.others is not None:
             # It would differ with every message, and so would the entries.
             node.ahead_s = min(node.ahead_s, now_s - news.now_s)
@@ -301,7 +305,9 @@ class ClusterReader(DeviceReader):
     def nodes(self) -> Mapping[str, NodeReading]:
         """See `DeviceReader.nodes`."""
         return {
-            node.name: NodeReading(node.host_available_bytes, node.facts.max_processes)
+            node.name: NodeReading(
+                node.host_available_bytes, node.facts.max_processes, node.standbys
+            )
             for node in self._nodes.all()
         }
 

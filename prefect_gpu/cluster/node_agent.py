@@ -18,7 +18,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -157,6 +157,9 @@ class NodeAgent:
         #: Number of the last change of what the devices show, or of what others hold.
         self._changed_at = 0
         self._others: dict[str, Entry] = {}
+        #: Standbys that wait for a task, by the key of their kind, and the number of the last change of that.
+        self._ready: Mapping[str, int] = {}
+        self._ready_at = 0
         self._hosted: dict[str, _Hosted] = {}
         self._kept: weakref.WeakValueDictionary[Any, MemoryFile] = weakref.WeakValueDictionary()
         self._receives = threading.Lock()
@@ -267,6 +270,7 @@ class NodeAgent:
             read_s=reading.at_s,
             live_bytes=live,
             others=self._others,
+            standbys=self._ready if self._ready_at > seen else None,
         )
 
     def _named(self, snapshot: DeviceSnapshot) -> DeviceSnapshot:
@@ -275,15 +279,18 @@ class NodeAgent:
     def _take_reading(self, reading: Reading) -> None:
         """Take a reading of the node's devices, on the broker's thread."""
         assert self._broker is not None
-        others = self._broker.held_by_others()
+        others, ready = self._broker.held_by_others(), self._standbys.ready()
         with self._changed:
             before = self._reading
             self._reading = reading
-            if others == self._others and before is not None and is_alike(reading, before):
+            alike = others == self._others and before is not None and is_alike(reading, before)
+            if alike and ready == self._ready:
                 # It goes with the next news, a second later at most.
                 return
             self._number += 1
             self._changed_at, self._others = self._number, others
+            if ready != self._ready:
+                self._ready_at, self._ready = self._number, ready
             self._changed.notify_all()
 
     def _tell(self, child: str, message: Any) -> None:

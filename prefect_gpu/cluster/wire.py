@@ -173,6 +173,8 @@ class News:
     live_bytes: Mapping[int, int] = field(default_factory=dict)
     #: Requests of other flows that hold devices here; `None`: as before. Their times are of the node's clock.
     others: Mapping[str, Entry] | None = None
+    #: Standbys that wait for a task, by the key of their kind; `None`: as before.
+    standbys: Mapping[str, int] | None = None
 
 
 # Values.

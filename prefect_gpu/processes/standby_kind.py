@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
 import importlib.util
 import itertools
 import logging
@@ -85,6 +86,12 @@ class Kind:
     def modules(self) -> tuple[str, ...]:
         """All modules to import, in this order: a framework before what needs it."""
         return (*self.always, *self.users)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A short name of the kind, the same in every process: equal kinds have equal names."""
+        values = self.always, self.users, self.environment, self.cpus_stated, self.hot
+        return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
     def without_users(self) -> Kind:
         """Return the kind that imports nothing of the user's."""

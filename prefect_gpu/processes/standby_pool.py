@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +238,12 @@ class StandbyPool:
         """Standbys that wait for a task now."""
         with self._changed:
             return sum(s.ready for s in self._standbys)
+
+    @property
+    def ready_by_kind(self) -> Counter[Kind]:
+        """Standbys without a device that wait for a task now, by their kind."""
+        with self._changed:
+            return Counter(s.kind for s in self._standbys if s.ready and s.device is None)
 
     @property
     def hot(self) -> int:

@@ -215,6 +215,7 @@ class Attempt:
             host_bytes=0 if self._broker.kind == "host" else self._plan.host_bytes,
             expected_s=self._grant.expected_s,
             nodes=policy.nodes,
+            standby=self._call.standby,
         )
         self._ticket = ticket = self._broker.submit(request, self._call.hot)
         ticket.on_recovered = self._take_recovery

@@ -23,6 +23,7 @@ from prefect import Task
 from prefect.futures import PrefectFuture
 
 from prefect_gpu.broker.broker import Broker
+from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.errors import (
     NO_ROOM,
     ChildDiedError,
@@ -346,6 +347,8 @@ class GPUTask:
         self._launcher: Launcher = process_launcher()
         #: Kind of the hot standbys that suit it; `None`: none does.
         self._hot: Hashable = None
+        #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.
+        self._standby = ""
         #: The task run, once the body was called.
         self._run: EngineRun | None = None
 
@@ -364,6 +367,8 @@ class GPUTask:
             self._launcher = announced or self._runner.cluster_launcher() or self._launcher
         if isinstance(announced, Announcement) and announced.kind.hot:
             self._hot = announced.kind
+        elif isinstance(announced, ClusterAnnouncement):
+            self._standby = announced.standby
         try:
             with asked_first(self._runner.limits), paused_by(self._runner.pause):
                 return run_engine(
@@ -390,7 +395,9 @@ class GPUTask:
         try:
             with argument_files().share() as share:
                 identity = self._plan.identity(args, kwargs)
-                call = TaskCall(self._plan, run, identity, args, kwargs, share, self._hot)
+                call = TaskCall(
+                    self._plan, run, identity, args, kwargs, share, self._hot, self._standby
+                )
                 broker, book = self._runner.broker(), self._runner.book()
                 self._last = body = BodyRun(
                     call,

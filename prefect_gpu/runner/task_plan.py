@@ -161,6 +161,8 @@ class TaskCall:
     share: Share
     #: Kind of the hot standbys that suit it; `None`: none does.
     hot: Hashable = None
+    #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.
+    standby: str = ""
 
     def pack(self) -> PackedValue:
         """Pickle the call for a child. On the engine's thread.

@@ -101,6 +101,8 @@ class NodeReading:
     available_bytes: int
     #: Most processes of one broker at a time on the node; `None`: as many as the broker may have.
     max_processes: int | None = None
+    #: Standbys that wait for a task, by their kind as `Request.standby` names it.
+    standbys: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ class Request:
     origin: str = ""
     #: Names of the nodes that it may use; empty: any.
     nodes: tuple[str, ...] = ()
+    #: Kind of the standbys that suit it, by which a node of a cluster is preferred; empty: none does.
+    standby: str = ""
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all that it has free."""

@@ -66,6 +66,7 @@ class WatchedBroker(Broker):
         self._sampler.stop()
         with self._changed:
             self.closing = True
+            self._rests_until_s = float("-inf")
             self._wake()
         if self._thread is not None:
             self._thread.join()
@@ -145,6 +146,7 @@ class Rig:
     def submit(self, name: str, gib: float | None = None, **others: Any) -> Ticket:
         memory = others.pop("memory", None if gib is None else int(gib * GIB))
         broker, standby = others.pop("broker", self.broker), others.pop("standby", None)
+        others["standby"] = others.pop("standby_kind", "")
         sequence = others.pop("sequence", None)
         sequence = next_sequence() if sequence is None else sequence
         ticket = broker.submit(Request("", name, sequence, 0.0, memory, **others), standby)

@@ -157,3 +157,25 @@ def test_a_device_that_does_not_work_is_logged_once_and_when_it_answers(
         "device SIM-0 is set aside: it fell off the bus",
         "device SIM-0 answers again",
     ]
+
+
+def test_a_node_that_is_silent_is_one_line_and_another_when_it_answers(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "prefect_gpu")
+    works = [
+        replace(ALL_FREE, device=replace(DEVICE, uuid=f"SIM-{node}-{at}", index=at, host=node))
+        for node in "ab"
+        for at in range(2)
+    ]
+    silent = [replace(each, error=f"node {each.device.host} is silent") for each in works]
+    lost = [replace(works[0], error="it fell off the bus"), *works[1:]]
+    for snapshots in (silent, silent, [*silent[:2], *works[2:]], works, works, lost):
+        rig.view.warn(rig.take(*snapshots))
+    assert [record.getMessage() for record in caplog.records] == [
+        "devices 0, 1 of node a are set aside: node a is silent",
+        "devices 0, 1 of node b are set aside: node b is silent",
+        "devices 0, 1 of node b answer again",
+        "devices 0, 1 of node a answer again",
+        "device SIM-a-0 is set aside: it fell off the bus",
+    ]

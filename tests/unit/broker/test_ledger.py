@@ -455,8 +455,8 @@ def test_the_locks_of_processes_that_wrote_nothing_are_removed(tmp_path: Path) -
 #: field with a default, which releases without it ignore.
 ROW_1 = (
     '{"request":{"id":"a","task_name":"train","sequence":7,"submitted_s":1.5,"memory":6442450944,"count":1,'
-    '"devices":["SIM-0"],"exclusive":true,"priority":5,"host_bytes":3,"expected_s":60.0,"origin":"","nodes":[]},'
-    '"owner":"0123","node":"node-1","broker":1,"reservations":[{"request_id":"a","machine":"node","device_uuid":'
+    '"devices":["SIM-0"],"exclusive":true,"priority":5,"host_bytes":3,"expected_s":60.0,"origin":"","nodes":[],'
+    '"standby":""},"owner":"0123","node":"node-1","broker":1,"reservations":[{"request_id":"a","machine":"node","device_uuid":'
     '"SIM-0","reserved_bytes":6442450944,"exclusive":true,"task_name":"train","ends_s":90.0,"standby":false}],'
     '"devices":[["node","SIM-0"]],"status":[2,1.0,[["node","SIM-0"]],3.0,4.0],"max_processes":8,"pid":42,'
     '"namespace":"pid:[1]","held_bytes":[1024],"running":true,"reclaimed":false}'
@@ -483,7 +483,7 @@ def test_releases_with_one_schema_read_and_write_the_same_rows() -> None:
     )
     assert host_ledger._ENTRY.dump_json(read).decode() == ROW_1
     assert host_ledger.SCHEMA == 1
-    older = ROW_1.replace(',"nodes":[]', "")
+    older = ROW_1.replace(',"nodes":[],"standby":""', "")
     assert host_ledger._row(1, "a", 1, older).entry == read
     newer = ROW_1.replace('"owner"', '"added later":[1],"owner"')
     assert host_ledger._row(1, "a", 1, newer).entry == read

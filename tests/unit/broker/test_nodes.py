@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.broker import Ticket
+from prefect_gpu.broker import broker
+from prefect_gpu.broker.broker import MOST_REST_S, STANDBY_TAKEN_S, Ticket
 from prefect_gpu.broker.device_view import RECOVERY_S
+from prefect_gpu.clock import FakeClock
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, NodeReading
 from prefect_gpu.units import GIB
@@ -87,6 +90,40 @@ def test_memory_and_processes_are_counted_on_each_node(nodes: NodesRig) -> None:
     )
     assert nodes.broker.wants_host_memory
     assert nodes.broker.host_promised_bytes == 9 * GIB
+
+
+def test_a_node_with_a_ready_standby_is_preferred_once_for_each(nodes: NodesRig) -> None:
+    nodes.reader.limits = {
+        "a": NodeReading(64 * GIB),
+        "b": NodeReading(64 * GIB, standbys={"kind": 1, "of others": 9}),
+    }
+    assert where(nodes.place("one", 1, standby_kind="kind")) == ["b:0"]
+    # The node has not said yet that it is taken.
+    assert where(nodes.place("two", 1, standby_kind="kind")) == ["a:0"]
+    nodes.clock.advance(STANDBY_TAKEN_S + 0.1)
+    nodes.broker.read()
+    assert where(nodes.place("three", 1, standby_kind="kind")) == ["b:1"]
+    assert where(nodes.place("four", 1)) == ["a:1"]
+
+
+@pytest.mark.parametrize(("round_s", "rest_s"), [(0.01, 0.04), (1.0, MOST_REST_S)])
+def test_on_a_cluster_the_thread_rests_by_what_a_round_has_taken(
+    nodes: NodesRig, monkeypatch: pytest.MonkeyPatch, round_s: float, rest_s: float
+) -> None:
+    took_s, calls = 0.0, itertools.count()
+    # A round asks for it twice.
+    monkeypatch.setattr(broker, "thread_time", lambda: next(calls) * took_s)
+    nodes.reader.remote = True
+    nodes.place("one", 1)
+    nodes.place("two", 1)
+    assert nodes.clock.now() == FakeClock().now(), "no rest is needed"
+    took_s = round_s
+    nodes.broker.read()
+    ticket = nodes.submit("three", 1)
+    nodes.clock.advance(rest_s * 0.99)
+    assert not ticket.decided
+    nodes.clock.advance(rest_s * 0.02)
+    decided(ticket)
 
 
 def test_devices_of_a_node_that_joins_are_used(nodes: NodesRig) -> None:

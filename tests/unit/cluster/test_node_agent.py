@@ -16,6 +16,7 @@ from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.cluster import node_agent
+from prefect_gpu.cluster.expected import Expect, NodeStandbys
 from prefect_gpu.cluster.flow_side import (
     ClusterLauncher,
     ClusterReader,
@@ -40,6 +41,7 @@ from prefect_gpu.processes.messages import Answered, Asked, BodyStarted
 from prefect_gpu.scheduling.model import Device, Request
 from prefect_gpu.units import GIB
 from tests.unit.cluster.cluster_rig import FakeStore, Heard, place_on, spec_for
+from tests.unit.cluster.test_expected import KIND, POLICY, FakePool
 
 #: Of processes that there are not.
 FIRST_PID = 5_000_000
@@ -303,6 +305,29 @@ def test_news_that_were_not_acknowledged_come_again(tmp_path: Path, scene: Scene
         assert agent.listen(0, 0.0).heard == (("one", "first"), ("one", "second"))
         assert agent.listen(news.number, 0.0).heard == (("one", "second"),)
         assert agent.listen(agent._number, 0.0).heard == ()
+    finally:
+        assert agent._broker is not None
+        agent._broker._sampler.stop()
+
+
+def test_ready_standbys_are_told_when_they_change(tmp_path: Path, scene: Scene) -> None:
+    spec = parse_spec("simulated:1x8GiB")
+    settings = NodeSettings("n2", spec, "spread", None, None, ledger=tmp_path, standby=0)
+    agent = NodeAgent(settings, FakeStore(), None, "1", FakeLauncher())
+    pool = FakePool()
+    agent._standbys = NodeStandbys(pool, FakeLauncher())  # type: ignore[arg-type]
+    try:
+        wait_until(lambda: agent._reading is not None)
+        seen = agent.listen(0).number
+        agent._standbys.expect(Expect(KIND, POLICY, 1), 2)
+        pool.ready_by_kind[pool.announced[0].kind] = 1
+        wait_until(lambda: bool(agent.listen(seen, 0.0).standbys))
+        news = agent.listen(seen, 0.0)
+        assert news.standbys == {KIND.key: 1}
+        assert agent.listen(news.number, 0.0).standbys is None
+        assert agent.listen(seen, 0.0).standbys == {KIND.key: 1}, "it was not acknowledged"
+        pool.ready_by_kind.clear()
+        wait_until(lambda: agent.listen(news.number, 0.0).standbys == {})
     finally:
         assert agent._broker is not None
         agent._broker._sampler.stop()

@@ -265,6 +265,19 @@ def test_snapshots_that_say_the_same_again_stay_the_same_objects() -> None:
     assert after[1].free_bytes == 3 * GIB
 
 
+def test_ready_standbys_of_a_node_are_those_that_it_has_last_named() -> None:
+    nodes, (a, _) = make_nodes("a", "b")
+    reader = ClusterReader(nodes, "simulated")
+    nodes.take("a", reading_of(a, standbys={"kind": 2}))
+    nodes.take("a", reading_of(a))
+    assert {name: node.standbys for name, node in reader.nodes().items()} == {
+        "a": {"kind": 2},
+        "b": {},
+    }
+    nodes.take("a", reading_of(a, standbys={}))
+    assert reader.nodes()["a"].standbys == {}
+
+
 def test_what_ails_a_node_is_said_of_its_devices() -> None:
     nodes, (a,) = make_nodes("a")
     reader = ClusterReader(nodes, "simulated")

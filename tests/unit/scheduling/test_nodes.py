@@ -50,9 +50,12 @@ def named(placed: Sequence[object]) -> list[str]:
 
 
 def take(
-    states: Sequence[DeviceState], asked: Request, style: PlacementStyle = "spread"
+    states: Sequence[DeviceState],
+    asked: Request,
+    style: PlacementStyle = "spread",
+    **ready: int,
 ) -> list[str] | None:
-    board = Board(states, style)
+    board = Board(states, style, standbys={"kind": ready})
     chosen = board.choose(asked, board.named(asked))
     return None if chosen is None else named(board.place(asked, chosen).devices)
 
@@ -93,6 +96,63 @@ def test_which_devices_of_which_node(
 ) -> None:
     check_possible(asked, states)
     assert take(states, asked, style) == devices
+
+
+def of_kind(gib: float | None = 6, **others: object) -> Request:
+    return request(gib, standby="kind", **others)  # type: ignore[arg-type]
+
+
+def busy(state: DeviceState) -> DeviceState:
+    return replace(state, snapshot=replace(state.snapshot, busy_fraction=0.9))
+
+
+#: The devices of node b have less free.
+B_FULLER = [on("a", 0), on("a", 1), on("b", 0, 9), on("b", 1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("states", "asked", "style", "ready", "devices"),
+    [
+        pytest.param(B_FULLER, of_kind(), "spread", {"b": 1}, ["b:0"], id="a ready standby before the emptiest"),
+        pytest.param(B_FULLER, of_kind(), "pack", {"a": 1}, ["a:0"], id="a ready standby before the fullest"),
+        pytest.param(B_FULLER, of_kind(), "spread", {"a": 1, "b": 2}, ["a:0"], id="of two such nodes the emptiest"),
+        pytest.param(B_FULLER, of_kind(), "spread", {"b": 0}, ["a:0"], id="none is ready"),
+        pytest.param(B_FULLER, request(6), "spread", {"b": 1}, ["a:0"], id="of another kind"),
+        pytest.param(B_FULLER, of_kind(20), "spread", {"b": 1}, ["a:0"], id="no room beside it: it does not wait"),
+        pytest.param(B_FULLER, of_kind(None), "spread", {"b": 1}, ["a:0"], id="nor for a device to itself"),
+        pytest.param([*TWO_BY_TWO[:2], busy(on("b", 0)), busy(on("b", 1))], of_kind(), "spread", {"b": 1}, ["a:0"], id="a device that is not busy comes first"),
+        pytest.param([busy(on("a", 0)), busy(on("b", 0, 9))], of_kind(), "spread", {"b": 1}, ["b:0"], id="among busy ones too"),
+        pytest.param(B_FULLER, of_kind(count=2), "spread", {"b": 1}, ["b:0", "b:1"], id="for several devices"),
+        pytest.param([*TWO_BY_TWO[:2], on("b", 0)], of_kind(count=2), "spread", {"b": 1}, ["a:0", "a:1"], id="never fewer than were asked for"),
+        pytest.param(B_FULLER, of_kind(nodes=("a",)), "spread", {"b": 1}, ["a:0"], id="never on a node that is not named"),
+        pytest.param([*B_FULLER, on("c", 0)], of_kind(nodes=("a", "b")), "spread", {"b": 1}, ["b:0"], id="among named nodes"),
+        pytest.param(B_FULLER, of_kind(devices=("a:1", "b:0")), "spread", {"b": 1}, ["a:1"], id="never before the order of gpu:device"),
+        pytest.param(B_FULLER, of_kind(devices=("1",)), "spread", {"b": 1}, ["b:1"], id="an index on any node"),
+    ],
+)  # fmt: skip
+def test_a_node_with_a_ready_standby_is_preferred(
+    states: list[DeviceState],
+    asked: Request,
+    style: PlacementStyle,
+    ready: dict[str, int],
+    devices: list[str],
+) -> None:
+    assert take(states, asked, style, **ready) == devices
+
+
+def test_a_ready_standby_is_counted_for_one_task() -> None:
+    board = Board(B_FULLER, standbys={"kind": {"b": 1}})
+    decisions = decide(RequestQueue([of_kind(name="x"), of_kind(name="y")]), board, host())
+    assert started(decisions) == [("x", ["b:0"]), ("y", ["a:0"])]
+
+
+def test_a_device_kept_for_a_blocked_task_is_not_given_away_for_a_standby() -> None:
+    held = tuple(replace(each, ends_s=100.0) for each in on("b", 0, 9).reservations)
+    states = [on("a", 0, 9), replace(on("b", 0, 9), reservations=held)]
+    queue = RequestQueue([request(20, name="large"), of_kind(name="x")])
+    decisions = decide(queue, Board(states, standbys={"kind": {"b": 1}}), host())
+    assert started(decisions) == [("x", ["a:0"])]
+    assert [uuid for _, uuid in decisions.statuses["large"].kept] == ["SIM-b-0"]
 
 
 @pytest.mark.parametrize(
@@ -227,6 +287,36 @@ def test_the_reason_of_a_wait_for_nodes() -> None:
 
 styles = st.sampled_from(["spread", "pack"])
 sizes = st.lists(st.sampled_from([8, 24, 80]), min_size=1, max_size=3)
+#: By node.
+standbys = st.dictionaries(st.sampled_from(["n0", "n1", "n2", "gone"]), st.integers(0, 2))
+
+
+@given(st.lists(sizes, min_size=1, max_size=3), st.lists(requests, max_size=6), styles, standbys)
+def test_standbys_change_where_a_task_starts_and_not_whether(
+    nodes: list[list[int]], asked: list[Request], style: PlacementStyle, ready: dict[str, int]
+) -> None:
+    states = [
+        on(f"n{node}", at, gib=gib)
+        for node, each in enumerate(nodes)
+        for at, gib in enumerate(each)
+    ]
+    for each in asked:
+        try:
+            check_possible(each, states)
+        except PlacementError:
+            continue
+        plain, board = Board(states, style), Board(states, style, standbys={"kind": ready})
+        named = plain.named(each)
+        otherwise = plain.choose(each, named)
+        chosen = board.choose(replace(each, standby="kind"), named)
+        assert (chosen is None) == (otherwise is None)
+        if chosen is None or otherwise is None:
+            continue
+        has = [ready.get(states[at[0]].device.host, 0) > 0 for at in (chosen, otherwise)]
+        assert has[0] or not has[1], "one was there and was not preferred"
+        assert chosen == otherwise or has[0], "the choice differs without a reason"
+        plain.place(each, otherwise)
+        states = plain.states
 
 
 @given(
@@ -235,6 +325,7 @@ sizes = st.lists(st.sampled_from([8, 24, 80]), min_size=1, max_size=3)
     styles,
     st.sampled_from([PATIENCE, NO_BACKFILL]),
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 4, 1000])), min_size=3, max_size=3),
+    standbys,
 )
 def test_devices_of_a_request_are_always_on_one_node(
     nodes: list[list[int]],
@@ -242,7 +333,9 @@ def test_devices_of_a_request_are_always_on_one_node(
     style: PlacementStyle,
     patience: Patience,
     has: list[tuple[int, int]],
+    ready: dict[str, int],
 ) -> None:
+    asked = [replace(each, standby="kind") for each in asked]
     states = [
         on(f"n{node}", at, gib=gib)
         for node, each in enumerate(nodes)
@@ -250,7 +343,8 @@ def test_devices_of_a_request_are_always_on_one_node(
     ]
     by_name = {f"n{node}": host(gib, 1, 1 + most) for node, (most, gib) in enumerate(has)}
     queue = RequestQueue(asked)
-    decisions = decide(queue, Board(states, style), ClusterState(by_name, 3, 9), patience)
+    board = Board(states, style, standbys={"kind": ready})
+    decisions = decide(queue, board, ClusterState(by_name, 3, 9), patience)
     booked = {state.device.key: 0 for state in states}
     for each, placement in decisions.placements:
         (node,) = {device.host for device in placement.devices}
@@ -291,10 +385,10 @@ def test_a_cluster_of_one_node_is_one_machine(
     states = [device_state(each, (), {}, 0) for each in snapshots]
     machine = host(gib, 1, 1 + most)
     alone = decide(RequestQueue(asked), Board(states, style), machine, patience)
-    if names_it:
-        asked = [replace(each, nodes=("node",)) for each in asked]
+    asked = [replace(each, nodes=("node",) if names_it else (), standby="kind") for each in asked]
     of_cluster = ClusterState({"node": machine}, 1, 99)
-    there = decide(RequestQueue(asked), Board(states, style), of_cluster, patience)
+    board = Board(states, style, standbys={"kind": {"node": 1}})
+    there = decide(RequestQueue(asked), board, of_cluster, patience)
     assert [(r.id, p) for r, p in there.placements] == [(r.id, p) for r, p in alone.placements]
     assert {r.id for r, _ in there.refusals} == {r.id for r, _ in alone.refusals}
     assert there.statuses == alone.statuses

@@ -382,12 +382,12 @@ class DeviceView:
         """Log what is odd in a reading, each thing once."""
         self._warn_of_context(reading)
         for snapshot in reading.snapshots:
-            key, uuid = snapshot.device.key, snapshot.device.uuid
+            key, label = snapshot.device.key, snapshot.device.label
             if snapshot.error and self._set_aside.get(key) != snapshot.error:
-                logger.warning("device %s is set aside: %s", uuid, snapshot.error)
+                logger.warning("device %s is set aside: %s", label, snapshot.error)
                 self._set_aside[key] = snapshot.error
             elif not snapshot.error and self._set_aside.pop(key, ""):
-                logger.info("device %s answers again", uuid)
+                logger.info("device %s answers again", label)
 
     def _warn_of_context(self, reading: Reading) -> None:
         if self._context_told or self._kind != "nvml" or self._held_by_parent:

@@ -157,3 +157,9 @@ def test_a_device_that_does_not_work_is_logged_once_and_when_it_answers(
         "device SIM-0 is set aside: it fell off the bus",
         "device SIM-0 answers again",
     ]
+
+
+def test_the_log_names_a_device_by_its_node(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    device = replace(ALL_FREE.device, host="gpu-2", in_cluster=True)
+    rig.view.warn(rig.take(replace(ALL_FREE, device=device, error="lost")))
+    assert caplog.messages == ["device gpu-2:0 is set aside: lost"]

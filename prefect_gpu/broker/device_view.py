@@ -390,7 +390,7 @@ class DeviceView:
                 self._set_aside[device.key] = error
         for (node, error), devices in changed.items():
             several = len(devices) > 1
-            name = f"device {devices[0].uuid}"
+            name = f"device {devices[0].label}"
             if several:
                 name = f"devices {', '.join(str(each.index) for each in devices)} of node {node}"
             if error:

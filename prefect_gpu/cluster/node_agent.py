@@ -180,7 +180,9 @@ class NodeAgent:
         except DeviceError as error:
             self._reader, problem = None, str(error)
         devices = () if self._reader is None else self._reader.devices()
-        self._devices = {device.uuid: replace(device, host=self._name) for device in devices}
+        self._devices = {
+            device.uuid: replace(device, host=self._name, in_cluster=True) for device in devices
+        }
         if self._reader is not None and devices:
             self._broker = Broker(
                 self._reader,

@@ -220,9 +220,10 @@ def _devices_and_processes(report: TaskReport) -> str:
             return "all"
         return f"{pid}, the task's own" if pid == report.pid else f"{pid}, started by it"
 
+    node = f"{escape(report.node)}:" if report.node else ""
     rows = [
         (
-            str(process.device_index),
+            f"{node}{process.device_index}",
             words(process.pid),
             format_bytes(process.peak_bytes),
             percent(process.peak_bytes, process.budget_bytes),
@@ -297,7 +298,8 @@ def flow_metadata(reports: Sequence[TaskReport]) -> dict[str, str]:
         "task_runs": str(len({report.task_run_id for report in reports})),
         "processes": str(len(reports)),
         **{outcome: str(outcomes.count(outcome)) for outcome in OUTCOME_WORDS},
-        "devices": str(len({device.uuid for r in reports for device in r.devices})),
+        "devices": str(len({device for r in reports for device in r.devices})),
+        **({"nodes": str(nodes)} if (nodes := _count_nodes(reports)) else {}),
         "leaked_bytes": str(sum(report.leaked_bytes or 0 for report in reports)),
         "reserved_gib_s": f"{sum(r.reserved_byte_seconds for r in reports) / GIB:.3f}",
         "wasted_gib_s": f"{sum(r.wasted_byte_seconds for r in reports) / GIB:.3f}",
@@ -311,10 +313,12 @@ def _flow_headline(reports: Sequence[TaskReport]) -> str:
         return "No GPU process was started."
     count = len(reports)
     done = sum(report.outcome == "completed" for report in reports)
-    devices = len({device.uuid for report in reports for device in report.devices})
+    devices = len({device for report in reports for device in report.devices})
+    nodes = _count_nodes(reports)
+    of_nodes = f" of {_many(nodes, 'node')}" if nodes else ""
     retried = count - len({report.task_run_id for report in reports})
     text = f"{done} of {_many(count, 'process', 'processes')} completed"
-    text += f" on {_many(devices, 'device')} in {format_seconds(_duration_s(reports))}"
+    text += f" on {_many(devices, 'device')}{of_nodes} in {format_seconds(_duration_s(reports))}"
     if retried:
         text += f"; {retried} of them ran a task again"
     return text + "."
@@ -329,6 +333,7 @@ def _attention(reports: Sequence[TaskReport]) -> list[str]:
     ]
     failures = [
         f"- **{OUTCOME_WORDS[r.outcome].capitalize()}**: {_name(r)}"
+        + (f" on {_on(r)}" if r.node else "")
         + (f", put down to {_oom_words(r)}" if r.cause else "")
         + (f": {escape(r.error, 300)}" if r.error else "")
         for r in reports
@@ -370,7 +375,7 @@ def _every_process(reports: Sequence[TaskReport]) -> str:
             str(number),
             escape(r.task_run_name) + _attempt_words(r),
             "completed" if r.outcome == "completed" else f"**{OUTCOME_WORDS[r.outcome]}**",
-            ", ".join(str(device.index) for device in r.devices) or "–",
+            _on(r),
             _of_budget(r) + (", probe" if r.budget_source == "probe" else ""),
             format_seconds(r.queued_s),
             format_seconds(r.run_s),
@@ -399,9 +404,20 @@ def _attempt_words(report: TaskReport) -> str:
     return f" (process {report.attempt})" if report.attempt > 1 else ""
 
 
+def _on(report: TaskReport) -> str:
+    """Return the indices of its devices, in a cluster after their node: `gpu-2:0, 1`."""
+    indices = ", ".join(str(device.index) for device in report.devices)
+    return f"{escape(report.node)}:{indices}" if report.node else indices or "–"
+
+
+def _count_nodes(reports: Sequence[TaskReport]) -> int:
+    """Return how many nodes of a cluster the processes ran on; 0: there is no cluster."""
+    return len({report.node for report in reports} - {""})
+
+
 def _device_words(report: TaskReport) -> str:
     words = [
-        f"device {device.index}, {escape(device.name)}, {format_bytes(device.total_bytes)}"
+        f"{escape(device.label) if device.node else f'device {device.index}'}, {escape(device.name)}, {format_bytes(device.total_bytes)}"
         for device in report.devices
     ]
     return "; ".join(words) or "none"

@@ -127,6 +127,11 @@ class TaskReport:
     processes: tuple[ProcessPeak, ...] = ()
 
     @property
+    def node(self) -> str:
+        """Name of the node of a cluster that all its devices are in; empty: there is no cluster."""
+        return self.devices[0].node if self.devices else ""
+
+    @property
     def budget_total_bytes(self) -> int:
         """Bytes reserved on all its devices together."""
         return self.budget_bytes * max(1, len(self.devices))
@@ -168,6 +173,7 @@ class TaskReport:
             "task_key": self.task_key,
             "device_uuid": ",".join(device.uuid for device in self.devices),
             "device_name": ",".join(dict.fromkeys(device.name for device in self.devices)),
+            **({"node": self.node} if self.node else {}),
             "framework": self.framework,
             "outcome": self.outcome,
             "attempt": str(self.attempt),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,8 +51,13 @@ OUTCOME_COLOURS: Mapping[Outcome, str] = {
 #: Colours of phases, one for each name in the order of their first occurrence, then from the first again.
 PHASE_TINTS = ("#f59e0b", "#10b981", "#6366f1", "#ec4899", "#64748b", "#06b6d4")
 
-#: Bars that are drawn for a device. If there are more, the longest are drawn.
+#: Devices that are drawn. If there are more, those are drawn that held most memory over time.
+LANE_LIMIT = 64
+
+#: Bars that are drawn for a device, and for all devices together. If there are more, the longest of each device are
+#: drawn. A bar takes some 700 bytes of the artifact.
 GANTT_LIMIT = 1500
+BAR_LIMIT = 12_000
 
 #: The bytes of a point of a series.
 _amount: Callable[[tuple[float, int]], int] = operator.itemgetter(1)
@@ -234,14 +240,29 @@ def flow_gantt_svg(reports: Sequence[TaskReport]) -> str:
     numbered = [(i, report) for i, report in enumerate(reports, 1) if report.devices]
     start = min((report.placed_at for _, report in numbered), default=0.0)
     end_s = max((r.placed_at - start + max(r.held_s, 0.001) for _, r in numbered), default=1.0)
-    devices = sorted(
-        {device for _, report in numbered for device in report.devices},
-        key=lambda device: (device.host, device.index, device.uuid),
+    by_device: dict[Device, list[tuple[int, TaskReport]]] = {}
+    for each in numbered:
+        for device in each[1].devices:
+            by_device.setdefault(device, []).append(each)
+    devices = heapq.nlargest(
+        LANE_LIMIT,
+        by_device,
+        key=lambda device: sum(r.budget_bytes * r.held_s for _, r in by_device[device]),
     )
+    devices.sort(key=lambda device: (_by_number(device.host), device.index, device.uuid))
+    most = min(GANTT_LIMIT, BAR_LIMIT // max(1, len(devices)))
     left, right, top = 158, WIDTH - 20, 52
-    lanes = [_Lane(device, numbered, start) for device in devices]
+    lanes = [_Lane(device, by_device[device], start, most) for device in devices]
+    left_out = _left_out_words(
+        len(by_device) - len(lanes),
+        sum(len(by_device[lane.device]) - len(lane.bars) for lane in lanes),
+    )
     bottom = top + sum(lane.height for lane in lanes) + (0 if lanes else 40)
-    canvas = Canvas(WIDTH, bottom + 50, "What ran on each device, and the memory it held")
+    canvas = Canvas(
+        WIDTH,
+        bottom + (74 if left_out else 50),
+        "What ran on each device, and the memory it held",
+    )
 
     def x_of(at_s: float) -> float:
         return left + (right - left) * at_s / end_s
@@ -256,6 +277,8 @@ def flow_gantt_svg(reports: Sequence[TaskReport]) -> str:
         words = "no process was placed on a device"
         canvas.text(WIDTH / 2, top + 24, words, fill=MUTED, anchor="middle")
     _time_axis(canvas, end_s, x_of, bottom, "time since the first process was placed")
+    if left_out:
+        canvas.text(WIDTH - 20, bottom + 62, left_out, size=12, fill=MUTED, anchor="end")
     outcomes = {report.outcome for _, report in numbered}
     canvas.legend(
         [
@@ -266,6 +289,24 @@ def flow_gantt_svg(reports: Sequence[TaskReport]) -> str:
         25,
     )
     return canvas.svg()
+
+
+def _by_number(name: str) -> list[str | int]:
+    """Return what names are sorted by so that `gpu-2` comes before `gpu-10`."""
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if at % 2 else part for at, part in enumerate(parts)]
+
+
+def _left_out_words(devices: int, processes: int) -> str:
+    """Return what is not drawn; empty: all is."""
+    words = []
+    if devices:
+        words.append(
+            f"{devices:,} {'device' if devices == 1 else 'devices'} that held no more memory"
+        )
+    if processes:
+        words.append(f"{processes:,} shorter {'process' if processes == 1 else 'processes'}")
+    return f"not drawn: {' and '.join(words)}" if words else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,11 +330,10 @@ class _Lane:
     """One device: its bars in tracks that do not overlap, and its memory over time."""
 
     def __init__(
-        self, device: Device, numbered: Iterable[tuple[int, TaskReport]], start: float
+        self, device: Device, numbered: Iterable[tuple[int, TaskReport]], start: float, most: int
     ) -> None:
         self.device = device
-        on_device = [(number, r) for number, r in numbered if device in r.devices]
-        longest = heapq.nlargest(GANTT_LIMIT, on_device, key=lambda item: item[1].held_s)
+        longest = heapq.nlargest(most, numbered, key=lambda item: item[1].held_s)
         self.bars: list[_Bar] = []
         #: Seconds at which each track becomes free.
         free_s: list[float] = []
@@ -353,17 +393,8 @@ def _draw_lane(
     left: float,
     right: float,
 ) -> None:
-    device = lane.device
     canvas.line([(16, y), (right, y)], "#d1d5db")
-    room = left - 34
-    canvas.text(20, y + 22, f"device {device.index}", size=14, bold=True)
-    total = format_bytes(device.total_bytes)
-    canvas.text(20 + room, y + 22, total, size=12, fill=MUTED, anchor="end")
-    name = clean(device.name)
-    if text_width(name, 12) > room:
-        name = shorten(name.removeprefix("NVIDIA "), room, 12)
-    canvas.text(20, y + 40, name, size=12)
-    canvas.text(20, y + 57, shorten(clean(device.uuid), room, 11), size=11, fill=MUTED)
+    _name_device(canvas, lane.device, y, left - 34)
 
     bar_height = lane.pitch - (3 if lane.pitch > 10 else 1)
     for bar in lane.bars:
@@ -380,6 +411,30 @@ def _draw_lane(
     peaks = f"peak reserved {format_bytes(peak_reserved)}", f"peak used {format_bytes(peak_used)}"
     canvas.text(left - 10, floor - 15, peaks[0], size=11, fill=MUTED, anchor="end")
     canvas.text(left - 10, floor, peaks[1], size=11, fill=PROCESS_EDGE, anchor="end")
+
+
+def _name_device(canvas: Canvas, device: Device, y: float, room: float) -> None:
+    """Write what a device is at the left of its lane; in a cluster its node and index, on two lines if need be."""
+    total = format_bytes(device.total_bytes)
+    name = clean(device.name)
+    if text_width(name, 12) > room:
+        name = shorten(name.removeprefix("NVIDIA "), room, 12)
+    if not device.node:
+        canvas.text(20, y + 22, f"device {device.index}", size=14, bold=True)
+        canvas.text(20 + room, y + 22, total, size=12, fill=MUTED, anchor="end")
+        canvas.text(20, y + 40, name, size=12)
+        canvas.text(20, y + 57, shorten(clean(device.uuid), room, 11), size=11, fill=MUTED)
+        return
+    label = clean(device.label)
+    fit = next(n for n in range(len(label), 0, -1) if text_width(label[:n], 13) <= room)
+    if len(label) > 2 * fit:
+        # Names of nodes differ at their ends, if anywhere.
+        label = f"{label[: fit - 1]}…{label[-fit:]}"
+    for line in filter(None, (label[:fit], label[fit:])):
+        canvas.text(20, y + 22, line, size=13, bold=True)
+        y += 15
+    canvas.text(20, y + 25, name, size=12)
+    canvas.text(20, y + 39, total, size=12, fill=MUTED)
 
 
 def _stairs(

@@ -43,12 +43,24 @@ class Device:
     #: Whether what the driver shows of each process can be attributed to the flow's processes. In a container it
     #: cannot: see `devices.nvml`.
     attributed: bool = True
+    #: Whether `host` is the name of a node of a cluster. Reports and messages then name it.
+    in_cluster: bool = False
     #: Machine and UUID: a UUID is unique on its machine only.
     key: DeviceKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Made once: a scheduling pass looks it up for each device.
         object.__setattr__(self, "key", (self.machine or self.host, self.uuid))
+
+    @property
+    def node(self) -> str:
+        """Name of its node; empty: it is not in a cluster."""
+        return self.host if self.in_cluster else ""
+
+    @property
+    def label(self) -> str:
+        """Its name in messages: in a cluster node and index, as in `gpu:device=NODE:0`, or else the UUID."""
+        return f"{self.host}:{self.index}" if self.in_cluster else self.uuid
 
 
 @dataclass(frozen=True, slots=True)

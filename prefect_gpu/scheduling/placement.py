@@ -442,7 +442,7 @@ def _select(request: Request, states: Sequence[DeviceState]) -> list[tuple[Devic
         for match in matches:
             if match.device.key in chosen:
                 raise PlacementError(
-                    f"gpu:device={','.join(request.devices)} names device {match.device.uuid} "
+                    f"gpu:device={','.join(request.devices)} names device {match.device.label} "
                     f"twice; name each device once"
                 )
             chosen[match.device.key] = match, place
@@ -480,7 +480,7 @@ def _misnamed(
     """Return the error of a name that is not that of one device."""
     problem = "names more than one device" if matches else "names no device"
     where = f" on node {_join(request.nodes)}" if request.nodes else ""
-    if not have_several_nodes(states):
+    if not any(state.device.in_cluster for state in states):
         return PlacementError(
             f"gpu:device={name} {problem} of this runner{where}; accepted: an index from 0 to "
             f"{len(states) - 1}, or the beginning of a UUID",
@@ -489,8 +489,8 @@ def _misnamed(
     return PlacementError(
         f"gpu:device={name} {problem} of this runner{where}; accepted: an index from 0 to "
         f"{max(state.device.index for state in states)}, a node and an index as in "
-        f"{states[0].device.host}:{states[0].device.index}, or the beginning of a UUID",
-        _shorten([f"{s.device.host}:{s.device.index}: {s.device.uuid}" for s in states]),
+        f"{states[0].device.label}, or the beginning of a UUID",
+        _shorten([f"{state.device.label}: {state.device.uuid}" for state in states]),
     )
 
 
@@ -552,7 +552,7 @@ def check_possible(
                 else f"there are ({among})"
             )
             + "; lower the count or name other devices",
-            _describe_each(eligible, several),
+            _describe_each(eligible),
         )
     groups = [[state for state in group if could_hold(request, state)] for group in groups]
     fitting = max(groups, key=len)
@@ -561,12 +561,12 @@ def check_possible(
             raise PlacementError(
                 f"no device here has memory left to give beside its headroom, so "
                 f"{request.task_name!r} can never start; lower the headroom or name other devices",
-                _describe_each(eligible, several),
+                _describe_each(eligible),
             )
         need = max(need_bytes(request, state) or 0 for state in eligible)
         largest = max(eligible, key=lambda state: state.capacity_bytes)
         problem = (
-            f"larger than any device here (largest: {_label(largest, several)}, "
+            f"larger than any device here (largest: {largest.device.label}, "
             f"{format_bytes(largest.capacity_bytes)} usable)"
             if not fitting
             else f"asked on {request.count} devices{' of one node' if several else ''}, and only "
@@ -574,7 +574,7 @@ def check_possible(
         )
         raise PlacementError(
             f"gpu:memory={format_bytes(need)} is {problem}; lower the tag or name other devices",
-            _describe_each(eligible, several),
+            _describe_each(eligible),
         )
     held = {reservation.device_key: reservation for reservation in held_by_parent}
     if not held:
@@ -586,7 +586,7 @@ def check_possible(
             f"while that one holds what it holds; give the outer task a smaller gpu:memory or "
             f"another device",
             tuple(
-                f"{_label(state, several)}: the outer task holds "
+                f"{state.device.label}: the outer task holds "
                 f"{format_bytes(held[state.device.key].reserved_bytes)} of "
                 f"{format_bytes(state.capacity_bytes)}"
                 for group in groups
@@ -637,20 +637,16 @@ def is_open(state: DeviceState) -> bool:
     return True
 
 
-def _label(state: DeviceState, several_nodes: bool) -> str:
-    """Return the name of a device for a message, with its node where there are several."""
-    device = state.device
-    return f"{device.uuid} ({device.host})" if several_nodes else device.uuid
-
-
-def _describe_each(states: Iterable[DeviceState], several_nodes: bool) -> tuple[str, ...]:
+def _describe_each(states: Sequence[DeviceState]) -> tuple[str, ...]:
     """Return how large each device is, as texts for a refusal; of a cluster, the first devices."""
+    if not states:
+        return ()
     texts = [
-        f"{_label(state, several_nodes)}: "
+        f"{state.device.label}: "
         + (state.snapshot.error or f"{format_bytes(state.capacity_bytes)} usable")
         for state in states
     ]
-    return _shorten(texts) if several_nodes else tuple(texts)
+    return _shorten(texts) if states[0].device.in_cluster else tuple(texts)
 
 
 def describe_wait(
@@ -658,8 +654,8 @@ def describe_wait(
 ) -> str:
     """Return what a request waits for: `6.6GiB on any of 2 devices; most free 3.1GiB`.
 
-    Where the devices are on several nodes, it names them: `6.6GiB on any of 16 devices on 2 nodes; most free 3.1GiB
-    (gpu-2)`.
+    In a cluster it names nodes: `6.6GiB on any of 16 devices on 2 nodes; most free 3.1GiB (gpu-2:0)`, `6.6GiB on any
+    of 8 devices on gpu-2; most free 3.1GiB (gpu-2:0)`.
 
     Args:
         request: What is asked.
@@ -675,19 +671,21 @@ def describe_wait(
     if request.exclusive and None not in needs:
         amount += " and no other task"
     nodes = len({state.device.host for state in states})
-    several = nodes > 1
+    device = states[0].device
     where = (
-        states[0].device.uuid
+        device.label
         if len(states) == 1
         else f"any of {len(states)} devices"
         if request.count == 1
         else f"{request.count} of {len(states)} devices"
     )
-    if several:
+    if nodes > 1:
         where += f" on {nodes} nodes" if request.count == 1 else f" on one of {nodes} nodes"
+    elif device.in_cluster and len(states) > 1:
+        where += f" on {device.node}"
     broken = [state for state in states if state.snapshot.error]
     if len(broken) == len(states):
-        return f"{amount} on {where}; {_label(broken[0], several)}: {broken[0].snapshot.error}"
+        return f"{amount} on {where}; {broken[0].device.label}: {broken[0].snapshot.error}"
     if max_tasks is not None and all(
         len(state.reservations) >= max_tasks for state in states if not state.snapshot.error
     ):
@@ -701,7 +699,10 @@ def describe_wait(
             there = "running there" if alone else "running there alone"
             return f"{amount} on {where}; {there}: {named}"
     # Rounded to 64 MiB: a message that changes with every allocation of others says nothing more.
-    emptiest = max((s for s in states if not s.snapshot.error), key=lambda state: state.free_bytes)
+    step = 64 * MIB
+    emptiest = max(
+        (s for s in states if not s.snapshot.error), key=lambda state: state.free_bytes // step
+    )
     most = max(0, emptiest.free_bytes)
-    on_node = f" ({emptiest.device.host})" if several else ""
-    return f"{amount} on {where}; most free {format_bytes(most - most % (64 * MIB))}{on_node}"
+    there = f" ({emptiest.device.label})" if device.in_cluster and len(states) > 1 else ""
+    return f"{amount} on {where}; most free {format_bytes(most - most % step)}{there}"

@@ -24,7 +24,6 @@ from prefect_gpu.scheduling.placement import (
     Named,
     check_possible,
     describe_wait,
-    have_several_nodes,
     select_devices,
 )
 from prefect_gpu.units import format_bytes, format_seconds
@@ -483,11 +482,11 @@ def _describe_status(
     if status.is_over(patience, now_s):
         return text + "; no task may pass it any more, the devices that it could use drain for it"
     if status.kept and status.starts_s is not None:
-        names = ", ".join(uuid for _, uuid in status.kept[:3])
+        shown = status.kept[:3]
+        labels = {s.device.key: s.device.label for s in states if s.device.key in shown}
+        # A kept device may just have left.
+        names = ", ".join(labels.get(key, key[1]) for key in shown)
         more = len(status.kept) - 3
-        if have_several_nodes(states):
-            hosts = {s.device.host: None for s in states if s.device.key in status.kept}
-            names += f" ({', '.join(hosts)})"
         text += f"; {names}{f' and {more} more' if more > 0 else ''} kept for it"
         if status.starts_s > now_s:
             text += f", free in about {format_seconds(status.starts_s - now_s)}"

@@ -24,6 +24,12 @@ def device(index: int = 0, total_gib: float = 140.4, kind: Any = "nvml") -> Devi
     )
 
 
+def on_node(node: str, index: int = 0) -> Device:
+    """A device of a node of a cluster."""
+    found = device(index)
+    return replace(found, uuid=f"{found.uuid}-{node}", host=node, in_cluster=True)
+
+
 def task_report(**changes: Any) -> TaskReport:
     """One process: a training with a warm-up, steps, an evaluation."""
     start_s, run_s = 3.4, 41.2

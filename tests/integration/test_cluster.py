@@ -247,6 +247,12 @@ def test_tasks_run_on_all_nodes(
     assert [size for size in puts if size >= STORED_BYTES] == [big.nbytes]
     found = api.logs(flow_runs[0], [f"task {i} runs" for i in range(3)])
     assert all(found[f"task {i} runs"].task_run_id for i in range(3))
+    # Seven processes, and the flow.
+    *reports, of_flow = api.artifacts(flow_run_id=flow_runs[0], count=8)
+    assert {report.metadata_["node"] for report in reports} == set(NAMES)
+    assert all(f"| Device | {r.metadata_['node']}:0, " in str(r.data) for r in reports)
+    assert of_flow.metadata_["nodes"] == "3"
+    assert all(f"| {name}:0 |" in str(of_flow.data) for name in NAMES)
 
     # Nothing is left.
     assert not ray.is_initialized()

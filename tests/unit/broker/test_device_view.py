@@ -179,3 +179,9 @@ def test_a_node_that_is_silent_is_one_line_and_another_when_it_answers(
         "devices 0, 1 of node a answer again",
         "device SIM-a-0 is set aside: it fell off the bus",
     ]
+
+
+def test_the_log_names_a_device_by_its_node(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    device = replace(ALL_FREE.device, host="gpu-2", in_cluster=True)
+    rig.view.warn(rig.take(replace(ALL_FREE, device=device, error="lost")))
+    assert caplog.messages == ["device gpu-2:0 is set aside: lost"]

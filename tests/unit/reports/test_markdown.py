@@ -16,7 +16,7 @@ from prefect_gpu.reports.markdown import flow_markdown, flow_metadata, task_mark
 from prefect_gpu.reports.model import BudgetSource, Outcome, ProcessPeak, Source, TaskReport
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.units import GIB, MIB
-from tests.fakes.reports import PLACED_AT, device, flow_reports, task_report
+from tests.fakes.reports import PLACED_AT, device, flow_reports, on_node, task_report
 
 
 def pictures(markdown: str) -> list[ElementTree.Element]:
@@ -309,6 +309,36 @@ def test_a_flow_report_names_the_cause_of_an_out_of_memory_error() -> None:
 def test_a_flow_report_names_processes_that_took_more_than_they_reserved() -> None:
     text = flow_markdown([task_report(budget_bytes=5 * GIB)])
     assert "- **Above its budget**: evaluate-resnet50 took 510MiB more than its 5GiB" in text
+
+
+def test_a_task_report_names_the_node() -> None:
+    report = task_report(
+        devices=(on_node("gpu_2", 3), on_node("gpu_2", 4)),
+        processes=(ProcessPeak(3, None, GIB, 6 * GIB), ProcessPeak(4, None, GIB, 6 * GIB)),
+    )
+    text = task_markdown(report)
+    assert r"| Device | gpu\_2:3, NVIDIA H200, 140GiB; gpu\_2:4, NVIDIA H200, 140GiB |" in text
+    assert r"| gpu\_2:4 | all | 1GiB | 17% |" in text
+    assert report.metadata()["node"] == "gpu_2"
+    assert "device 3" not in text
+    assert "node" not in task_report(devices=()).metadata()
+
+
+def test_a_flow_report_names_nodes() -> None:
+    reports = [
+        task_report(devices=(on_node("a"), on_node("a", 1)), outcome="died", leaked_bytes=GIB),
+        # A UUID is unique on its machine only.
+        task_report(devices=(replace(on_node("b"), uuid=on_node("a").uuid),)),
+    ]
+    text = flow_markdown(reports)
+    assert "1 of 2 processes completed on 3 devices of 2 nodes in" in text
+    assert "**Died**: evaluate-resnet50 on a:0, 1" in text
+    assert "did not come back after evaluate-resnet50 on a:0, NVIDIA H200" in text
+    assert "| **died** | a:0, 1 |" in text and "| completed | b:0 |" in text
+    found = flow_metadata(reports)
+    assert (found["devices"], found["nodes"]) == ("3", "2")
+    assert "nodes" not in flow_metadata(flow_reports())
+    assert "nodes" not in flow_markdown(flow_reports())
 
 
 def test_the_report_of_an_empty_or_clean_flow_says_so() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 from xml.etree import ElementTree
 
@@ -18,6 +19,8 @@ from prefect_gpu.reports.canvas import (
 )
 from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
 from prefect_gpu.reports.timeline import (
+    BAR_LIMIT,
+    LANE_LIMIT,
     PHASE_TINTS,
     flow_gantt_svg,
     outline,
@@ -25,7 +28,7 @@ from prefect_gpu.reports.timeline import (
 )
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.units import GIB, KIB, MIB
-from tests.fakes.reports import PLACED_AT, device, flow_reports, task_report
+from tests.fakes.reports import PLACED_AT, device, flow_reports, on_node, task_report
 
 NASTY = '<script>alert("x")</script> & `|` \x00\x1b \ud800 評価'
 
@@ -194,6 +197,52 @@ def test_a_gantt_chart_of_thousands_of_processes_stays_small() -> None:
     words(svg)
     assert svg.count("<rect") < 1520
     assert float(ElementTree.fromstring(svg).attrib["height"]) < 4000
+
+
+def test_a_gantt_chart_has_a_lane_for_each_device_of_each_node_in_order() -> None:
+    devices = [on_node(name, i) for name in ("gpu-10", "gpu-2", "head") for i in (1, 0)]
+    svg = flow_gantt_svg([task_report(devices=(each,)) for each in devices])
+    labels = [text for text in words(svg) if ":" in text]
+    assert labels == [f"{name}:{i}" for name in ("gpu-2", "gpu-10", "head") for i in (0, 1)]
+    assert not any(text.startswith(("device", "not drawn")) for text in words(svg))
+    numbers_are_on_paper(svg)
+
+
+def test_the_label_of_a_lane_keeps_the_end_of_a_long_name() -> None:
+    def label(node: str) -> list[str]:
+        found = words(flow_gantt_svg([task_report(devices=(on_node(node, 7),))]))
+        return found[: found.index("NVIDIA H200")]
+
+    assert "".join(label("ip-10-0-12-34.ec2")) == "ip-10-0-12-34.ec2:7"
+    first, second = label("ray-" + "gpu-worker-" * 20 + "x7k2p")
+    assert first.startswith("ray-gpu") and first.endswith("…")
+    assert second.endswith("worker-x7k2p:7")
+
+
+def test_a_gantt_chart_of_many_nodes_says_what_it_leaves_out() -> None:
+    one = task_report().compact()
+    devices = [on_node(f"n{node}", i) for node in range(1000) for i in range(8)]
+    reports = [replace(one, devices=(each,)) for each in devices]
+    # The longest is drawn.
+    reports[-1] = replace(reports[-1], run_s=100.0)
+    svg = flow_gantt_svg(reports)
+    assert f"not drawn: {8000 - LANE_LIMIT:,} devices that held no more memory" in words(svg)
+    assert "n999:7" in words(svg)
+    assert len(svg) < 200_000
+    numbers_are_on_paper(svg)
+    assert float(ElementTree.fromstring(svg).attrib["height"]) < 120 * LANE_LIMIT
+
+
+def test_the_bars_of_many_devices_are_limited_together() -> None:
+    one = replace(task_report().compact(), samples=())
+    most = BAR_LIMIT // LANE_LIMIT
+    reports = [
+        replace(one, devices=(on_node(f"n{node}", 0),), placed_at=PLACED_AT + i * 50)
+        for node in range(LANE_LIMIT)
+        for i in range(most + 1)
+    ]
+    svg = flow_gantt_svg(reports)
+    assert f"not drawn: {LANE_LIMIT} shorter processes" in words(svg)
 
 
 def test_every_outcome_has_words_and_a_colour() -> None:

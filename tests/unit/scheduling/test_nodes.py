@@ -40,7 +40,7 @@ def on(
 ) -> DeviceState:
     """A device of a node on a machine that all share, on which a task holds memory."""
     taken = snapshot(index, gib, host=node, **others)  # type: ignore[arg-type]
-    device = replace(taken.device, uuid=f"SIM-{node}-{index}", machine="machine")
+    device = replace(taken.device, uuid=f"SIM-{node}-{index}", machine="machine", in_cluster=True)
     held = Reservation("other", *device.key, int(held_gib * GIB), task_name="other")
     return device_state(replace(taken, device=device), (held,) if held_gib else (), {}, 0)
 
@@ -163,10 +163,10 @@ def test_a_device_kept_for_a_blocked_task_is_not_given_away_for_a_standby() -> N
         pytest.param(request(1, devices=("c:0",)), "gpu:device=c:0 names no device", id="no such device of a node"),
         pytest.param(request(1, devices=("b:0",), nodes=("a",)), "of this runner on node a", id="not on its node"),
         pytest.param(request(1, devices=("SIM-a",)), "names more than one device", id="a UUID is of one device"),
-        pytest.param(request(1, devices=("0", "a:0")), "names device SIM-a-0 twice", id="an index and its device"),
+        pytest.param(request(1, devices=("0", "a:0")), "names device a:0 twice", id="an index and its device"),
         pytest.param(request(1, count=3), "gpu:count=3 asks for more devices than one node has (2 here, on a)", id="more than a node has"),
         pytest.param(request(1, count=2, devices=("a:0", "b:0")), "(1 named, on a)", id="named on two nodes"),
-        pytest.param(request(25), "largest: SIM-a-0 (a), 24GiB usable", id="larger than each"),
+        pytest.param(request(25), "largest: a:0, 24GiB usable", id="larger than each"),
     ],
 )  # fmt: skip
 def test_never(asked: Request, says: str) -> None:
@@ -197,13 +197,37 @@ def test_the_error_of_a_large_cluster_is_short() -> None:
 def test_what_is_waited_for_names_the_node() -> None:
     states = [on("a", 0, 20), on("a", 1, 20), on("b", 0, 20), on("b", 1, 18)]
     assert describe_wait(request(9), states) == (
-        "9GiB on any of 4 devices on 2 nodes; most free 6GiB (b)"
+        "9GiB on any of 4 devices on 2 nodes; most free 6GiB (b:1)"
     )
     assert describe_wait(request(9, count=2), states) == (
-        "9GiB on 2 of 4 devices on one of 2 nodes; most free 6GiB (b)"
+        "9GiB on 2 of 4 devices on one of 2 nodes; most free 6GiB (b:1)"
     )
     lost = [on("a", 0, error="lost"), on("b", 0, error="lost")]
-    assert describe_wait(request(9), lost).endswith("on 2 nodes; SIM-a-0 (a): lost")
+    assert describe_wait(request(9), lost).endswith("on 2 nodes; a:0: lost")
+    assert describe_wait(request(9), states[2:]) == (
+        "9GiB on any of 2 devices on b; most free 6GiB (b:1)"
+    )
+    assert describe_wait(request(9), states[3:]) == "9GiB on b:1; most free 6GiB"
+
+
+def test_what_is_waited_for_stays_short_on_a_large_cluster() -> None:
+    states = [on(f"n{i}", 0, 20) for i in range(1000)]
+    assert describe_wait(request(9), states) == (
+        "9GiB on any of 1000 devices on 1000 nodes; most free 4GiB (n0:0)"
+    )
+
+
+def test_a_change_of_less_than_is_shown_names_no_other_device() -> None:
+    states = [on("a", 0, 20), on("a", 1, 20 - 0.01)]
+    assert describe_wait(request(9), states).endswith("most free 4GiB (a:0)")
+
+
+def test_one_node_of_a_cluster_is_named_in_errors() -> None:
+    states = [on("a", i) for i in range(20)]
+    for asked in request(1, devices=("77",)), request(99):
+        with pytest.raises(PlacementError, match="a:0") as caught:
+            check_possible(asked, states)
+        assert len(caught.value.per_device) == MOST_LISTED + 1
 
 
 def test_devices_are_kept_on_one_node() -> None:
@@ -221,7 +245,7 @@ def test_devices_are_kept_on_one_node() -> None:
     status = queue.statuses["head"]
     assert [uuid for _, uuid in status.kept] == ["SIM-b-0", "SIM-b-1"]
     assert status.starts_s == 300.0
-    assert "SIM-b-0, SIM-b-1 (b) kept for it" in explain(head, queue, states, host())
+    assert "b:0, b:1 kept for it" in explain(head, queue, states, host())
 
 
 def test_a_request_for_several_devices_drains_no_node_that_has_too_few() -> None:

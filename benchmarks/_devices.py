@@ -10,6 +10,7 @@ import importlib.util
 import statistics
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,17 @@ def read_processes(on_gpu: bool, pids: set[int] | None = None) -> dict[tuple[int
     return found
 
 
-def wait_until_idle(limit_s: float, but_for: int | None = None) -> float | None:
+def wait_until_idle(
+    limit_s: float,
+    but_for: int | None = None,
+    others: Callable[[], Iterable[Any]] = tuple,
+) -> float | None:
     """Wait until all descendants are idle; standbys and pool workers are ready then.
 
     Args:
         limit_s: Time limit in seconds.
         but_for: Id of a process that may be busy.
+        others: Returns further processes that must be idle, as psutil's objects.
 
     Returns:
         Seconds until the last of them used CPU time; `None` if some were busy at the time limit.
@@ -156,7 +162,7 @@ def wait_until_idle(limit_s: float, but_for: int | None = None) -> float | None:
     busy_s, total = 0.0, -1.0
     while True:
         now = 0.0
-        for child in psutil.Process().children(recursive=True):
+        for child in (*psutil.Process().children(recursive=True), *others()):
             if child.pid == but_for:
                 continue
             try:

@@ -10,9 +10,10 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from prefect_gpu.cluster.wire import Expect
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.launch_spec import ChildHandle, Launcher, LaunchSpec, Listener
 from prefect_gpu.processes.standby_kind import Kind, standby_changes
@@ -20,16 +21,6 @@ from prefect_gpu.processes.standby_pool import Announcement, StandbyPool
 
 if TYPE_CHECKING:
     from prefect_gpu.cluster.flow_side import ClusterLauncher
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    """A command of a flow: so many tasks of a kind have been submitted and have no process yet."""
-
-    kind: Kind
-    #: Of the kind's tasks, but for devices and budget: the node computes its environment from it.
-    policy: FrameworkPolicy
-    count: int
 
 
 class ExpectedTasks:
@@ -98,7 +89,7 @@ class ClusterAnnouncement:
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
         """Start a process for the task on the node that it was placed on."""
         self.retract()
-        return self._launcher.start(spec, listener, self._kind)
+        return self._launcher.start(spec, listener, Expect(self._kind, self._policy, 0))
 
     def retract(self) -> None:
         """Count the task no longer; without effect the second time."""
@@ -120,41 +111,42 @@ class NodeStandbys:
     def __init__(self, pool: StandbyPool, fresh: Launcher) -> None:
         self._pool = pool
         self._fresh = fresh
+        #: Standbys that the node keeps at most.
+        self.most = 0
         self._lock = threading.Lock()
         #: By the flow's kind: what stands for each task that is to come.
         self._announced: dict[Kind, list[Announcement]] = {}
         #: By the flow's kind: the same with this node's environment. There are as many as a flow has kinds of tasks.
         self._here: dict[Kind, Kind] = {}
 
-    def expect(self, command: Expect, most: int) -> None:
-        """Keep standbys for so many tasks.
-
-        Args:
-            command: The flow's.
-            most: Standbys that the node keeps at most.
-        """
+    def expect(self, command: Expect) -> None:
+        """Keep standbys for so many tasks."""
         with self._lock:
             announced = self._announced.setdefault(command.kind, [])
-            wanted = min(command.count, most)
+            wanted = min(command.count, self.most)
             while len(announced) > wanted:
                 announced.pop().retract()
-            here = replace(command.kind, environment=standby_changes(command.policy, os.environ))
-            if most:
-                self._here[command.kind] = here
             while len(announced) < wanted:
-                announced.append(self._pool.announce(here))
+                announced.append(self._announce(command))
             if not announced:
                 del self._announced[command.kind]
 
-    def launcher_for(self, kind: Kind | None) -> Launcher:
-        """Return what starts the process of a task: an announcement, if standbys of its kind are kept."""
+    def launcher_for(self, expected: Expect | None) -> Launcher:
+        """Return what starts the process of a task: an announcement, if standbys are kept."""
         with self._lock:
-            if kind is None or kind not in self._here:
+            if expected is None or not self.most:
                 return self._fresh
-            if announced := self._announced.get(kind):
+            if announced := self._announced.get(expected.kind):
                 return announced.pop()
             # It was placed before the flow had said that it is to come. One of an earlier task may wait.
-            return self._pool.announce(self._here[kind])
+            return self._announce(expected)
+
+    def _announce(self, expected: Expect) -> Announcement:
+        here = self._here.get(expected.kind)
+        if here is None:
+            changes = standby_changes(expected.policy, os.environ)
+            here = self._here[expected.kind] = replace(expected.kind, environment=changes)
+        return self._pool.announce(here)
 
     def ready(self) -> Mapping[str, int]:
         """Return how many standbys wait for a task, by the key of the flow's kind; kinds without any are left out."""

@@ -21,6 +21,7 @@ from prefect_gpu.broker.ledger import Entry, Row, Written
 from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.cluster.wire import (
     LOST_CODE,
+    Expect,
     Kill,
     Launch,
     News,
@@ -43,7 +44,6 @@ from prefect_gpu.processes.launch_spec import (
     Listener,
     ValueArrived,
 )
-from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.processes.transport import MemoryFile, PackedValue
 from prefect_gpu.scheduling.model import (
     Device,
@@ -447,8 +447,10 @@ class ClusterLauncher:
         self._sent: weakref.WeakKeyDictionary[MemoryFile, Part] = weakref.WeakKeyDictionary()
         self._sends = threading.Lock()
 
-    def start(self, spec: LaunchSpec, listener: Listener, kind: Kind | None = None) -> RemoteHandle:
-        """See `Launcher.start`; `kind` is that of the standbys that suit the task. A node that does not confirm its devices refuses with `NodeRefusedError`."""
+    def start(
+        self, spec: LaunchSpec, listener: Listener, standby: Expect | None = None
+    ) -> RemoteHandle:
+        """See `Launcher.start` and `Launch.standby`. A node that does not confirm its devices refuses with `NodeRefusedError`."""
         assert spec.placement is not None, "it was placed"
         placement = spec.placement
         with self._sends:
@@ -479,7 +481,7 @@ class ClusterLauncher:
             replace(spec, call=PackedValue(bytearray())),
             call,
             None if policy.allocation == "growth" else placement.budget_bytes,
-            kind,
+            standby,
         )
         name = placement.devices[0].host
         try:

@@ -29,11 +29,12 @@ from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import RealClock
-from prefect_gpu.cluster.expected import Expect, NodeStandbys
+from prefect_gpu.cluster.expected import NodeStandbys
 from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.cluster.wire import (
     LOST_CODE,
     EndAll,
+    Expect,
     Kill,
     Launch,
     News,
@@ -103,6 +104,7 @@ class NodeSettings:
     standby: int | None = None
     #: As the flow's are: the agent's interpreter becomes like the flow's, as far as the folders are there.
     argv: tuple[str, ...] = ()
+    cwd: str = ""
     sys_path: tuple[str, ...] = ()
     #: Results travel with the messages: a flow that is Ray's client waits for ever for what an actor has stored (Ray 2.60).
     inline_results: bool = False
@@ -165,12 +167,11 @@ class NodeAgent:
         self._receives = threading.Lock()
         self._broker: Broker | None = None
         self._standbys = NodeStandbys(standby_pool(), self._launcher)
-        self._most_standbys = 0
         if settings.argv:
             sys.argv[:] = settings.argv
-        sys.path[:0] = [
-            path for path in settings.sys_path if path not in sys.path and os.path.exists(path)
-        ]
+        #: The node's own, which come after the flow's.
+        self._own_paths = import_paths()
+        self._follow(settings.cwd, settings.sys_path)
         self._closing = False
         problem = ""
         try:
@@ -193,10 +194,10 @@ class NodeAgent:
             )
             self._broker.watch(self._take_reading)
             most = most_by_default(count_cores(), self._broker.max_processes)
-            self._most_standbys = most if settings.standby is None else settings.standby
-            if self._most_standbys:
+            self._standbys.most = most if settings.standby is None else settings.standby
+            if self._standbys.most:
                 shared = shared_folder(settings.ledger)
-                standby_pool().open(self, self._most_standbys, self._broker, shared)
+                standby_pool().open(self, self._standbys.most, self._broker, shared)
         known = (
             None if self._reader is None else self._reader.process_memory((), None).context_bytes
         )
@@ -305,7 +306,7 @@ class NodeAgent:
         """Carry out commands of the flow, in order; returns at once."""
         for command in commands:
             if isinstance(command, Expect):
-                self._standbys.expect(command, self._most_standbys)
+                self._standbys.expect(command)
                 continue
             if isinstance(command, EndAll):
                 self._end_all()
@@ -396,7 +397,7 @@ class NodeAgent:
         spec = self._spec(launch)
         if hosted.killed:
             raise NodeRefusedError(self._name, "it was ended before it started")
-        launcher = self._standbys.launcher_for(launch.kind)
+        launcher = self._standbys.launcher_for(launch.standby)
         hosted.handle = launcher.start(spec, partial(self._hear, hosted, child))
         hosted.launched.set()
         if hosted.killed:
@@ -407,17 +408,24 @@ class NodeAgent:
         spec = launch.spec
         policy = spec.prepare.policy
         here = child_environment(policy, registry.adapters_for(policy), os.environ)
-        paths = [path for path in spec.sys_path if os.path.exists(path)]
-        own = [path for path in import_paths() if path not in paths]
         with self._receives:
+            self._follow(spec.cwd, spec.sys_path)
+            cwd, sys_path = working_folder(), import_paths()
             call = receive_call(launch.call, self._store, self._kept)
         return replace(
             spec,
             environment={**spec.environment, **here},
             call=call,
-            cwd=spec.cwd if os.path.isdir(spec.cwd) else working_folder(),
-            sys_path=(*paths, *own),
+            cwd=cwd,
+            sys_path=sys_path,
         )
+
+    def _follow(self, cwd: str, sys_path: Sequence[str]) -> None:
+        """Be where the flow is, as far as its folders are there: standbys are started from here ahead of their tasks."""
+        if cwd != working_folder() and os.path.isdir(cwd):
+            os.chdir(cwd)
+        paths = [path for path in sys_path if os.path.exists(path)]
+        sys.path[:] = [*paths, *(path for path in self._own_paths if path not in paths)]
 
     def _hear(self, hosted: _Hosted, child: str, message: Any) -> None:
         """Take a message of a process, on the launcher's thread."""

@@ -1,7 +1,6 @@
 """The values that travel between a flow and the node agents of a cluster.
 
-A flow sends commands, in order: `Launch`, `Send`, `Terminate`, `Kill`, `EndAll`, and
-`expected.Expect`. An agent answers each `listen` with `News`.
+A flow sends commands, in order: `Expect`, `Launch`, `Send`, `Terminate`, `Kill`, `EndAll`. An agent answers each `listen` with `News`.
 What a child says is passed on as it is (`processes.messages`, `processes.launch_spec`), but for values: their
 large parts go through an `ObjectStore` and are copied once on each side.
 """
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.launch_spec import LaunchSpec
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.processes.transport import MemoryFile, PackedValue, ReceivedValue, write_file
@@ -87,6 +87,16 @@ class PeaksKnown:
 
 
 @dataclass(frozen=True, slots=True)
+class Expect:
+    """A command of a flow: so many tasks of a kind have been submitted and have no process yet."""
+
+    kind: Kind
+    #: Of the kind's tasks, but for devices and budget: the node computes its environment from it.
+    policy: FrameworkPolicy
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Start a process, once the node's own ledger has confirmed its devices."""
 
@@ -98,8 +108,8 @@ class Launch:
     call: SentCall
     #: Budget on each device where the process has a cap; `None`: it has none.
     budget_bytes: tuple[int, ...] | None
-    #: Kind of the standbys that suit it; `None`: none does.
-    kind: Kind | None = None
+    #: Kind of the standbys that suit it, and how a node makes one; `None`: none does.
+    standby: Expect | None = None
 
 
 @dataclass(frozen=True, slots=True)

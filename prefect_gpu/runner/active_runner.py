@@ -36,7 +36,7 @@ from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
 from prefect_gpu.processes.fork_server import check_modules, fork_server_pool
-from prefect_gpu.processes.interpreter import import_paths
+from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_pool import standby_pool
@@ -473,6 +473,7 @@ def _connect(given: Configuration) -> FlowCluster:
         ledger=read_settings().ledger,
         standby=given.standby if isinstance(given.standby, int) else None,
         argv=tuple(sys.argv),
+        cwd=working_folder(),
         sys_path=import_paths(),
     )
     return FlowCluster(

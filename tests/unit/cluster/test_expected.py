@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from prefect_gpu.cluster.expected import Expect, NodeStandbys
+from prefect_gpu.cluster.expected import NodeStandbys
+from prefect_gpu.cluster.wire import Expect
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.standby_kind import Kind
 
@@ -36,47 +37,49 @@ class FakePool:
         return self.announced[-1]
 
 
-def make(fresh: Any = None) -> tuple[FakePool, NodeStandbys]:
+def make(fresh: Any = None, most: int = 2) -> tuple[FakePool, NodeStandbys]:
     pool = FakePool()
-    return pool, NodeStandbys(pool, fresh)  # type: ignore[arg-type]
+    standbys = NodeStandbys(pool, fresh)  # type: ignore[arg-type]
+    standbys.most = most
+    return pool, standbys
 
 
 def test_as_many_are_announced_as_are_to_come_and_the_node_keeps_at_most() -> None:
     pool, standbys = make()
     for count, announced in ((1, 1), (9, 2), (0, 0)):
-        standbys.expect(Expect(KIND, POLICY, count), 2)
+        standbys.expect(Expect(KIND, POLICY, count))
         assert len(pool.announced) == announced
 
 
 def test_a_task_gets_an_announcement_of_its_kind_also_if_it_came_before_its_number() -> None:
     fresh: Any = object()
     pool, standbys = make(fresh)
-    assert standbys.launcher_for(KIND) is fresh, "nothing is known of its environment"
-    standbys.expect(Expect(KIND, POLICY, 1), 2)
-    (first,) = pool.announced
-    assert standbys.launcher_for(KIND) is first
-    second = standbys.launcher_for(KIND)
-    assert second is pool.announced[1] and pool.announced[1].kind == first.kind
-    assert standbys.launcher_for(replace(KIND, users=())) is fresh
+    placed = Expect(KIND, POLICY, 0)
+    # The node keeps a standby for the next task after it.
+    assert standbys.launcher_for(placed) is pool.announced[0]
+    standbys.expect(Expect(KIND, POLICY, 1))
+    assert standbys.launcher_for(placed) is pool.announced[1]
+    assert standbys.launcher_for(placed) is pool.announced[2]
+    assert len({each.kind for each in pool.announced}) == 1
     assert standbys.launcher_for(None) is fresh
 
 
 def test_without_standbys_each_task_gets_a_fresh_process() -> None:
     fresh: Any = object()
-    pool, standbys = make(fresh)
-    standbys.expect(Expect(KIND, POLICY, 1), 0)
-    assert standbys.launcher_for(KIND) is fresh and not pool.announced
+    pool, standbys = make(fresh, most=0)
+    standbys.expect(Expect(KIND, POLICY, 1))
+    assert standbys.launcher_for(Expect(KIND, POLICY, 0)) is fresh and not pool.announced
 
 
 def test_ready_standbys_are_named_as_the_flow_names_its_kinds() -> None:
     pool, standbys = make()
-    standbys.expect(Expect(KIND, POLICY, 1), 2)
+    standbys.expect(Expect(KIND, POLICY, 1))
     (announced,) = pool.announced
     assert announced.kind != KIND, "the node's environment is another"
     assert standbys.ready() == {}
     pool.ready_by_kind.update({announced.kind: 2, replace(KIND, users=("of others",)): 1})
     assert standbys.ready() == {KIND.key: 2}
-    standbys.expect(Expect(KIND, POLICY, 0), 2)
+    standbys.expect(Expect(KIND, POLICY, 0))
     assert standbys.ready() == {KIND.key: 2}, "one is kept for the next task"
 
 

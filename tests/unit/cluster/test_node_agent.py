@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.cluster import node_agent
-from prefect_gpu.cluster.expected import Expect, NodeStandbys
+from prefect_gpu.cluster.expected import NodeStandbys
 from prefect_gpu.cluster.flow_side import (
     ClusterLauncher,
     ClusterReader,
@@ -26,6 +28,7 @@ from prefect_gpu.cluster.flow_side import (
     RemoteHandle,
 )
 from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings
+from prefect_gpu.cluster.wire import Expect
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import NodeRefusedError
 from prefect_gpu.processes import values
@@ -316,10 +319,11 @@ def test_ready_standbys_are_told_when_they_change(tmp_path: Path, scene: Scene) 
     agent = NodeAgent(settings, FakeStore(), None, "1", FakeLauncher())
     pool = FakePool()
     agent._standbys = NodeStandbys(pool, FakeLauncher())  # type: ignore[arg-type]
+    agent._standbys.most = 2
     try:
         wait_until(lambda: agent._reading is not None)
         seen = agent.listen(0).number
-        agent._standbys.expect(Expect(KIND, POLICY, 1), 2)
+        agent._standbys.expect(Expect(KIND, POLICY, 1))
         pool.ready_by_kind[pool.announced[0].kind] = 1
         wait_until(lambda: bool(agent.listen(seen, 0.0).standbys))
         news = agent.listen(seen, 0.0)
@@ -329,6 +333,28 @@ def test_ready_standbys_are_told_when_they_change(tmp_path: Path, scene: Scene) 
         pool.ready_by_kind.clear()
         wait_until(lambda: agent.listen(news.number, 0.0).standbys == {})
     finally:
+        assert agent._broker is not None
+        agent._broker._sampler.stop()
+
+
+def test_standbys_start_where_their_tasks_would(tmp_path: Path, scene: Scene) -> None:
+    """What one has imported must be what its task would import: from the flow's folder, by the flow's paths."""
+    spec = parse_spec("simulated:1x8GiB")
+    (tmp_path / "work").mkdir()
+    where = {"cwd": str(tmp_path / "work"), "sys_path": (str(tmp_path), "/is/not/here")}
+    settings = NodeSettings("n2", spec, "spread", None, None, tmp_path, 0, **where)  # type: ignore[arg-type]
+    before, paths = os.getcwd(), list(sys.path)
+    agent = NodeAgent(settings, FakeStore(), None, "1", FakeLauncher())
+    try:
+        assert os.getcwd() == where["cwd"]
+        assert sys.path[0] == str(tmp_path) and "/is/not/here" not in sys.path
+        assert set(paths[1:]) <= set(sys.path)
+        # The flow has imported what adds to its paths.
+        agent._follow(before, ("/", *where["sys_path"]))
+        assert os.getcwd() == before and sys.path[:2] == ["/", str(tmp_path)]
+    finally:
+        os.chdir(before)
+        sys.path[:] = paths
         assert agent._broker is not None
         agent._broker._sampler.stop()
 

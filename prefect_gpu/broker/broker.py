@@ -153,6 +153,8 @@ class Broker:
         #: ledger's watchers) are not called under it but put into `_calls`.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        #: Why the devices will never answer again; empty: they may.
+        self._lost = ""
         #: Something has changed that may let a request start.
         self._dirty = False
         #: Readings that the thread has not taken in.
@@ -250,10 +252,13 @@ class Broker:
 
         Raises:
             CapacityError: A thread that is needed could not be started. A later request tries again.
+            DeviceError: `give_up` was called.
         """
         request_id = f"{_PROCESS}-{os.getpid()}-{next(_ids)}"
         ticket = Ticket(replace(request, id=request_id, submitted_s=self._clock.now()), standby)
         with self._changed:
+            if self._lost:
+                raise DeviceError(self._lost)
             self._start()
             self._sampler.set_active(True)
             self._queue.add(ticket.request)
@@ -355,6 +360,14 @@ class Broker:
             # It may have blocked others.
             self._call_later(partial(self._ledger.release, ticket.request.id))
             return True
+
+    def give_up(self, why: str) -> None:
+        """Refuse all requests from now on with a `DeviceError`, since the devices are lost for good."""
+        with self._changed:
+            self._lost = why
+            for ticket in tuple(self._waiting.values()):
+                self._remove(ticket.request)
+                ticket.decide(error=DeviceError(why))
 
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Set which process holds what was reserved."""

@@ -47,13 +47,15 @@ class FlowCluster:
             ClusterReader(nodes, known[0].facts.kind),
             Ledger(lambda: ClusterStore(nodes)),
             style=settings.placement,
-            max_processes=max_processes or sum(node.facts.max_processes for node in known),
+            # Each node's own limit counts too, and nodes may come.
+            max_processes=max_processes or sys.maxsize,
             max_tasks_per_device=settings.max_tasks_per_device,
             headroom_bytes=settings.headroom_bytes,
             # Each node's own broker knows its memory.
             read_host_available=lambda: sys.maxsize,
             context_bytes=context_bytes,
         )
+        self._cluster.watch(self.broker.give_up)
         #: Starts processes where their placements say.
         self.launcher = ClusterLauncher(nodes)
 

@@ -1,12 +1,14 @@
 """Ray: the connection, which nodes there are, an agent on each of them, and the object store.
 
 The only module that imports Ray. One thread (`prefect-gpu-cluster`) listens to all agents, lets nodes join and leave,
-and passes on what was heard. Ray brings membership, transport, failure detection and the object store; which process
+and passes on what was heard. Another (`prefect-gpu-cluster-head`) asks the head which nodes there are, since Ray blocks
+that call while the head does not answer. Ray brings membership, transport, failure detection and the object store; which process
 runs where, and what it may use, is decided elsewhere.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import logging
@@ -15,7 +17,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from prefect_gpu.cluster.wire import EndAll, NodeFacts
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.process_resources import start_thread
+from prefect_gpu.units import format_seconds
 from prefect_gpu.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,16 @@ CONNECT_S = 10.0
 
 #: Seconds after which an agent that Ray is starting again is asked again.
 RESTART_S = 0.5
+
+#: Seconds after which Ray 2.60 ends a process that is connected to a cluster whose head does not answer.
+RAY_ENDS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", 60))  # noqa: SIM112 - Ray's own name
+
+#: Seconds without an answer of the head after which the cluster is given up: what waits for it fails with the reason,
+#: and Prefect knows of it before Ray ends the process.
+HEAD_S = RAY_ENDS_S / 2
+
+#: Seconds that Ray may take to disconnect from a cluster that is given up.
+DISCONNECT_S = 5.0
 
 #: Seconds that agents may take to start before the flow goes on without theirs.
 START_S = 60.0
@@ -155,7 +168,15 @@ class Cluster:
         self._members: dict[str, _Member] = {}
         #: Nodes that are set aside, with the reason.
         self._aside: dict[str, str] = {}
-        self._looked_s = float("-inf")
+        #: What the head has last said of the nodes, until it is taken in.
+        self._told: Any = None
+        #: Monotonic seconds when it did.
+        self._answered_s = time.monotonic()
+        #: Monotonic seconds when the thread last checked that.
+        self._checked_s = time.monotonic()
+        #: Why the cluster was given up; empty: it was not.
+        self._lost = ""
+        self._on_lost: Callable[[str], object] = lambda why: None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -176,7 +197,7 @@ class Cluster:
                 ) from error
             self._connected_here = True
         try:
-            self._look()
+            self._look(self._ray.nodes())
             until_s = time.monotonic() + START_S
             while any(m.facts is None for m in self._members.values()):
                 if time.monotonic() > until_s:
@@ -188,10 +209,18 @@ class Cluster:
                     f"address={self._address!r}: no node of the cluster has a device for GPU tasks"
                     + (f" ({why})" if why else "")
                 )
+            self._answered_s = self._checked_s = time.monotonic()
+            start_thread(self._ask_head, "prefect-gpu-cluster-head")
             self._thread = start_thread(self._run, "prefect-gpu-cluster")
         except BaseException:
             self._leave()
             raise
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """Set what is called with the reason, before their processes count as killed, when all nodes are lost."""
+        self._on_lost = on_lost
+        if self._lost:
+            on_lost(self._lost)
 
     def close(self) -> None:
         """End the agents and their processes, and the connection if it was made here."""
@@ -201,28 +230,42 @@ class Cluster:
         self._leave()
 
     def _leave(self) -> None:
-        for member in self._members.values():
-            try:
-                self._ray.kill(member.actor.handle)
-            except Exception:
-                # The connection is gone, and with it the agents.
-                logger.debug("an agent could not be ended", exc_info=True)
+        # Without a connection Ray's functions make one, which waits for ever if the cluster is gone.
+        if not self._lost and self._ray.is_initialized():
+            for member in self._members.values():
+                try:
+                    self._ray.kill(member.actor.handle)
+                except Exception:
+                    # The connection is gone, and with it the agents.
+                    logger.debug("an agent could not be ended", exc_info=True)
         self._members.clear()
         if self._connected_here:
             self._connected_here = False
-            self._ray.shutdown()
+            if not self._lost:
+                self._ray.shutdown()
+                return
+            # It waits for the head until Ray ends the process, also where Ray would call it at the interpreter's exit.
+            atexit.unregister(self._ray.shutdown)
+            start_thread(self._ray.shutdown, "prefect-gpu-cluster-end").join(DISCONNECT_S)
 
     # The thread.
 
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                if time.monotonic() - self._looked_s > LOOK_S:
-                    self._look()
+                told, self._told = self._told, None
+                if told is not None:
+                    self._look(told)
                 self._tell_expected()
                 self._listen(EXPECT_S)
+                if why := self._find_lost():
+                    self._give_up(why)
+                    return
             except Exception as error:
                 if self._closing.is_set():
+                    return
+                if why := self._find_lost():
+                    self._give_up(f"{why}: {error}")
                     return
                 logger.exception("the Ray cluster could not be asked; it is tried again")
                 for member in self._members.values():
@@ -230,6 +273,41 @@ class Cluster:
                     member.facts, member.waits_for = None, None
                     member.asks_s = time.monotonic() + LOOK_S
                 self._closing.wait(LOOK_S)
+
+    def _ask_head(self) -> None:
+        while not self._closing.wait(LOOK_S) and self._ray.is_initialized():
+            try:
+                self._told = self._ray.nodes()
+                self._answered_s = time.monotonic()
+            except Exception:
+                logger.debug("the head of the Ray cluster did not answer", exc_info=True)
+
+    def _find_lost(self) -> str:
+        """Return why the cluster will not answer any more; empty: it may."""
+        if not self._ray.is_initialized():
+            return f"the connection to the Ray cluster at address={self._address!r} is lost"
+        now_s = time.monotonic()
+        if now_s - self._checked_s > HEAD_S / 2:
+            # This process was stopped meanwhile.
+            self._answered_s = now_s
+        self._checked_s = now_s
+        # Ray's client has a limit of its own, after which it is not connected any more.
+        if now_s - self._answered_s < HEAD_S or self._ray.util.client.ray.is_connected():
+            return ""
+        return (
+            f"the head of the Ray cluster at address={self._address!r} has not answered for "
+            f"{format_seconds(HEAD_S)}"
+        )
+
+    def _give_up(self, why: str) -> None:
+        """End what runs on the nodes, as far as they can be reached, and let nothing new start."""
+        logger.error("%s; its tasks are given up", why)
+        self._lost = why
+        self._on_lost(why)
+        for member in self._members.values():
+            if self._ray.is_initialized():
+                member.actor.tell([EndAll()])
+            self.nodes.leave(member.name, why)
 
     def _tell_expected(self) -> None:
         """Tell the nodes what has been submitted and not started, at most every `EXPECT_S` seconds."""
@@ -242,10 +320,13 @@ class Cluster:
             for node in self.nodes.all():
                 node.agent.tell(commands)
 
-    def _look(self) -> None:
-        """Start an agent on each new node, and let those leave that Ray calls dead."""
-        self._looked_s = time.monotonic()
-        alive = {each["NodeID"]: each for each in self._ray.nodes() if each["Alive"]}
+    def _look(self, told: Any) -> None:
+        """Start an agent on each new node, and let those leave that Ray calls dead.
+
+        Args:
+            told: What Ray's head has said of the nodes.
+        """
+        alive = {each["NodeID"]: each for each in told if each["Alive"]}
         for node_id in self._members.keys() - alive.keys():
             member = self._members.pop(node_id)
             self.nodes.leave(member.name, f"node {member.name} of the Ray cluster is dead")

@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +32,7 @@ from prefect_gpu.devices.spec import DeviceSpec
 from prefect_gpu.scheduling.model import Device
 from tests.integration import engine_api as api
 from tests.integration.programs import (
+    LIMIT_S,
     MARK,
     REPOSITORY,
     Workplace,
@@ -51,6 +54,9 @@ pytestmark = [
 
 ONE = "simulated:1x24GiB"
 NAMES = ("head", "n1", "n2")
+
+#: Seconds for which Ray waits for a client's connection to come back.
+GRACE_S = 30.0
 
 
 @dataclass
@@ -77,12 +83,20 @@ class Machines:
         """End a node at once, as if its machine had lost power."""
         self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
 
+    def kill_head(self) -> None:
+        """Kill all processes of the head, as if its machine had lost power."""
+        for started in self.cluster.head_node.all_processes.values():
+            for each in started:
+                with suppress(ProcessLookupError):
+                    os.kill(each.process.pid, signal.SIGKILL)
+
     def runner(self, devices: Any = ONE, **options: Any) -> GPUTaskRunner:
         return GPUTaskRunner(address=self.address, devices=devices, **options)
 
 
-@pytest.fixture(scope="module")
-def machines() -> Iterator[Machines]:
+@contextmanager
+def started(*names: str) -> Iterator[Machines]:
+    """Start a head and nodes of the names given."""
     from ray.cluster_utils import Cluster as LocalCluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -106,12 +120,18 @@ def machines() -> Iterator[Machines]:
             port,
         )
         try:
-            for name in NAMES[1:]:
+            for name in names:
                 made.add(name)
             yield made
         finally:
             ray.shutdown()
             made.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    with started(*NAMES[1:]) as made:
+        yield made
 
 
 @pytest.fixture
@@ -462,6 +482,173 @@ def test_a_flow_that_is_killed_leaves_nothing(
 
     Path(tmp_path, "go").touch()
     assert len(main()) == 3
+
+
+@pytest.mark.slow
+def test_a_client_that_is_killed_leaves_nothing_after_rays_grace(
+    machines: Machines, place: Workplace, tmp_path: Path
+) -> None:
+    place.write("killed.py", KILLED)
+    with open(tmp_path / "stderr.txt", "w") as stderr:
+        address = f"ray://127.0.0.1:{machines.client_port}"
+        process = place.start("killed.py", address, stdout=stderr, stderr=stderr)
+    pids = place.folder / "pids.txt"
+    wait_for(
+        lambda: len(lines_of(pids)) == 3 or process.poll() is not None,
+        explain=lambda: (tmp_path / "stderr.txt").read_text(),
+    )
+    bodies = {int(pid) for pid in lines_of(pids)}
+    process.kill()
+    process.wait()
+    killed_s = time.monotonic()
+    # Ray cannot tell a client that was killed from one whose connection comes back.
+    time.sleep(GRACE_S / 3)
+    assert bodies <= left(machines).keys()
+    wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
+    print(f"nothing was left {time.monotonic() - killed_s:.1f} s after the kill")
+
+
+HEADLESS = """
+import os, sys, time
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+
+@task(tags=[*gpu(memory="20GiB"), "gpu:node=n1"], retries=1)
+def sleep(i):
+    with open("pids.txt", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(600)
+
+@flow(task_runner=GPUTaskRunner(address=sys.argv[1], devices="simulated:1x24GiB"))
+def main():
+    futures = sleep.map([0, 1])
+    for future in futures:
+        future.wait()
+        print("STATE", future.state.name, future.state.message, flush=True)
+    return "over"
+
+print(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_the_head_is_gone(scheme: str, place: Workplace) -> None:
+    """What runs and what waits fails with the reason, before Ray ends the flow's process."""
+    place.write("headless.py", HEADLESS)
+    with started("n1") as machines:
+        address = f"ray://127.0.0.1:{machines.client_port}" if scheme else machines.address
+        said, pids = place.folder / "said.txt", place.folder / "pids.txt"
+        with open(said, "w") as stdout:
+            process = place.start("headless.py", address, stdout=stdout, stderr=stdout)
+        wait_for(
+            lambda: bool(lines_of(pids)) or process.poll() is not None,
+            explain=said.read_text,
+        )
+        machines.kill_head()
+        killed_s = time.monotonic()
+        code = process.wait(LIMIT_S)
+        print(f"the flow ended {time.monotonic() - killed_s:.1f} s after the head was killed")
+        wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
+        print(f"nothing was left {time.monotonic() - killed_s:.1f} s after the head was killed")
+    states = [line for line in lines_of(said) if line.startswith("STATE")]
+    assert code == 0 and lines_of(said)[-1] == "over", said.read_text()
+    assert len(states) == 2
+    assert all("DeviceError" in line and f"address='{address}'" in line for line in states)
+    assert all("the Ray cluster" in line for line in states)
+
+
+@pytest.mark.slow
+def test_a_node_joins_while_a_flow_runs(prefect_server: str, tmp_path: Path) -> None:
+    with started() as machines:
+
+        @flow(task_runner=machines.runner())
+        def main() -> Any:
+            futures = [work.submit(i, str(tmp_path)) for i in range(2)]
+            meet(tmp_path, 1)
+            machines.add("n1")
+            nodes = meet(tmp_path, 2)
+            Path(tmp_path, "go").touch()
+            return nodes, [f.result()[1] for f in futures]
+
+        nodes, ran = main()
+    assert sorted(nodes.values()) == sorted(ran) == ["head", "n1"]
+
+
+class Proxy:
+    """Passes TCP connections on to a port of this machine, until they are dropped."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self.passes = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def drop(self, seconds: float) -> None:
+        """Close all connections, and refuse new ones for a while."""
+        self.passes = False
+        with self._lock:
+            dropped, self._open = self._open, set()
+        for each in dropped:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        time.sleep(seconds)
+        self.passes = True
+
+    def close(self) -> None:
+        self._listener.close()
+        self.drop(0.0)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            if not self.passes:
+                near.close()
+                continue
+            far = socket.create_connection(("127.0.0.1", self._to))
+            with self._lock:
+                self._open |= {near, far}
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+
+    def _pump(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        for each in (one, other):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.slow
+def test_a_clients_connection_comes_back(
+    machines: Machines, prefect_server: str, tmp_path: Path
+) -> None:
+    proxy = Proxy(machines.client_port)
+
+    @flow(task_runner=GPUTaskRunner(address=f"ray://127.0.0.1:{proxy.port}", devices=ONE))
+    def main() -> Any:
+        # Three run, and two wait.
+        futures = [work.submit(i, str(tmp_path)) for i in range(5)]
+        meet(tmp_path, 3)
+        proxy.drop(2.5)
+        Path(tmp_path, "go").touch()
+        wait(futures)
+        return [f.state for f in futures]
+
+    try:
+        states = main()
+    finally:
+        proxy.close()
+    assert [state.name for state in states] == ["Completed"] * 5, [s.message for s in states]
+    assert sorted(int(path.name.split("-")[0]) for path in tmp_path.glob("*-*-*")) == list(range(5))
+    wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
 
 
 CLEAN = """

@@ -77,6 +77,16 @@ def test_the_impossible_is_refused(rig: Rig) -> None:
     assert "larger than any device" in str(result)
 
 
+def test_devices_that_are_lost_for_good_refuse_what_waits_and_what_comes(rig: Rig) -> None:
+    rig.place("runs", 20)
+    waits = Waiter(rig, rig.submit("waits", 20))
+    rig.broker.give_up("the cluster is gone")
+    result = waits.result()
+    assert isinstance(result, DeviceError) and "the cluster is gone" in str(result)
+    with pytest.raises(DeviceError, match="the cluster is gone"):
+        rig.submit("later", 1)
+
+
 def test_memory_that_the_driver_keeps_is_learned_later(rig: Rig) -> None:
     read = Reader.read
 

@@ -8,9 +8,9 @@
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler sessions escapes sharing several-devices
 #   run_all.sh FOLDER libraries changing-sizes jax-context ways reports
-#   run_all.sh FOLDER leaks spawned torch-tools reset profile-training least-memory many-flows
+#   run_all.sh FOLDER cluster leaks spawned torch-tools reset profile-training least-memory many-flows
 # and two more for `tests` and for `chaos`, which are five minutes each. A name such as `test_steps_on_gpu` is one
-# file of tests. `libraries` and `changing-sizes` need what they name: timm, torchvision, transformers, lightning,
+# file of tests. `cluster` needs Ray, and two devices as `several-devices` does; `libraries` and `changing-sizes` need what they name: timm, torchvision, transformers, lightning,
 # accelerate, torch-geometric, flax, optax. What is missing is left out, and said. `libraries=timm,flax` tries these two only.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -22,7 +22,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
 runs="chaos least-memory"
-modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler sessions escapes sharing several-devices"
+modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler sessions escapes sharing several-devices cluster"
 modules+=" libraries changing-sizes jax-context ways reports leaks spawned torch-tools reset many-flows"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do

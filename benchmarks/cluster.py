@@ -31,6 +31,7 @@ against.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -47,6 +48,7 @@ import _makespan_row
 import _ray_nodes
 import dispatch
 import makespan
+import psutil
 import transfer
 
 ROWS = {
@@ -169,12 +171,18 @@ class Row:
             # Its own processes are never quite idle.
             _devices.wait_until_idle(dispatch.OTHERS_PAUSE_S)
             return
-        of_nodes = lambda: [  # noqa: E731
-            process
-            for process in _ray_nodes.processes_marked(self._given.mark)
-            if "prefect_gpu" in " ".join(process.cmdline())
-        ]
-        _devices.wait_until_idle(PAUSE_S, others=of_nodes if self._row == "nodes" else tuple)
+        others = self._of_nodes if self._row == "nodes" else tuple
+        _devices.wait_until_idle(PAUSE_S, others=others)
+
+    def _of_nodes(self) -> list[psutil.Process]:
+        """Return the processes of this package on the nodes."""
+        found = []
+        for process in _ray_nodes.processes_marked(self._given.mark):
+            # One may end meanwhile.
+            with contextlib.suppress(psutil.Error):
+                if "prefect_gpu" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     def _measure_ready(self) -> None:
         arguments = (

@@ -122,10 +122,17 @@ def started(*names: str) -> Iterator[Machines]:
         try:
             for name in names:
                 made.add(name)
+            # The server for clients starts beside the head.
+            wait_for(lambda: listens(port))
             yield made
         finally:
             ray.shutdown()
             made.cluster.shutdown()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -627,6 +634,8 @@ class Proxy:
 
 
 @pytest.mark.slow
+# Of a thread of Ray's client, whose channel is closed under it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_clients_connection_comes_back(
     machines: Machines, prefect_server: str, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from prefect_gpu.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from prefect_gpu.cli.simulation import Outcome, Schedule
+    from prefect_gpu.devices.spec import DeviceSpec
     from prefect_gpu.scheduling.model import DeviceSnapshot
 
 app = App(
@@ -86,10 +87,16 @@ def _explain(error: CycloptsError) -> str:
 
 
 @app.command(name="devices")
-def _devices(*, devices: str = "", as_json: Annotated[bool, Parameter("--json")] = False) -> str:
+def _devices(
+    *,
+    devices: str = "",
+    address: str = "",
+    as_json: Annotated[bool, Parameter("--json")] = False,
+) -> str:
     """List the devices as the runner sees them.
 
     Args:
+        address: Of a Ray cluster, whose nodes' devices are listed: auto, host:port, ray://host:10001.
         devices: auto, nvml, host, simulated:2x24GiB, or indices and UUID prefixes with commas (default:
             PREFECT_INTEGRATIONS_GPU_DEVICES, else auto).
         as_json: Print JSON, sizes in bytes.
@@ -98,6 +105,8 @@ def _devices(*, devices: str = "", as_json: Annotated[bool, Parameter("--json")]
     from prefect_gpu.devices.spec import open_reader, parse_spec
 
     given = parse_spec(devices or _default_devices())
+    if address:
+        return _list_nodes(address, given, as_json)
     named = given.simulated is not None and given.simulated.name
     reader = open_reader(given, os.environ, shared=_ledger_folder() if named else None)
     try:
@@ -110,6 +119,23 @@ def _devices(*, devices: str = "", as_json: Annotated[bool, Parameter("--json")]
         return "no devices"
     heads = ("index", "uuid", "name", "total", "free", "processes")
     return "\n".join(_table([heads, *(_device_row(snapshot) for snapshot in snapshots)]))
+
+
+def _list_nodes(address: str, devices: DeviceSpec, as_json: bool) -> str:
+    # Imported here: they import Ray.
+    from prefect_gpu.cluster.flow_cluster import read_cluster
+    from prefect_gpu.cluster.node_agent import NodeSettings
+
+    settings = NodeSettings("", devices, "spread", None, None, _ledger_folder(), standby=0)
+    snapshots, aside = read_cluster(address, settings)
+    if as_json:
+        found = {"devices": [_device_json(each) for each in snapshots], "set_aside": aside}
+        return json.dumps(found, indent=2)
+    heads = ("node", "index", "uuid", "name", "total", "free", "processes")
+    rows = [(each.device.host, *_device_row(each)) for each in snapshots]
+    return "\n".join(
+        [*_table([heads, *rows]), *(f"{node} is set aside: {why}" for node, why in aside.items())]
+    )
 
 
 @app.command(name="check")

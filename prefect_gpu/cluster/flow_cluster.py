@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
 
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.ledger import Ledger
@@ -13,7 +15,39 @@ from prefect_gpu.cluster.membership import Cluster
 from prefect_gpu.cluster.node_agent import NodeSettings
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.standby_kind import Kind
-from prefect_gpu.scheduling.model import Device
+from prefect_gpu.scheduling.model import Device, DeviceSnapshot
+
+#: Seconds to wait for a node's first reading.
+READING_S = 5.0
+
+
+def read_cluster(
+    address: str, settings: NodeSettings
+) -> tuple[tuple[DeviceSnapshot, ...], Mapping[str, str]]:
+    """Read the devices of all nodes once.
+
+    Args:
+        address: See `GPUTaskRunner`.
+        settings: See `FlowCluster`.
+
+    Returns:
+        What each device shows, and the nodes that are set aside, with the reason.
+
+    Raises:
+        DeviceError: There is no cluster at the address, or none of its nodes has a device.
+    """
+    cluster = Cluster(address, settings)
+    cluster.open()
+    try:
+        reader = ClusterReader(cluster.nodes, cluster.nodes.all()[0].facts.kind)
+        until_s = time.monotonic() + READING_S
+        found = reader.read(())
+        while any(each.error for each in found) and time.monotonic() < until_s:
+            threading.Event().wait(0.05)
+            found = reader.read(())
+        return found, cluster.aside
+    finally:
+        cluster.close()
 
 
 class FlowCluster:

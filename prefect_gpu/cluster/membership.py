@@ -17,7 +17,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,6 +221,11 @@ class Cluster:
         self._on_lost = on_lost
         if self._lost:
             on_lost(self._lost)
+
+    @property
+    def aside(self) -> Mapping[str, str]:
+        """Nodes that are set aside, with the reason."""
+        return dict(self._aside)
 
     def close(self) -> None:
         """End the agents and their processes, and the connection if it was made here."""

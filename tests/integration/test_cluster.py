@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from prefect.futures import wait
 
 import prefect_gpu
 from prefect_gpu import DeviceError, GPUTaskRunner, current_allocation, gpu
+from prefect_gpu.cli import main as cli
 from prefect_gpu.cluster import membership
 from prefect_gpu.cluster.membership import Cluster, RayStore, import_ray
 from prefect_gpu.cluster.node_agent import NodeSettings
@@ -696,6 +698,24 @@ def fails(runner: GPUTaskRunner) -> BaseException:
     error = main()
     assert isinstance(error, BaseException), error
     return error
+
+
+@pytest.mark.slow
+def test_the_devices_of_all_nodes_are_listed(
+    machines: Machines, prefect_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = ["--address", machines.address]
+    assert cli(["devices", "--devices", ONE, *there, "--json"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out[out.index("{") :])
+    assert sorted(each["host"] for each in found["devices"]) == sorted(NAMES)
+    assert all(each["free_bytes"] == 24 << 30 for each in found["devices"])
+    assert found["set_aside"] == {}
+    assert cli(["devices", "--devices", ONE, *there]) == 0
+    assert all(f"\n{name} " in capsys.readouterr().out for name in NAMES[:1])
+    assert cli(["devices", *there]) == 2
+    assert "it has no NVIDIA driver" in capsys.readouterr().err
+    wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
 
 
 @pytest.mark.slow

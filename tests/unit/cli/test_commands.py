@@ -222,7 +222,7 @@ def test_simulate_names_what_is_wrong_with_its_input(
         pytest.param([], "a COMMAND is required; accepted: devices, check, simulate, version (see prefect-gpu --help)", id="no command"),
         pytest.param(["list"], 'Unknown command "list". Available commands: devices, check, simulate, version', id="unknown command"),
         pytest.param(["check"], 'Command "check" parameter TAGS requires an argument', id="no tag"),
-        pytest.param(["devices", "--jsn"], "Unknown option: --jsn. Did you mean --json?; accepted: --devices, --json, --help", id="unknown option"),
+        pytest.param(["devices", "--jsn"], "Unknown option: --jsn. Did you mean --json?; accepted: --address, --devices, --json, --help", id="unknown option"),
         pytest.param(["simulate", "-"], 'Command "simulate" parameter --devices requires an argument', id="missing option"),
         pytest.param(["simulate", "-", "--devices", "1GiB", "--placement", "tight"], 'Invalid value "tight" for --placement. Choose from: "spread", "pack"', id="unknown placement"),
         pytest.param(["simulate", "-", "--devices", "1GiB", "--max-tasks-per-device", "0"], 'Invalid value "0" for --max-tasks-per-device. Must be >= 1', id="no task at all"),

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -246,8 +247,6 @@ def be_killed(address: str, folder: str, devices: str) -> None:
 
 
 def check(options: argparse.Namespace) -> list[str]:
-    import tempfile
-
     handles = nvml_handles()
     if options.devices == "nvml" and len(handles) < 2:
         say(f"needs two devices; there is {len(handles)}. Nothing is run")

@@ -174,7 +174,7 @@ class Publisher:
         # A thread starts without Prefect's context variables. Without the flow's settings
         # `create_artifact` would start a temporary server to emit its event.
         self._settings = get_settings_context()
-        #: Guards everything below; notified when a job is added or the publisher is closed.
+        #: Guards everything below; notified when a job is added or done, and when the publisher is closed.
         self._changed = threading.Condition()
         #: Oldest first; the one that is being done is not among them.
         self._waiting: deque[Job] = deque()
@@ -244,7 +244,7 @@ class Publisher:
                 if len(same) >= most:
                     self._waiting.remove(same[0])
             self._waiting.append(job)
-            self._changed.notify()
+            self._changed.notify_all()
             if self._thread is None:
                 try:
                     self._thread = start_thread(self._run, "prefect-gpu-publisher")
@@ -253,22 +253,33 @@ class Publisher:
                     self._last_error = str(error)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Publish what waits and end the thread; after `timeout_s` write what is left to files, with one warning."""
+        """Publish what waits and end the thread; after `timeout_s` write what is left to files, with one warning.
+
+        Interrupted by Ctrl-C or a signal, it leaves the thread publishing: call it again to wait for it, or `end`.
+        """
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
             thread = self._thread
-        try:
-            if thread is not None:
-                thread.join(timeout_s)
-        finally:
-            # Also after Ctrl-C.
-            self._end(f"the API took longer than {timeout_s:g}s")
+            # Not `Thread.join`: before Python 3.13 an interrupted one takes the thread for ended.
+            if thread is None or not self._changed.wait_for(self._is_done, timeout_s):
+                self.end(f"the API took longer than {timeout_s:g}s")
+                return
+        thread.join()
+        self.end("")
 
-    def _end(self, reason: str) -> None:
+    def _is_done(self) -> bool:
+        return self._current is None and not self._waiting
+
+    def end(self, reason: str) -> None:
+        """End the thread and write what waits to files, with one warning. Without effect the second time.
+
+        Args:
+            reason: Why, for the warning.
+        """
         with self._changed:
-            self._ended = True
-            self._changed.notify()
+            self._ended = self._closed = True
+            self._changed.notify_all()
             left = ([] if self._current is None else [self._current], self._waiting)
             for job in itertools.chain(*left):
                 self._give_up(job, self._last_error or reason)
@@ -323,6 +334,7 @@ class Publisher:
     def _take_answer(self, job: Job, error: Exception | None) -> None:
         with self._changed:
             self._current = None
+            self._changed.notify_all()
             if self._ended:
                 return
             if error is None or job.local is not None:

@@ -403,6 +403,8 @@ class ActiveRunner:
                     self._close(failed=True)
             finally:
                 run_uninterrupted(self._end_all, "prefect-gpu-close")
+                if self._publisher is not None:
+                    self._publisher.end("the flow's process was told to end")
             raise
         finally:
             self._close_cluster()
@@ -438,8 +440,10 @@ class ActiveRunner:
             process_launcher().output.flush(CLOSING_S)
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)
-            if self._reports:
-                self._publisher.publish_flow(self._reports, flow_name=name, flow_run_id=flow_run_id)
+            # Once: this runs again if a signal comes while reports are published.
+            reports, self._reports = self._reports, []
+            if reports:
+                self._publisher.publish_flow(reports, flow_name=name, flow_run_id=flow_run_id)
             self._publisher.close(CLOSING_S)
         self._client.close()
 

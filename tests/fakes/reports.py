@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
 
 from prefect_gpu.measurements import Mark, Sample, SeriesBuilder
 from prefect_gpu.reports.model import TaskReport
@@ -204,3 +209,29 @@ def _process(
         wasted_byte_seconds=series.wasted_byte_seconds(took_s),
     )
     return replace(report, **changes).compact()
+
+
+#: Seconds after which what a test waits for will never come.
+PATIENCE_S = 60.0
+
+
+class FakeAPI:
+    """Takes artifacts; fails with what is in `errors` first; opens only while `go` is set."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.keys: list[str] = []
+        self.opened = 0
+        self.go = threading.Event()
+        self.go.set()
+
+    @contextmanager
+    def connect(self) -> Iterator[SyncPrefectClient]:
+        self.opened += 1
+        self.go.wait(PATIENCE_S)
+        yield cast(SyncPrefectClient, self)
+
+    def create_artifact(self, artifact: Any) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.keys.append(artifact.key)

@@ -6,47 +6,21 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
 from uuid import uuid4
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_HOME, temporary_settings
 
 from prefect_gpu.reports import publish
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import Publisher, artifact_key
-from tests.fakes.reports import flow_reports, task_report
-
-PATIENCE_S = 60.0
-
-
-class FakeAPI:
-    """Takes artifacts; fails with what is in `errors` first; opens only while `go` is set."""
-
-    def __init__(self, *errors: Exception) -> None:
-        self.errors = list(errors)
-        self.keys: list[str] = []
-        self.opened = 0
-        self.go = threading.Event()
-        self.go.set()
-
-    @contextmanager
-    def connect(self) -> Iterator[SyncPrefectClient]:
-        self.opened += 1
-        self.go.wait(PATIENCE_S)
-        yield cast(SyncPrefectClient, self)
-
-    def create_artifact(self, artifact: Any) -> None:
-        if self.errors:
-            raise self.errors.pop(0)
-        self.keys.append(artifact.key)
+from tests.fakes.ctrl_c import press_ctrl_c
+from tests.fakes.reports import PATIENCE_S, FakeAPI, flow_reports, task_report
 
 
 def answered(status: int, **headers: str) -> PrefectHTTPStatusError:
@@ -224,6 +198,43 @@ def test_a_hanging_api_delays_the_end_only_by_what_is_allowed_and_loses_no_repor
     (record,) = caplog.records
     assert "3 memory reports were not published but written to" in record.getMessage()
     assert "2 others were waiting" in record.getMessage()
+    assert len(written(home)) == 3
+    api.go.set()
+
+
+def interrupted(it: Publisher) -> None:
+    threading.Timer(0.1, press_ctrl_c).start()
+    with pytest.raises(KeyboardInterrupt):
+        it.close(PATIENCE_S)
+
+
+def test_ctrl_c_while_it_publishes_loses_no_report(home: Path) -> None:
+    api = FakeAPI()
+    api.go.clear()
+    it = publisher(api)
+    for _ in range(3):
+        it.publish(task_report())
+    interrupted(it)
+    api.go.set()
+    it.close(PATIENCE_S)
+    assert len(api.keys) == 3 and not it.saved and not home.exists()
+
+
+def test_ctrl_c_twice_while_it_publishes_writes_what_is_left_to_files(
+    caplog: pytest.LogCaptureFixture, home: Path
+) -> None:
+    api = FakeAPI()
+    api.go.clear()
+    it = publisher(api)
+    for _ in range(3):
+        it.publish(task_report())
+    interrupted(it)
+    interrupted(it)
+    it.end("told to end")
+    it.end("told again")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("3 memory reports were not published but written to")
+    assert ": told to end." in record.getMessage()
     assert len(written(home)) == 3
     api.go.set()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import signal
 import threading
 import time
 from pathlib import Path
@@ -16,9 +15,12 @@ from prefect.states import Completed
 from prefect_gpu import GPUTaskRunner
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import CapacityError
+from prefect_gpu.reports.publish import artifact_key
 from prefect_gpu.runner import active_runner, submission
 from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
 from prefect_gpu.runner.prefect_engine import SharedClient
+from tests.fakes.ctrl_c import press_ctrl_c
+from tests.fakes.reports import FakeAPI, task_report
 
 
 def test_two_threads_that_submit_at_once_share_one_publisher(
@@ -106,12 +108,6 @@ def test_runners_of_the_same_devices_share_a_broker_whatever_else_they_do() -> N
         assert ActiveRunner(Configuration(**{**KNOWN, **other})).broker() is not first
 
 
-def press_ctrl_c() -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-    signal.pthread_kill(main, signal.SIGINT)
-
-
 class Body:
     """A body at whose end Ctrl-C is pressed once more."""
 
@@ -140,3 +136,20 @@ def test_ctrl_c_while_a_flow_ends_its_bodies_leaves_none_of_them(failed: bool) -
     with pytest.raises(KeyboardInterrupt):
         runner.close(failed)
     assert [body.ended for body in bodies] == [True] * 5
+
+
+def test_a_signal_while_reports_are_published_neither_loses_nor_repeats_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    api = FakeAPI()
+    api.go.clear()
+    runner = ActiveRunner(Configuration(**KNOWN))
+    monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
+    runner._open_publisher()
+    runner.report(task_report())
+    flow = artifact_key("gpu-flow", "no-flow")
+    threading.Timer(0.1, press_ctrl_c).start()
+    threading.Timer(0.5, api.go.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        runner.close(failed=False)
+    assert api.keys == [artifact_key("gpu-memory", task_report().task_name), flow]

@@ -26,9 +26,10 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
@@ -97,6 +98,17 @@ def host_ledger(folder: Path | None = None) -> Ledger:
     return PROCESS_RESOURCES.get(
         ("ledger", folder_key(folder)), lambda: Ledger(partial(HostStore, folder, shared_folder))
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """What a process has said of itself, for people."""
+
+    pid: int = 0
+    #: The PID namespace in which `pid` names it.
+    namespace: str = ""
+    host: str = ""
+    user: str = ""
 
 
 class HostStore:
@@ -220,6 +232,35 @@ class HostStore:
     def close(self) -> None:
         """See `Store.close`."""
         self._finalizer()
+
+    def read_owners(self) -> dict[str, Owner]:
+        """Return the processes that use the ledger, by the names in `Entry.owner`.
+
+        Raises:
+            StoreError: It cannot be read.
+        """
+        rows = self._ask("SELECT owner, about FROM owners")
+        known = Owner.__dataclass_fields__
+        about = {owner: json.loads(text) for owner, text in rows}
+        return {
+            owner: Owner(**{name: each for name, each in said.items() if name in known})
+            for owner, said in about.items()
+        }
+
+    def read_placed_s(self) -> dict[str, float]:
+        """Return the monotonic seconds at which requests got their devices, by id. Those of old ones may be gone.
+
+        Raises:
+            StoreError: It cannot be read.
+        """
+        return dict(self._ask("SELECT request, max(at_s) FROM log WHERE promises GROUP BY request"))
+
+    def _ask(self, query: str) -> list[tuple[str, Any]]:
+        with self._lock:
+            try:
+                return self._db.execute(query).fetchall()
+            except sqlite3.Error as error:
+                raise StoreError(self._describe(error)) from error
 
     def _append(self, changes: Iterable[Row]) -> int:
         if not self._registered:
@@ -479,7 +520,7 @@ def _leave(
 
 
 def _about_this_process(namespace: str) -> dict[str, str | int | float]:
-    """Return what helps a person to find this process. No code depends on it."""
+    """Return what helps a person to find this process; see `Owner`. No decision depends on it."""
     with contextlib.suppress(KeyError, OSError, psutil.Error):
         return {
             "pid": os.getpid(),

@@ -1,7 +1,7 @@
-"""The console script `prefect-gpu`: list devices, check tags, simulate a schedule.
+"""The console script `prefect-gpu`: devices, who uses and who waits for them, tags, a simulated schedule.
 
 It changes nothing and calls no server. Exit codes: 0, or 2 when an argument is wrong or the machine does
-not answer. How a list of tasks is read is in `task_list`, how it is replayed in `simulation`.
+not answer. What `status` shows is in `status`. How a list of tasks is read is in `task_list`, how it is replayed in `simulation`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError
 from cyclopts.validators import Number
 
+from prefect_gpu.cli.table import table_lines
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.policy import GPUPolicy, is_gpu_tag, parse_tags, whole
 from prefect_gpu.units import format_bytes, format_seconds
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 app = App(
     name="prefect-gpu",
-    help="List devices, check tags and simulate schedules of prefect_gpu.",
+    help="Devices, tasks that use or want them, tags and simulated schedules of prefect_gpu.",
     version_flags=(),
     # Options have the names given here and no negative form.
     default_parameter=Parameter(negative=(), show_default=False),
@@ -118,7 +119,7 @@ def _devices(
     if not snapshots:
         return "no devices"
     heads = ("index", "uuid", "name", "total", "free", "processes")
-    return "\n".join(_table([heads, *(_device_row(snapshot) for snapshot in snapshots)]))
+    return "\n".join(table_lines([heads, *(_device_row(snapshot) for snapshot in snapshots)]))
 
 
 def _list_nodes(address: str, devices: DeviceSpec, as_json: bool) -> str:
@@ -134,8 +135,48 @@ def _list_nodes(address: str, devices: DeviceSpec, as_json: bool) -> str:
     heads = ("node", "index", "uuid", "name", "total", "free", "processes")
     rows = [(each.device.host, *_device_row(each)) for each in snapshots]
     return "\n".join(
-        [*_table([heads, *rows]), *(f"{node} is set aside: {why}" for node, why in aside.items())]
+        [
+            *table_lines([heads, *rows]),
+            *(f"{node} is set aside: {why}" for node, why in aside.items()),
+        ]
     )
+
+
+@app.command(name="status")
+def _status(
+    *,
+    devices: str = "",
+    watch: bool = False,
+    interval: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0,
+    as_json: Annotated[bool, Parameter("--json")] = False,
+) -> str | None:
+    """Show what holds the devices of this machine, and what waits for them and why.
+
+    Tasks of all flows of this machine that share the ledger are shown, and other programs' processes.
+
+    Args:
+        devices: See `prefect-gpu devices`.
+        watch: Show it again and again, until Ctrl-C.
+        interval: Seconds between two readings, with --watch.
+        as_json: Print JSON, sizes in bytes and times in seconds.
+    """
+    # Imported here because `check` needs neither driver nor ledger.
+    from prefect_gpu.cli.status import open_status, status_lines
+    from prefect_gpu.cli.watch import repeat
+    from prefect_gpu.devices.spec import parse_spec
+
+    with open_status(parse_spec(devices or _default_devices()), _ledger_folder()) as read:
+
+        def show() -> str:
+            status = read()
+            if as_json:
+                return json.dumps(dataclasses.asdict(status), indent=None if watch else 2)
+            return "\n".join(status_lines(status))
+
+        if not watch:
+            return show()
+        repeat(show, interval)
+        return None
 
 
 @app.command(name="check")
@@ -150,7 +191,7 @@ def _check(tags: list[str], /) -> str:
         return "no gpu tag: the task runs in a thread, without a device of its own"
     ours = dict.fromkeys(("gpu", *(tag.strip() for tag in tags if is_gpu_tag(tag))))
     written = " ".join(f'"{tag}"' for tag in ours)
-    return "\n".join([*_table(_policy_rows(policy)), f"tags: {written}"])
+    return "\n".join([*table_lines(_policy_rows(policy)), f"tags: {written}"])
 
 
 @app.command(name="simulate")
@@ -212,10 +253,10 @@ def _simulate(
     )
     if as_json:
         return json.dumps(_schedule_json(schedule), indent=2)
-    rows = _table(_schedule_rows(schedule))
+    rows = table_lines(_schedule_rows(schedule))
     if tasks:
         heads = ("task", "submitted", "waited", "started", "ended", "devices", "passed")
-        rows += ["", *_table([heads, *(_outcome_row(o) for o in schedule.outcomes)])]
+        rows += ["", *table_lines([heads, *(_outcome_row(o) for o in schedule.outcomes)])]
     never = [o for o in schedule.outcomes if o.refusal]
     rows += [f"{o.task.name} can never run: {o.refusal}" for o in never]
     return "\n".join(rows)
@@ -347,12 +388,3 @@ def _device_json(snapshot: DeviceSnapshot) -> dict[str, Any]:
         ],
         "error": snapshot.error,
     }
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose columns are two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

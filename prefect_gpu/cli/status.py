@@ -1,0 +1,393 @@
+"""What the devices of this machine hold now, and what waits for them: `prefect-gpu status`.
+
+The host's ledger says which tasks of all flows hold or want memory, the devices say what is really used. Both are
+read once; what follows is arithmetic over values, the same that brokers do (`scheduling.memory`), and the reason of a
+wait is the one that they would give (`scheduling.scheduling_pass.explain`). Nothing is changed.
+
+    devices, ledger, names of processes -> Found -> machine_status (pure) -> Status -> status_lines, or JSON
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import psutil
+
+from prefect_gpu.broker.broker import HEADROOM_BYTES
+from prefect_gpu.broker.host_ledger import HostStore, Owner
+from prefect_gpu.broker.ledger import Entry, StoreError
+from prefect_gpu.cli.table import table_lines
+from prefect_gpu.devices.host import read_host_available_bytes
+from prefect_gpu.devices.reader import DeviceReader
+from prefect_gpu.devices.spec import DeviceSpec, open_reader
+from prefect_gpu.errors import DeviceError, PlacementError
+from prefect_gpu.scheduling.memory import DeviceState, device_state, measure
+from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot, Reservation
+from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, explain, order_key
+from prefect_gpu.units import format_bytes, format_seconds
+
+#: A row of a table.
+Row: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """One device."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+    #: In use by any process; `None`: the device does not answer.
+    used_bytes: int | None
+    #: Reserved for our tasks, whether they have taken it or not.
+    reserved_bytes: int
+    #: Free for a further task, at the default headroom; `None`: the device does not answer.
+    free_bytes: int | None
+    #: Part of the time (0 to 1) in which it computed; `None`: not known.
+    busy_fraction: float | None
+    #: Why it cannot be used; empty: it can.
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBy:
+    """One device of a task that holds memory, in bytes."""
+
+    index: int
+    budget_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStatus:
+    """A task that has devices, or a standby with a CUDA context of its own."""
+
+    task: str
+    #: `runs`, `starts` (its process is not ready yet) or `standby`.
+    state: str
+    devices: tuple[HeldBy, ...]
+    #: Seconds since it got its devices; `None`: not known any more.
+    seconds: float | None
+    #: Its process; `None`: there is none yet, or its number means nothing here (another container).
+    pid: int | None
+    #: The flow's process; `None`: as above.
+    flow_pid: int | None
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class OtherProcess:
+    """A process that holds memory of a device and belongs to no task of ours."""
+
+    pid: int
+    index: int
+    #: `None`: the driver does not say.
+    used_bytes: int | None
+    name: str
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingStatus:
+    """A task that waits. The order of these is the order of the queue."""
+
+    task: str
+    priority: int
+    #: Seconds since it was submitted.
+    seconds: float
+    reason: str
+    flow_pid: int | None
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What `prefect-gpu status` shows."""
+
+    devices: tuple[DeviceStatus, ...]
+    tasks: tuple[TaskStatus, ...]
+    waiting: tuple[WaitingStatus, ...]
+    others: tuple[OtherProcess, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was read of the machine, all at one time."""
+
+    snapshots: Sequence[DeviceSnapshot]
+    #: By the id of their requests.
+    entries: Mapping[str, Entry]
+    #: By name.
+    owners: Mapping[str, Owner]
+    #: Monotonic seconds at which requests got their devices, by id.
+    placed_s: Mapping[str, float]
+    #: The PID namespace of the reader.
+    namespace: str
+    #: Bytes of the machine's own memory that new processes could use.
+    available_bytes: int
+    #: Monotonic seconds.
+    now_s: float
+    #: Returns the name and the user of a process.
+    describe: Callable[[int], tuple[str, str]] = lambda pid: ("?", "?")
+
+
+def machine_status(found: Found) -> Status:
+    """Return what a person asks of a machine, from what was read of it."""
+    there = {snapshot.device.key for snapshot in found.snapshots}
+    entries = {
+        request_id: entry
+        for request_id, entry in found.entries.items()
+        if there.intersection(_keys(entry))
+    }
+    held: dict[DeviceKey, Mapping[str, int]] = {}
+    states: list[DeviceState] = []
+    for snapshot in found.snapshots:
+        key = snapshot.device.key
+        held[key] = _measure(snapshot, entries, found.namespace)
+        reservations = [
+            each for e in entries.values() for each in e.reservations if each.device_key == key
+        ]
+        headroom_bytes = HEADROOM_BYTES[snapshot.device.kind]
+        states.append(device_state(snapshot, reservations, held[key], headroom_bytes))
+    holding = {i: entry for i, entry in entries.items() if entry.reservations}
+    return Status(
+        devices=tuple(map(_device, states)),
+        tasks=tuple(
+            _task(found, request_id, entry, held)
+            for request_id, entry in sorted(
+                holding.items(), key=lambda each: found.placed_s.get(each[0], 0.0)
+            )
+        ),
+        waiting=_waiting(found, entries, states),
+        others=tuple(
+            OtherProcess(use.pid, s.device.index, use.used_bytes, *found.describe(use.pid))
+            for s in found.snapshots
+            for use in s.processes
+            if use.root_pid is None
+        ),
+    )
+
+
+def _keys(entry: Entry) -> tuple[DeviceKey, ...]:
+    return tuple(each.device_key for each in entry.reservations) or entry.devices
+
+
+def _measure(
+    snapshot: DeviceSnapshot, entries: Mapping[str, Entry], namespace: str
+) -> dict[str, int]:
+    key = snapshot.device.key
+    roots, stand_ins = {}, {}
+    for request_id, entry in entries.items():
+        if entry.pid is not None and key in _keys(entry):
+            if entry.namespace == namespace:
+                roots[entry.pid] = request_id
+            if entry.held_bytes:
+                stand_ins[request_id] = dict(zip(entry.devices, entry.held_bytes, strict=True))[key]
+    return measure(snapshot, roots, stand_ins)
+
+
+def _device(state: DeviceState) -> DeviceStatus:
+    snapshot, device = state.snapshot, state.device
+    return DeviceStatus(
+        index=device.index,
+        uuid=device.uuid,
+        name=device.name,
+        total_bytes=device.total_bytes,
+        used_bytes=None if snapshot.error else snapshot.used_bytes,
+        reserved_bytes=sum(each.reserved_bytes for each in state.reservations),
+        free_bytes=None if snapshot.error else max(0, state.free_bytes),
+        busy_fraction=snapshot.busy_fraction,
+        error=snapshot.error,
+    )
+
+
+def _task(
+    found: Found, request_id: str, entry: Entry, held: Mapping[DeviceKey, Mapping[str, int]]
+) -> TaskStatus:
+    index_of = {snapshot.device.key: snapshot.device.index for snapshot in found.snapshots}
+
+    def held_by(reservation: Reservation) -> HeldBy:
+        key = reservation.device_key
+        used_bytes = held[key].get(request_id, 0)
+        return HeldBy(index_of[key], reservation.reserved_bytes, used_bytes)
+
+    placed_s = found.placed_s.get(request_id)
+    owner = found.owners.get(entry.owner, Owner())
+    return TaskStatus(
+        task=entry.request.task_name,
+        state="standby" if entry.standby else "runs" if entry.running else "starts",
+        devices=tuple(held_by(r) for r in entry.reservations if r.device_key in index_of),
+        seconds=None if placed_s is None else found.now_s - placed_s,
+        pid=entry.pid if entry.namespace == found.namespace else None,
+        flow_pid=owner.pid if owner.namespace == found.namespace else None,
+        user=owner.user,
+    )
+
+
+def _waiting(
+    found: Found, entries: Mapping[str, Entry], states: Sequence[DeviceState]
+) -> tuple[WaitingStatus, ...]:
+    waiting = [entry for entry in entries.values() if not entry.reservations]
+    queue = RequestQueue(entry.request for entry in waiting)
+    queue.statuses = {e.request.id: e.status for e in waiting}
+    holding = [e for e in entries.values() if e.reservations and not e.standby]
+    promised_bytes = sum(0 if e.running else e.request.host_bytes for e in holding)
+    of_origin = Counter(e.origin for e in holding)
+
+    def reason(entry: Entry) -> str:
+        host = HostState(
+            found.available_bytes,
+            promised_bytes,
+            of_origin[entry.origin],
+            entry.max_processes,
+            len(holding),
+        )
+        usable = [state for state in states if state.device.key in entry.devices]
+        try:
+            return explain(entry.request, queue, usable, host, now_s=found.now_s)
+        except PlacementError as error:
+            return str(error)
+
+    return tuple(
+        WaitingStatus(
+            task=entry.request.task_name,
+            priority=entry.request.priority,
+            seconds=found.now_s - entry.request.submitted_s,
+            reason=reason(entry),
+            flow_pid=owner.pid if owner.namespace == found.namespace else None,
+            user=owner.user,
+        )
+        for entry in sorted(waiting, key=lambda entry: order_key(entry.request))
+        for owner in [found.owners.get(entry.owner, Owner())]
+    )
+
+
+@contextlib.contextmanager
+def open_status(spec: DeviceSpec, folder: Path | None) -> Iterator[Callable[[], Status]]:
+    """Open the devices and the ledger; yield a function that reads both.
+
+    Args:
+        spec: Which devices.
+        folder: Of the ledger; `None`: the user's.
+
+    Raises:
+        DeviceError: There are no such devices, or the ledger cannot be used.
+    """
+    try:
+        with (
+            contextlib.closing(HostStore(folder)) as store,
+            contextlib.closing(open_reader(spec, os.environ, shared=folder)) as reader,
+        ):
+            yield lambda: _read_status(store, reader)
+    except StoreError as error:
+        raise DeviceError(str(error)) from error
+
+
+def _read_status(store: HostStore, reader: DeviceReader) -> Status:
+    # Removes what processes have left that are gone.
+    store.changed()
+    rows = store.read(0)
+    entries = {row.request_id: row.entry for row in rows if row.entry is not None}
+    pids = [e.pid for e in entries.values() if e.pid and e.namespace == store.namespace]
+    return machine_status(
+        Found(
+            snapshots=reader.read(pids),
+            entries=entries,
+            owners=store.read_owners(),
+            placed_s=store.read_placed_s(),
+            namespace=store.namespace,
+            available_bytes=read_host_available_bytes(),
+            now_s=time.monotonic(),
+            describe=_describe,
+        )
+    )
+
+
+def _describe(pid: int) -> tuple[str, str]:
+    """Return the name and the user of a process; `?` where the kernel does not say."""
+    name = user = "?"
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        name = process.name()
+        user = process.username()
+    return name, user
+
+
+def status_lines(status: Status) -> list[str]:
+    """Return a status as lines for a terminal."""
+    lines = table_lines(
+        [("index", "device", "total", "used", "reserved", "free", "busy", "")]
+        + [_device_row(device) for device in status.devices]
+    )
+    lines += ["", f"{len(status.tasks) or 'no'} {_plural(status.tasks, 'task')} on devices"]
+    if status.tasks:
+        heads: Row = ("task", "state", "device", "budget", "used", "for", "pid", "flow", "user")
+        lines += table_lines([heads, *(row for task in status.tasks for row in _task_rows(task))])
+    lines += ["", f"{len(status.waiting) or 'no'} {_plural(status.waiting, 'task')} waiting"]
+    if status.waiting:
+        heads = ("", "task", "for", "flow", "user", "what it waits for")
+        lines += table_lines(
+            [heads, *(_waiting_row(at, each) for at, each in enumerate(status.waiting, 1))]
+        )
+    if status.others:
+        lines += ["", f"{len(status.others)} other {_plural(status.others, 'process', 'es')}"]
+        heads = ("pid", "name", "device", "used", "user")
+        lines += table_lines([heads, *map(_other_row, status.others)])
+    return lines
+
+
+def _plural(items: Sequence[Any], word: str, ending: str = "s") -> str:
+    return word if len(items) == 1 else word + ending
+
+
+def _device_row(device: DeviceStatus) -> Row:
+    busy = "" if device.busy_fraction is None else f"{device.busy_fraction:.0%}"
+    sizes = (device.total_bytes, device.used_bytes, device.reserved_bytes, device.free_bytes)
+    return (
+        str(device.index),
+        device.name,
+        *("?" if size is None else format_bytes(size) for size in sizes),
+        busy,
+        device.error,
+    )
+
+
+def _task_rows(task: TaskStatus) -> list[Row]:
+    """Return a row for each device; what all have in common is in the first."""
+    first: Row = (task.task, task.state)
+    last: Row = (_seconds(task.seconds), _pid(task.pid), _pid(task.flow_pid), task.user)
+    rows: list[Row] = []
+    for held in task.devices:
+        sizes = (str(held.index), format_bytes(held.budget_bytes), format_bytes(held.used_bytes))
+        rows.append((*first, *sizes, *last))
+        first, last = ("", ""), ("", "", "", "")
+    return rows
+
+
+def _waiting_row(at: int, waiting: WaitingStatus) -> Row:
+    reason = waiting.reason
+    if waiting.priority:
+        reason = f"priority {waiting.priority}: {reason}"
+    place = (str(at), waiting.task, _seconds(waiting.seconds))
+    return (*place, _pid(waiting.flow_pid), waiting.user, reason)
+
+
+def _other_row(other: OtherProcess) -> Row:
+    used = "?" if other.used_bytes is None else format_bytes(other.used_bytes)
+    return (str(other.pid), other.name, str(other.index), used, other.user)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "?" if seconds is None else format_seconds(seconds)
+
+
+def _pid(pid: int | None) -> str:
+    return "?" if pid is None else str(pid)

@@ -1,7 +1,7 @@
 """The console script `prefect-gpu`: devices, who uses and who waits for them, tags, a simulated schedule.
 
-It changes nothing and calls no server. Exit codes: 0, or 2 when an argument is wrong or the machine does
-not answer. What `status` shows is in `status`. How a list of tasks is read is in `task_list`, how it is replayed in `simulation`.
+It changes nothing, and only `doctor` asks a server. Exit codes: 0; 1 when `doctor` finds a problem; 2 when an
+argument is wrong or the machine does not answer. What `status` shows is in `status`. How a list of tasks is read is in `task_list`, how it is replayed in `simulation`.
 """
 
 from __future__ import annotations
@@ -61,15 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not tokens:
             raise CycloptsError(msg=f"a COMMAND is required; accepted: {', '.join(_commands())}")
-        text = app(tokens)
+        result = app(tokens)
     except CycloptsError as error:
         print(f"prefect-gpu: {_explain(error)}", file=sys.stderr)
         return 2
     except PrefectGPUError as error:
         print(f"prefect-gpu: {error}", file=sys.stderr)
         return 2
-    if text is not None:
-        print(text)
+    if isinstance(result, int):
+        return result
+    if result is not None:
+        print(result)
     return 0
 
 
@@ -177,6 +179,28 @@ def _status(
             return show()
         repeat(show, interval)
         return None
+
+
+@app.command(name="doctor")
+def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | int:
+    """Look at driver, packages, frameworks, server and limits, and say how to mend what is wrong.
+
+    The exit code is 1 if there is a problem. Each framework that is installed is imported in a process of its own.
+
+    Args:
+        as_json: Print JSON.
+    """
+    # Imported here: it imports Prefect, which takes a second.
+    from prefect_gpu.cli.doctor import examine, finding_lines
+
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not as_json:
+            print("\n".join(finding_lines(finding)), flush=True)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(each) for each in findings], indent=2))
+    return int(any(each.level == "problem" for each in findings))
 
 
 @app.command(name="check")

@@ -1,0 +1,346 @@
+"""Find out whether a machine is fit for GPU tasks, and how to mend what is not: `prefect-gpu doctor`.
+
+Each check reads one thing and returns findings. Frameworks are looked at in processes of their own, side by side: importing one
+takes seconds and may create a CUDA context, which ends with its process. What the answers mean is decided by the `judge_…`
+functions, which are pure.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.requirements import Requirement
+from prefect import get_client
+from prefect.settings import get_current_settings
+
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import StoreError
+from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
+from prefect_gpu.errors import DeviceError
+from prefect_gpu.settings import read_settings
+from prefect_gpu.units import GIB, format_bytes
+
+#: What a finding means: all is well, good to know, or tasks will fail.
+Level = Literal["ok", "note", "problem"]
+
+#: Seconds in which a framework must have told its devices. The first start on a cold disk takes a minute.
+FRAMEWORK_S = 180.0
+
+#: Open files and processes below which a flow of many tasks may reach the limit: about ten files for a task that runs, and
+#: a thread for each that waits.
+LEAST_FILES = 1024
+LEAST_PROCESSES = 4096
+
+#: What PyTorch's `DataLoader` needs of `/dev/shm`; containers have 64 MiB of it by default.
+LEAST_SHARED_BYTES = GIB
+
+#: By package: a program that finds its version, the CUDA or ROCm version that it was built for ("" for a CPU build), and how
+#: many GPUs it can use.
+PROGRAMS: Mapping[str, str] = {
+    "torch": """
+import torch
+built = torch.version.cuda or torch.version.hip or ""
+found = torch.__version__, built, torch.cuda.device_count() if torch.cuda.is_available() else 0
+""",
+    "tensorflow": """
+import tensorflow as tf
+built = tf.sysconfig.get_build_info().get("cuda_version") or ("?" if tf.test.is_built_with_gpu_support() else "")
+found = tf.__version__, built, len(tf.config.list_physical_devices("GPU"))
+""",
+    "jax": """
+import jax
+gpus = sum(device.platform == "gpu" for device in jax.devices())
+found = jax.__version__, "plugin" if gpus else "", gpus
+""",
+    "cupy": """
+import cupy
+version = cupy.cuda.runtime.runtimeGetVersion()
+built = f"{version // 1000}.{version % 1000 // 10}"
+try:
+    found = cupy.__version__, built, cupy.cuda.runtime.getDeviceCount()
+except cupy.cuda.runtime.CUDARuntimeError:
+    found = cupy.__version__, built, 0
+""",
+    "onnxruntime": """
+import onnxruntime
+gpu = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+found = onnxruntime.__version__, "CUDAExecutionProvider" if gpu else "", None
+""",
+}
+
+#: By package: what to install to use NVIDIA GPUs.
+GPU_BUILDS = {
+    "torch": "pip install torch (its default build for Linux), or the one that pytorch.org names",
+    "tensorflow": 'pip install "tensorflow[and-cuda]"',
+    "jax": 'pip install "jax[cuda12]"',
+    "cupy": "pip install cupy-cuda12x",
+    "onnxruntime": "pip install onnxruntime-gpu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    level: Level
+    #: What was found.
+    text: str
+    #: What to do; empty: nothing.
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What a framework says of itself."""
+
+    version: str
+    #: What it was built for, as in "12.8"; empty: no GPU.
+    cuda: str
+    #: GPUs that it can use; `None`: it does not say.
+    devices: int | None
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything; yield each finding as soon as it is there."""
+    driver, gpus = check_driver()
+    yield from driver
+    yield from check_dependencies(importlib.metadata.requires("prefect-gpu") or (), _installed)
+    installed = [name for name in PROGRAMS if importlib.util.find_spec(name) is not None]
+    with ThreadPoolExecutor(len(PROGRAMS)) as pool:
+        builds = {name: pool.submit(look_at, name) for name in installed}
+        yield from check_server()
+        yield check_ledger()
+        yield from check_limits()
+        for name, build in builds.items():
+            yield judge_framework(name, build.result(), gpus)
+    if not installed:
+        names = ", ".join(PROGRAMS)
+        yield Finding("frameworks", "note", "none is installed", f"install one of: {names}")
+
+
+def check_driver() -> tuple[list[Finding], int]:
+    """Return what NVML says, and how many GPUs it shows."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        reader = NvmlReader(visible)
+    except NvmlMissingError as error:
+        fix = (
+            "tasks run on the host's memory. On a machine with NVIDIA GPUs install the driver; start containers with "
+            "--gpus all and NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        )
+        return [Finding("driver", "note", str(error), fix)], 0
+    except DeviceError as error:
+        return [
+            Finding("driver", "problem", str(error), "see nvidia-smi and CUDA_VISIBLE_DEVICES")
+        ], 0
+    try:
+        return judge_devices(reader.read(()), visible)
+    except DeviceError as error:
+        return [Finding("driver", "problem", str(error), "see nvidia-smi and dmesg")], 0
+    finally:
+        reader.close()
+
+
+def judge_devices(snapshots: Any, visible: str | None) -> tuple[list[Finding], int]:
+    """Return the findings about GPUs, and how many of them work."""
+    working = [each for each in snapshots if not each.error]
+    found = [
+        Finding(
+            "driver",
+            "ok",
+            f"NVIDIA driver {working[0].device.driver}, {_count(len(working), 'device')}: "
+            + ", ".join(sorted({each.device.name for each in working})),
+        )
+        for _ in working[:1]
+    ]
+    if visible is not None:
+        found.append(
+            Finding("driver", "note", f"CUDA_VISIBLE_DEVICES={visible} limits the devices")
+        )
+    for each in snapshots:
+        if each.error:
+            name = f"device {each.device.index} ({each.device.uuid})"
+            fix = (
+                "no task is placed there; reset it (nvidia-smi --gpu-reset) or restart the machine"
+            )
+            found.append(Finding("driver", "problem", f"{name}: {each.error}", fix))
+    if working and not working[0].device.attributed:
+        text = "this container has process ids of its own: the driver's figures of each process are not used"
+        found.append(
+            Finding("driver", "note", text, "docker run --pid=host shows them (docs/memory.md)")
+        )
+    return found, len(working)
+
+
+def check_dependencies(
+    requirements: Any, installed: Callable[[str], str | None]
+) -> Iterator[Finding]:
+    """Yield a finding for each dependency that is missing or of a version that does not work.
+
+    Args:
+        requirements: Those of the package, as its metadata lists them.
+        installed: Returns the version of a package; `None`: it is not there.
+    """
+    wrong = False
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = installed(requirement.name)
+        if version is not None and requirement.specifier.contains(version, prereleases=True):
+            continue
+        wrong = True
+        text = (
+            f"{requirement.name} {version or 'is not installed'}; accepted: {requirement.specifier}"
+        )
+        fix = f'pip install "{requirement.name}{requirement.specifier}"'
+        yield Finding("packages", "problem", text, fix)
+    if not wrong:
+        names = ("prefect-gpu", "prefect", "fastapi")
+        shown = ", ".join(f"{name} {installed(name)}" for name in names)
+        yield Finding("packages", "ok", f"{shown}, Python {sys.version.split()[0]}")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_server() -> Iterator[Finding]:
+    """Yield what answers at Prefect's API."""
+    settings = get_current_settings()
+    url = settings.api.url
+    if not url:
+        seconds = settings.server.ephemeral.startup_timeout_seconds
+        text = f"no PREFECT_API_URL: each flow starts a server of its own, which must be up within {seconds} s"
+        fix = (
+            "prefect server start, then prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api; or raise "
+            "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
+        )
+        yield Finding("server", "note", text, fix)
+        return
+    began_s = time.monotonic()
+    try:
+        with get_client(sync_client=True) as client:
+            version = client.api_version()
+    except Exception as error:  # noqa: BLE001 - whatever stops a flow's client is the finding
+        text = f"{url} does not answer: {type(error).__name__}: {error}".splitlines()[0]
+        fix = "start it (prefect server start), or correct PREFECT_API_URL and PREFECT_API_KEY"
+        yield Finding("server", "problem", text, fix)
+        return
+    milliseconds = (time.monotonic() - began_s) * 1000
+    text = f"{url} answers in {milliseconds:.0f} ms, version {version}"
+    yield Finding("server", "ok", text)
+
+
+def check_ledger() -> Finding:
+    """Return whether the flows of this machine can see each other."""
+    folder = read_settings().ledger
+    try:
+        store = HostStore(folder)
+    except StoreError as error:
+        fix = "PREFECT_INTEGRATIONS_GPU_LEDGER names a folder of a local disk that you may write to"
+        return Finding("ledger", "problem", str(error), fix)
+    store.close()
+    return Finding("ledger", "ok", "flows of this machine see each other's reservations")
+
+
+def check_limits() -> Iterator[Finding]:
+    """Yield what the system allows this user."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    yield judge_limit("open files", files, LEAST_FILES, "ulimit -n 65536")
+    yield judge_limit("processes and threads", processes, LEAST_PROCESSES, "ulimit -u unlimited")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        yield judge_shared(shutil.disk_usage(shared).total)
+
+
+def judge_limit(what: str, limit: int, least: int, fix: str) -> Finding:
+    """Return the finding about one limit of the user's."""
+    unlimited = limit == resource.RLIM_INFINITY
+    text = f"{what}: {'no limit' if unlimited else f'{limit:,}'}"
+    if unlimited or limit >= least:
+        return Finding("limits", "ok", text)
+    return Finding("limits", "note", f"{text}; flows of many tasks need more", fix)
+
+
+def judge_shared(total_bytes: int) -> Finding:
+    """Return the finding about the size of `/dev/shm`."""
+    text = f"/dev/shm holds {format_bytes(total_bytes)}"
+    if total_bytes >= LEAST_SHARED_BYTES:
+        return Finding("limits", "ok", text)
+    text += "; PyTorch's DataLoader with workers fails with a bus error when it is full"
+    return Finding("limits", "note", text, "docker run --shm-size=8g, or --ipc=host")
+
+
+def look_at(framework: str) -> Build | str:
+    """Import a framework in a process of its own; return what it says, or why it failed."""
+    program = f"import json\n{PROGRAMS[framework]}\nprint('\\n' + json.dumps(found))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=FRAMEWORK_S,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+    except subprocess.TimeoutExpired:
+        return f"its import took longer than {FRAMEWORK_S:.0f} s"
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        return said[-1]
+    return Build(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def judge_framework(name: str, build: Build | str, gpus: int) -> Finding:
+    """Return the finding about one framework.
+
+    Args:
+        name: Of its package.
+        build: What it says of itself, or why it cannot be imported.
+        gpus: GPUs that the driver shows.
+    """
+    if isinstance(build, str):
+        return Finding(name, "problem", f"cannot be imported: {build}", "see the error")
+    if not build.cuda:
+        text = f"{build.version} is a build for the CPU"
+        if not gpus:
+            return Finding(name, "ok", text)
+        text += f": its tasks do not use the {_count(gpus, 'device')}"
+        return Finding(name, "problem", text, GPU_BUILDS[name])
+    text = f"{build.version} for {build.cuda if build.cuda[0].isalpha() else f'CUDA {build.cuda}'}"
+    if build.devices is None:
+        return Finding(name, "ok", text)
+    text += f" can use {_count(build.devices, 'device')}"
+    if build.devices < gpus:
+        fix = "compare what it was built for with the driver: docs.nvidia.com/deploy/cuda-compatibility"
+        return Finding(name, "problem", f"{text} of {gpus}", fix)
+    return Finding(name, "ok", text)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """Return a finding as lines for a terminal."""
+    lines = [f"{finding.level:8}{finding.subject:12} {finding.text}"]
+    if finding.fix:
+        lines.append(f"{'':21}-> {finding.fix}")
+    return lines

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PolicyError,
         PrefectGPUError,
         ProtocolError,
+        ReportError,
         ResultError,
     )
     from prefect_gpu.frameworks.memory_help import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
     from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, step
     from prefect_gpu.policy import GPUPolicy, gpu
+    from prefect_gpu.reports.published import FlowRunReport, report
     from prefect_gpu.task_runner import GPUTaskRunner
 from prefect_gpu.version import VERSION
 
@@ -45,6 +47,7 @@ _NAMES = {
     "in_task": ("current_allocation", "Allocation", "phase", "mark", "step"),
     "frameworks.memory_help": ("find_batch_size", "memory_snapshot", "release_cached"),
     "frameworks.onnxruntime_adapter": ("onnxruntime_provider_options",),
+    "reports.published": ("report", "FlowRunReport"),
 }
 
 __all__ = [  # noqa: RUF022  # by importance
@@ -60,6 +63,8 @@ __all__ = [  # noqa: RUF022  # by importance
     "release_cached",
     "memory_snapshot",
     "onnxruntime_provider_options",
+    "report",
+    "FlowRunReport",
     "PrefectGPUError",
     "PolicyError",
     "ResultError",
@@ -70,6 +75,7 @@ __all__ = [  # noqa: RUF022  # by importance
     "ChildDiedError",
     "ChildTimeoutError",
     "BudgetExceededError",
+    "ReportError",
     "ProtocolError",
     "__version__",
 ]

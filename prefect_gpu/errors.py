@@ -11,6 +11,7 @@
     ├── ChildDiedError         the task or the operating system: the process is gone
     ├── ChildTimeoutError      the task: it ran longer than `timeout_seconds`
     ├── BudgetExceededError    the task: its process used more device memory than its budget
+    ├── ReportError            the reader: the reports of a flow run cannot be read
     └── ProtocolError          this package: a message does not follow its protocol
 
 Exceptions that a task itself raises are not among them: they reach the flow unchanged.
@@ -194,6 +195,10 @@ class BudgetExceededError(PrefectGPUError):
             f"the process of GPU task {self.task_name!r} held {format_bytes(self.seen_bytes)} of a "
             f"device, above its budget of {format_bytes(self.budget_bytes)}"
         )
+
+
+class ReportError(PrefectGPUError):
+    """The reports of a flow run cannot be read or written. The text says why."""
 
 
 class ProtocolError(PrefectGPUError):

@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError
 from cyclopts.validators import Number
 
 from prefect_gpu.cli.table import table_lines
-from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.errors import PrefectGPUError, ReportError
 from prefect_gpu.policy import GPUPolicy, is_gpu_tag, parse_tags, whole
 from prefect_gpu.units import format_bytes, format_seconds
 
@@ -179,6 +179,44 @@ def _status(
             return show()
         repeat(show, interval)
         return None
+
+
+@app.command(name="report")
+def _report(
+    flow_run: str,
+    /,
+    *,
+    html: Path | None = None,
+    as_json: Annotated[bool, Parameter("--json")] = False,
+    as_csv: Annotated[bool, Parameter("--csv")] = False,
+) -> str | None:
+    """Print the report of a flow run, or write all of its reports to one page.
+
+    Args:
+        flow_run: Its id or its name; of several runs of one name the last that was started.
+        html: Write one page with all reports and charts to this file, which needs no other.
+        as_json: Print the figures of all processes as JSON, sizes in bytes and times in seconds.
+        as_csv: Print a row for each process.
+    """
+    # Imported here: it imports Prefect, which takes a second.
+    from prefect_gpu.reports.published import report
+
+    found = report(flow_run)
+    if html is not None:
+        try:
+            html.write_text(found.to_html(), encoding="utf-8")
+        except OSError as error:
+            raise ReportError(f"{html} cannot be written: {error}") from error
+        return f"{html} has the report of the flow run and of {len(found.processes)} processes"
+    if as_json:
+        return found.to_json()
+    if as_csv:
+        return found.to_csv().rstrip("\n")
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(found.to_text()))
+    return None
 
 
 @app.command(name="doctor")

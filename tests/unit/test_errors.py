@@ -51,6 +51,7 @@ ERRORS: list[tuple[Exception, list[str]]] = [
     ),
     (errors.NodeRefusedError("n1", "1GiB free"), ["node n1", "refused the task: 1GiB free"]),
     (errors.ProtocolError("odd frame"), ["odd frame"]),
+    (errors.ReportError("no flow run"), ["no flow run"]),
 ]
 
 

@@ -219,8 +219,8 @@ def test_simulate_names_what_is_wrong_with_its_input(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        pytest.param([], "a COMMAND is required; accepted: devices, status, doctor, check, simulate, version (see prefect-gpu --help)", id="no command"),
-        pytest.param(["list"], 'Unknown command "list". Available commands: devices, status, doctor, check, simulate, version', id="unknown command"),
+        pytest.param([], "a COMMAND is required; accepted: devices, status, report, doctor, check, simulate, version (see prefect-gpu --help)", id="no command"),
+        pytest.param(["list"], 'Unknown command "list". Available commands: devices, status, report, doctor, check, simulate, version', id="unknown command"),
         pytest.param(["check"], 'Command "check" parameter TAGS requires an argument', id="no tag"),
         pytest.param(["devices", "--jsn"], "Unknown option: --jsn. Did you mean --json?; accepted: --address, --devices, --json, --help", id="unknown option"),
         pytest.param(["simulate", "-"], 'Command "simulate" parameter --devices requires an argument', id="missing option"),

@@ -1,0 +1,116 @@
+"""Published reports read back: one object, a page, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+from prefect import flow, get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+import prefect_gpu
+from prefect_gpu.cli.commands import main
+from prefect_gpu.errors import ReportError
+from prefect_gpu.reports import published
+from prefect_gpu.reports.publish import flow_artifact, task_artifact
+from prefect_gpu.reports.published import FlowRunReport, ProcessReport
+from tests.fakes.reports import task_report
+
+Capture = pytest.CaptureFixture[str]
+
+HOSTILE = '<script>alert("1")</script>'
+
+
+def made(**more: str) -> FlowRunReport:
+    process = ProcessReport("eval-1", uuid4(), "**Completed**", {"attempt": "2", **more})
+    return FlowRunReport("red-fox", uuid4(), "Completed", "| a |\n|---|\n| b |", {}, (process,))
+
+
+def test_a_page_has_everything_and_runs_nothing() -> None:
+    page = replace(made(outcome=HOSTILE), flow_run=HOSTILE).to_html()
+    assert "<td>b</td>" in page and "<strong>Completed</strong>" in page
+    assert "eval-1 · attempt 2" in page
+    assert HOSTILE not in page
+    assert "default-src 'none'" in page
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own() -> None:
+    shown = made()._repr_html_()
+    assert shown.startswith("<iframe sandbox srcdoc=") and "<html" not in shown
+
+
+def test_csv_has_a_column_for_every_figure_that_any_process_has() -> None:
+    first, second = made(cap="7").processes[0], made(leak="8").processes[0]
+    text = replace(made(), processes=(first, second)).to_csv()
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [(row["cap"], row["leak"]) for row in rows] == [("7", ""), ("", "8")]
+
+
+@pytest.fixture(scope="module")
+def api(prefect_server: str) -> Iterator[str]:
+    with temporary_settings({PREFECT_API_URL: prefect_server}):
+        yield prefect_server
+
+
+@pytest.fixture(scope="module")
+def run_id(api: str) -> UUID:
+    """A flow run with the reports of three processes, more than one page of the API."""
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(flow(name="reported")(lambda: None), name=f"run-{uuid4()}")
+        reports = [replace(task_report(), flow_run_id=run.id, attempt=at) for at in (1, 2, 3)]
+        for each in reports:
+            client.create_artifact(task_artifact(replace(each, task_run_id=None)))
+        client.create_artifact(flow_artifact(reports, flow_name="reported", flow_run_id=run.id))
+    return run.id
+
+
+def test_the_reports_of_a_flow_run_are_read_page_by_page(
+    run_id: UUID, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "_PAGE", 2)
+    found = prefect_gpu.report(run_id)
+    assert found.flow_run_id == run_id
+    assert [each.figures["attempt"] for each in found.processes] == ["1", "2", "3"]
+    assert found.figures["processes"] == "3"
+    assert "data:image/svg+xml" in found.markdown and "data:image" not in found.to_text()
+    assert prefect_gpu.report(found.flow_run) == found, "by its name"
+    assert found.to_html().count("<img src=") == 4
+
+
+def test_the_command_writes_what_was_asked(run_id: UUID, tmp_path: Path, capsys: Capture) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", str(run_id), "--html", str(page)]) == 0
+    assert "3 processes" in capsys.readouterr().out and "</html>" in page.read_text()
+    assert main(["report", str(run_id), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["processes"]) == 3
+    assert main(["report", str(run_id), "--csv"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert main(["report", str(run_id)]) == 0
+    assert "Every process" in capsys.readouterr().out
+    assert main(["report", str(run_id), "--html", str(tmp_path / "no" / "page")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_flow_run_that_is_not_there_or_has_no_report_is_one_clear_error(api: str) -> None:
+    with pytest.raises(ReportError, match=r"'nobody' names no flow run; accepted: the id or"):
+        prefect_gpu.report("nobody")
+    with pytest.raises(ReportError, match=rf"there is no flow run {UUID(int=7)} at {api}"):
+        prefect_gpu.report(UUID(int=7))
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(flow(name="silent")(lambda: None))
+    with pytest.raises(ReportError, match="has no reports"):
+        prefect_gpu.report(run.id)
+
+
+def test_an_api_that_does_not_answer_is_one_clear_error() -> None:
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises(ReportError, match="API cannot be read: ConnectError"),
+    ):
+        prefect_gpu.report("anything")

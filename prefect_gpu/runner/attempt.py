@@ -219,6 +219,7 @@ class Attempt:
         )
         self._ticket = ticket = self._broker.submit(request, self._call.hot)
         ticket.on_recovered = self._take_recovery
+        self._call.place.leave()
         if self._cancelled.is_set():
             self._broker.withdraw(ticket)
         try:

@@ -35,6 +35,7 @@ from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.attempt import Attempt, CancelledByRunner
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
@@ -162,7 +163,9 @@ class Scene:
         policy = GPUPolicy(memory=6 * GIB, **asks)
         plan = TaskPlan("task", "task-1a", body, policy, (), (), (), timeout_s, 0)
         with argument_files().share() as share:
-            call = TaskCall(plan, self.run, HistoryKey("task", "body"), (), {}, share)  # type: ignore[arg-type]
+            call = TaskCall(
+                plan, self.run, HistoryKey("task", "body"), (), {}, share, SubmitOrder().add(0)
+            )  # type: ignore[arg-type]
             self.attempt = Attempt(call, Grant(6 * GIB, "tag"), 1, self.broker, self.child)  # type: ignore[arg-type]
 
     def go(self) -> Any:

@@ -61,6 +61,8 @@ class Grant:
     waited_s: float = 0.0
     #: Seconds for which it is expected to hold its devices; `None`: no run of it has completed.
     expected_s: float | None = None
+    #: `memory` is what was decided after an out-of-memory, not what the source says.
+    after_oom: bool = False
     #: Bytes that are enough for past runs, their first steps included, by device name.
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
 

@@ -209,7 +209,7 @@ class BodyRun:
                     raise
                 # The first of PyTorch's six sentences says it.
                 said = textwrap.shorten(first_line(error), LONGEST_LINE, placeholder=" …")
-                self._call.run.warn(f"{said}: {rung.reason}")
+                self._call.run.warn(f"Out of memory: {rung.reason} ({said})")
                 shortage, go_on = error, True
             finally:
                 # The grant goes on to the next process, if there is one.
@@ -228,7 +228,7 @@ class BodyRun:
                 continue
             # Reports come in the order of the processes, of which Prefect shows the newest.
             attempt.finished.wait(ENDING_S)
-            grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0)
+            grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0, after_oom=True)
             self.climb = rung.climb
 
     def _add(self, attempt: Attempt) -> None:
@@ -256,10 +256,10 @@ class BodyRun:
         if grant is None:
             raise CancelledByRunner
         if self.climb.whole_device:
-            return replace(grant, memory=None)
+            return replace(grant, memory=None, after_oom=True)
         if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
             # An earlier call has found that it needs more.
-            return replace(grant, memory=self.climb.reached_bytes)
+            return replace(grant, memory=self.climb.reached_bytes, after_oom=True)
         return grant
 
     def _next_rung(

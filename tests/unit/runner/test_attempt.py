@@ -61,10 +61,17 @@ class FakeRun:
     def __init__(self) -> None:
         self.task_run = SimpleNamespace(id=UUID(int=1), name="task-0", flow_run_id=None)
         self.warnings: list[str] = []
+        self.lines: list[str] = []
         self.on_running: Callable[[], None] = lambda: None
 
     def show_awaiting(self, reason: str) -> None:
         pass
+
+    def show_placed(self, text: str) -> None:
+        self.lines.append(text)
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
 
     def show_running(self) -> None:
         self.on_running()
@@ -187,6 +194,10 @@ def test_a_body_that_returns_is_completed() -> None:
     scene = Scene(*ended(7), ChildExited(0, ""))
     assert scene.go() == 7
     assert (scene.report.outcome, scene.report.error, scene.report.pid) == ("completed", "", PID)
+    assert [line.partition(":")[0] for line in scene.run.lines] == [
+        "Placed on SIM-0 with a budget of 6GiB (from its tag gpu",
+        "Completed",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.engine_threads import TagLimits, start_engine
 from prefect_gpu.runner.submission import BodyRun, GPUTask
+from prefect_gpu.runner.submit_order import Inputs, SubmitOrder
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
 from prefect_gpu.scheduling.model import Request, Reservation
 from prefect_gpu.scheduling.placement import PlacementStyle
@@ -98,6 +99,7 @@ class ActiveRunner:
         self._threads: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=sys.maxsize)
         self._threads.__enter__()
         self._numbers = itertools.count()
+        self._order = SubmitOrder()
         self._client = prefect_engine.SharedClient()
         self.limits = TagLimits(self._client.lend)
         self._lock = threading.Lock()
@@ -137,7 +139,9 @@ class ActiveRunner:
             return self._submit_to_thread(task, parameters, wait_for, dependencies)
         self._client.open()
         self._open_publisher()
-        gpu_task = GPUTask(self, task, plan)
+        number = plan.sequence if isinstance(plan, TaskPlan) else next_sequence()
+        place = self._order.add(number, Inputs(parameters, wait_for).wait)
+        gpu_task = GPUTask(self, task, plan, place)
         task_run_id = prefect_engine.new_task_run_id()
         context = copy_context()
         engine = functools.partial(
@@ -153,6 +157,7 @@ class ActiveRunner:
             future = start_engine(engine, next(self._numbers))
         except CapacityError as error:
             # Without a thread there is no engine. The next task may have one.
+            place.leave()
             future = concurrent.futures.Future()
             future.set_result(prefect_engine.failed_state(task.name, error))
         self._remember(future)

@@ -62,6 +62,7 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
+from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause, Evidence
 from prefect_gpu.scheduling.model import Placement, Request
@@ -219,6 +220,7 @@ class Attempt:
         )
         self._ticket = ticket = self._broker.submit(request, self._call.hot)
         ticket.on_recovered = self._take_recovery
+        self._call.place.leave()
         if self._cancelled.is_set():
             self._broker.withdraw(ticket)
         try:
@@ -227,12 +229,16 @@ class Attempt:
             )
         except Withdrawn:
             raise CancelledByRunner from None
+        queued_s = ticket.placed_s - ticket.request.submitted_s
+        self._run.show_placed(
+            placed_line(placement, self._grant, self.whole_device, self._grant.waited_s + queued_s)
+        )
         # With a device to itself and no stated memory there is no budget to keep to.
         alone = any(reservation.exclusive for reservation in placement.reservations)
         self._record = ProcessRecord(
             placement,
             ticket.placed_s,
-            ticket.placed_s - ticket.request.submitted_s,
+            queued_s,
             watched=self._broker.kind != "host" and (policy.memory is not None or not alone),
         )
         self._allocation = self._choose_allocation()
@@ -562,6 +568,8 @@ class Attempt:
                     self._ticket.ended_s,
                     tuple(self._ticket.neighbours),
                 )
+                if line := ended_line(report):
+                    self._run.say(line)
         finally:
             try:
                 take_report(report)

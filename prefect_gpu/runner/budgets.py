@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import BudgetSource, TaskReport, past_run
+from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.scheduling.history import (
     HistoryKey,
     HistoryStore,
@@ -59,6 +61,8 @@ class Grant:
     waited_s: float = 0.0
     #: Seconds for which it is expected to hold its devices; `None`: no run of it has completed.
     expected_s: float | None = None
+    #: `memory` is what was decided after an out-of-memory, not what the source says.
+    after_oom: bool = False
     #: Bytes that are enough for past runs, their first steps included, by device name.
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -92,6 +96,11 @@ class ProbeGate:
         """End claims that the caller is about to take again: nobody is woken."""
         with self._changed:
             self._claimed.difference_update(keys)
+
+    def holds(self, keys: Iterable[HistoryKey]) -> bool:
+        """Return whether all of some histories have a probe."""
+        with self._changed:
+            return self._claimed.issuperset(keys)
 
     def wait(
         self, keys: Iterable[HistoryKey], timeout_s: float | None, cancelled: Callable[[], bool]
@@ -138,6 +147,7 @@ class BudgetBook:
         identity: HistoryKey,
         memory: int | float | None,
         device_names: Sequence[str],
+        place: Place,
         *,
         count: int,
         capacity_bytes: Mapping[str, int],
@@ -151,6 +161,7 @@ class BudgetBook:
             identity: Which task.
             memory: What its tag asks for; `None`: no tag.
             device_names: Model of each device that it may use.
+            place: Its place among those that ask.
             count: Devices that it asks for.
             capacity_bytes: Most bytes that a device of each model can be reserved for.
             limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
@@ -164,6 +175,7 @@ class BudgetBook:
             PlacementTimeoutError: The probe that it waits for took too long.
         """
         names = list(dict.fromkeys(device_names))
+        place.take_turn()
         if memory is not None:
             runs = {name: self._runs(identity.on(name)) for name in names}
             return Grant(memory, "tag", _contexts(runs), expected_s=_longest_s(runs))
@@ -207,7 +219,9 @@ class BudgetBook:
                 left_s = math.inf if limit_s is None else limit_s - waited_s
                 left_s = left_s if told else min(left_s, TELL_S)
                 left_s = min(left_s, ELSEWHERE_S) if elsewhere else left_s
+                place.yield_while(partial(self._gate.holds, unknown))
                 self._gate.wait(unknown, None if left_s == math.inf else left_s, cancelled)
+                place.take_turn()
             return None
         finally:
             if looked:

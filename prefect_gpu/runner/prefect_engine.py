@@ -46,6 +46,7 @@ from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.reports.markup import clean_name
+from prefect_gpu.scheduling.scheduling_pass import kind_of_reason
 
 #: Seconds between tries to get a slot of a tag concurrency limit from a server that is too busy to
 #: answer. Most refusals last for a moment; Prefect's own client may have tried six times by then.
@@ -358,6 +359,12 @@ class EngineRun:
         #: The engine's own object.
         self.task_run: TaskRun = context.task_run
         self._logger = get_run_logger()
+        #: Kinds of the reasons to wait that were logged since the last placement.
+        self._told: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """Log what happens, on the task run. From any thread."""
+        self._logger.info(text)
 
     def warn(self, text: str) -> None:
         """Log a warning on the task run."""
@@ -387,8 +394,17 @@ class EngineRun:
             return False
 
     def show_awaiting(self, reason: str) -> None:
-        """Show the task run as waiting for a device, and why."""
-        self._show(Pending(name=AWAITING, message=f"Waiting for {reason}"))
+        """Show the task run as waiting for a device, and why; log it where the reason is of a new kind."""
+        text, kind = f"Waiting for {reason}", kind_of_reason(reason)
+        if kind not in self._told:
+            self._told.add(kind)
+            self.say(text)
+        self._show(Pending(name=AWAITING, message=text))
+
+    def show_placed(self, text: str) -> None:
+        """Log that the task run has a device."""
+        self._told.clear()
+        self.say(text)
 
     def show_running(self) -> None:
         """Show the task run as running again, if it was shown as waiting."""

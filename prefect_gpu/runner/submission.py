@@ -50,6 +50,7 @@ from prefect_gpu.runner.prefect_engine import (
     run_engine,
     with_body,
 )
+from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.ladder import (
     Cause,
@@ -152,6 +153,8 @@ class BodyRun:
         try:
             return self._run_processes()
         finally:
+            # It may end before it has asked for a device, and Prefect retry it later.
+            self._call.place.leave()
             self._over.set()
 
     def _run_processes(self) -> object:
@@ -206,7 +209,7 @@ class BodyRun:
                     raise
                 # The first of PyTorch's six sentences says it.
                 said = textwrap.shorten(first_line(error), LONGEST_LINE, placeholder=" …")
-                self._call.run.warn(f"{said}: {rung.reason}")
+                self._call.run.warn(f"Out of memory: {rung.reason} ({said})")
                 shortage, go_on = error, True
             finally:
                 # The grant goes on to the next process, if there is one.
@@ -225,7 +228,7 @@ class BodyRun:
                 continue
             # Reports come in the order of the processes, of which Prefect shows the newest.
             attempt.finished.wait(ENDING_S)
-            grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0)
+            grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0, after_oom=True)
             self.climb = rung.climb
 
     def _add(self, attempt: Attempt) -> None:
@@ -243,6 +246,7 @@ class BodyRun:
             self._call.identity,
             policy.memory,
             [device.name for device in capacities],
+            self._call.place,
             count=policy.count,
             capacity_bytes={name: size for size, name in by_size},
             limit_s=policy.wait_s,
@@ -252,10 +256,10 @@ class BodyRun:
         if grant is None:
             raise CancelledByRunner
         if self.climb.whole_device:
-            return replace(grant, memory=None)
+            return replace(grant, memory=None, after_oom=True)
         if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
             # An earlier call has found that it needs more.
-            return replace(grant, memory=self.climb.reached_bytes)
+            return replace(grant, memory=self.climb.reached_bytes, after_oom=True)
         return grant
 
     def _next_rung(
@@ -330,14 +334,16 @@ class GPUTask:
         runner: The runner that it was submitted to.
         task: As it was submitted.
         plan: What it is; or else what is wrong with it, which fails the task run.
+        place: In the order of `submit`.
     """
 
     def __init__(
-        self, runner: ActiveRunner, task: Task[..., Any], plan: TaskPlan | Exception
+        self, runner: ActiveRunner, task: Task[..., Any], plan: TaskPlan | Exception, place: Place
     ) -> None:
         self._runner = runner
         self._task = task
         self._plan = plan
+        self._place = place
         # Of all calls of the body, which are Prefect's retries.
         self._numbers = itertools.count(1)
         self._climb = Climb()
@@ -381,6 +387,7 @@ class GPUTask:
                     lambda: None if self._run is None else self._run.task_run,
                 )
         finally:
+            self._place.leave()
             if announced is not None:
                 announced.retract()
 
@@ -396,7 +403,15 @@ class GPUTask:
             with argument_files().share() as share:
                 identity = self._plan.identity(args, kwargs)
                 call = TaskCall(
-                    self._plan, run, identity, args, kwargs, share, self._hot, self._standby
+                    self._plan,
+                    run,
+                    identity,
+                    args,
+                    kwargs,
+                    share,
+                    self._place,
+                    self._hot,
+                    self._standby,
                 )
                 broker, book = self._runner.broker(), self._runner.book()
                 self._last = body = BodyRun(

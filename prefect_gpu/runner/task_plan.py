@@ -30,6 +30,7 @@ from prefect_gpu.processes.values import Share
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.runner.learn_by import digest_values
 from prefect_gpu.runner.prefect_engine import EngineRun, without_flow_parameters
+from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import DeviceKind
 
@@ -159,6 +160,8 @@ class TaskCall:
     kwargs: dict[str, Any]
     #: Keeps the memory files of its arguments.
     share: Share
+    #: Among the task runs that have not asked for a device yet.
+    place: Place
     #: Kind of the hot standbys that suit it; `None`: none does.
     hot: Hashable = None
     #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -443,18 +444,29 @@ def explain(
     )
     reason = refusal or describe_wait(request, eligible, max_tasks)
     keys = {state.device.key for state in eligible}
-    ahead = sum(
-        before
-        for lane in queue.lanes
-        if (before := bisect.bisect_left(lane, (order_key(request),)))
-        and _may_use_one(lane[0][1], states, keys)
-    )
+    ahead, names = 0, dict[str, None]()
+    for lane in sorted(queue.lanes):
+        before = bisect.bisect_left(lane, (order_key(request),))
+        first = lane[0][1]
+        if before and _may_use_one(first, states, keys):
+            ahead += before
+            names[first.task_name + (" (another flow)" if first.origin else "")] = None
     if ahead:
-        reason += f"; {ahead} ahead in the queue"
+        others = " and others" if len(names) > 3 else ""
+        reason += f"; {ahead} ahead in the queue: {', '.join([*names][:3])}{others}"
     status = queue.statuses.get(request.id)
     if status is not None:
         reason += _describe_status(status, patience, now_s, states)
     return reason
+
+
+def kind_of_reason(reason: str) -> str:
+    """Return what stays the same of a reason from `explain` for as long as the same is missing.
+
+    That is its first two parts, without names of tasks and without words that have digits: sizes, devices, counts.
+    """
+    parts = [part.partition(": ")[0] for part in reason.split("; ")[:2]]
+    return "; ".join(" ".join(w for w in p.split() if not re.search(r"\d", w)) for p in parts)
 
 
 def _describe_refusals(request: Request, states: Sequence[DeviceState], host: ClusterState) -> str:

@@ -208,7 +208,9 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time() -> None:
+def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     seen: dict[str, Any] = {}
 
     @task
@@ -217,7 +219,8 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time() -> None:
         run = engine_run.task_run
         engine_run.show_running()
         seen["before"] = (run.state_name, run.run_count)
-        engine_run.show_awaiting("a device")
+        for reason in ("5GiB on SIM-0", "4GiB on SIM-0", "a device to itself", "a device"):
+            engine_run.show_awaiting(reason)
         seen["awaiting"] = (run.state_type, run.state_name, run.state.message)  # type: ignore[union-attr]
         engine_run.show_running()
         seen["after"] = (run.state_name, run.run_count)
@@ -231,7 +234,20 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time() -> None:
     one()
     assert seen["before"] == seen["after"] == ("Running", 1)
     assert seen["awaiting"] == (StateType.PENDING, prefect_engine.AWAITING, "Waiting for a device")
-    assert api.names(seen["id"]) == ["Pending", "Running", "AwaitingGPU", "Running", "Completed"]
+    assert api.names(seen["id"]) == [
+        "Pending",
+        "Running",
+        *["AwaitingGPU"] * 4,
+        "Running",
+        "Completed",
+    ]
+    # The second is of the same kind.
+    told = [r.getMessage() for r in caplog.records if r.name == "prefect.task_runs"]
+    assert told[:3] == [
+        "Waiting for 5GiB on SIM-0",
+        "Waiting for a device to itself",
+        "Waiting for a device",
+    ]
     assert api.task_run(seen["id"]).run_count == 1
 
 

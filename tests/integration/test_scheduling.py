@@ -7,12 +7,14 @@ import time
 from typing import Any
 
 import pytest
-from prefect import flow, task
+from prefect import flow, runtime, task
 from pydantic import ValidationError
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.broker.broker import Broker, Ticket
-from prefect_gpu.testing import SimulatedDevices
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.runner import submit_order
+from prefect_gpu.testing import SimulatedDevices, allocate
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -54,6 +56,39 @@ def test_a_task_is_expected_to_take_as_long_as_its_earlier_runs(
     (reservation,) = last.placement.reservations
     assert reservation.ends_s is not None
     assert last.request.submitted_s <= reservation.ends_s - expected_s <= last.placed_s
+
+
+@pytest.mark.parametrize("tags", [gpu(memory="5GiB"), gpu()], ids=["budgets", "probes"])
+def test_tasks_start_in_the_order_in_which_they_were_submitted(
+    monkeypatch: pytest.MonkeyPatch, tags: list[str]
+) -> None:
+    monkeypatch.setattr(submit_order, "PATIENCE_S", DEADLOCK_S)
+
+    def name() -> str:
+        """The engine of the first task is the slowest, and that of the second comes before it."""
+        time.sleep(0.6 - 0.2 * runtime.task_run.parameters["index"])
+        return "slow"
+
+    @task
+    def load() -> float:
+        return 0.1
+
+    @task(tags=tags, task_run_name=name)
+    def began(index: int, naps_s: float) -> float:
+        at_s = time.monotonic()
+        # The device holds one at a time, once this is known.
+        with allocate("3GiB"):
+            time.sleep(naps_s)
+        return at_s
+
+    @flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x7GiB"), reports=False))
+    def three() -> tuple[list[float], list[float]]:
+        plain = began.map([0, 1, 2], 0.1).result()
+        # All of them have their inputs at the same moment.
+        return plain, began.map([0, 1, 2], load.submit()).result()
+
+    for times in three():
+        assert times == sorted(times)
 
 
 def test_no_more_tasks_on_a_device_than_are_allowed() -> None:

@@ -35,6 +35,7 @@ from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.attempt import Attempt, CancelledByRunner
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
@@ -60,10 +61,17 @@ class FakeRun:
     def __init__(self) -> None:
         self.task_run = SimpleNamespace(id=UUID(int=1), name="task-0", flow_run_id=None)
         self.warnings: list[str] = []
+        self.lines: list[str] = []
         self.on_running: Callable[[], None] = lambda: None
 
     def show_awaiting(self, reason: str) -> None:
         pass
+
+    def show_placed(self, text: str) -> None:
+        self.lines.append(text)
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
 
     def show_running(self) -> None:
         self.on_running()
@@ -162,7 +170,9 @@ class Scene:
         policy = GPUPolicy(memory=6 * GIB, **asks)
         plan = TaskPlan("task", "task-1a", body, policy, (), (), (), timeout_s, 0)
         with argument_files().share() as share:
-            call = TaskCall(plan, self.run, HistoryKey("task", "body"), (), {}, share)  # type: ignore[arg-type]
+            call = TaskCall(
+                plan, self.run, HistoryKey("task", "body"), (), {}, share, SubmitOrder().add(0)
+            )  # type: ignore[arg-type]
             self.attempt = Attempt(call, Grant(6 * GIB, "tag"), 1, self.broker, self.child)  # type: ignore[arg-type]
 
     def go(self) -> Any:
@@ -184,6 +194,10 @@ def test_a_body_that_returns_is_completed() -> None:
     scene = Scene(*ended(7), ChildExited(0, ""))
     assert scene.go() == 7
     assert (scene.report.outcome, scene.report.error, scene.report.pid) == ("completed", "", PID)
+    assert [line.partition(":")[0] for line in scene.run.lines] == [
+        "Placed on SIM-0 with a budget of 6GiB (from its tag gpu",
+        "Completed",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from prefect_gpu.runner import submission
 from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
 from prefect_gpu.runner.submission import BodyRun
+from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import Climb, Evidence
 from prefect_gpu.scheduling.model import Placement
@@ -146,7 +147,12 @@ class Scene:
 
         policy = GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks})
         self.run = SimpleNamespace(show_awaiting=lambda why: None, warn=self.told.append)
-        call = SimpleNamespace(plan=SimpleNamespace(policy=policy), identity=WHO, run=self.run)
+        call = SimpleNamespace(
+            plan=SimpleNamespace(policy=policy),
+            identity=WHO,
+            run=self.run,
+            place=SubmitOrder().add(0),
+        )
         self.call = BodyRun(
             call,  # type: ignore[arg-type]
             climb or Climb(),

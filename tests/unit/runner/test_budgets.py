@@ -14,6 +14,7 @@ from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.runner import budgets
 from prefect_gpu.runner.budgets import NEVER_BYTES, BudgetBook, Grant, ProbeGate
+from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
 from prefect_gpu.scheduling.model import ModelBudgets
 from prefect_gpu.units import GIB, MIB
@@ -47,6 +48,7 @@ class Books:
             "identity": WHO,
             "memory": None,
             "device_names": [MODEL],
+            "place": SubmitOrder().add(0),
             "count": 1,
             "capacity_bytes": dict.fromkeys((MODEL, "A", "B"), 100 * GIB),
             "limit_s": None,

@@ -1,0 +1,49 @@
+"""What the log of a task run says of its processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.run_log import ended_line, placed_line
+from prefect_gpu.scheduling.model import Placement
+from prefect_gpu.units import GIB
+from tests.fakes.reports import on_node, task_report
+
+ONE = Placement("1", (on_node("gpu-1"),), (5 * GIB,))
+TWO = Placement("1", (on_node("gpu-1"), on_node("gpu-1", 1)), (5 * GIB, 5 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("placement", "grant", "whole", "waited_s", "says"),
+    [
+        (ONE, Grant(5 * GIB, "tag"), False, 0.2, "Placed on gpu-1:0 with a budget of 5GiB (from its tag gpu:memory)"),
+        (TWO, Grant(5 * GIB, "learned"), False, 61, "Placed after 1m 01s on gpu-1:0, gpu-1:1 with a budget of 5GiB on each (learned from earlier runs)"),
+        (ONE, Grant(None, "probe"), True, 0, "Placed alone on gpu-1:0 with all that is free, 5GiB (no earlier run has shown what it needs)"),
+        (ONE, Grant(5 * GIB, "tag", after_oom=True), False, 0, "Placed on gpu-1:0 with a budget of 5GiB (after an out-of-memory)"),
+    ],
+    ids=["a tag", "learned, on two devices", "a probe", "after an out-of-memory"],
+)  # fmt: skip
+def test_a_placement(
+    placement: Placement, grant: Grant, whole: bool, waited_s: float, says: str
+) -> None:
+    assert placed_line(placement, grant, whole, waited_s) == says
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "Completed: ran 2.5s, at most 3GiB of 6GiB"),
+        ({"source": "host"}, "Completed: ran 2.5s, at most 3GiB of 6GiB of host memory"),
+        ({"outcome": "timeout", "peak_process_bytes": 0}, "Timed out: ran 2.5s, memory not measured"),
+        ({"outcome": "oom"}, ""),
+        ({"outcome": "cancelled"}, ""),
+    ],
+    ids=["completed", "on the host", "timed out", "out of memory has a line of its own", "cancelled"],
+)  # fmt: skip
+def test_the_end_of_a_process(changes: dict[str, Any], says: str) -> None:
+    report = replace(task_report(), run_s=2.5, peak_process_bytes=3 * GIB)
+    assert ended_line(replace(report, **changes)) == says

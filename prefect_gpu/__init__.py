@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ProtocolError,
         ReportError,
         ResultError,
+        SettingError,
     )
     from prefect_gpu.frameworks.memory_help import (
         find_batch_size,
@@ -67,6 +68,7 @@ __all__ = [  # noqa: RUF022  # by importance
     "FlowRunReport",
     "PrefectGPUError",
     "PolicyError",
+    "SettingError",
     "ResultError",
     "PlacementError",
     "PlacementTimeoutError",

@@ -2,6 +2,7 @@
 
     PrefectGPUError
     ├── PolicyError            the author of the task: a tag is wrong or contradicts another
+    ├── SettingError           the author of the flow: an argument of the runner, or a setting, cannot be read
     ├── ResultError            the author of the task: a value cannot travel between processes
     ├── CapacityError          the operator of the machine: it cannot do what was asked
     │   ├── PlacementError         no device here can ever hold the task
@@ -45,6 +46,10 @@ class PolicyError(PrefectGPUError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.given}: {self.problem}; accepted: {self.accepted}"
+
+
+class SettingError(PrefectGPUError, ValueError):
+    """An argument of `GPUTaskRunner`, or a setting, cannot be read. The text names it and what is accepted."""
 
 
 #: Instead of a type's name: the value was pickled and cannot be unpickled.
@@ -153,16 +158,12 @@ class ChildDiedError(PrefectGPUError):
     how: str
     #: Last memory sample and possible causes, each worded as possible.
     detail: str = ""
-    #: End of what the child wrote to standard error.
+    #: End of what the child wrote to standard error. The text of the error leaves it out; it is in the task run's log.
     stderr_tail: str = ""
 
     def __str__(self) -> str:
         text = f"the process of GPU task {self.task_name!r} (pid {self.pid}) {self.how}"
-        if self.detail:
-            text += f"; {self.detail}"
-        if self.stderr_tail:
-            text += f"\nend of its standard error:\n{self.stderr_tail}"
-        return text
+        return f"{text}; {self.detail}" if self.detail else text
 
 
 @dataclass(eq=False, repr=False)

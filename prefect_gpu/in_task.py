@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from prefect_gpu.units import format_bytes
+
 #: Characters that a name may have: it is printed in a table and on a chart.
 LONGEST_NAME = 80
 
@@ -33,6 +35,18 @@ class Allocation:
     exclusive: bool = False
     #: Names of the tasks, of all flows of the machine, that were on its devices when its process started.
     shared_with: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        parts = [
+            f"budget {format_bytes(self.budget_bytes)}",
+            "no cap" if self.cap_bytes is None else f"cap {format_bytes(self.cap_bytes)}",
+            f"attempt {self.attempt}",
+            f"on {', '.join(self.device_uuids)}",
+            *self.frameworks,
+            *(["exclusive"] if self.exclusive else []),
+            *([f"shared with {', '.join(self.shared_with)}"] if self.shared_with else []),
+        ]
+        return f"<Allocation: {'; '.join(parts)}>"
 
 
 _current: Allocation | None = None

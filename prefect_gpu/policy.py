@@ -263,6 +263,27 @@ def is_gpu_tag(tag: str) -> bool:
     return tag.partition(":")[0].strip().lower() == "gpu"
 
 
+#: A tag that begins like one of these, but for its colon.
+_LIKE_OURS = re.compile(r"(?is)\s*gpu\s*[-_./=]\s*(.+)")
+
+
+def near_miss(tag: str) -> str:
+    """Return what a tag was probably meant to be, as in `gpu:memory=4GiB`; empty: it is not like one of these."""
+    found = _LIKE_OURS.fullmatch(tag)
+    if found is None:
+        return ""
+    rest = found[1].strip()
+    name, equals, _ = rest.partition("=")
+    key = _BY_NAME.get(name.strip().lower())
+    if key is not None and (equals or key.bare):
+        return f"gpu:{rest}"
+    try:
+        read_memory(rest)
+    except (ValueError, OverflowError):
+        return ""
+    return f"gpu:memory={rest}"
+
+
 def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GPUPolicy | None:
     """Read the policy that tags ask for.
 
@@ -425,7 +446,8 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
         try:
             value = read(text)
         except (ValueError, OverflowError) as error:
-            raise PolicyError(tag, str(error), accepted) from error
+            # The cause would say the same again, below the frames of this package.
+            raise PolicyError(tag, str(error), accepted) from None
         if key.repeats:
             values[name] = tuple(sorted({*values.get(name, ()), value}, key=str))
         elif name in values and values[name] != value:

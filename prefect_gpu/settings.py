@@ -25,7 +25,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.errors import SettingError
 from prefect_gpu.units import SIZES_ACCEPTED, parse_bytes
 
 
@@ -155,17 +155,25 @@ class GPUSettings(PrefectBaseSettings):
         return self
 
 
-def read_settings() -> GPUSettings:
+def read_settings(**given: Any) -> GPUSettings:
     """Return the settings of this process.
 
+    Args:
+        given: Arguments of a runner, which take precedence.
+
     Raises:
-        PrefectGPUError: A setting cannot be read. Its text names the setting.
+        SettingError: One cannot be read, or contradicts another.
     """
     try:
-        return GPUSettings()
+        return GPUSettings(**given)
     except ValidationError as error:
         problems = []
         for each in error.errors():
-            name = "_".join(("PREFECT_INTEGRATIONS_GPU", *map(str, each["loc"]))).upper()
-            problems.append(f"{name}: {each['msg'].removeprefix('Value error, ')}")
-        raise PrefectGPUError("; ".join(problems)) from error
+            said = each["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+            name = "_".join(map(str, each["loc"][:1]))
+            if name in given:
+                said = f"GPUTaskRunner({name}={given[name]!r}): {said}"
+            elif name:
+                said = f"PREFECT_INTEGRATIONS_GPU_{name.upper()}: {said}"
+            problems.append(said)
+        raise SettingError("; ".join(problems)) from None

@@ -11,7 +11,7 @@ import copy
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefect import Task
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
@@ -22,7 +22,7 @@ from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
 from prefect_gpu.runner.prefect_engine import flow_run_goes_on
-from prefect_gpu.settings import GPUSettings
+from prefect_gpu.settings import read_settings
 
 
 class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
@@ -60,18 +60,18 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     Raises:
         DeviceError: `devices` cannot be read, or the platform has no sessions of processes, or no
             `forkserver` (all but Linux).
-        ValueError: Another argument cannot be read.
+        SettingError: Another argument cannot be read, or contradicts one.
     """
 
     def __init__(
         self,
         devices: Any = None,
-        placement: str | None = None,
+        placement: Literal["spread", "pack"] | None = None,
         max_processes: int | None = None,
         headroom: str | None = None,
         reports: bool | None = None,
-        standby: int | str | None = None,
-        start_method: str | None = None,
+        standby: int | Literal["auto", "hot"] | None = None,
+        start_method: Literal["spawn", "forkserver"] | None = None,
         max_tasks_per_device: int | None = None,
         memory_snapshots: str | Path | None = None,
         address: str | None = None,
@@ -95,7 +95,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             "address": address,
             "num_gpus": num_gpus,
         }
-        settings = GPUSettings(**{k: v for k, v in given.items() if v is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        settings = read_settings(**given)
         # Pickled with the flow: plain values only.
         self._configuration = Configuration(
             parse_spec(settings.devices if devices is None else devices),
@@ -115,7 +116,16 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
                 f'start_method="forkserver" is for Linux, and this is {sys.platform}; accepted '
                 'here: start_method="spawn"'
             )
+        #: What it was made with, for people.
+        self._shown = ", ".join(
+            f"{name}={value!r}"
+            for name, value in {"devices": devices, **given}.items()
+            if value is not None
+        )
         self._run: ActiveRunner | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shown})"
 
     def duplicate(self) -> Self:
         """Return a new runner of the same configuration."""

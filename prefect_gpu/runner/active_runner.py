@@ -33,7 +33,7 @@ from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import CapacityError, DeviceError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
-from prefect_gpu.policy import parse_tags
+from prefect_gpu.policy import near_miss, parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
 from prefect_gpu.processes.fork_server import check_modules, fork_server_pool
 from prefect_gpu.processes.interpreter import import_paths, working_folder
@@ -112,6 +112,8 @@ class ActiveRunner:
         #: Set once it ends its tasks, in place of waiting for them.
         self._closing = threading.Event()
         self._publisher: Publisher | None = None
+        #: Tags of tasks that were looked at.
+        self._read_tags: set[str] = set()
         self._reports: list[TaskReport] = []
         self._book: BudgetBook | None = None
         self._plans = PlanMaker(configuration.memory_snapshots)
@@ -165,6 +167,7 @@ class ActiveRunner:
 
     def _plan(self, task: Task[..., Any]) -> TaskPlan | Exception | None:
         """Return the plan of a GPU task, or what is wrong with it; `None`: it is no GPU task."""
+        self._warn_of_near_misses(task)
         try:
             policy = parse_tags(task.tags, prefect_engine.context_tags())
             if policy is None:
@@ -180,6 +183,16 @@ class ActiveRunner:
         except Exception as error:  # noqa: BLE001 - it fails the task run, not the submit
             return error
         return plan
+
+    def _warn_of_near_misses(self, task: Task[..., Any]) -> None:
+        """Say once of each tag that it looks like one of these and is none."""
+        for tag in sorted(task.tags - self._read_tags):
+            self._read_tags.add(tag)
+            if meant := near_miss(tag):
+                logger.warning(
+                    "task %r has the tag %r, which has no meaning here; did you mean %r?",
+                    *(task.name, tag, meant),
+                )
 
     def _remember(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:

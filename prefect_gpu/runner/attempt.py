@@ -61,6 +61,7 @@ from prefect_gpu.processes.transport import ReceivedValue
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
+from prefect_gpu.runner.crash_site import crashed_at
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
 from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
@@ -423,6 +424,8 @@ class Attempt:
         """Return the error of a process that ended without an answer."""
         cause = _kill_cause(exited, self._kills_before)
         self._verdict = Verdict("died", _describe_exit(exited.code), cause)
+        if exited.stderr_tail:
+            self._run.warn(f"The process died; end of its standard error:\n{exited.stderr_tail}")
         return _death_by_exit(self._plan.task_name, exited, self._learned, cause)
 
     def _open_value(self, ended: BodyEnded, data: ReceivedValue) -> Any:
@@ -634,6 +637,8 @@ def _death_by_exit(
         )
     if exited.truncated:
         detail.append("it died while sending")
+    if line := crashed_at(exited.stderr_tail):
+        detail.append(f"it crashed in native code that {line} called")
     assert record.pid is not None
     return ChildDiedError(
         task_name, record.pid, _describe_exit(exited.code), "; ".join(detail), exited.stderr_tail

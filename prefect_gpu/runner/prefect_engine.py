@@ -165,6 +165,7 @@ def with_body(
     task: Task[..., Any],
     body: Callable[..., Any],
     hopeless: Callable[[object], bool],
+    speaks_for_itself: Callable[[Exception], bool],
 ) -> Task[..., Any]:
     """Return a copy of a task whose body is replaced, for Prefect's engine to run in a thread.
 
@@ -172,12 +173,24 @@ def with_body(
         task: The user's task; it is not changed.
         body: Called in place of `task.fn`, with its arguments, synchronously.
         hopeless: Returns whether a retry could only fail with the same error.
+        speaks_for_itself: Returns whether an error is not explained by where in this package it was raised.
     """
     shadow = copy.copy(task)
 
     @functools.wraps(task.fn)
     def call_body(*args: Any, **kwargs: Any) -> Any:
-        return body(*args, **kwargs)
+        try:
+            return body(*args, **kwargs)
+        except Exception as error:
+            if not speaks_for_itself(error):
+                raise
+            told = error
+        # The frames of this package would stand between the user's, which are its cause, and Prefect's.
+        try:
+            raise told.with_traceback(None)
+        finally:
+            # It holds this frame.
+            del told
 
     shadow.fn = call_body
     shadow.isasync = False

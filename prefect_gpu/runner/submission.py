@@ -32,6 +32,8 @@ from prefect_gpu.errors import (
     PlacementError,
     PlacementTimeoutError,
     PolicyError,
+    PrefectGPUError,
+    ProtocolError,
     ResultError,
 )
 from prefect_gpu.processes.launch_spec import Launcher
@@ -39,7 +41,7 @@ from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.runner.attempt import Attempt, CancelledByRunner, first_line
+from prefect_gpu.runner.attempt import Attempt, CancelledByRunner, ChildTraceback, first_line
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
@@ -327,6 +329,14 @@ def is_hopeless(error: object) -> bool:
     return isinstance(error, HOPELESS) and not may_pass
 
 
+def speaks_for_itself(error: Exception) -> bool:
+    """Return whether an error is not explained by where in this package it was raised."""
+    if isinstance(error, ProtocolError):
+        # A fault of this package.
+        return False
+    return isinstance(error, PrefectGPUError) or isinstance(error.__cause__, ChildTraceback)
+
+
 class GPUTask:
     """One submitted GPU task.
 
@@ -379,7 +389,7 @@ class GPUTask:
             with asked_first(self._runner.limits), paused_by(self._runner.pause):
                 return run_engine(
                     client,
-                    with_body(self._task, self._body, is_hopeless),
+                    with_body(self._task, self._body, is_hopeless, speaks_for_itself),
                     task_run_id,
                     parameters,
                     wait_for,

@@ -27,6 +27,7 @@ ERRORS: list[tuple[Exception, list[str]]] = [
         errors.ResultError("argument", "x", errors.NO_ROOM, "2GiB: no"),
         ["the argument of a GPU task finds no memory", "(2GiB: no)", "path of a file"],
     ),
+    (errors.SettingError("standby=-1: too few"), ["standby=-1: too few"]),
     (errors.CapacityError("too small"), ["too small"]),
     (errors.PlacementError("80GiB is too much"), ["80GiB is too much"]),
     (
@@ -42,7 +43,7 @@ ERRORS: list[tuple[Exception, list[str]]] = [
     ),
     (
         errors.ChildDiedError("train", 7, "killed by SIGKILL", "perhaps the OOM killer", "Killed"),
-        ["SIGKILL; perhaps the OOM killer", "standard error:\nKilled"],
+        ["GPU task 'train' (pid 7) killed by SIGKILL; perhaps the OOM killer"],
     ),
     (errors.ChildTimeoutError("train", 1.5), ["'train'", "timeout_seconds=1.5"]),
     (

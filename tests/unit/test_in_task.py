@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import prefect_gpu
+from prefect_gpu import Allocation
 from prefect_gpu import in_task as inside
 
 
@@ -102,3 +103,11 @@ def test_a_name_is_passed_on_as_plain_text(name: str, monkeypatch: pytest.Monkey
         inside.mark(name)
     assert heard == ["forward", "forward"]
     assert [type(said) for said in heard] == [str, str]
+
+
+def test_an_allocation_prints_what_a_person_asks() -> None:
+    shown = repr(Allocation(6 << 30, None, 2, ("GPU-1", "GPU-2"), ("torch",), shared_with=("b",)))
+    assert shown == (
+        "<Allocation: budget 6GiB; no cap; attempt 2; on GPU-1, GPU-2; torch; shared with b>"
+    )
+    assert "cap 5GiB" in repr(Allocation(6 << 30, 5 << 30, 1, ("GPU-1",), (), exclusive=True))

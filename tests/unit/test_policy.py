@@ -14,6 +14,7 @@ from prefect_gpu.policy import (
     GPUPolicy,
     gpu,
     is_gpu_tag,
+    near_miss,
     parse_tags,
 )
 from prefect_gpu.units import GIB, KIB
@@ -469,3 +470,26 @@ def test_gpu_returns_the_tags_of_its_arguments(tags: list[str], written: list[st
 def test_gpu_refuses_bad_arguments(arguments: dict[str, object]) -> None:
     with pytest.raises(PolicyError):
         gpu(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tag", "meant"),
+    [
+        ("gpu-memory=4GiB", "gpu:memory=4GiB"),
+        ("GPU_Memory = 40%", "gpu:Memory = 40%"),
+        ("gpu=6GiB", "gpu:memory=6GiB"),
+        ("gpu-exclusive", "gpu:exclusive"),
+        ("gpu.count=2", "gpu:count=2"),
+    ],
+)
+def test_a_tag_that_is_almost_one_of_these_is_noticed(tag: str, meant: str) -> None:
+    assert near_miss(tag) == meant
+    assert parse_tags([meant]) is not None
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["gpu", "gpu:memory=4GiB", "gpu-2", "gpu-cluster", "gpu-memory", "gpus=2", "memory=4GiB", ""],
+)
+def test_tags_of_others_are_left_alone(tag: str) -> None:
+    assert near_miss(tag) == ""

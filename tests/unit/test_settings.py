@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from prefect_gpu import GPUTaskRunner
+from prefect_gpu.errors import SettingError
 from prefect_gpu.settings import GPUSettings
 from prefect_gpu.units import MIB
 
@@ -138,3 +140,22 @@ def test_bad_values_are_refused(
 def test_settings_can_be_pickled_with_a_flow() -> None:
     settings = GPUSettings(devices="0,1")
     assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_a_runner_names_the_argument_or_the_setting_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong: Any = "random"
+    with pytest.raises(ValueError, match=r"^GPUTaskRunner\(placement='random'\): it should be "):
+        GPUTaskRunner(placement=wrong)
+    with pytest.raises(SettingError, match=r"^standby='hot' cannot be combined with start_method="):
+        GPUTaskRunner(standby="hot", start_method="forkserver")
+    monkeypatch.setenv(PREFIX + "MAX_PROCESSES", "0")
+    with pytest.raises(SettingError, match=f"^{PREFIX}MAX_PROCESSES: it should be greater"):
+        GPUTaskRunner(placement="pack")
+
+
+def test_a_runner_prints_as_it_was_written() -> None:
+    assert repr(GPUTaskRunner()) == "GPUTaskRunner()"
+    written = "GPUTaskRunner(devices='simulated:2x24GiB', placement='pack', standby=0)"
+    assert repr(pickle.loads(pickle.dumps(eval(written)))) == written

@@ -245,6 +245,8 @@ def test_a_sigkill_from_outside_has_an_unknown_cause() -> None:
     with pytest.raises(ChildDiedError, match="cause unknown") as caught:
         scene.go()
     assert caught.value.stderr_tail == "last words"
+    assert "\n" not in str(caught.value)
+    assert any("last words" in each for each in scene.run.warnings)
     assert (scene.report.outcome, scene.report.cause) == ("died", "unknown")
 
 

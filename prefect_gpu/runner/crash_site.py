@@ -1,0 +1,36 @@
+"""Which line of the user's a process crashed under, from what Python's faulthandler wrote to its standard error."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+#: The frames of the thread that crashed, innermost first.
+_CRASHED = re.compile(r"Current thread [^\n]*\n((?:  File [^\n]*\n)+)")
+_FRAME = re.compile(r'  File "([^"]*)", line (\d+) in (.*)')
+
+#: Parts of the paths of files that are not a user's: installed packages, the standard library, this package.
+_NOT_USERS = (
+    "site-packages",
+    "dist-packages",
+    "/lib/python3.",
+    "<frozen ",
+    str(Path(__file__).parents[1]),
+)
+
+
+def crashed_at(stderr_tail: str) -> str:
+    """Return the line that called the native code that crashed, as in `train (script.py:12)`; empty: it is not known.
+
+    It is the innermost one of the user's own, or of any file where there is none of the user's.
+
+    Args:
+        stderr_tail: End of the standard error of the process.
+    """
+    found = _CRASHED.search(stderr_tail)
+    if found is None:
+        return ""
+    frames = _FRAME.findall(found[1])
+    users = [frame for frame in frames if not any(part in frame[0] for part in _NOT_USERS)]
+    path, line, function = (users or frames)[0]
+    return f"{function} ({path}:{line})"

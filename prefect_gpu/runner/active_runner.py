@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect import Task
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -48,6 +50,7 @@ from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.engine_threads import TagLimits, start_engine
+from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.submit_order import Inputs, SubmitOrder
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
@@ -115,6 +118,8 @@ class ActiveRunner:
         #: Tags of tasks that were looked at.
         self._read_tags: set[str] = set()
         self._reports: list[TaskReport] = []
+        #: How many GPU task runs ended in each state, by its name.
+        self._states: Counter[str] = Counter()
         self._book: BudgetBook | None = None
         self._plans = PlanMaker(configuration.memory_snapshots)
         #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
@@ -148,7 +153,8 @@ class ActiveRunner:
         context = copy_context()
         engine = functools.partial(
             context.run,
-            gpu_task.run,
+            self._run_engine,
+            gpu_task,
             self._client,
             task_run_id,
             parameters,
@@ -161,7 +167,7 @@ class ActiveRunner:
             # Without a thread there is no engine. The next task may have one.
             place.leave()
             future = concurrent.futures.Future()
-            future.set_result(prefect_engine.failed_state(task.name, error))
+            future.set_result(self._count(prefect_engine.failed_state(task.name, error)))
         self._remember(future)
         return PrefectConcurrentFuture(task_run_id=task_run_id, wrapped_future=future)
 
@@ -198,6 +204,14 @@ class ActiveRunner:
         with self._lock:
             self._futures.add(future)
         future.add_done_callback(self._forget)
+
+    def _run_engine(self, task: GPUTask, *args: Any) -> State[Any]:
+        return self._count(task.run(*args))
+
+    def _count(self, state: State[Any]) -> State[Any]:
+        with self._lock:
+            self._states[state.name or state.type.value] += 1
+        return state
 
     def _unfinished(self) -> tuple[concurrent.futures.Future[Any], ...]:
         with self._lock:
@@ -379,8 +393,6 @@ class ActiveRunner:
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without holding up the caller."""
         self._let_go()
-        if not self._configuration.reports:
-            return
         with self._lock:
             self._reports.append(report.compact())
             publisher = self._publisher
@@ -456,10 +468,13 @@ class ActiveRunner:
             body.wait_finished(CLOSING_S)
         if self._called:
             process_launcher().output.flush(CLOSING_S)
+        # Once: this runs again if a signal comes while reports are published.
+        reports, self._reports = self._reports, []
+        states, self._states = self._states, Counter()
+        if states:
+            prefect_engine.log_on_flow(self.flow, flow_summary(states, reports))
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)
-            # Once: this runs again if a signal comes while reports are published.
-            reports, self._reports = self._reports, []
             if reports:
                 self._publisher.publish_flow(reports, flow_name=name, flow_run_id=flow_run_id)
             self._publisher.close(CLOSING_S)

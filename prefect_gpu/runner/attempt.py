@@ -230,10 +230,9 @@ class Attempt:
             )
         except Withdrawn:
             raise CancelledByRunner from None
-        queued_s = ticket.placed_s - ticket.request.submitted_s
-        self._run.show_placed(
-            placed_line(placement, self._grant, self.whole_device, self._grant.waited_s + queued_s)
-        )
+        # What it waited for another's probe, too.
+        queued_s = self._grant.waited_s + ticket.placed_s - ticket.request.submitted_s
+        self._run.show_placed(placed_line(placement, self._grant, self.whole_device, queued_s))
         # With a device to itself and no stated memory there is no budget to keep to.
         alone = any(reservation.exclusive for reservation in placement.reservations)
         self._record = ProcessRecord(

@@ -39,6 +39,7 @@ from prefect.events import Event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CrashedRun, MissingContextError
 from prefect.logging.handlers import emit_api_log
+from prefect.logging.loggers import flow_run_logger
 from prefect.states import Crashed, Failed, Pending, Running
 from prefect.task_engine import SyncTaskRunEngine, run_task_sync
 from prefect.utilities.asyncutils import run_coro_as_sync
@@ -106,6 +107,12 @@ def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
         return "no-flow", None
     name = context.flow.name if context.flow is not None else context.flow_run.name
     return clean_name(name), context.flow_run.id
+
+
+def log_on_flow(context: FlowRunContext | None, text: str) -> None:
+    """Log on a flow run, of which the context may have ended; without effect outside one."""
+    if context is not None and context.flow_run is not None:
+        flow_run_logger(context.flow_run, context.flow).info(text)
 
 
 class SharedClient:

@@ -1,14 +1,25 @@
-"""What the log of a GPU task run says of its processes: one line when one is placed, one when it has ended.
+"""What logs say of GPU tasks: of each process when it is placed and when it has ended, of a flow run at its end.
 
-Text only. Where the lines are logged is `attempt`; what a waiting task run logs is in `prefect_engine`.
+Text only. The lines of a process are logged by `attempt`, the summary by `active_runner`; what a waiting task run
+logs is in `prefect_engine`. The flow's report, with every process, is in `reports`.
 """
 
 from __future__ import annotations
 
+import html
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from prefect_gpu.reports.advice import tags_table
 from prefect_gpu.reports.model import OUTCOME_WORDS, TaskReport
 from prefect_gpu.runner.budgets import Grant
-from prefect_gpu.scheduling.model import Placement
+from prefect_gpu.scheduling.model import Device, Placement
 from prefect_gpu.units import format_bytes, format_seconds
+
+#: Lines that a summary has of tasks, of devices and of tags at most; with the first and those that count what is left
+#: out, these are 12.
+MOST_LINES = 3, 2, 3
 
 #: A shorter wait (seconds) is not mentioned.
 LEAST_WAIT_S = 1.0
@@ -50,3 +61,72 @@ def ended_line(report: TaskReport) -> str:
         used = "memory not measured"
     ran = f"ran {format_seconds(report.run_s)}"
     return f"{OUTCOME_WORDS[report.outcome].capitalize()}: {ran}, {used}"
+
+
+def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> str:
+    """Return what the GPU tasks of a flow run have needed, in at most 12 lines.
+
+    Args:
+        states: How many task runs ended in each state, by its name.
+        reports: One for each process; compact ones are enough.
+    """
+    counts = [f"{count} {name}" for name, count in sorted(states.items(), key=lambda s: -s[1])]
+    tasks: dict[str, list[TaskReport]] = {}
+    for report in reports:
+        tasks.setdefault(report.task_name, []).append(report)
+    longest = sorted(tasks.values(), key=lambda group: -sum(r.run_s for r in group))
+    peaks = sorted(_peaks(reports).items(), key=lambda each: -each[1] / each[0].total_bytes)
+    rows = [row for row in tags_table(reports).splitlines()[2:] if row.startswith("|")]
+    parts = (
+        ([_task_line(group) for group in longest], "tasks"),
+        ([_device_line(device, size) for device, size in peaks], "devices"),
+        ([_tag_line(row) for row in rows], "tags to change"),
+    )
+    lines = [f"GPU task runs: {', '.join(counts)}"]
+    for (each, what), most in zip(parts, MOST_LINES, strict=True):
+        lines += each[:most]
+        if len(each) > most:
+            lines.append(f"other {what}: {len(each) - most}")
+    return "\n  ".join(lines)
+
+
+def _task_line(group: Sequence[TaskReport]) -> str:
+    count = len(group)
+    processes = "1 process" if count == 1 else f"{count} processes"
+    waited, ran = sum(r.queued_s for r in group), sum(r.run_s for r in group)
+    most = max(group, key=lambda r: r.peak_process_bytes)
+    peak = f"at most {format_bytes(most.peak_process_bytes)}"
+    budget = format_bytes(most.budget_total_bytes)
+    return (
+        f"{most.task_name}: {processes}, waited {format_seconds(waited)}, ran {format_seconds(ran)} "
+        f"in all, {peak} of {budget}"
+    )
+
+
+def _device_line(device: Device, peak_bytes: int) -> str:
+    memory = f"{format_bytes(peak_bytes)} of {format_bytes(device.total_bytes)}"
+    return f"{device.label}: these tasks held at most {memory}"
+
+
+def _tag_line(row: str) -> str:
+    text = re.sub(r"\\(.)", r"\1", html.unescape(row)).replace("`", "").replace("\u200b", "")
+    name, now, write, why = text.strip("| ").split(" | ", 3)
+    return f"write {write} in the tag of {name} (now {now}): {why}"
+
+
+def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
+    """Return the most bytes that all processes together held of each device."""
+    changes: dict[Device, list[tuple[float, int]]] = {}
+    for report in reports:
+        for device in report.devices:
+            of_device, held = changes.setdefault(device, []), 0
+            for sample in report.samples:
+                if sample.process_bytes is not None:
+                    now = sample.process_bytes // len(report.devices)
+                    of_device.append((report.placed_at + sample.at_s, now - held))
+                    held = now
+            of_device.append((report.placed_at + report.held_s, -held))
+    return {
+        device: max(accumulate(change for _, change in sorted(of_device)))
+        for device, of_device in changes.items()
+    }

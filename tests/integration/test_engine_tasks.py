@@ -275,6 +275,19 @@ def test_logs_and_prints_of_a_body_belong_to_its_task_run(observed: Observed, me
     assert logs[message].task_run_id == observed.id
 
 
+def test_the_runners_own_lines_are_in_the_logs_of_their_runs(observed: Observed) -> None:
+    placed = "Placed on SIM-0 with a budget of 64MiB (from its tag gpu:memory)"
+    assert api.logs(UUID(observed.flow_run), [placed])[placed].task_run_id == observed.id
+
+    def summary() -> Any:
+        logs = api.logs(UUID(observed.flow_run), []).values()
+        return next((each for each in logs if each.message.startswith("GPU task runs: ")), None)
+
+    found = api.until(summary, "summary")
+    assert found.message.startswith("GPU task runs: 1 Completed\n  look: 1 process, waited ")
+    assert found.task_run_id is None
+
+
 def test_an_artifact_of_a_body_belongs_to_its_task_run(observed: Observed) -> None:
     found = api.artifacts(task_run_id=observed.id, count=1)
     assert [artifact.id for artifact in found] == [observed.found["artifact"]]

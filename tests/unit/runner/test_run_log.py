@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu.measurements import Sample
 from prefect_gpu.runner.budgets import Grant
-from prefect_gpu.runner.run_log import ended_line, placed_line
+from prefect_gpu.runner.run_log import ended_line, flow_summary, placed_line
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB
 from tests.fakes.reports import on_node, task_report
@@ -47,3 +48,42 @@ def test_a_placement(
 def test_the_end_of_a_process(changes: dict[str, Any], says: str) -> None:
     report = replace(task_report(), run_s=2.5, peak_process_bytes=3 * GIB)
     assert ended_line(replace(report, **changes)) == says
+
+
+def test_a_summary_has_the_states_the_tasks_their_devices_and_the_tags_to_write() -> None:
+    one = replace(
+        task_report(),
+        task_name="fine_tune",
+        budget_bytes=60 * GIB,
+        queued_s=4.0,
+        run_s=60.0,
+        samples=(Sample(0.0, 0), Sample(10.0, 3 * GIB), Sample(20.0, 2 * GIB)),
+        peak_process_bytes=3 * GIB,
+        peak_live_bytes=2 * GIB,
+        steps=None,
+    )
+    # They overlap at 10 s.
+    other = replace(one, placed_at=one.placed_at + 2.0, queued_s=2.0)
+    headline, task, on, tag = flow_summary({"Failed": 1, "Completed": 2}, [one, other]).split("\n")
+    assert headline == "GPU task runs: 2 Completed, 1 Failed"
+    assert task == "  fine_tune: 2 processes, waited 6.0s, ran 2m 00s in all, at most 3GiB of 60GiB"
+    assert on == f"  {one.devices[0].uuid}: these tasks held at most 6GiB of 140GiB"
+    assert tag.startswith("  write gpu:memory=3.2GiB in the tag of fine_tune (now 60GiB, tag): ")
+
+
+def test_a_summary_is_short_however_many_tasks_there_are() -> None:
+    reports = [
+        replace(task_report(), task_name=f"t{i}", devices=(on_node("a", i),), budget_bytes=60 * GIB)
+        for i in range(9)
+    ]
+    lines = flow_summary({"Completed": 9}, reports).split("\n  ")
+    assert len(lines) == 12
+    assert [line for line in lines if line.startswith("other")] == [
+        "other tasks: 6",
+        "other devices: 7",
+        "other tags to change: 6",
+    ]
+
+
+def test_task_runs_without_a_process_are_counted() -> None:
+    assert flow_summary({"Cached": 3}, []) == "GPU task runs: 3 Cached"

@@ -232,6 +232,7 @@ def test_a_sigkill_from_outside_has_an_unknown_cause() -> None:
         scene.go()
     assert caught.value.stderr_tail == "last words"
     assert (scene.report.outcome, scene.report.cause) == ("died", "unknown")
+    assert scene.report.stderr_tail == "last words"
 
 
 def exceed(scene: Scene) -> None:

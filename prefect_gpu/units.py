@@ -115,7 +115,8 @@ def format_bytes(size_bytes: int | float | None) -> str:
     sign = "-" if size_bytes < 0 else ""
     size = abs(size_bytes)
     for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if size >= factor:
+        # What rounds to 1024 of the unit below is 1 of this one.
+        if size >= factor - factor / 2048:
             places = 0 if size >= 100 * factor else 1
             return f"{sign}{size / factor:.{places}f}".removesuffix(".0") + unit
     return f"{sign}{int(size)}B"
@@ -125,9 +126,10 @@ def format_seconds(seconds: float | None) -> str:
     """Return seconds as readable text: `12.3s`, `85ms`, `4m 05s`, or `unknown` for `None`."""
     if seconds is None:
         return "unknown"
-    if seconds < 1:
+    # What rounds to 1000ms is 1.0s, and what rounds to 60.0s is 1m 00s.
+    if seconds < 0.9995:
         return f"{seconds * 1000:.0f}ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -1,16 +1,17 @@
 """What to change for the next run of a task, from the reports of its processes.
 
-`advise` is about one process: why it ran out of memory, which tag to write, whether it leaks memory or its
-allocator fragments it. `tags_table` lists the tags to write after a flow run. The formula of a budget is
-`scheduling.history`, which a task without a tag gets its budget from; what the runner does by itself after
-an out-of-memory error is `scheduling.ladder`.
+`advise` is about one process: why it ran out of memory, whether it leaks memory or its allocator fragments it.
+`tag_advice` says what to write in the tag of a task run, and `tags_table` the same for the tasks of a flow run: the
+most that one of their task runs needs. The formula of a budget is `scheduling.history`, which a task without a tag
+gets its budget from; what the runner does by itself after an out-of-memory error is `scheduling.ladder`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from uuid import UUID
 
 from prefect_gpu.reports.markup import escape, percent, table
 from prefect_gpu.reports.model import TaskReport, past_run
@@ -39,10 +40,6 @@ LEAK_STEP_BYTES = MIB
 LEAK_STEPS = 4
 LEAK_FRACTION = 0.02
 
-#: A tag is reported as too large if its budget is this many times what is enough, and this much more.
-TOO_LARGE_FACTOR = 2.0
-TOO_LARGE_BYTES = GIB
-
 #: A budget of this fraction of a device is as good as the whole device: the driver and the headroom keep
 #: the rest.
 WHOLE_FRACTION = 0.95
@@ -62,17 +59,21 @@ _ENDED: Mapping[str, str] = {
 # -- sentences about one process -----------------------------------------------------------------
 
 
-def advise(report: TaskReport) -> tuple[str, ...]:
+def advise(report: TaskReport, tag: TagAdvice | None = None) -> tuple[str, ...]:
     """Return what would help one process next time.
+
+    Args:
+        report: Of the process.
+        tag: What `tag_advice` says of its task run; `None`: nothing.
 
     Returns:
         Sentences in markdown, the most useful first. Empty if no measurement calls for advice.
     """
-    return tuple(_sentences(report))
+    return tuple(_sentences(report, tag))
 
 
-def _sentences(report: TaskReport) -> Iterator[str]:
-    yield from _cause(report)
+def _sentences(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
+    yield from _cause(report, tag)
     if report.cause == "own_cap" or (report.outcome == "oom" and report.cause in ("", "crowded")):
         # Elsewhere it would not have helped to take less: other processes took its memory.
         yield from _fragmentation(report)
@@ -86,15 +87,14 @@ def _sentences(report: TaskReport) -> Iterator[str]:
     yield from _overshoot(report)
     yield from _leak(report)
     if report.outcome == "completed":
-        yield from _pinched(report)
-        yield from _too_large(report)
+        yield from _pinched(report, tag)
 
 
-def _cause(report: TaskReport) -> Iterator[str]:
+def _cause(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
     peak = format_bytes(report.peak_process_bytes)
     used = f"it used {peak} of its {format_bytes(report.budget_total_bytes)}"
     if report.cause == "own_cap":
-        yield _own_cap(report)
+        yield _own_cap(report, tag)
     elif report.cause == "foreign":
         yield (
             f"Processes outside prefect_gpu took the memory that was reserved for it; {used}. A larger "
@@ -119,7 +119,7 @@ def _cause(report: TaskReport) -> Iterator[str]:
         )
 
 
-def _own_cap(report: TaskReport) -> str:
+def _own_cap(report: TaskReport, tag: TagAdvice | None) -> str:
     each = " on each device" if len(report.devices) > 1 else ""
     budget = f"budget of {format_bytes(report.budget_bytes)}{each}"
     if report.peak_process_bytes > report.budget_total_bytes + OVERSHOOT_BYTES:
@@ -128,15 +128,15 @@ def _own_cap(report: TaskReport) -> str:
         reached = f"It reached its {budget}"
     else:
         reached = f"It reached its cap of {format_bytes(report.cap_bytes)}, of a {budget}"
-    wanted = report.wanted_bytes
-    if wanted is not None:
-        reached += f", and would have needed {format_bytes(wanted)} in all"
-    total = min((device.total_bytes for device in report.devices), default=None)
-    if total is not None and max(report.budget_bytes, wanted or 0) >= WHOLE_FRACTION * total:
-        return (
-            f"{reached}; its device has {format_bytes(total)}, so no tag helps: it must take less."
-        )
-    return f"{reached}: write `gpu:memory={tag_size(_after_oom_bytes(report), [report])}`."
+    if report.wanted_bytes is not None:
+        reached += f", and would have needed {format_bytes(report.wanted_bytes)} in all"
+    if report.next_words:
+        return f"{reached}. The task run has another attempt: {report.next_words}."
+    if tag is None:
+        return f"{reached}."
+    if tag.size_bytes is None:
+        return f"{reached}; {tag.why}, so no tag helps: it must take less."
+    return f"{reached}: write {tag.write}."
 
 
 def _fragmentation(report: TaskReport) -> Iterator[str]:
@@ -212,72 +212,127 @@ def _overshoot(report: TaskReport) -> Iterator[str]:
         )
 
 
-def _pinched(report: TaskReport) -> Iterator[str]:
+def _pinched(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
     steps = report.steps
-    if steps is None or not steps.alloc_retries or report.cap_bytes is None:
+    if not _is_pinched(report) or steps is None or tag is None:
         return
     times = "once" if steps.alloc_retries == 1 else f"{steps.alloc_retries} times"
-    size = tag_size(report.budget_bytes * PINCH_FACTOR, [report])
     took = "" if steps.step_s is None else f" (a step took {format_seconds(steps.step_s)})"
     yield (
         f"Under its cap of {format_bytes(report.cap_bytes)} the allocator had to give up its cache "
-        f"{times} after the first step, which costs time{took}: see if `gpu:memory={size}` is faster."
+        f"{times} after the first step, which costs time{took}: see if {tag.write} is faster."
     )
 
 
-def _too_large(report: TaskReport) -> Iterator[str]:
-    # A probe has the whole device on purpose, and a learned budget adjusts by itself.
-    lesson, why = teach([report]) if report.budget_source == "tag" else (None, "")
-    if lesson is None:
-        return
-    enough = lesson.budget_bytes
-    if report.budget_bytes >= max(TOO_LARGE_FACTOR * enough, enough + TOO_LARGE_BYTES):
-        yield (
-            f"Its budget of {format_bytes(report.budget_bytes)} is far more than it needs: "
-            f"`gpu:memory={tag_size(enough, [report])}` is enough ({why})."
-        )
+def _is_pinched(report: TaskReport) -> bool:
+    """Return whether a cap made the allocator of a completed process give up its cache."""
+    retried = report.steps is not None and report.steps.alloc_retries > 0
+    return retried and report.cap_bytes is not None and report.outcome == "completed"
 
 
 def _uses(report: TaskReport, framework: str) -> bool:
     return framework in report.framework.split(",")
 
 
-# -- tags after a flow run -----------------------------------------------------------------------
+# -- tags ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TagAdvice:
+    """What to write in the `gpu:memory` tag of a task."""
+
+    #: Bytes on each device; `None`: no size helps.
+    size_bytes: int | None
+    #: As markdown: a tag, or that none helps.
+    write: str
+    #: What the size is based on.
+    why: str
+    #: What it has now is near enough: nothing needs to be written.
+    fits: bool
+
+    @property
+    def rank(self) -> float:
+        """By which the advice that asks for the most is found."""
+        return math.inf if self.size_bytes is None else self.size_bytes
+
+
+def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
+    """Return what to write in the tag of a task run.
+
+    Args:
+        processes: All that it has had so far.
+
+    Returns:
+        `None`: nothing is known of what it needs.
+    """
+    lesson, why = teach(processes)
+    size: float = lesson.budget_bytes if lesson else 0
+    pinched = max((r.budget_bytes for r in processes if _is_pinched(r)), default=0) * PINCH_FACTOR
+    if lesson is not None:
+        if pinched > size:
+            size, why = pinched, "with less its allocator had to give up its cache"
+        fits = all(_may_stay(report, size) for report in processes)
+        return TagAdvice(int(size), _write(size, processes), why, fits)
+    capped = [report for report in processes if report.cause == "own_cap"]
+    if not capped:
+        return None
+    most = max(capped, key=_after_oom_bytes)
+    total = min((device.total_bytes for device in most.devices), default=math.inf)
+    if max(most.budget_bytes, most.wanted_bytes or 0) >= WHOLE_FRACTION * total:
+        why = f"its device has {format_bytes(total)}"
+        return TagAdvice(None, "no tag helps: it must take less", why, fits=False)
+    why = "none completed; it ran out of memory at its cap"
+    if most.wanted_bytes:
+        why += f", where it would have needed {format_bytes(most.wanted_bytes)}"
+    size = _after_oom_bytes(most)
+    return TagAdvice(int(size), _write(size, processes), why, fits=False)
+
+
+def _write(size_bytes: float, reports: Sequence[TaskReport]) -> str:
+    return f"`gpu:memory={tag_size(size_bytes, reports)}`"
 
 
 def tags_table(reports: Sequence[TaskReport]) -> str:
-    """Return a table of the tags to change, or that none needs to change."""
-    by_task: dict[str, list[TaskReport]] = {}
+    """Return a table of the tags to change, or that none needs to change.
+
+    A row is about one task, and about one set of its `gpu:learn_by` values. It has the advice for the task run that
+    needs the most.
+    """
+    by_task: dict[tuple[str, str, str], list[TaskReport]] = {}
     for report in reports:
-        by_task.setdefault(report.task_name, []).append(report)
-    rows = [row for name, group in sorted(by_task.items()) if (row := _row(name, group))]
+        key = report.task_name, report.learn_by, report.history_key
+        by_task.setdefault(key, []).append(report)
+    rows = [row for _, group in sorted(by_task.items()) if (row := _row(group))]
     if not rows:
         return "Nothing to change: every tag fits what its task took."
-    return table(("task", "budget now", "write", "because"), rows)
+    text = table(("task", "budget now", "write", "because"), rows)
+    if any(report.history_key for report in reports):
+        text += (
+            "\n\nA tag is about all values of `gpu:learn_by`: `task.with_options(tags=...)` has one for some of"
+            " them. Without a tag each set of values has a learned budget of its own."
+        )
+    return text
 
 
-def _row(name: str, group: Sequence[TaskReport]) -> tuple[str, str, str, str] | None:
-    now = _budget_now(group)
-    lesson, why = teach(group)
-    if lesson is not None:
-        if all(_may_stay(report, lesson.budget_bytes) for report in group):
+def _row(group: Sequence[TaskReport]) -> tuple[str, str, str, str] | None:
+    counted = [report for kept in _by_history(group) for report in kept]
+    runs: dict[UUID, list[TaskReport]] = {}
+    for report in counted:
+        runs.setdefault(report.task_run_id, []).append(report)
+    advices = [advice for processes in runs.values() if (advice := tag_advice(processes))]
+    most = max(advices, key=lambda advice: advice.rank, default=None)
+    name = escape(group[0].task_name)
+    if group[0].history_key:
+        name += f" ({escape(group[0].learn_by or group[0].history_key)})"
+    if most is None:
+        if not any(report.outcome == "oom" and not report.cause for report in group):
             return None
-        keys = len({report.history_key for report in group})
-        if keys > 1:
-            why += f"; the largest of {keys} histories, each of which has its own without a tag"
-        return escape(name), now, f"`gpu:memory={tag_size(lesson.budget_bytes, group)}`", why
-    capped = [report for report in group if report.cause == "own_cap"]
-    if capped:
-        most = max(capped, key=_after_oom_bytes)
-        why = "none completed; it ran out of memory at its cap"
-        if most.wanted_bytes:
-            why += f", where it would have needed {format_bytes(most.wanted_bytes)}"
-        size = tag_size(_after_oom_bytes(most), group)
-        return escape(name), now, f"`gpu:memory={size}`", why
-    if any(report.outcome == "oom" for report in group):
         most_bytes = format_bytes(max(report.budget_bytes for report in group))
-        return escape(name), now, f"more than {most_bytes}", "none completed"
-    return None
+        return name, _budget_now(group), f"more than {most_bytes}", "none completed"
+    if most.size_bytes and all(_may_stay(report, most.size_bytes) for report in counted):
+        return None
+    of_runs = f"; the most of {len(runs)} task runs" if len(runs) > 1 else ""
+    return name, _budget_now(group), most.write, most.why + of_runs
 
 
 def _budget_now(group: Sequence[TaskReport]) -> str:
@@ -287,7 +342,7 @@ def _budget_now(group: Sequence[TaskReport]) -> str:
     return f"{format_bytes(sizes[0])}{to}, {sources}"
 
 
-def _may_stay(report: TaskReport, size_bytes: int) -> bool:
+def _may_stay(report: TaskReport, size_bytes: float) -> bool:
     """Return whether the tag of a process is near enough to a size, or less and yet enough."""
     if report.budget_source != "tag":
         return False

@@ -112,6 +112,7 @@ class Canvas:
         stroke: str | None = None,
         opacity: float | None = None,
         radius: float | None = None,
+        dash: str | None = None,
         title: str = "",
     ) -> None:
         """Draw a rectangle. A browser shows `title` when the pointer rests on it."""
@@ -120,6 +121,7 @@ class Canvas:
             fill=fill,
             fill_opacity=opacity,
             stroke=stroke,
+            stroke_dasharray=dash,
             rx=radius,
         )
         if title:

@@ -18,7 +18,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from prefect.context import get_settings_context
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.shared_folder import Hold, SharedFolder
+from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.markup import escape, table
 from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
 from prefect_gpu.reports.publish import (
@@ -237,7 +237,7 @@ def _end_claim(hold: Hold, path: Path) -> None:
 @functools.lru_cache(256)
 def history_artifact_key(key: HistoryKey) -> str:
     """Return the artifact's key of a history: `gpu-history-<task-slug>-<digest>`."""
-    text = json.dumps(astuple(key))
+    text = json.dumps([key.task_name, key.qualified_name, key.device_name, key.learn_by])
     digest = hashlib.sha256(text.encode("ascii")).hexdigest()[:DIGEST_CHARS]
     front = artifact_key(HISTORY_PREFIX, key.task_name)
     return f"{front[: KEY_LIMIT - DIGEST_CHARS - 1].rstrip('-')}-{digest}"
@@ -262,7 +262,7 @@ def publish_run(
         ArtifactCreate(
             key=history_artifact_key(key),
             type="markdown",
-            description=f"What runs of {key.task_name} needed on {key.device_name}, by prefect_gpu.",
+            description=history_summary(key, runs),
             data=history_markdown(key, runs),
             metadata_=cut_values(
                 {
@@ -272,6 +272,7 @@ def publish_run(
                     "qualified_name": key.qualified_name,
                     "device_name": key.device_name,
                     "learn_by": key.learn_by,
+                    **({"learn_by_words": key.learn_by_words} if key.learn_by_words else {}),
                     **runs[0].to_texts(),
                 }
             ),
@@ -351,7 +352,7 @@ def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
     """
     about = f"Task {escape(key.task_name)} on {escape(key.device_name)}"
     if key.learn_by:
-        about += f", for one set of its `gpu:learn_by` values ({escape(key.learn_by)})"
+        about += f", for {escape(key.learn_by_words or key.learn_by, 200)} (`gpu:learn_by`)"
     rows = [
         (
             _time(run.ended_at),
@@ -362,8 +363,8 @@ def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
                 for size_bytes in (run.live_bytes, run.steady_live_bytes)
             ),
             format_bytes(run.process_bytes),
-            format_bytes(run.context_bytes),
-            str(run.alloc_retries),
+            format_bytes(run.context_bytes) if run.context_bytes else "–",
+            str(run.alloc_retries or "–"),
             "–" if run.step_s is None else format_seconds(run.step_s),
             CAUSE_WORDS.get(run.cause, escape(run.cause)) or "–",
         )
@@ -376,6 +377,14 @@ def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
         _LEGEND,
     )
     return "\n\n".join(parts) + "\n"
+
+
+def history_summary(key: HistoryKey, runs: Sequence[PastRun]) -> str:
+    """Return a history in one line without markup: `train · batch_size=32 · NVIDIA H200 · next budget 6GiB`."""
+    lesson = learn(runs)
+    budget = "not known" if lesson is None else format_bytes(lesson.budget_bytes)
+    parts = key.task_name, key.learn_by_words, key.device_name, f"next budget {budget}"
+    return clean(" · ".join(filter(None, parts)))
 
 
 def _lesson(runs: Sequence[PastRun]) -> str:

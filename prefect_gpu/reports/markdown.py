@@ -6,11 +6,23 @@ sends the text to Prefect.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+from uuid import UUID
 
 from prefect_gpu.measurements import StepFacts
-from prefect_gpu.reports.advice import advise, tags_table
-from prefect_gpu.reports.markup import escape, folded, image, percent, table
+from prefect_gpu.reports.advice import TagAdvice, advise, tag_advice, tags_table
+from prefect_gpu.reports.markup import (
+    clean_name,
+    escape,
+    folded,
+    image,
+    notice,
+    percent,
+    preformatted,
+    table,
+)
 from prefect_gpu.reports.model import (
     CAUSE_WORDS,
     OUTCOME_WORDS,
@@ -18,6 +30,7 @@ from prefect_gpu.reports.model import (
     Outcome,
     Source,
     TaskReport,
+    UnstartedRun,
 )
 from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
@@ -74,20 +87,47 @@ _HEADLINES: dict[Outcome, str] = {
 }
 
 
-def task_markdown(report: TaskReport) -> str:
-    """Return the report of one process."""
+#: Words for the outcome of a task run: those of Prefect's states.
+STATE_WORDS: dict[Outcome, str] = {
+    "completed": "completed",
+    "failed": "failed",
+    "oom": "failed",
+    "timeout": "failed",
+    "died": "crashed",
+    "cancelled": "cancelled",
+}
+
+
+def task_summary(report: TaskReport) -> str:
+    """Return a report in one line without markup: `eval-wide · attempt 1 · completed · 460MiB of 598MiB`."""
+    sizes = (
+        f"{format_bytes(report.peak_process_bytes)} of {format_bytes(report.budget_total_bytes)}"
+    )
+    outcome = OUTCOME_WORDS[report.outcome]
+    return f"{clean_name(report.task_run_name)} · attempt {report.attempt} · {outcome} · {sizes}"
+
+
+def task_markdown(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> str:
+    """Return the report of one process.
+
+    Args:
+        report: Of the process.
+        earlier: Of the processes that the task run had before it.
+    """
+    tag = tag_advice((*earlier, report))
     parts = [f"**{_headline(report)}**"]
     if report.error:
-        parts.append(f"> ⚠️ {escape(report.error, ERROR_LIMIT)}")
+        parts.append(notice(escape(report.error, ERROR_LIMIT)))
+    if report.stderr_tail:
+        parts += ["The end of its stderr:", preformatted(report.stderr_tail)]
     if report.leaked_bytes:
-        parts.append(
-            f"> ⚠️ {format_bytes(report.leaked_bytes)} did not come back after the process ended."
-        )
+        leaked = format_bytes(report.leaked_bytes)
+        parts.append(notice(f"{leaked} did not come back after the process ended."))
     if note := _SOURCE_NOTES[report.source]:
-        parts.append(f"> {note}")
+        parts.append(note)
     parts.append(image(f"Memory of {report.task_run_name} over time", task_timeline_svg(report)))
-    parts.append(table(("Task run", escape(report.task_run_name)), _facts(report)))
-    if advice := advise(report):
+    parts.append(table(("Task run", escape(report.task_run_name)), _facts(report, tag)))
+    if advice := advise(report, tag):
         parts += ["### What would help", "\n".join(f"- {line}" for line in advice)]
     if report.processes:
         parts += ["### Devices and processes", _devices_and_processes(report)]
@@ -126,18 +166,23 @@ def _headline(report: TaskReport) -> str:
     if report.budget_source == "probe":
         return f"{head}: it took {peak}, with the whole device ({budget}) to itself."
     verb = "needed" if report.outcome == "completed" else "had taken"
-    return f"{head}: it {verb} {peak} of its {budget} budget ({share})."
+    several = f" on {len(report.devices)} devices together" if len(report.devices) > 1 else ""
+    return f"{head}: it {verb} {peak} of its {budget} budget{several} ({share})."
 
 
-def _facts(report: TaskReport) -> list[tuple[str, str]]:
+def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
     frameworks = report.framework or "none"
     live, reserved = report.peak_live_bytes, report.peak_reserved_bytes
     unknown = f"unknown (framework: {escape(frameworks)})"
-    each = " on each device" if len(report.devices) > 1 else ""
+    several = len(report.devices) > 1
+    each, together = (" on each device", " on all together") if several else ("", "")
+    if len({*report.budgets_bytes}) > 1:
+        each = " on the device with the smallest one"
     leaked = "cannot be measured here" if report.leaked_bytes is None else "none"
     return [
         ("Outcome", OUTCOME_WORDS[report.outcome] + _attempt_words(report)),
         ("Device", _device_words(report)),
+        *([("Values", escape(report.learn_by, 200))] if report.learn_by else []),
         ("Shared with", escape(", ".join(report.shared_with), 500) or "no other GPU task"),
         (
             "Budget",
@@ -146,7 +191,7 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
         ("Cap", _cap_words(report)),
         (
             "Peak of the process",
-            f"**{format_bytes(report.peak_process_bytes)}**, {_SOURCE_WORDS[report.source]}",
+            f"**{format_bytes(report.peak_process_bytes)}**{together}, {_SOURCE_WORDS[report.source]}",
         ),
         (
             "Peak allocated (live)",
@@ -156,15 +201,13 @@ def _facts(report: TaskReport) -> list[tuple[str, str]]:
             "Peak held by the framework",
             unknown if reserved is None else f"{format_bytes(reserved)}, its cache included",
         ),
-        ("Context", f"{format_bytes(report.context_bytes)}, outside the framework's count"),
-        ("Steps", _step_words(report.steps)),
+        *([("Context", _context_words(report))] if report.context_bytes else []),
+        *([("Steps", _step_words(report.steps))] if report.steps else []),
         *([("Out of memory put down to", _oom_words(report))] if report.cause else []),
         *([("Memory snapshot", _snapshot_words(report))] if report.snapshot_path else []),
         ("Leaked", format_bytes(report.leaked_bytes) if report.leaked_bytes else leaked),
-        (
-            "Reserved in vain",
-            _waste_words(report.wasted_byte_seconds, report.reserved_byte_seconds),
-        ),
+        ("Unused reservation", _unused_percent([report])),
+        *([("Tag for next time", f"{tag.write} ({tag.why})")] if _is_news(tag, report) else []),
         (
             "Time",
             ", ".join(
@@ -186,9 +229,16 @@ def _cap_words(report: TaskReport) -> str:
     return f"{format_bytes(report.cap_bytes)}{each}, what a framework could allocate"
 
 
-def _step_words(steps: StepFacts | None) -> str:
-    if steps is None:
-        return "none seen"
+def _context_words(report: TaskReport) -> str:
+    return f"{format_bytes(report.context_bytes)}, outside the framework's count"
+
+
+def _is_news(tag: TagAdvice | None, report: TaskReport) -> TypeGuard[TagAdvice]:
+    """Return whether a report says what to write: not if its tag fits, or another process may show more."""
+    return tag is not None and not tag.fits and not report.next_words
+
+
+def _step_words(steps: StepFacts) -> str:
     words = [f"{steps.count} over"]
     if steps.first_live_bytes is not None:
         words.append(f"up to {format_bytes(steps.first_live_bytes)} allocated in the first")
@@ -265,39 +315,101 @@ def _phases(report: TaskReport) -> str:
 
 def _mib(size_bytes: int | None) -> str:
     # One unit for all rows: 2.1GiB beside 2.1GiB may hide 50 MiB.
-    return "unknown" if size_bytes is None else f"{size_bytes / MIB:,.1f}"
+    return "–" if size_bytes is None else f"{size_bytes / MIB:,.1f}"
 
 
-def flow_markdown(reports: Sequence[TaskReport], *, flow_name: str = "") -> str:
-    """Return the report of one flow run: what needs attention first, every process last.
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One task run of a flow run."""
+
+    #: Reports of its processes, in order; empty: it never got one.
+    attempts: tuple[TaskReport, ...]
+    #: `None`: it got a process.
+    unstarted: UnstartedRun | None = None
+
+    @property
+    def last(self) -> TaskReport | None:
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.last is not None:
+            return self.last.outcome
+        return self.unstarted.outcome if self.unstarted is not None else "failed"
+
+    @property
+    def tries(self) -> int:
+        """How many processes it had."""
+        return max((len(self.attempts), *(report.attempt for report in self.attempts)))
+
+    @property
+    def error(self) -> str:
+        found = self.last or self.unstarted
+        return found.error if found is not None else ""
+
+    @property
+    def began_at(self) -> float:
+        if self.attempts:
+            return self.attempts[0].placed_at
+        return self.unstarted.ended_at if self.unstarted is not None else 0.0
+
+
+def _task_runs(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun]) -> list[_Run]:
+    """Return the task runs in the order in which they began."""
+    by_id: dict[UUID, list[TaskReport]] = {}
+    for report in sorted(reports, key=lambda report: (report.attempt, report.placed_at)):
+        by_id.setdefault(report.task_run_id, []).append(report)
+    runs = [_Run(tuple(attempts)) for attempts in by_id.values()]
+    runs += [_Run((), each) for each in unstarted if each.task_run_id not in by_id]
+    return sorted(runs, key=lambda run: run.began_at)
+
+
+def flow_markdown(
+    reports: Sequence[TaskReport],
+    unstarted: Sequence[UnstartedRun] = (),
+    *,
+    flow_name: str = "",
+    link: Callable[[UUID], str | None] = lambda task_run_id: None,
+) -> str:
+    """Return the report of one flow run: what needs attention first, every task run last.
 
     Args:
         reports: One for each process that was started, in any order; compact ones are enough.
+        unstarted: Task runs that never got a process. Those that have a report are left out.
         flow_name: For the description of the image.
+        link: Returns the address of a task run's page; `None`: there is none.
     """
-    reports = sorted(reports, key=lambda report: (report.placed_at, report.attempt))
-    parts = [f"**{_flow_headline(reports)}**"]
-    if not reports:
+    runs = _task_runs(reports, unstarted)
+    parts = [f"**{flow_headline(reports, unstarted)}**"]
+    if not runs:
         return parts[0] + "\n"
     sources = {report.source for report in reports}
-    parts += [f"> {note}" for source, note in _SOURCE_NOTES.items() if note and source in sources]
-    if attention := _attention(reports):
+    parts += [note for source, note in _SOURCE_NOTES.items() if note and source in sources]
+    if attention := _attention(runs, link):
         parts += ["### Needs attention", "\n".join(attention)]
-    parts.append(image(f"Devices of {flow_name or 'the flow'} over time", flow_gantt_svg(reports)))
-    parts += ["### Tags for next time", tags_table(reports)]
-    parts += ["### Reserved in vain", _flow_waste(reports)]
-    parts += ["### Every process", _every_process(reports)]
+    if reports:
+        numbers = {report: at for at, run in enumerate(runs, 1) for report in run.attempts}
+        chart = flow_gantt_svg([*numbers], numbers=[*numbers.values()])
+        parts.append(image(f"Devices of {flow_name or 'the flow'} over time", chart))
+        parts += ["### Tags for next time", tags_table(reports)]
+        parts.append(_flow_waste(reports))
+    parts += ["### Every task run", _every_run(runs, link)]
     return "\n\n".join(parts) + "\n"
 
 
-def flow_metadata(reports: Sequence[TaskReport]) -> dict[str, str]:
+def flow_metadata(
+    reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun] = ()
+) -> dict[str, str]:
     """Return the totals of a flow run as strings, like `TaskReport.metadata` of one process."""
-    outcomes = [report.outcome for report in reports]
+    runs = _task_runs(reports, unstarted)
+    outcomes = [run.outcome for run in runs]
     return {
-        "schema": "1",
-        "task_runs": str(len({report.task_run_id for report in reports})),
+        # Since 2 outcomes are those of task runs: in 1 they were those of processes.
+        "schema": "2",
+        "task_runs": str(len(runs)),
         "processes": str(len(reports)),
         **{outcome: str(outcomes.count(outcome)) for outcome in OUTCOME_WORDS},
+        "unstarted": str(sum(not run.attempts for run in runs)),
         "devices": str(len({device for r in reports for device in r.devices})),
         **({"nodes": str(nodes)} if (nodes := _count_nodes(reports)) else {}),
         "leaked_bytes": str(sum(report.leaked_bytes or 0 for report in reports)),
@@ -308,45 +420,76 @@ def flow_metadata(reports: Sequence[TaskReport]) -> dict[str, str]:
     }
 
 
-def _flow_headline(reports: Sequence[TaskReport]) -> str:
-    if not reports:
-        return "No GPU process was started."
-    count = len(reports)
-    done = sum(report.outcome == "completed" for report in reports)
-    devices = len({device for report in reports for device in report.devices})
-    nodes = _count_nodes(reports)
-    of_nodes = f" of {_many(nodes, 'node')}" if nodes else ""
-    retried = count - len({report.task_run_id for report in reports})
-    text = f"{done} of {_many(count, 'process', 'processes')} completed"
-    text += f" on {_many(devices, 'device')}{of_nodes} in {format_seconds(_duration_s(reports))}"
-    if retried:
-        text += f"; {retried} of them ran a task again"
+def flow_headline(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun] = ()) -> str:
+    """Return one sentence: how many task runs ended how, in how many attempts."""
+    runs = _task_runs(reports, unstarted)
+    if not runs:
+        return "No GPU task ran."
+    states = [STATE_WORDS[run.outcome] for run in runs]
+    counts = [
+        f"{states.count(state)} {state}"
+        for state in dict.fromkeys(STATE_WORDS.values())
+        if state in states
+    ]
+    text = f"{_many(len(runs), 'task run')}: {', '.join(counts)}"
+    text += f"; {_many(sum(run.tries for run in runs), 'attempt')}"
+    if reports:
+        devices = len({device for report in reports for device in report.devices})
+        nodes = _count_nodes(reports)
+        of_nodes = f" of {_many(nodes, 'node')}" if nodes else ""
+        text += (
+            f" on {_many(devices, 'device')}{of_nodes} in {format_seconds(_duration_s(reports))}"
+        )
     return text + "."
 
 
-def _attention(reports: Sequence[TaskReport]) -> list[str]:
+def _attention(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> list[str]:
     leaks = [
-        f"- **Leak**: {format_bytes(r.leaked_bytes)} did not come back after {_name(r)} on "
-        f"{_device_words(r)}"
-        for r in reports
-        if r.leaked_bytes
+        f"- **Leak**: {format_bytes(report.leaked_bytes)} did not come back after {_name(run, link)} on "
+        f"{_device_words(report)}"
+        for run in runs
+        for report in run.attempts
+        if report.leaked_bytes
     ]
-    failures = [
-        f"- **{OUTCOME_WORDS[r.outcome].capitalize()}**: {_name(r)}"
-        + (f" on {_on(r)}" if r.node else "")
-        + (f", put down to {_oom_words(r)}" if r.cause else "")
-        + (f": {escape(r.error, 300)}" if r.error else "")
-        for r in reports
-        if r.outcome != "completed"
-    ]
+    failures = [_failure(run, link) for run in runs if run.outcome != "completed"]
     above = [
-        f"- **Above its budget**: {_name(r)} took "
-        f"{format_bytes(r.peak_process_bytes - r.budget_total_bytes)} more than its "
-        f"{format_bytes(r.budget_total_bytes)}"
-        for r in reports
-        if r.peak_process_bytes - r.budget_total_bytes > OVERSHOOT_BYTES
+        f"- **Above its budget**: {_name(run, link)} took {format_bytes(over)} more than its "
+        f"{format_bytes(report.budget_total_bytes)}"
+        for run in runs
+        if (report := run.last) is not None
+        and (over := report.peak_process_bytes - report.budget_total_bytes) > OVERSHOOT_BYTES
     ]
-    return [*_cut(leaks, "leaks"), *_cut(failures, "failures"), *_cut(above, "above their budget")]
+    return [*_cut(failures, "failures"), *_cut(leaks, "leaks"), *_cut(above, "above their budget")]
+
+
+def _failure(run: _Run, link: Callable[[UUID], str | None]) -> str:
+    text = f"- {_state_words(run, first=str.capitalize)}: {_name(run, link)}"
+    report = run.last
+    if report is not None and report.node:
+        text += f" on {_on(report)}"
+    if report is not None and report.cause:
+        text += f", put down to {_oom_words(report)}"
+    return text + (f": {escape(run.error, 300)}" if run.error else "")
+
+
+def _state_words(run: _Run, first: Callable[[str], str] = str) -> str:
+    """Return how a task run ended: `completed, recovered after 2 retries`, `**failed**, out of memory`.
+
+    Args:
+        run: The task run.
+        first: Changes the state's word.
+    """
+    state = first(STATE_WORDS[run.outcome])
+    if run.outcome == "completed":
+        return state + (
+            f", recovered after {_many(run.tries - 1, 'retry', 'retries')}" if run.tries > 1 else ""
+        )
+    words = f"**{state}**"
+    if run.outcome in ("oom", "timeout"):
+        words += f", {OUTCOME_WORDS[run.outcome]}"
+    if not run.attempts:
+        words += ", no process was started"
+    return words + (f", after {run.tries} attempts" if run.tries > 1 else "")
 
 
 def _cut(lines: list[str], what: str) -> list[str]:
@@ -355,40 +498,35 @@ def _cut(lines: list[str], what: str) -> list[str]:
 
 
 def _flow_waste(reports: Sequence[TaskReport]) -> str:
-    wasted = sum(report.wasted_byte_seconds for report in reports)
-    text = _waste_words(wasted, sum(report.reserved_byte_seconds for report in reports))
-    text = f"**{text}** (reserved minus used, over time)."
-    probes = sum(r.wasted_byte_seconds for r in reports if r.budget_source == "probe")
-    if probes:
-        text += (
-            f" Probes account for {probes / GIB:,.1f} GiB·s of it: a first run has a device to"
-            " itself, later ones do not."
-        )
+    text = f"**Unused reservation: {_unused_percent(reports)}** of the memory that was reserved, over time."
+    if any(report.budget_source == "probe" for report in reports):
+        rest = [report for report in reports if report.budget_source != "probe"]
+        without = f"; without them: {_unused_percent(rest)}" if rest else ""
+        text += f" First runs have a device to themselves, to find out what they need{without}."
     return text
 
 
-def _every_process(reports: Sequence[TaskReport]) -> str:
+def _every_run(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> str:
     # Few columns, because the v1 UI does not wrap cells. The rest is in the report of each task run.
-    heads = ["#", "task run", "outcome", "on", "peak of budget", "queued", "run"]
-    rows = [
-        [
-            str(number),
-            escape(r.task_run_name) + _attempt_words(r),
-            "completed" if r.outcome == "completed" else f"**{OUTCOME_WORDS[r.outcome]}**",
-            _on(r),
-            _of_budget(r) + (", probe" if r.budget_source == "probe" else ""),
-            format_seconds(r.queued_s),
-            format_seconds(r.run_s),
-        ]
-        for number, r in enumerate(reports[:ROW_LIMIT], 1)
-    ]
-    if any(report.cause for report in reports):
-        heads.append("cause")
-        for row, report in zip(rows, reports, strict=False):
-            row.append(CAUSE_WORDS.get(report.cause, escape(report.cause)) or "–")
+    heads = ["#", "task run", "outcome", "on", "peak of budget", "queued", "run", "cause"]
+    rows = []
+    for number, run in enumerate(runs[:ROW_LIMIT], 1):
+        row = [str(number), _name(run, link), _state_words(run)]
+        if (report := run.last) is None:
+            row += ["–"] * 5
+        else:
+            cause = next((r.cause for r in reversed(run.attempts) if r.cause), "")
+            row += [
+                _on(report),
+                _of_budget(report) + (", probe" if report.budget_source == "probe" else ""),
+                format_seconds(report.queued_s),
+                format_seconds(report.run_s),
+                CAUSE_WORDS.get(cause, escape(cause)) or "–",
+            ]
+        rows.append(row)
     text = table(heads, rows, right=(0, 5, 6))
-    left = len(reports) - ROW_LIMIT
-    return text if left <= 0 else f"{text}\n\n… and {left} more processes, not shown."
+    left = len(runs) - ROW_LIMIT
+    return text if left <= 0 else f"{text}\n\n… and {left} more task runs, not shown."
 
 
 def _of_budget(report: TaskReport) -> str:
@@ -396,12 +534,16 @@ def _of_budget(report: TaskReport) -> str:
     return f"{format_bytes(peak)} of {format_bytes(budget)} ({percent(peak, budget)})"
 
 
-def _name(report: TaskReport) -> str:
-    return f"{escape(report.task_run_name)}{_attempt_words(report)}"
+def _name(run: _Run, link: Callable[[UUID], str | None]) -> str:
+    found = run.last or run.unstarted
+    assert found is not None, "it has a process, or it has none"
+    name = escape(found.task_run_name)
+    url = link(found.task_run_id)
+    return f"[{name}]({url})" if url else name
 
 
 def _attempt_words(report: TaskReport) -> str:
-    return f" (process {report.attempt})" if report.attempt > 1 else ""
+    return f" (attempt {report.attempt})" if report.attempt > 1 else ""
 
 
 def _on(report: TaskReport) -> str:
@@ -423,10 +565,12 @@ def _device_words(report: TaskReport) -> str:
     return "; ".join(words) or "none"
 
 
-def _waste_words(wasted: float, reserved: float) -> str:
+def _unused_percent(reports: Sequence[TaskReport]) -> str:
+    """Return which part of the reserved memory was not used, over time."""
+    wasted = sum(report.wasted_byte_seconds for report in reports)
     # A process that died before its first line held its device longer than its report knows.
-    reserved = max(wasted, reserved)
-    return f"{wasted / GIB:,.1f} GiB·s of {reserved / GIB:,.1f}, {percent(wasted, reserved)}"
+    reserved = max(wasted, sum(report.reserved_byte_seconds for report in reports))
+    return percent(wasted, reserved)
 
 
 def _duration_s(reports: Sequence[TaskReport]) -> float:

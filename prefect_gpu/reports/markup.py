@@ -18,6 +18,9 @@ NAME_LIMIT = 80
 #: Characters of a name that are kept. A task's name is an argument of its process, and a part of keys and messages.
 NAME_CHARS = 200
 
+#: Cells without a value.
+BLANKS = ("", "–")
+
 #: Characters with a meaning in the middle of a line. A user's text never starts a line.
 _SPECIAL = re.compile(r"([\\`*_\[\]|~$])")
 #: GitHub's markdown makes a link of these anywhere.
@@ -54,27 +57,53 @@ def image(alt: str, svg: str) -> str:
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     """Return a table.
 
+    A column without values is left out.
+
     Args:
         heads: Titles of the columns.
         rows: Cells. Those with a user's text must be escaped.
         right: Indices of the columns that are aligned to the right.
     """
     aligned = ["--:" if column in right else "---" for column in range(len(heads))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, aligned, *rows))
+    kept = [
+        at for at in range(len(heads)) if not rows or any(row[at] not in BLANKS for row in rows)
+    ]
+    lines = ([cells[at] for at in kept] for cells in (heads, aligned, *rows))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def notice(text: str) -> str:
+    """Return a paragraph that catches the eye.
+
+    Not a block quote: the v2 UI puts quotation marks around it (Prefect 3.8.8).
+
+    Args:
+        text: Markdown on one line. A user's text in it must be escaped.
+    """
+    return f"⚠️ {text}"
+
+
+def preformatted(text: str) -> str:
+    """Return text of several lines as it is, as one block of HTML.
+
+    Args:
+        text: Any text. Its blank lines are left out, since one would end the block.
+    """
+    lines = ("".join(c if c.isprintable() else "�" for c in line) for line in text.splitlines())
+    body = "\n".join(html.escape(line, quote=False) for line in lines if line.strip())
+    return f"<pre>\n{body}\n</pre>"
 
 
 def folded(title: str, text: str) -> str:
-    """Return text of several lines as it is, which a click on its title opens.
+    """Return text as `preformatted` does, which a click on its title opens.
 
     It is one block of HTML: the v1 UI closes `<details>` before Markdown in it (Prefect 3.8.8).
 
     Args:
         title: Without markup, and not a user's.
-        text: Any text. Its blank lines are left out, since one would end the block.
+        text: Any text.
     """
-    lines = ("".join(c if c.isprintable() else "�" for c in line) for line in text.splitlines())
-    body = "\n".join(html.escape(line, quote=False) for line in lines if line.strip())
-    return f"<details>\n<summary>{title}</summary>\n<pre>\n{body}\n</pre>\n</details>"
+    return f"<details>\n<summary>{title}</summary>\n{preformatted(text)}\n</details>"
 
 
 def percent(part: float, whole: float) -> str:

@@ -125,6 +125,18 @@ class TaskReport:
     counted_out: bool = True
     #: By device, all processes first and then each, the largest first. Empty: one process on one device.
     processes: tuple[ProcessPeak, ...] = ()
+    #: Bytes reserved on each device, in their order. Empty: `budget_bytes` on each.
+    budgets_bytes: tuple[int, ...] = ()
+    #: Most bytes that each device showed for the process, in their order. Empty: not known.
+    device_peaks_bytes: tuple[int, ...] = ()
+    #: Its `gpu:learn_by` values in words (`batch_size=32`). Empty: none are named.
+    learn_by: str = ""
+    #: What the next process of the task run gets, and why. Empty: the runner starts none by itself.
+    next_words: str = ""
+    #: Bytes of the allocation that was refused when memory ran out. `None`: there was none, or it is not known.
+    refused_bytes: int | None = None
+    #: The end of what it wrote to its stderr, if it died. Empty: nothing.
+    stderr_tail: str = ""
 
     @property
     def node(self) -> str:
@@ -134,7 +146,20 @@ class TaskReport:
     @property
     def budget_total_bytes(self) -> int:
         """Bytes reserved on all its devices together."""
-        return self.budget_bytes * max(1, len(self.devices))
+        return sum(self.budgets_bytes) or self.budget_bytes * max(1, len(self.devices))
+
+    def budget_on(self, device: Device) -> int:
+        """Return the bytes reserved on one of its devices."""
+        if not self.budgets_bytes:
+            return self.budget_bytes
+        return self.budgets_bytes[self.devices.index(device)]
+
+    def share_on(self, device: Device) -> float:
+        """Return which fraction of its memory one of its devices holds, by their peaks."""
+        whole = sum(self.device_peaks_bytes)
+        if not whole:
+            return 1 / len(self.devices)
+        return self.device_peaks_bytes[self.devices.index(device)] / whole
 
     @property
     def held_s(self) -> float:
@@ -150,14 +175,15 @@ class TaskReport:
     def compact(self) -> TaskReport:
         """Return a copy of a few kilobytes, of which a flow's report can keep thousands.
 
-        Its samples are merged into a coarse outline. It has no marks, no table of processes and no memory summary.
-        Other fields are unchanged.
+        Its samples are merged into a coarse outline. It has no marks, no table of processes, no memory summary and
+        no stderr. Other fields are unchanged.
         """
         return replace(
             self,
             samples=merge(self.samples, COMPACT_SAMPLES),
             marks=(),
             memory_summary="",
+            stderr_tail="",
             processes=(),
             sample_count=max(self.sample_count, len(self.samples)),
         )
@@ -194,6 +220,19 @@ class TaskReport:
             "shared_with": ", ".join(self.shared_with)[:499] or "none",
             "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class UnstartedRun:
+    """A GPU task run that ended before it got a process."""
+
+    task_run_id: UUID
+    task_run_name: str
+    outcome: Literal["failed", "cancelled"]
+    #: The error on one line.
+    error: str
+    #: When it ended, in seconds since the epoch.
+    ended_at: float
 
 
 def past_run(report: TaskReport) -> PastRun:

@@ -26,12 +26,19 @@ from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.logging import get_logger
+from prefect.utilities.urls import url_for
 from slugify import slugify
 
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.process_resources import start_thread
-from prefect_gpu.reports.markdown import flow_markdown, flow_metadata, task_markdown
-from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.markdown import (
+    flow_headline,
+    flow_markdown,
+    flow_metadata,
+    task_markdown,
+    task_summary,
+)
+from prefect_gpu.reports.model import TaskReport, UnstartedRun
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -92,13 +99,18 @@ def artifact_key(prefix: str, name: str) -> str:
     return "-".join(part for part in (front, slug or digest) if part)
 
 
-def task_artifact(report: TaskReport) -> ArtifactCreate:
-    """Return the artifact of one process, on its task run."""
+def task_artifact(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> ArtifactCreate:
+    """Return the artifact of one process, on its task run.
+
+    Args:
+        report: Of the process.
+        earlier: Of the processes that the task run had before it; compact ones are enough.
+    """
     return ArtifactCreate(
         key=artifact_key(TASK_PREFIX, report.task_name),
         type="markdown",
-        description="What one GPU process had, took and needed, by prefect_gpu.",
-        data=task_markdown(report),
+        description=task_summary(report),
+        data=task_markdown(report, earlier),
         metadata_=cut_values(report.metadata()),
         task_run_id=report.task_run_id,
         flow_run_id=report.flow_run_id,
@@ -106,23 +118,33 @@ def task_artifact(report: TaskReport) -> ArtifactCreate:
 
 
 def flow_artifact(
-    reports: Sequence[TaskReport], *, flow_name: str, flow_run_id: UUID | None
+    reports: Sequence[TaskReport],
+    unstarted: Sequence[UnstartedRun] = (),
+    *,
+    flow_name: str,
+    flow_run_id: UUID | None,
 ) -> ArtifactCreate:
     """Return the artifact of one flow run.
 
     Args:
         reports: One for each process; compact ones are enough.
+        unstarted: Task runs that never got a process.
         flow_name: Names the artifact.
         flow_run_id: The run whose page shows it. `None`: no run.
     """
     return ArtifactCreate(
         key=artifact_key(FLOW_PREFIX, flow_name),
         type="markdown",
-        description="What ran on each device, and what to write in its tags next time.",
-        data=flow_markdown(reports, flow_name=flow_name),
-        metadata_=cut_values(flow_metadata(reports)),
+        description=flow_headline(reports, unstarted),
+        data=flow_markdown(reports, unstarted, flow_name=flow_name, link=_task_run_url),
+        metadata_=cut_values(flow_metadata(reports, unstarted)),
         flow_run_id=flow_run_id,
     )
+
+
+def _task_run_url(task_run_id: UUID) -> str | None:
+    """Return the address of a task run's page; `None`: no address of a UI is known."""
+    return url_for("task-run", task_run_id)
 
 
 def cut_values(metadata: dict[str, str]) -> dict[str, str]:
@@ -197,16 +219,21 @@ class Publisher:
         self._last_error = ""
         self._warned = False
 
-    def publish(self, report: TaskReport) -> None:
-        """Publish the report of one process; return at once."""
-        self._put_artifact(functools.partial(task_artifact, report))
+    def publish(self, report: TaskReport, earlier: Sequence[TaskReport] = ()) -> None:
+        """Publish the report of one process; return at once. See `task_artifact`."""
+        self._put_artifact(functools.partial(task_artifact, report, earlier))
 
     def publish_flow(
-        self, reports: Sequence[TaskReport], *, flow_name: str, flow_run_id: UUID | None
+        self,
+        reports: Sequence[TaskReport],
+        unstarted: Sequence[UnstartedRun] = (),
+        *,
+        flow_name: str,
+        flow_run_id: UUID | None,
     ) -> None:
         """Publish the report of one flow run; return at once. See `flow_artifact`."""
         make = functools.partial(
-            flow_artifact, reports, flow_name=flow_name, flow_run_id=flow_run_id
+            flow_artifact, reports, unstarted, flow_name=flow_name, flow_run_id=flow_run_id
         )
         self._put_artifact(make)
 

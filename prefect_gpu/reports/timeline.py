@@ -36,6 +36,7 @@ PROCESS_EDGE = "#2563eb"
 LIVE = "#0f766e"
 RESERVED = "#9333ea"
 BUDGET = "#b45309"
+REFUSED = "#dc2626"
 HELD = "#94a3b8"
 
 #: Chosen to differ with the common kinds of colour blindness too. Bars also name the outcome in words.
@@ -59,8 +60,14 @@ LANE_LIMIT = 64
 GANTT_LIMIT = 1500
 BAR_LIMIT = 12_000
 
+#: Seconds that a double of seconds since the epoch may be off, and the sum of two.
+EPOCH_PRECISION_S = 1e-6
+
 #: The bytes of a point of a series.
 _amount: Callable[[tuple[float, int]], int] = operator.itemgetter(1)
+
+#: A refused request ends at most this many times above all readings and the budget.
+_TALLEST_REQUEST = 1.5
 
 #: A budget this many times above all readings is written in words: to scale it would flatten them.
 _TALLEST_BUDGET = 3.0
@@ -116,13 +123,21 @@ def task_timeline_svg(report: TaskReport) -> str:
     budget = report.budget_total_bytes
     highest = max(max([peak or 0, *map(_amount, line)]) for line, _, peak, _ in lines)
     off_scale = highest > 0 and budget > _TALLEST_BUDGET * highest
-    top_bytes = 1.12 * max(highest, 0 if off_scale else budget, MIB)
+    top_bytes: float = max(highest, 0 if off_scale else budget, MIB)
+    # Room for the labels, but no tick above what the devices have.
+    total = sum(device.total_bytes for device in report.devices)
+    top_bytes = max(top_bytes, min(1.12 * top_bytes, total or 1.12 * top_bytes))
+    refused = _refused(report)
+    scale_bytes = top_bytes
+    if refused is not None:
+        # The request may be any size: of a large one only the beginning is drawn.
+        scale_bytes = max(top_bytes, min(1.05 * sum(refused), _TALLEST_REQUEST * top_bytes))
 
     def x_of(at_s: float) -> float:
         return left + (right - left) * min(1.0, max(0.0, at_s / end_s))
 
     def y_of(size: float) -> float:
-        return bottom - (bottom - top) * min(1.0, max(0.0, size / top_bytes))
+        return bottom - (bottom - top) * min(1.0, max(0.0, size / scale_bytes))
 
     start_x = x_of(report.start_s)
     canvas.rect(left, top, start_x - left, bottom - top, "#f3f4f6")
@@ -145,6 +160,13 @@ def task_timeline_svg(report: TaskReport) -> str:
         words = "too short to be measured: the process ended before its first reading"
         x, y = (left + right) / 2, (top + bottom) / 2
         canvas.text(x, y, words, fill=MUTED, anchor="middle", halo=True)
+    if refused is not None:
+        held, request = refused
+        x, y = min(x_of(report.start_s + report.run_s), right - 1), y_of(held + request)
+        x = max(left, x - 13)
+        canvas.rect(x, y, 14, y_of(held) - y, REFUSED, stroke=REFUSED, opacity=0.15, dash="4 3")
+        words = f"refused: {format_bytes(request)}"
+        canvas.text(x - 6, y + 14, words, fill=REFUSED, anchor="end", bold=True, halo=True)
     if start_x - left > 58:
         x, y = (left + start_x) / 2, (top + bottom) / 2
         canvas.text(x, y, "starting", fill=MUTED, anchor="middle")
@@ -161,6 +183,14 @@ def task_timeline_svg(report: TaskReport) -> str:
     canvas.legend(((f"{n}, peak {format_bytes(p)}", colour, 0.5) for n, p, colour in peaks), 28)
     canvas.legend(((name, tint, 0.5) for name, tint in tints.items()), bottom + 62)
     return canvas.svg()
+
+
+def _refused(report: TaskReport) -> tuple[int, int] | None:
+    """Return what the process held when memory ran out, and the request that was refused."""
+    if not report.refused_bytes:
+        return None
+    held = (s.process_bytes for s in reversed(report.samples) if s.process_bytes)
+    return next(held, report.peak_process_bytes), report.refused_bytes
 
 
 def _tints(marks: Sequence[Mark]) -> dict[str, str]:
@@ -230,14 +260,18 @@ def _time_axis(
 # -- a flow run ----------------------------------------------------------------------------------
 
 
-def flow_gantt_svg(reports: Sequence[TaskReport]) -> str:
+def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -> str:
     """Draw what ran on each device and when, with the memory of the device below its bars.
 
     A bar is one process: as long as it held its reservation, filled up to the part of the reservation
-    that it used at its peak. Bars are numbered in the order of `reports`, as in the flow's table. Takes
-    about 4 ms for 19 processes.
+    that it used at its peak. Takes about 4 ms for 19 processes.
+
+    Args:
+        reports: One for each process.
+        numbers: Of the task run of each, as in the flow's table; empty: in the order of `reports`.
     """
-    numbered = [(i, report) for i, report in enumerate(reports, 1) if report.devices]
+    numbers = numbers or range(1, len(reports) + 1)
+    numbered = [(i, r) for i, r in zip(numbers, reports, strict=True) if r.devices]
     start = min((report.placed_at for _, report in numbered), default=0.0)
     end_s = max((r.placed_at - start + max(r.held_s, 0.001) for _, r in numbered), default=1.0)
     by_device: dict[Device, list[tuple[int, TaskReport]]] = {}
@@ -313,7 +347,7 @@ def _left_out_words(devices: int, processes: int) -> str:
 class _Bar:
     """One process on one device."""
 
-    #: In the order of the flow's table, from 1.
+    #: Of the task run in the flow's table, from 1.
     number: int
     report: TaskReport
     #: Seconds from the first placement of the flow run.
@@ -346,33 +380,38 @@ class _Lane:
         #: Pixels from one track to the next, so that 64 tasks at once still fit a screen.
         self.pitch = max(7.0, min(24.0, 320 / len(free_s)))
         self.height = max(len(free_s) * self.pitch + 10 + 46 + 22, 112)
-        self.reserved = _reserved(self.bars)
-        self.used = _used(self.bars)
+        self.reserved = _reserved(self.bars, device)
+        self.used = _used(self.bars, device)
 
 
-def _reserved(bars: Iterable[_Bar]) -> list[tuple[float, int]]:
+def _reserved(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:
     changes: list[tuple[float, int]] = []
     for bar in bars:
-        size = bar.report.budget_bytes
-        changes += [(bar.at_s, size), (bar.end_s, -size)]
+        size = bar.report.budget_on(device)
+        # The next reservation may begin where this one ends.
+        end_s = max(bar.at_s, bar.at_s + bar.report.held_s - EPOCH_PRECISION_S)
+        changes += [(bar.at_s, size), (end_s, -size)]
     return _sum_up(changes)
 
 
-def _used(bars: Iterable[_Bar]) -> list[tuple[float, int]]:
+def _used(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:
     changes: list[tuple[float, int]] = []
     for bar in bars:
         report = bar.report
         points = [(s.at_s, s.process_bytes) for s in report.samples if s.process_bytes is not None]
         # A process that was too short for a reading counts with its peak.
         points = points or [(0.0, report.peak_process_bytes)]
+        # Samples are about all devices of the process together.
+        share = report.share_on(device)
         before = 0
         for at_s, total in points:
-            # Samples are about all devices of the process together.
-            size = total // max(1, len(report.devices))
+            size = int(total * share)
             changes.append((bar.at_s + at_s, size - before))
             before = size
         changes.append((max(bar.end_s, bar.at_s + points[-1][0]), -before))
-    return _sum_up(changes)
+    # A point of a compact report is the largest of several readings. Those of two processes may be from
+    # different moments, so their sum is only a bound, and the device's memory is another.
+    return [(at_s, min(size, device.total_bytes)) for at_s, size in _sum_up(changes)]
 
 
 def _sum_up(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
@@ -454,6 +493,8 @@ def _draw_bar(canvas: Canvas, bar: _Bar, x: float, y: float, width: float, heigh
     report, number = bar.report, bar.number
     colour = OUTCOME_COLOURS[report.outcome]
     name = clean(report.task_run_name)
+    if report.attempt > 1:
+        name += f" (attempt {report.attempt})"
     title = (
         f"{number}: {name}, {format_bytes(report.peak_process_bytes)} of {_budget_words(report)}, "
         f"{format_seconds(report.held_s)}, {report.outcome}"

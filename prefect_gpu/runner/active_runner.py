@@ -19,6 +19,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from prefect import Task
 from prefect.client.schemas.objects import State
@@ -43,7 +44,7 @@ from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
-from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.attempt import CancelledByRunner
@@ -120,6 +121,8 @@ class ActiveRunner:
         self._reports: list[TaskReport] = []
         #: How many GPU task runs ended in each state, by its name.
         self._states: Counter[str] = Counter()
+        #: By task run: those that failed, which may have had no process.
+        self._unstarted: dict[UUID, UnstartedRun] = {}
         self._book: BudgetBook | None = None
         self._plans = PlanMaker(configuration.memory_snapshots)
         #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
@@ -394,10 +397,17 @@ class ActiveRunner:
         """Publish the report of a process, without holding up the caller."""
         self._let_go()
         with self._lock:
+            same = [r for r in self._reports if r.task_run_id == report.task_run_id]
             self._reports.append(report.compact())
             publisher = self._publisher
         if publisher is not None:
-            publisher.publish(report)
+            publisher.publish(report, same)
+
+    def note_unstarted(self, run: UnstartedRun) -> None:
+        """Note a task run whose body call failed, for the flow's report if it gets no process."""
+        if self._configuration.reports:
+            with self._lock:
+                self._unstarted[run.task_run_id] = run
 
     def _open_publisher(self) -> None:
         """Make the publisher: in the flow's own context, whose settings it keeps."""
@@ -475,8 +485,12 @@ class ActiveRunner:
             prefect_engine.log_on_flow(self.flow, flow_summary(states, reports))
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)
-            if reports:
-                self._publisher.publish_flow(reports, flow_name=name, flow_run_id=flow_run_id)
+            unstarted = [*self._unstarted.values()]
+            self._unstarted = {}
+            if reports or unstarted:
+                self._publisher.publish_flow(
+                    reports, unstarted, flow_name=name, flow_run_id=flow_run_id
+                )
             self._publisher.close(CLOSING_S)
         self._client.close()
 

@@ -422,7 +422,9 @@ class Attempt:
     def _take_death(self, exited: ChildExited) -> ChildDiedError:
         """Return the error of a process that ended without an answer."""
         cause = _kill_cause(exited, self._kills_before)
-        self._verdict = Verdict("died", _describe_exit(exited.code), cause)
+        self._verdict = Verdict(
+            "died", _describe_exit(exited.code), cause, stderr_tail=exited.stderr_tail
+        )
         if exited.stderr_tail:
             self._run.warn(f"The process died; end of its standard error:\n{exited.stderr_tail}")
         return _death_by_exit(self._plan.task_name, exited, self._learned, cause)
@@ -534,6 +536,7 @@ class Attempt:
         take_report: Callable[[TaskReport | None], None],
         cause: Cause | Literal[""] = "",
         wanted_bytes: int | None = None,
+        next_words: str = "",
     ) -> None:
         """Note that the engine's thread is done with it.
 
@@ -542,9 +545,12 @@ class Attempt:
                 thread once nothing of the process is left.
             cause: Of its out-of-memory; empty: there was none.
             wanted_bytes: Bytes on one device that it would have needed; `None`: unknown.
+            next_words: What the next process of the task run gets, and why; empty: there is none.
         """
         if cause:
-            self._verdict = replace(self._verdict, cause=cause, wanted_bytes=wanted_bytes)
+            self._verdict = replace(
+                self._verdict, cause=cause, wanted_bytes=wanted_bytes, next_words=next_words
+            )
         with self._lock:
             self._take_report = take_report
         self._hand_on()

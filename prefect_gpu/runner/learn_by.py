@@ -1,7 +1,8 @@
 """Digests of the values that `gpu:learn_by` names: equal values, equal digests, on every host.
 
 A history is kept for each digest, so a digest must not depend on the process, the host, the order of a
-dictionary, or the module of a class (in a script that is `__main__`). The values themselves are not kept.
+dictionary, or the module of a class (in a script that is `__main__`). Of the values themselves only short ones that
+are no secrets are kept, in words, for reports.
 Tags are read in `policy`; histories are in `scheduling.history`.
 
 | value | counts by |
@@ -19,6 +20,7 @@ Tags are read in `policy`; histories are in `scheduling.history`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -26,6 +28,7 @@ import hashlib
 import inspect
 import json
 import numbers
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -54,6 +57,15 @@ _TOLD_BY_TEXT = {
     "torch.dtype",
     "uuid.UUID",
 }
+
+_TIMES = {"datetime.date", "datetime.time"}
+
+#: Characters of the words for all values of a call.
+WORDS_LIMIT = 120
+
+#: Parameters whose values are not written, and texts that are not: addresses with a password.
+_SECRET_NAME = re.compile(r"(?i)secret|token|passw|credential|(api|access|private)_?key|auth")
+_SECRET_TEXT = re.compile(r"://[^/\s]*@")
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -91,6 +103,46 @@ def digest_values(
         else:
             raise _unknown(function, name, parameters)
     return hashlib.sha256(json.dumps(values).encode("ascii")).hexdigest()[:DIGEST_CHARS]
+
+
+def describe_values(
+    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
+) -> str:
+    """Return the arguments of some parameters in words: `batch_size=32, model=vit-b16`.
+
+    Numbers, texts, enums, paths, dtypes and the like are written as the user would write them. Of a secret, which its
+    parameter's name or its text shows, nothing is said, and of other values the name of their class.
+
+    Args:
+        function: The task's own.
+        names: As for `digest_values`, which must accept them.
+        arguments: Bound to the parameters by name, with defaults.
+    """
+    variadic = (
+        p.name for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD
+    )
+    given = {**arguments.get(next(variadic, ""), {}), **arguments}
+    words = (f"{name}={_words(name, given[name])}" for name in sorted(set(names)) if name in given)
+    return ", ".join(words)[:WORDS_LIMIT]
+
+
+def _words(name: str, value: Any, deep: bool = True) -> str:
+    cls = type(value)
+    if _SECRET_NAME.search(name):
+        return "(secret)"
+    if isinstance(value, enum.Enum):
+        return str(value.name)
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType, MethodType)):
+        return _name(value)
+    if deep and isinstance(value, (list, tuple)) and len(value) <= WORDS_LIMIT:
+        return f"[{', '.join(_words(name, item, deep=False) for item in value)}]"
+    plain = value is None or isinstance(value, (str, bool, numbers.Number))
+    if plain or hasattr(cls, "__fspath__") or _is_one_of(cls, _TOLD_BY_TEXT | _TIMES):
+        # Python refuses to write more than 4300 digits.
+        with contextlib.suppress(ValueError):
+            text = str(value)
+            return "(secret)" if _SECRET_TEXT.search(text) else text
+    return _name(cls)
 
 
 def _unknown(

@@ -29,6 +29,11 @@ from prefect_gpu.scheduling.model import DeviceKind, Placement
 MOST_PROCESSES = 256
 
 
+#: Wall-clock seconds since the epoch at which the monotonic clock was 0, read once: a report's times are then
+#: as far apart as the monotonic ones, and a reservation that has ended never seems to overlap the next.
+EPOCH_S = time.time() - time.monotonic()
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """How a process ended. Decided by the engine's thread alone."""
@@ -40,6 +45,10 @@ class Verdict:
     cause: Cause | Literal[""] = ""
     #: Bytes on one device that it would have needed; `None`: unknown.
     wanted_bytes: int | None = None
+    #: What the next process of the task run gets, and why; empty: the runner starts none by itself.
+    next_words: str = ""
+    #: The end of what a process that died wrote to its stderr; empty: nothing.
+    stderr_tail: str = ""
 
 
 class ProcessRecord:
@@ -63,7 +72,7 @@ class ProcessRecord:
         self._queued_s = queued_s
         self._watched = watched
         #: Wall-clock seconds since the epoch.
-        self._placed_at = time.time()
+        self._placed_at = EPOCH_S + placed_s
         #: Guards all below.
         self._lock = threading.RLock()
         self._series = SeriesBuilder(sum(placement.budget_bytes))
@@ -298,6 +307,12 @@ class ProcessRecord:
                 wanted_bytes=verdict.wanted_bytes,
                 steps=self._seen_steps(),
                 history_key=call.identity.learn_by,
+                learn_by=call.identity.learn_by_words,
+                budgets_bytes=self._placement.budget_bytes,
+                device_peaks_bytes=tuple(self._device_peaks),
+                next_words=verdict.next_words,
+                stderr_tail=verdict.stderr_tail,
+                refused_bytes=self.out_of_memory.wanted_bytes if self.out_of_memory else None,
                 shared_with=shared_with,
                 counted_out=self._counted_out or not self._counted,
                 memory_summary=self.out_of_memory.summary if self.out_of_memory else "",
@@ -333,6 +348,12 @@ class ProcessRecord:
 
     def _add_up(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
         """Return the process's peak, its context, and where the peak comes from."""
+        peak, context, source = self._estimate(kind, peak_reserved)
+        # A context that is assumed may be larger than the real one.
+        total = sum(device.total_bytes for device in self._placement.devices)
+        return min(peak, total), min(context, total), source
+
+    def _estimate(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
         peak = self._series.peak_process_bytes or 0
         if kind != "nvml":
             # The child knows the peak of a resident set that no reading has seen.

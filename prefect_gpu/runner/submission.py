@@ -40,7 +40,8 @@ from prefect_gpu.processes.launch_spec import Launcher
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.processes.values import argument_files
-from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.markup import clean_name
+from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.runner.attempt import Attempt, CancelledByRunner, ChildTraceback, first_line
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
@@ -219,7 +220,7 @@ class BodyRun:
                 if attempt is None:
                     take(None)
                 else:
-                    attempt.close(take, cause, wanted_bytes)
+                    attempt.close(take, cause, wanted_bytes, rung.reason if rung else "")
             assert attempt is not None
             if rung is None:
                 # A node has refused it: it waits on.
@@ -403,12 +404,27 @@ class GPUTask:
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call of the body: the first, or one of Prefect's retries."""
+        self._run = run = EngineRun(self._task)
+        try:
+            return self._run_body(run, args, kwargs)
+        except BaseException as error:
+            task_run = run.task_run
+            outcome: Literal["failed", "cancelled"] = (
+                "failed" if isinstance(error, Exception) else "cancelled"
+            )
+            self._runner.note_unstarted(
+                UnstartedRun(
+                    task_run.id, clean_name(task_run.name), outcome, first_line(error), time.time()
+                )
+            )
+            raise
+
+    def _run_body(self, run: EngineRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self._plan, Exception):
             raise self._plan
         if self._last is not None:
             # As between the processes of one call.
             self._last.wait_finished(ENDING_S)
-        self._run = run = EngineRun(self._task)
         try:
             with argument_files().share() as share:
                 identity = self._plan.identity(args, kwargs)

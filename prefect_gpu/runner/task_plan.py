@@ -28,7 +28,7 @@ from prefect_gpu.processes.messages import Call
 from prefect_gpu.processes.transport import PackedValue
 from prefect_gpu.processes.values import Share
 from prefect_gpu.reports.markup import clean_name
-from prefect_gpu.runner.learn_by import digest_values
+from prefect_gpu.runner.learn_by import describe_values, digest_values
 from prefect_gpu.runner.prefect_engine import EngineRun, without_flow_parameters
 from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.scheduling.history import HistoryKey
@@ -92,13 +92,14 @@ class TaskPlan:
         Raises:
             PolicyError: `gpu:learn_by` names a parameter that the function does not have.
         """
-        digest = ""
+        digest = words = ""
         if self.policy.learn_by:
             bound = inspect.signature(self.function).bind(*args, **kwargs)
             bound.apply_defaults()
             digest = digest_values(self.function, self.policy.learn_by, bound.arguments)
+            words = describe_values(self.function, self.policy.learn_by, bound.arguments)
         qualified_name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
-        return HistoryKey(self.task_name, qualified_name, learn_by=digest)
+        return HistoryKey(self.task_name, qualified_name, learn_by=digest, learn_by_words=words)
 
 
 class PlanMaker:

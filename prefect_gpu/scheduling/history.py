@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from prefect_gpu.units import MIB
@@ -59,6 +59,8 @@ class HistoryKey:
     device_name: str = ""
     #: Digest of the `gpu:learn_by` values; empty: none are named.
     learn_by: str = ""
+    #: The same values in words, for people; empty: none are named.
+    learn_by_words: str = field(default="", compare=False)
 
     def on(self, device_name: str) -> HistoryKey:
         """Return the key for a GPU model."""

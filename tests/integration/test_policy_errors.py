@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
-from prefect import flow, tags, task
+from prefect import flow, runtime, tags, task
 from prefect.tasks import Task
 
 from prefect_gpu import GPUTaskRunner, PolicyError, current_allocation, gpu
@@ -43,9 +44,11 @@ def test_what_cannot_be_fails_its_task_run_without_a_process_or_a_retry(tmp_path
         return task(body, name=name, tags=given, retries=3, retry_delay_seconds=60)
 
     kept: dict[str, Any] = {}
+    runs: list[UUID] = []
 
-    @flow(task_runner=GPUTaskRunner(devices=api.TWO, reports=False))
+    @flow(task_runner=GPUTaskRunner(devices=api.TWO))
     def bad() -> str:
+        runs.append(UUID(runtime.flow_run.id))
         kept.update({name: of(name, given).submit() for name, (given, *_) in BAD.items()})
         with tags("gpu:memory=lots"):
             kept["from a context"] = of("from a context", gpu(memory="1GiB")).submit()
@@ -69,6 +72,13 @@ def test_what_cannot_be_fails_its_task_run_without_a_process_or_a_retry(tmp_path
         assert said in str(found), name
         assert kept[name].state.name == "Failed", name
     assert not (tmp_path / "started").exists()
+    (report,) = api.artifacts(flow_run_id=runs[0], count=1)
+    failed = str(len(BAD) + 1)
+    assert report.metadata_ is not None
+    assert {report.metadata_[key] for key in ("task_runs", "unstarted", "failed")} == {failed}
+    assert report.description == f"{failed} task runs: {failed} failed; 0 attempts."
+    assert "did you mean gpu:memory" in report.data
+    assert f"/runs/task-run/{kept['no memory'].task_run_id})" in report.data
     run = api.task_run(kept["two budgets"].task_run_id)
     assert run.run_count == 1
     assert run.state is not None and "two values for memory" in str(run.state.message)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prefect_gpu.units import (
     GIB,
@@ -105,3 +110,18 @@ def test_bytes_are_written_as_readable_text(size_bytes: float | None, text: str)
 )
 def test_seconds_are_written_as_readable_text(seconds: float | None, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@given(st.floats(0, 1e6))
+def test_seconds_roll_over_to_the_next_unit_where_they_are_rounded(seconds: float) -> None:
+    text = format_seconds(seconds)
+    numbers = [float(number) for number in re.findall(r"[0-9.]+", text)]
+    tops = {"ms": [1000], "s": [60], "m s": [60, 60], "h m": [math.inf, 60]}
+    units = " ".join(re.findall(r"[a-z]+", text))
+    assert all(number < top for number, top in zip(numbers, tops[units], strict=True)), text
+
+
+@given(st.integers(0, 2**50) | st.sampled_from([KIB, MIB, GIB, TIB]).map(lambda unit: unit - 1))
+def test_bytes_roll_over_to_the_next_unit_where_they_are_rounded(size_bytes: int) -> None:
+    text = format_bytes(size_bytes)
+    assert float(text.rstrip("KMGTiB")) < 1024 or text.endswith("TiB"), text

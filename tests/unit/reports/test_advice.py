@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.measurements import Sample, StepFacts
-from prefect_gpu.reports.advice import advise
+from prefect_gpu.reports.advice import advise, tag_advice
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import CONTEXT, device, task_report
@@ -33,7 +33,11 @@ def ran_out(**changes: Any) -> TaskReport:
 
 
 def about(report: TaskReport, word: str) -> list[str]:
-    return [sentence for sentence in advise(report) if word in sentence]
+    return [sentence for sentence in advice(report) if word in sentence]
+
+
+def advice(report: TaskReport) -> tuple[str, ...]:
+    return advise(report, tag_advice([report]))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_a_report_without_a_reason_gets_no_advice(report: TaskReport) -> None:
     ],
 )
 def test_the_first_sentence_names_the_cause(changes: dict[str, Any], first: str) -> None:
-    assert advise(ran_out(**changes))[0].startswith(first)
+    assert advice(ran_out(**changes))[0].startswith(first)
 
 
 @pytest.mark.parametrize("cause", ["foreign", "host", "unknown"])
@@ -241,7 +245,7 @@ def test_small_or_unknown_growth_is_not_reported_as_a_leak(steps: StepFacts) -> 
 
 def test_an_allocator_that_gave_up_its_cache_is_advised_a_larger_tag() -> None:
     steps = StepFacts(90, 4 * GIB, 4 * GIB, 0.034, 3)
-    (sentence,) = advise(quiet(steps=steps))
+    (sentence,) = advice(quiet(steps=steps))
     assert "3 times after the first step" in sentence and "34ms" in sentence
     assert "`gpu:memory=7.5GiB`" in sentence
     assert advise(quiet(steps=steps, cap_bytes=None)) == ()
@@ -277,11 +281,18 @@ def test_memory_above_the_budget_is_explained(changes: dict[str, Any], says: str
 
 
 def test_a_budget_that_is_far_too_large_names_the_tag() -> None:
-    (sentence,) = advise(quiet(budget_bytes=40 * GIB))
-    assert "40GiB is far more than it needs: `gpu:memory=5.8GiB` is enough" in sentence
-    assert "live peak 4GiB × 1.3 + context 612MiB" in sentence
-    assert advise(quiet(budget_bytes=40 * GIB, budget_source="learned")) == ()
-    assert advise(quiet(budget_bytes=11 * GIB)) == ()
+    tag = tag_advice([quiet(budget_bytes=40 * GIB)])
+    assert tag is not None and tag.write == "`gpu:memory=5.8GiB`" and not tag.fits
+    assert tag.why == "live peak 4GiB × 1.3 + context 612MiB"
+    assert (fit := tag_advice([quiet()])) is not None and fit.fits
+
+
+def test_an_attempt_that_is_followed_by_another_gives_no_tag() -> None:
+    first = advice(ran_out(next_words="6GiB were not enough; it gets 9GiB"))[0]
+    assert first == (
+        "It reached its cap of 5.4GiB, of a budget of 6GiB, and would have needed 7GiB in all. The "
+        "task run has another attempt: 6GiB were not enough; it gets 9GiB."
+    )
 
 
 def test_the_most_useful_advice_comes_first() -> None:

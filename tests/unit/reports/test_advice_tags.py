@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from uuid import UUID
 
 import pytest
 from hypothesis import given
@@ -27,9 +28,13 @@ def run(live_gib: float, **changes: Any) -> TaskReport:
     return task_report(**{**fields, **changes})
 
 
+def rows(*reports: TaskReport) -> list[str]:
+    return [line for line in tags_table(reports).splitlines()[2:] if line.startswith("|")]
+
+
 def row(*reports: TaskReport) -> list[str]:
     """The cells of the only row: task, budget now, write, because."""
-    _, _, line = tags_table(reports).splitlines()
+    (line,) = rows(*reports)
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
@@ -110,9 +115,9 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
         ([run(5, outcome="oom")], "more than 12GiB", "none completed"),
         ([run(120, budget_source="probe")], "`gpu:memory=100%`", "live peak 120GiB"),
         (
-            [run(3, history_key="a"), run(4, history_key="b")],
+            [run(2), run(4, task_run_id=UUID(int=1))],
             "`gpu:memory=5.8GiB`",
-            "of 2 histories",
+            "live peak 4GiB × 1.3 + context 612MiB; the most of 2 task runs",
         ),
     ],
     ids=[
@@ -127,7 +132,7 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
         "none completed, but its error says what it wanted",
         "none completed, for an unknown reason",
         "no more than there is",
-        "the largest of several histories",
+        "the most of several task runs",
     ],
 )
 def test_a_row_has_the_tag_to_write_and_the_reason(
@@ -164,14 +169,36 @@ def test_a_tag_that_fits_is_left_as_it_is(report: TaskReport, fits: bool) -> Non
 
 
 def test_a_probe_counts_only_if_its_history_has_no_other_completed_run() -> None:
-    probe = run(13, budget_source="probe", history_key="big")
+    probe = run(13, budget_source="probe", history_key="big", task_run_id=UUID(int=1))
     other = run(4, budget_source="learned", history_key="small")
-    assert written(probe, other) == "17.5GiB"
+    assert written(probe) == "17.5GiB"
     assert written(replace(probe, history_key="small"), other) == "5.8GiB"
     steady = replace(probe, history_key="small", steps=StepFacts(9, 13 * GIB, 5 * GIB))
     assert written(steady, other) == "7.1GiB"
     differ = replace(steady, steps=StepFacts(9, 13 * GIB, 5 * GIB, alike=False))
     assert written(differ, other) == "5.8GiB"
+
+
+def test_each_set_of_learn_by_values_has_a_row_of_its_own() -> None:
+    found = rows(
+        run(3, history_key="a", learn_by="batch_size=8"),
+        run(4, history_key="b", learn_by="batch_size=64"),
+        run(5, history_key="c"),
+    )
+    assert [line.split(" | ")[0::2] for line in found] == [
+        ["| evaluate (c)", "`gpu:memory=7.1GiB`"],
+        [r"| evaluate (batch\_size=64)", "`gpu:memory=5.8GiB`"],
+        [r"| evaluate (batch\_size=8)", "`gpu:memory=4.5GiB`"],
+    ]
+    assert "`task.with_options(tags=...)`" in tags_table([run(3, history_key="a")])
+
+
+def test_no_tag_is_written_for_a_shortage_that_it_does_not_help_against() -> None:
+    assert "Nothing to change" in tags_table([run(5, outcome="oom", cause="foreign")])
+    assert row(run(5, outcome="oom", cause="own_cap", wanted_bytes=150 * GIB))[2:] == [
+        "no tag helps: it must take less",
+        "its device has 140GiB",
+    ]
 
 
 def test_memory_on_several_devices_becomes_a_tag_for_each() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from prefect_gpu.reports.history import (
     PrefectHistory,
     history_artifact_key,
     history_markdown,
+    history_summary,
 )
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, HistoryStore, PastRun
@@ -397,12 +399,18 @@ def test_the_page_of_a_history_has_the_next_budget_and_every_run() -> None:
         "down.**\n"
     )
     assert (
-        "Task Évaluate models on NVIDIA H200, for one set of its `gpu:learn_by` values "
-        "(0123456789ab). A `gpu:memory` tag takes precedence"
+        "Task Évaluate models on NVIDIA H200, for 0123456789ab (`gpu:learn_by`). A `gpu:memory` "
+        "tag takes precedence"
     ) in page
+    said = replace(KEY, learn_by_words="batch_size=32")
+    assert r"for batch\_size=32 (`gpu:learn_by`)" in history_markdown(said, runs)
+    assert history_summary(said, runs) == (
+        "Évaluate models · batch_size=32 · NVIDIA H200 · next budget 6GiB"
+    )
+    assert history_summary(OTHER, []).endswith(" · next budget not known")
     rows = [line for line in page.splitlines() if line.startswith("| 2026")]
     assert rows == [
-        "| 2026-11-18 11:07 | out of memory | 4GiB | 4GiB | – | 5GiB | 600MiB | 0 | – | its own cap |",
+        "| 2026-11-18 11:07 | out of memory | 4GiB | 4GiB | – | 5GiB | 600MiB | – | – | its own cap |",
         "| 2026-11-18 11:06 | completed | 6GiB, no cap | 4GiB | 3GiB | 5GiB | 600MiB | 2 | 27ms | – |",
     ]
 
@@ -416,7 +424,7 @@ def test_the_page_of_a_history_says_that_runs_differ() -> None:
 def test_the_page_of_a_history_without_a_completed_run_announces_a_probe() -> None:
     page = history_markdown(OTHER, [run(outcome="died", cause="unknown", ended_at=1e300)])
     assert "the next one has a device to itself" in page
-    assert "| – | died |" in page and "| unknown |" in page
+    assert "\n| died |" in page and "| unknown |" in page
     assert "learn_by" not in page
 
 

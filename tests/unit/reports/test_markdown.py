@@ -12,8 +12,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefect_gpu.measurements import Mark, Sample, StepFacts
-from prefect_gpu.reports.markdown import flow_markdown, flow_metadata, task_markdown
-from prefect_gpu.reports.model import BudgetSource, Outcome, ProcessPeak, Source, TaskReport
+from prefect_gpu.reports.markdown import (
+    flow_markdown,
+    flow_metadata,
+    task_markdown,
+    task_summary,
+)
+from prefect_gpu.reports.model import (
+    BudgetSource,
+    Outcome,
+    ProcessPeak,
+    Source,
+    TaskReport,
+    UnstartedRun,
+)
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import PLACED_AT, device, flow_reports, on_node, task_report
@@ -67,8 +79,8 @@ def test_a_task_report_has_a_table_a_chart_phases_and_raw_numbers() -> None:
     text = task_markdown(report)
     assert len(pictures(text)) == 1
     assert "| Budget | **6GiB**, from its tag |" in text
-    assert "| 0 | train | 2,457.6 | 3,799.0 | 5,017.6 | 5,017.6 | unknown | 24.0s |" in text
-    assert "| 0 | done | unknown | unknown | unknown | unknown | unknown | – |" in text
+    assert "| 0 | train | 2,457.6 | 3,799.0 | 5,017.6 | 5,017.6 | 24.0s |" in text
+    assert "| 0 | done | – | – | – | – | – |" in text
     assert "<details>" in text and f"| `budget_bytes` | {6 * GIB} |" in text
     assert text == task_markdown(task_report())
     assert "### Phases" not in task_markdown(replace(report, marks=()))
@@ -84,8 +96,20 @@ def test_a_task_report_has_a_table_a_chart_phases_and_raw_numbers() -> None:
         ({"budget_bytes": 5 * GIB}, "it took 5.5GiB, 510MiB more than its budget of 5GiB."),
         ({"budget_bytes": 99 * GIB, "budget_source": "probe"}, "with the whole device (99GiB)"),
         ({"peak_process_bytes": 0}, "no memory was seen, of a budget of 6GiB."),
+        (
+            {"devices": (device(), device(1)), "budgets_bytes": (4 * GIB, 8 * GIB)},
+            "it needed 5.5GiB of its 12GiB budget on 2 devices together (46%).",
+        ),
     ],
-    ids=["completed", "oom", "died", "over its budget", "probe", "nothing measured"],
+    ids=[
+        "completed",
+        "oom",
+        "died",
+        "over its budget",
+        "probe",
+        "nothing measured",
+        "several devices",
+    ],
 )
 def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: str) -> None:
     assert says in headline(task_report(**changes))
@@ -99,15 +123,21 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
         ({"source": "framework"}, "plus the measured context"),
         ({"leaked_bytes": 400 * MIB}, "400MiB did not come back"),
         ({"leaked_bytes": None}, "| Leaked | cannot be measured here |"),
-        ({"error": "boom\nsecond line"}, "> ⚠️ boom second line"),
+        ({"error": "boom\nsecond line"}, "\n\n⚠️ boom second line\n\n"),
         ({"peak_live_bytes": None, "framework": "none"}, "unknown (framework: none)"),
         ({"devices": (device(), device(1))}, "**6GiB** on each device"),
         ({"devices": ()}, "| Device | none |"),
-        ({"attempt": 2}, "completed (process 2)"),
+        ({"attempt": 2}, "completed (attempt 2)"),
         ({"wasted_byte_seconds": 9e12}, "100%"),
         ({"cap_bytes": 5 * GIB}, "| Cap | 5GiB, what a framework could allocate |"),
         ({}, "| Cap | none |"),
-        ({}, "| Steps | none seen |"),
+        ({"outcome": "died", "stderr_tail": "Traceback <x>"}, "<pre>\nTraceback &lt;x&gt;\n</pre>"),
+        ({"learn_by": "batch_size=8"}, "| Values | batch\\_size=8 |"),
+        ({}, "| Unused reservation | 21% |"),
+        (
+            {"budget_bytes": 40 * GIB},
+            "| Tag for next time | `gpu:memory=6.8GiB` (live peak 4.7GiB × 1.3 + context 612MiB) |",
+        ),
         (
             {"steps": StepFacts(90, 13 * GIB, 4 * GIB, 0.027, 2)},
             "| Steps | 90 over, up to 13GiB allocated in the first, 4GiB in steady ones, 27ms each,",
@@ -136,13 +166,30 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
             {"processes": (ProcessPeak(0, 8, GIB, 6 * GIB),) * 51},
             "| 0 | 8, started by it | 1GiB | 17% |\n\n… and 1 more, not shown.",
         ),
-        ({"source": "host"}, "| peak reserved | process | took |"),
-        ({}, "| peak reserved | NVML | took |"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_a_task_report_is_honest_about(changes: dict[str, Any], says: str) -> None:
     assert says in task_markdown(task_report(**changes))
+
+
+def test_a_task_report_leaves_out_what_has_no_value() -> None:
+    text = task_markdown(task_report(context_bytes=0))
+    for word in ("| Context |", "| Steps |", "| Values |", "NVML |", "stderr", "Tag for next"):
+        assert word not in text
+    assert "Tag for next" not in task_markdown(task_report(budget_bytes=40 * GIB, next_words="x"))
+
+
+def test_a_task_report_is_summed_up_in_one_line() -> None:
+    report = task_report(task_run_name="eval-wide\n", outcome="oom", attempt=2)
+    assert task_summary(report) == "eval-wide · attempt 2 · out of memory · 5.5GiB of 6GiB"
+
+
+def test_no_notice_is_a_block_quote() -> None:
+    # The v2 UI puts quotation marks around it.
+    report = task_report(error="no", leaked_bytes=GIB, source="host", outcome="failed")
+    for text in (task_markdown(report), flow_markdown([report])):
+        assert not [line for line in text.splitlines() if line.startswith(">")]
 
 
 def test_names_and_errors_cannot_break_the_page() -> None:
@@ -276,18 +323,20 @@ def test_a_flow_report_lists_leaks_and_failures_first() -> None:
     order = [
         text.index(part)
         for part in (
-            "16 of 19",
+            "17 task runs: 16 completed, 1 failed",
+            "- **Failed**, timed out: slow-tokenizer",
             "- **Leak**",
-            "- **Out of memory**",
             "![Devices",
             "### Tags",
             "### Every",
         )
     ]
     assert order == sorted(order)
-    assert text.count("(process 2)") == 2
+    assert "; 19 attempts on 2 devices in " in text
+    assert text.count("| completed, recovered after 1 retry |") == 2
+    assert "bert" not in text.partition("![Devices")[0], "it has recovered"
     assert len(pictures(text)) == 1
-    assert "Probes account for" in text
+    assert "First runs have a device to themselves" in text
 
 
 def test_a_flow_report_has_the_tags_to_write() -> None:
@@ -298,11 +347,16 @@ def test_a_flow_report_has_the_tags_to_write() -> None:
 
 def test_a_flow_report_names_the_cause_of_an_out_of_memory_error() -> None:
     ran_out = task_report(outcome="oom", cause="own_cap", wanted_bytes=7 * GIB, error="no room")
-    text = flow_markdown([ran_out, task_report(attempt=2, budget_bytes=9 * GIB)])
-    assert "put down to its own cap; it would have needed 7GiB: no room" in text
+    text = flow_markdown([ran_out, task_report(task_run_id=UUID(int=2))])
+    assert (
+        "- **Failed**, out of memory: evaluate-resnet50, put down to its own cap; it would have "
+        "needed 7GiB: no room"
+    ) in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert sum(line.endswith("| its own cap |") for line in rows) == 1
     assert sum(line.endswith("| – |") for line in rows) == 1
+    again = task_report(attempt=2, budget_bytes=9 * GIB)
+    assert "recovered after 1 retry" in flow_markdown([ran_out, again])
     assert "| cause |" not in flow_markdown(flow_reports())
 
 
@@ -328,13 +382,15 @@ def test_a_flow_report_names_nodes() -> None:
     reports = [
         task_report(devices=(on_node("a"), on_node("a", 1)), outcome="died", leaked_bytes=GIB),
         # A UUID is unique on its machine only.
-        task_report(devices=(replace(on_node("b"), uuid=on_node("a").uuid),)),
+        task_report(
+            devices=(replace(on_node("b"), uuid=on_node("a").uuid),), task_run_id=UUID(int=2)
+        ),
     ]
     text = flow_markdown(reports)
-    assert "1 of 2 processes completed on 3 devices of 2 nodes in" in text
-    assert "**Died**: evaluate-resnet50 on a:0, 1" in text
+    assert "2 task runs: 1 completed, 1 crashed; 2 attempts on 3 devices of 2 nodes in" in text
+    assert "**Crashed**: evaluate-resnet50 on a:0, 1" in text
     assert "did not come back after evaluate-resnet50 on a:0, NVIDIA H200" in text
-    assert "| **died** | a:0, 1 |" in text and "| completed | b:0 |" in text
+    assert "| **crashed** | a:0, 1 |" in text and "| completed | b:0 |" in text
     found = flow_metadata(reports)
     assert (found["devices"], found["nodes"]) == ("3", "2")
     assert "nodes" not in flow_metadata(flow_reports())
@@ -342,17 +398,43 @@ def test_a_flow_report_names_nodes() -> None:
 
 
 def test_the_report_of_an_empty_or_clean_flow_says_so() -> None:
-    assert flow_markdown([]) == "**No GPU process was started.**\n"
+    assert flow_markdown([]) == "**No GPU task ran.**\n"
     text = flow_markdown([task_report(source="host")])
     assert "Needs attention" not in text
-    assert "1 of 1 process completed on 1 device" in text
+    assert "1 task run: 1 completed; 1 attempt on 1 device" in text
     assert "not GPU memory" in text
 
 
+def test_task_runs_that_never_got_a_process_are_listed_and_counted() -> None:
+    wrong = UnstartedRun(UUID(int=1), "typo|1", "failed", "PolicyError: gpu:memroy", PLACED_AT)
+    late = UnstartedRun(UUID(int=2), "late", "cancelled", "the flow ended", PLACED_AT)
+    # It failed, then a retry got a process.
+    again = replace(wrong, task_run_id=task_report().task_run_id)
+    text = flow_markdown([task_report()], [wrong, late, again])
+    assert text.startswith("**3 task runs: 1 completed, 1 failed, 1 cancelled; 1 attempt on 1 ")
+    assert r"- **Failed**, no process was started: typo\|1: PolicyError: gpu:memroy" in text
+    assert r"| 2 | typo\|1 | **failed**, no process was started | – | – | – | – |" in text
+    found = flow_metadata([task_report()], [wrong, late, again])
+    assert (found["task_runs"], found["failed"], found["unstarted"]) == ("3", "1", "2")
+    alone = flow_markdown([], [wrong])
+    assert alone.startswith("**1 task run: 1 failed; 0 attempts.**")
+    assert not pictures(alone) and "### Tags" not in alone
+    assert alone.endswith("| 1 | typo\\|1 | **failed**, no process was started |\n")
+
+
+def test_names_in_a_flow_report_link_to_their_task_runs() -> None:
+    report = task_report(task_run_name="a]b", outcome="failed")
+    text = flow_markdown([report], link=lambda task_run_id: f"http://ui/{task_run_id.int}")
+    assert text.count(rf"[a\]b](http://ui/{0x5EED})") == 2
+
+
 def test_the_report_of_thousands_of_processes_is_cut_but_counts_all() -> None:
-    many = [task_report(outcome="failed", samples=(), marks=()) for _ in range(1100)]
+    many = [
+        task_report(outcome="failed", samples=(), marks=(), task_run_id=UUID(int=i))
+        for i in range(1100)
+    ]
     text = flow_markdown(many)
-    assert "… and 100 more processes, not shown." in text
+    assert "… and 100 more task runs, not shown." in text
     assert "… and 1050 more failures" in text
 
 

@@ -248,6 +248,7 @@ def test_a_sigkill_from_outside_has_an_unknown_cause() -> None:
     assert "\n" not in str(caught.value)
     assert any("last words" in each for each in scene.run.warnings)
     assert (scene.report.outcome, scene.report.cause) == ("died", "unknown")
+    assert scene.report.stderr_tail == "last words"
 
 
 def exceed(scene: Scene) -> None:

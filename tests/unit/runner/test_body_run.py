@@ -100,10 +100,12 @@ class FakeAttempt:
             raise self._ends
         return self._ends
 
-    def close(self, take: Any, cause: str, wanted_bytes: int | None) -> None:
+    def close(self, take: Any, cause: str, wanted_bytes: int | None, next_words: str) -> None:
         self._take = take
         if self._report is not None:
-            self._report = replace(self._report, cause=cause, wanted_bytes=wanted_bytes)
+            self._report = replace(
+                self._report, cause=cause, wanted_bytes=wanted_bytes, next_words=next_words
+            )
         if self._report is None or not self._late:
             self.hand_on()
         self._closed.release()
@@ -197,6 +199,11 @@ def test_a_cap_that_was_too_small_is_raised_until_it_is_not() -> None:
     assert scene.budgets == [2 * GIB, 3 * GIB, int(4.5 * GIB)]
     assert [report.cause for report in scene.reports] == ["own_cap", "own_cap", ""]
     assert "2GiB were not enough; it gets 3GiB" in scene.told[0]
+    assert [report.next_words for report in scene.reports] == [
+        "2GiB were not enough; it gets 3GiB",
+        "3GiB were not enough; it gets 4.5GiB",
+        "",
+    ]
     assert scene.call.climb.processes == 3
     assert scene.numbers == [1, 2, 3]
 

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SecretStr
 
 from prefect_gpu.errors import PolicyError
-from prefect_gpu.runner.learn_by import NODE_LIMIT, digest_values
+from prefect_gpu.reports.history import history_artifact_key
+from prefect_gpu.runner.learn_by import NODE_LIMIT, WORDS_LIMIT, describe_values, digest_values
+from prefect_gpu.scheduling.history import HistoryKey
 
 
 class Size(enum.Enum):
@@ -295,3 +297,42 @@ def test_what_is_shared_over_and_over_counts_by_its_class() -> None:
 def test_what_is_shared_a_little_counts_each_time() -> None:
     one = [1]
     assert digest([one, one]) == digest([[1], [1]])
+
+
+def evaluate(batch_size: int, model: str = "vit-b16", api_token: Any = "", **more: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "words"),
+    [
+        (["model", "batch_size"], {"batch_size": 32, "model": "b16"}, "batch_size=32, model=b16"),
+        (["api_token"], {"api_token": "hf_1234"}, "api_token=(secret)"),
+        (["model"], {"model": "s3://me:word@host/x"}, "model=(secret)"),
+        (["model"], {"model": Size.SMALL}, "model=SMALL"),
+        (["model"], {"model": [8, None, "a"]}, "model=[8, None, a]"),
+        (["model"], {"model": np.dtype("float16")}, "model=float16"),
+        (["model"], {"model": np.zeros(3)}, "model=ndarray"),
+        (["model"], {"model": SecretStr("hunter2")}, "model=SecretStr"),
+        (["width"], {"more": {"width": 1.5}}, "width=1.5"),
+        (["width"], {"more": {}}, ""),
+        (["model"], {"model": 10**5000}, "model=int"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, str) else None,
+)
+def test_values_are_said_as_the_user_wrote_them_unless_they_are_secret(
+    names: list[str], arguments: dict[str, Any], words: str
+) -> None:
+    assert describe_values(evaluate, names, arguments) == words
+
+
+def test_words_for_values_are_short_and_begin_no_other_history() -> None:
+    long = describe_values(evaluate, ["model"], {"model": "x" * 10_000})
+    assert len(long) == WORDS_LIMIT
+    deep: list[Any] = []
+    deep.append(deep)
+    assert describe_values(evaluate, ["model"], {"model": deep}).startswith("model=[")
+    said, unsaid = (
+        HistoryKey("t", "t", "H200", "ab", "model=b16"),
+        HistoryKey("t", "t", "H200", "ab"),
+    )
+    assert said == unsaid and history_artifact_key(said) == history_artifact_key(unsaid)

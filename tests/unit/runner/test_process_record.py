@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,6 +37,16 @@ DIED = Verdict("died")
 
 def record() -> ProcessRecord:
     return ProcessRecord(Placement("1", (device(),), (6 * GIB,)), placed_s=0.0, queued_s=1.5)
+
+
+def test_reports_are_as_far_apart_as_their_placements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that woke late put a reservation over the next one: 38 GiB on a device of 24."""
+    placement = Placement("1", (device(),), (6 * GIB,))
+    first = ProcessRecord(placement, 100.0, 0.0)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    second = ProcessRecord(placement, 107.5, 0.0)
+    apart = made_of(second).placed_at - made_of(first).placed_at
+    assert apart == pytest.approx(7.5, abs=1e-6)
 
 
 def made_of(
@@ -73,7 +84,11 @@ def test_each_process_and_device_is_reported_with_its_own_peak() -> None:
     for on_first, on_second in (({5: 3, 6: 1}, {}), ({5: 2, 6: 4}, {6: 1})):
         learned.add_reading(1.0, (sum(on_first.values()), sum(on_second.values())))
         learned.add_processes([on_first, on_second])
-    assert made_of(learned).processes == (
+    report = made_of(learned)
+    assert report.budgets_bytes == (6 * GIB, 2 * GIB) and report.budget_total_bytes == 8 * GIB
+    assert report.device_peaks_bytes == (6, 1)
+    assert [report.share_on(each) for each in report.devices] == [6 / 7, 1 / 7]
+    assert report.processes == (
         ProcessPeak(3, None, 6, 6 * GIB),
         ProcessPeak(3, 6, 4, 6 * GIB),
         ProcessPeak(3, 5, 3, 6 * GIB),
@@ -107,6 +122,14 @@ def test_a_process_too_short_for_a_reading_is_known_by_its_counters() -> None:
     report = made_of(learned)
     assert report.peak_process_bytes == 2 * GIB + 500 * MIB
     assert report.source == "framework"
+
+
+def test_an_assumed_context_adds_up_to_no_more_than_the_device() -> None:
+    learned = record()
+    learned.set_caps(None, 900 * MIB, {})
+    total = device().total_bytes
+    learned.add_counters(counters(1 * GIB, total - GIB // 2), ("torch",))
+    assert made_of(learned).peak_process_bytes == total
 
 
 def test_of_several_devices_each_has_a_context() -> None:

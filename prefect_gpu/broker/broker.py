@@ -155,6 +155,8 @@ class Broker:
         self._thread: threading.Thread | None = None
         #: Why the devices will never answer again; empty: they may.
         self._lost = ""
+        #: What is done about the requests that wait, for their reasons; empty: nothing is.
+        self.remedy = ""
         #: Something has changed that may let a request start.
         self._dirty = False
         #: Readings that the thread has not taken in.
@@ -328,9 +330,10 @@ class Broker:
     def explain(self, ticket: Ticket) -> str:
         """Return why a request waits."""
         with self._changed:
+            remedy = f"; {self.remedy}" if self.remedy else ""
             reading, silence = self._view.reading, self._view.silence
             if reading is None or silence:
-                return silence
+                return silence + remedy
             view = self._ledger.view()
             try:
                 reason = explain(
@@ -345,7 +348,26 @@ class Broker:
             except PlacementError as error:
                 # The next pass refuses it.
                 return error.problem
-            return f"{reason}; {self.problem}" if self.problem else reason
+            return (f"{reason}; {self.problem}" if self.problem else reason) + remedy
+
+    def waiting(self, longer_s: float) -> tuple[list[tuple[Request, int]], int]:
+        """Return what has waited for a while.
+
+        Args:
+            longer_s: Seconds.
+
+        Returns:
+            The first request of each shape that has waited for longer, how many there are of that shape, and how many
+            of all of them `max_processes` allows to start.
+        """
+        with self._changed:
+            until_s = self._clock.now() - longer_s
+            found = [
+                (lane[0][1], len(lane))
+                for lane in self._queue.lanes
+                if not lane[0][1].origin and lane[0][1].submitted_s <= until_s
+            ]
+            return found, max(0, self.max_processes - len(self._placed))
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Stop waiting; without effect once it was placed.

@@ -13,12 +13,16 @@ from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.cluster.flow_side import ClusterLauncher, ClusterReader, ClusterStore
 from prefect_gpu.cluster.membership import Cluster
 from prefect_gpu.cluster.node_agent import NodeSettings
+from prefect_gpu.cluster.wanted import Bundles, count_bundles
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot
 
 #: Seconds to wait for a node's first reading.
 READING_S = 5.0
+
+#: Seconds after which a request that waits does not fit what is there: the autoscaler is asked for more.
+WAITED_S = 5.0
 
 
 def read_cluster(
@@ -89,9 +93,19 @@ class FlowCluster:
             read_host_available=lambda: sys.maxsize,
             context_bytes=context_bytes,
         )
+        self._max_tasks = settings.max_tasks_per_device
         self._cluster.watch(self.broker.give_up)
+        if self.broker.kind != "host":
+            self._cluster.watch_waiting(self._wanted, self._take_asked)
         #: Starts processes where their placements say.
         self.launcher = ClusterLauncher(nodes)
+
+    def _wanted(self) -> Bundles:
+        waiting, most = self.broker.waiting(WAITED_S)
+        return count_bundles(waiting, self.broker.capacities((), ()), self._max_tasks, most)
+
+    def _take_asked(self, text: str) -> None:
+        self.broker.remedy = text
 
     def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
         """Ask the nodes to keep a standby for a task that was submitted.

@@ -23,9 +23,11 @@ from typing import Any
 
 import psutil
 
+from prefect_gpu.cluster.autoscaler import FlowRequest
 from prefect_gpu.cluster.expected import ExpectedTasks
 from prefect_gpu.cluster.flow_side import Node, Nodes
 from prefect_gpu.cluster.node_agent import NO_DRIVER, NodeAgent, NodeSettings
+from prefect_gpu.cluster.wanted import Bundles
 from prefect_gpu.cluster.wire import EndAll, NodeFacts
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import DeviceError
@@ -56,6 +58,10 @@ HEAD_S = RAY_ENDS_S / 2
 
 #: Seconds that Ray may take to disconnect from a cluster that is given up.
 DISCONNECT_S = 5.0
+
+#: Seconds after which what waits does not fit the devices of a node that has joined: until then its GPUs count as
+#: those that the autoscaler was asked for.
+SETTLE_S = 5.0
 
 #: Seconds that agents may take to start before the flow goes on without theirs.
 START_S = 60.0
@@ -92,6 +98,13 @@ class RayStore:
     def holds(self, part: Any) -> bool:
         """See `wire.ObjectStore.holds`."""
         return isinstance(part, self._ray.ObjectRef)
+
+
+def ask_autoscaler(bundles: list[dict[str, float]]) -> None:
+    """Ask Ray's autoscaler for a cluster that has these bundles; none: withdraw what was asked for."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=bundles)
 
 
 def make_agent(settings: NodeSettings) -> NodeAgent:
@@ -143,6 +156,8 @@ class _Member:
     seen: int = 0
     #: Monotonic seconds when its facts are asked for again; `None`: no time is set.
     asks_s: float | None = None
+    #: Monotonic seconds when its devices came to those of the flow.
+    joined_s: float = float("inf")
 
 
 class Cluster:
@@ -177,6 +192,10 @@ class Cluster:
         #: Why the cluster was given up; empty: it was not.
         self._lost = ""
         self._on_lost: Callable[[str], object] = lambda why: None
+        self._request = FlowRequest(self._ray, ask_autoscaler)
+        #: Returns what the autoscaler is to be asked for.
+        self._wanted: Callable[[], Bundles] = dict
+        self._on_asked: Callable[[str], object] = lambda text: None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -222,6 +241,17 @@ class Cluster:
         if self._lost:
             on_lost(self._lost)
 
+    def watch_waiting(
+        self, wanted: Callable[[], Bundles], on_asked: Callable[[str], object]
+    ) -> None:
+        """Ask the cluster's autoscaler, if it has one, for what waits.
+
+        Args:
+            wanted: Returns what it is to be asked for now.
+            on_asked: Is given that as text; empty: nothing was asked for.
+        """
+        self._wanted, self._on_asked = wanted, on_asked
+
     @property
     def aside(self) -> Mapping[str, str]:
         """Nodes that are set aside, with the reason."""
@@ -237,6 +267,11 @@ class Cluster:
     def _leave(self) -> None:
         # Without a connection Ray's functions make one, which waits for ever if the cluster is gone.
         if not self._lost and self._ray.is_initialized():
+            try:
+                self._request.withdraw()
+            except Exception:
+                # The keeper is gone, or drops this flow soon.
+                logger.debug("the request to the autoscaler stays for a while", exc_info=True)
             for member in self._members.values():
                 try:
                     self._ray.kill(member.actor.handle)
@@ -282,10 +317,31 @@ class Cluster:
     def _ask_head(self) -> None:
         while not self._closing.wait(LOOK_S) and self._ray.is_initialized():
             try:
-                self._told = self._ray.nodes()
+                told = self._told = self._ray.nodes()
                 self._answered_s = time.monotonic()
+                self._ask_for_nodes(told)
             except Exception:
                 logger.debug("the head of the Ray cluster did not answer", exc_info=True)
+
+    def _ask_for_nodes(self, told: Any) -> None:
+        """Ask the autoscaler for what waits.
+
+        Args:
+            told: What Ray's head has said of the nodes.
+        """
+        settled_s = time.monotonic() - SETTLE_S
+        there = {node.name for node in self.nodes.all()}
+        used = {
+            node_id
+            for node_id, each in tuple(self._members.items())
+            if each.name in there and each.joined_s <= settled_s
+        }
+        gpus = {
+            each["NodeID"]: each["Resources"]["GPU"]
+            for each in told
+            if each["Alive"] and each["NodeID"] in used and "GPU" in each["Resources"]
+        }
+        self._on_asked(self._request.report(told, gpus, self._wanted()))
 
     def _find_lost(self) -> str:
         """Return why the cluster will not answer any more; empty: it may."""
@@ -344,7 +400,7 @@ class Cluster:
             if name == node.get("NodeManagerAddress"):
                 name = str(node["NodeManagerHostname"])
             if name in names:
-                name = f"{name}#{node_id[:6]}"
+                name = f"{name}#{node_id[-6:]}"
             names.append(name)
             self._members[node_id] = self._start(node_id, name)
 
@@ -449,6 +505,7 @@ class Cluster:
             return
         self._aside.pop(member.name, None)
         member.facts, member.seen = facts, 0
+        member.joined_s = time.monotonic()
         # What ran at an agent that could not be reached for a while has been given up, and may run elsewhere now.
         member.actor.tell([EndAll()])
         self.nodes.join(Node(member.name, member.actor, facts))

@@ -771,6 +771,31 @@ def test_a_node_joins_with_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert member.waits_for == "news after 0"
 
 
+def test_a_node_counts_once_its_tasks_have_had_time_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, member = connected(monkeypatch)
+    cluster._members["1"] = member
+    reports: list[Any] = []
+    cluster._request = SimpleNamespace(report=lambda told, *what: reports.append(what) or "asked")
+    texts: list[str] = []
+    cluster.watch_waiting(lambda: {1: 2}, texts.append)
+    told = [
+        {"NodeID": "1", "Alive": True, "Resources": {"GPU": 4.0, "CPU": 8.0}},
+        # Of another flow alone, or set aside: what waits here may get it.
+        {"NodeID": "2", "Alive": True, "Resources": {"GPU": 4.0}},
+    ]
+    cluster._ask_for_nodes(told)
+    cluster._take_facts(member, facts())
+    cluster._ask_for_nodes(told)
+    member.joined_s -= membership.SETTLE_S
+    cluster._ask_for_nodes(told)
+    cluster.nodes.leave("n1", "its agent died")
+    cluster._ask_for_nodes(told)
+    assert [used for used, wanted in reports] == [{}, {}, {"1": 4.0}, {}]
+    assert texts == ["asked"] * 4
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

@@ -106,6 +106,19 @@ def test_a_node_with_a_ready_standby_is_preferred_once_for_each(nodes: NodesRig)
     assert where(nodes.place("four", 1)) == ["a:1"]
 
 
+def test_what_has_waited_for_a_while(nodes: NodesRig) -> None:
+    placed = [nodes.place(name, 20) for name in "abcd"]
+    early = nodes.submit("early", 20)
+    assert nodes.waits(early)
+    nodes.clock.advance(10)
+    for each in (nodes.submit("late", 20), nodes.submit("late, of another shape", 22)):
+        assert nodes.waits(each)
+    allowed = nodes.broker.max_processes - len(placed)
+    assert nodes.broker.waiting(5) == ([(early.request, 2)], allowed)
+    nodes.broker.remedy = "a node was asked for"
+    assert nodes.broker.explain(early).endswith("; a node was asked for")
+
+
 @pytest.mark.parametrize(("round_s", "rest_s"), [(0.01, 0.04), (1.0, MOST_REST_S)])
 def test_on_a_cluster_the_thread_rests_by_what_a_round_has_taken(
     nodes: NodesRig, monkeypatch: pytest.MonkeyPatch, round_s: float, rest_s: float

@@ -118,7 +118,7 @@ def test_what_waits_is_in_the_order_of_the_queue_with_the_reason_of_each() -> No
     first, second, alone = status.waiting
     assert [each.task for each in status.waiting] == ["first", "second", "alone"]
     assert first.reason == "20GiB on any of 2 devices; most free 9.8GiB"
-    assert second.reason.endswith("; 1 ahead in the queue")
+    assert second.reason.endswith("; 1 ahead in the queue: first")
     assert alone.reason.startswith("a device to itself on any of 2 devices")
     assert second.seconds == 160.0 - 96.0
     lines = status_lines(status)

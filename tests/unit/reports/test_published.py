@@ -92,7 +92,7 @@ def test_the_command_writes_what_was_asked(run_id: UUID, tmp_path: Path, capsys:
     assert main(["report", str(run_id), "--csv"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert main(["report", str(run_id)]) == 0
-    assert "Every process" in capsys.readouterr().out
+    assert "3 attempts" in capsys.readouterr().out
     assert main(["report", str(run_id), "--html", str(tmp_path / "no" / "page")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

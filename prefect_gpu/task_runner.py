@@ -158,7 +158,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         try:
             if self._run is not None:
                 goes_on = flow_run_goes_on(self._run.flow, self)
-                self._run.close(failed=exc_type is not None or not goes_on)
+                self._run.close(exc_type is not None or not goes_on, exc_value)
         finally:
             self._run = None
             super().__exit__(exc_type, exc_value, traceback)

@@ -47,10 +47,10 @@ from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.runner import prefect_engine
-from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.engine_threads import TagLimits, start_engine
+from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.submit_order import Inputs, SubmitOrder
@@ -115,6 +115,8 @@ class ActiveRunner:
         self._futures: set[concurrent.futures.Future[Any]] = set()
         #: Set once it ends its tasks, in place of waiting for them.
         self._closing = threading.Event()
+        #: What these then end with.
+        self._ended_by = CancelledByRunner()
         self._publisher: Publisher | None = None
         #: Tags of tasks that were looked at.
         self._read_tags: set[str] = set()
@@ -236,6 +238,11 @@ class ActiveRunner:
         self._remember(future.wrapped_future)
         return future
 
+    @property
+    def ending(self) -> CancelledByRunner:
+        """What ends the task runs that the runner does not wait for, for one of them."""
+        return CancelledByRunner(str(self._ended_by), self._ended_by.crashed)
+
     def begin(self, body: BodyRun) -> None:
         """Note a body that is about to run, so that it ends with this runner.
 
@@ -255,7 +262,7 @@ class ActiveRunner:
             CancelledByRunner: The runner is ending.
         """
         if self._closing.wait(max(0.0, seconds)):
-            raise CancelledByRunner
+            raise self.ending
 
     def end(self, body: BodyRun) -> None:
         """Forget a body once nothing of it is left: it holds all that its task run had."""
@@ -432,13 +439,21 @@ class ActiveRunner:
         if self._configuration.start_method == "forkserver":
             fork_server_pool().close(self)
 
-    def close(self, failed: bool) -> None:
-        """See `GPUTaskRunner.__exit__`."""
+    def close(self, failed: bool, error: BaseException | None = None) -> None:
+        """See `GPUTaskRunner.__exit__`.
+
+        Args:
+            failed: Whether to end what runs, in place of waiting for it.
+            error: What ended the flow's engine; `None`: nothing did.
+        """
+        self._ended_by = prefect_engine.ended_by(error)
         try:
             self._close(failed)
-        except BaseException:
+        except BaseException as signal:
             # Ctrl-C, or a signal that Prefect turned into an exception. Either may come again at any line.
             try:
+                if not failed:
+                    self._ended_by = prefect_engine.ended_by(signal)
                 if not failed:
                     self._close(failed=True)
             finally:

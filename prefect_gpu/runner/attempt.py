@@ -62,6 +62,7 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.crash_site import crashed_at
+from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
 from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
@@ -76,13 +77,6 @@ COUNTERS_INTERVAL_S = 0.1
 
 #: Stands for a message that did not come in time.
 _TIME_UP = object()
-
-
-class CancelledByRunner(BaseException):
-    """The runner ends this task: its flow failed or was cancelled."""
-
-    def __str__(self) -> str:
-        return "the flow ended before this task"
 
 
 class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised

@@ -16,13 +16,14 @@ import functools
 import inspect
 import random
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context, ContextVar, copy_context
 from datetime import datetime, timezone
 from typing import Any, cast
 from uuid import UUID
 
-from prefect import Task, get_run_logger
+from prefect import Task, flow_engine, get_run_logger
 from prefect._internal.uuid7 import uuid7
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State, StateType, TaskRun
@@ -37,10 +38,10 @@ from prefect.context import (
 )
 from prefect.events import Event
 from prefect.events.worker import EventsWorker
-from prefect.exceptions import CrashedRun, MissingContextError
+from prefect.exceptions import CancelledRun, CrashedRun, MissingContextError, TerminationSignal
 from prefect.logging.handlers import emit_api_log
 from prefect.logging.loggers import flow_run_logger
-from prefect.states import Crashed, Failed, Pending, Running
+from prefect.states import Cancelled, Crashed, Failed, Pending, Running
 from prefect.task_engine import SyncTaskRunEngine, run_task_sync
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
@@ -268,6 +269,81 @@ if hasattr(SyncTaskRunEngine, "wait_until_ready"):
     SyncTaskRunEngine.wait_until_ready = _waiting  # type: ignore[method-assign]
 
 
+class CancelledByRunner(BaseException):
+    """Ends Prefect's engine for one task run, since its flow has ended.
+
+    Args:
+        message: Of the final state.
+        crashed: Whether the flow run crashes, and so does the task run; else it is cancelled.
+    """
+
+    def __init__(
+        self, message: str = "the flow ended before this task", crashed: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.crashed = crashed
+
+    def state(self) -> State[Any]:
+        """Return the final state of the task run."""
+        return (Crashed if self.crashed else Cancelled)(message=str(self))
+
+
+def ended_by(error: BaseException | None) -> CancelledByRunner:
+    """Return how a flow's tasks end.
+
+    Args:
+        error: What ended the flow's engine; `None`: its function failed.
+    """
+    if isinstance(error, TerminationSignal):
+        # A worker or `serve` says it before it sends the signal (Prefect 3.8.8).
+        if getattr(flow_engine, "_termination_intent", lambda: "")() == "cancel":
+            return CancelledByRunner("the flow run was cancelled")
+        return CancelledByRunner("Execution was aborted by a termination signal.", crashed=True)
+    if isinstance(error, KeyboardInterrupt):
+        return CancelledByRunner("Execution was aborted by an interrupt signal.", crashed=True)
+    if isinstance(error, CancelledError):
+        return CancelledByRunner(
+            "Execution was cancelled by the runtime environment.", crashed=True
+        )
+    return CancelledByRunner()
+
+
+def _ends_on_purpose(handle_crash: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(handle_crash)
+    def handle(engine: Any, error: BaseException) -> None:
+        if not isinstance(error, CancelledByRunner):
+            handle_crash(engine, error)
+            return
+        # As the engine does, without the error line. A state that the body returns would be stored as its result.
+        engine.set_state(error.state(), force=True)
+        engine._raised = error
+        engine._telemetry.record_exception(error)
+        engine._telemetry.end_span_on_failure(str(error))
+
+    return handle
+
+
+def _finishes_on_purpose(log_finished_message: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(log_finished_message)
+    def log(engine: Any) -> None:
+        if isinstance(engine._raised, CancelledByRunner):
+            engine.logger.info(f"Finished in state {engine.state}")
+        else:
+            log_finished_message(engine)
+
+    return log
+
+
+# The engine's own names (Prefect 3.8.8): it calls every exception that is no `Exception` a crash, and logs two errors.
+_wrapped: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    ("handle_crash", _ends_on_purpose),
+    ("log_finished_message", _finishes_on_purpose),
+)
+for _name, _wrap in _wrapped:
+    if hasattr(SyncTaskRunEngine, _name):
+        setattr(SyncTaskRunEngine, _name, _wrap(getattr(SyncTaskRunEngine, _name)))
+
+
 class ChildCrash(BaseException):
     """Ends Prefect's engine for one task run as a crash.
 
@@ -339,10 +415,13 @@ def run_engine(
         # do. The end of the runner, or an error of the engine itself, crashes this task run alone.
         run = seen_run()
         state = None if run is None else run.state
+        if isinstance(error, CancelledByRunner) and (state is None or not state.is_final()):
+            state = error.state()
         if state is None or not state.is_final():
             state = Crashed(message=f"Execution was interrupted: {error!r}", data=error)
-        if state.is_crashed() and not isinstance(state.data, Exception):
-            state.data = CrashedRun(state.message or str(error))
+        if not isinstance(state.data, Exception):
+            kind = CancelledRun if state.is_cancelled() else CrashedRun
+            state.data = kind(state.message or str(error))
             state.data.__cause__ = error
     assert state is not None
     return state

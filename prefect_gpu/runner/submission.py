@@ -42,10 +42,11 @@ from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
-from prefect_gpu.runner.attempt import Attempt, CancelledByRunner, ChildTraceback, first_line
+from prefect_gpu.runner.attempt import Attempt, ChildTraceback, first_line
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
+    CancelledByRunner,
     ChildCrash,
     EngineRun,
     SharedClient,
@@ -456,6 +457,8 @@ class GPUTask:
                     # A retry of Prefect's goes on from here.
                     self._climb = body.climb
                     self._runner.end(body)
+        except CancelledByRunner:
+            raise self._runner.ending from None
         except ChildDiedError as death:
             # The engine retries an exception if retries are left; a `BaseException` ends the run as
             # crashed.

@@ -28,7 +28,7 @@ def fails_in_a_thread() -> None:
     raise ValueError("of the body")
 
 
-def test_a_task_that_waits_for_its_retry_crashes_when_its_flow_raises() -> None:
+def test_a_task_that_waits_for_its_retry_is_cancelled_when_its_flow_raises() -> None:
     kept: list[Any] = []
 
     @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
@@ -44,7 +44,7 @@ def test_a_task_that_waits_for_its_retry_crashes_when_its_flow_raises() -> None:
     assert not [each for each in threading.enumerate() if each.name.startswith(NAME)]
     for future in kept:
         # As a task that waits for a device.
-        assert api.names(future.task_run_id)[-2:] == ["AwaitingRetry", "Crashed"]
+        assert api.names(future.task_run_id)[-2:] == ["AwaitingRetry", "Cancelled"]
     assert isinstance(kept[0].result(raise_on_failure=False), Exception)
 
 

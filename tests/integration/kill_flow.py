@@ -28,14 +28,14 @@ LIMIT_S = 2.0
 CHILDREN = 8
 
 #: A flow whose tasks sleep; the first two have a process of their own each. Arguments: how many, and
-#: how the flow ends (`wait`, `raise`, `exit`).
+#: how the flow ends (`wait`, `raise`, `exit`; `cancel`: by a signal of a worker that cancels it).
 SLEEPERS = """
 import os
 import subprocess
 import sys
 import time
 
-from prefect import flow, task
+from prefect import flow, flow_engine, task
 
 from prefect_gpu import GPUTaskRunner, gpu
 
@@ -63,7 +63,7 @@ def sleep(index):
 @flow(task_runner=GPUTaskRunner(devices="host", max_processes=COUNT), flow_run_name=sys.argv[3])
 def sleepers():
     futures = sleep.map(list(range(COUNT)))
-    if END != "wait":
+    if END in ("raise", "exit"):
         for _ in range(6000):
             time.sleep(0.01)
             try:
@@ -77,6 +77,9 @@ def sleepers():
     return futures.result()
 
 
+if END == "cancel":
+    # A worker says it before it sends the signal.
+    flow_engine._termination_intent = lambda: "cancel"
 sleepers()
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from prefect import flow, task
+from prefect import flow, flow_engine, task
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.context import (
@@ -27,6 +27,7 @@ from prefect.context import (
 )
 from prefect.events import Event
 from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
+from prefect.exceptions import TerminationSignal
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed
@@ -53,6 +54,32 @@ def test_the_engine_waits_for_a_retry_in_a_method_of_its_own() -> None:
     assert wait is not SyncTaskRunEngine.wait_until_ready
     assert "state_details.scheduled_time" in inspect.getsource(wait), "see prefect_engine._pause"
     assert "engine.wait_until_ready()" in inspect.getsource(run_task_sync), "nothing wakes it"
+
+
+def test_the_engine_ends_a_task_run_and_says_so_in_methods_of_its_own() -> None:
+    for name in ("handle_crash", "log_finished_message"):
+        method = getattr(SyncTaskRunEngine, name)
+        assert inspect.unwrap(method) is not method, "see prefect_engine._wrapped"
+    handles = inspect.getsource(inspect.unwrap(SyncTaskRunEngine.handle_crash))
+    assert "self._raised = exc" in handles and "self._telemetry.end_span" in handles
+
+
+@pytest.mark.parametrize(
+    ("error", "intent", "says"),
+    [
+        (TerminationSignal(signal=15), "cancel", "Cancelled('the flow run was cancelled')"),
+        (TerminationSignal(signal=15), None, "Crashed('Execution was aborted by a termination signal.')"),
+        (KeyboardInterrupt(), None, "Crashed('Execution was aborted by an interrupt signal.')"),
+        (None, None, "Cancelled('the flow ended before this task')"),
+    ],
+    ids=["cancelled through the API", "SIGTERM", "Ctrl-C", "a flow that failed"],
+)  # fmt: skip
+def test_task_runs_end_as_their_flow_run_does(
+    error: BaseException | None, intent: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Fails where Prefect has no such name any more: a cancelled flow's task runs would crash.
+    monkeypatch.setattr(flow_engine, "_termination_intent", lambda: intent)
+    assert str(prefect_engine.ended_by(error).state()) == says
 
 
 def test_state_events_take_what_we_give_them() -> None:

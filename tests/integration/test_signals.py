@@ -97,10 +97,20 @@ def test_kill_9_leaves_nothing(place: Workplace) -> None:
     assert sorted(running.pids.values()) == ["child"] * CHILDREN + ["helper", "session"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_to_the_flow_ends_its_children(place: Workplace, signum: int) -> None:
+@pytest.mark.parametrize(
+    ("signum", "end", "states"),
+    [
+        (signal.SIGTERM, "wait", {"CRASHED"}),
+        (signal.SIGINT, "wait", {"CRASHED"}),
+        (signal.SIGTERM, "cancel", {"CANCELLED"}),
+    ],
+    ids=["SIGTERM", "SIGINT", "cancelled through the API"],
+)
+def test_a_signal_to_the_flow_ends_its_children(
+    place: Workplace, signum: int, end: str, states: set[str]
+) -> None:
     name = f"signalled-{place.token}"
-    running = start_sleepers(place, 3, name)
+    running = start_sleepers(place, 3, name, end)
     began = time.monotonic()
     if signum == signal.SIGINT:
         # Ctrl-C reaches the whole foreground group.
@@ -113,7 +123,8 @@ def test_a_signal_to_the_flow_ends_its_children(place: Workplace, signum: int) -
     print(f"{signal.Signals(signum).name}: children {seconds:.2f} s, process {ended:.2f} s")
     assert running.process.returncode != 0
     assert seconds < CHILDREN_S, errors
-    wait_for_states(name, {"CRASHED", "CANCELLED"}, {"CRASHED", "CANCELLED"}, 3)
+    assert "| Task run" in errors and "ERROR   | Task run" not in errors
+    wait_for_states(name, states, states, 3)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -185,7 +196,7 @@ def test_a_flow_that_raises_ends_its_children(place: Workplace) -> None:
     assert running.process.returncode == 1
     assert "the flow ends here" in errors
     assert seconds < CHILDREN_S
-    wait_for_states(name, {"FAILED"}, {"CRASHED", "CANCELLED"}, 3)
+    wait_for_states(name, {"FAILED"}, {"CANCELLED"}, 3)
 
 
 def test_a_parent_that_exits_at_once_ends_its_children(place: Workplace) -> None:

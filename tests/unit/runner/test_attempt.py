@@ -33,8 +33,9 @@ from prefect_gpu.processes.launch_spec import (
 from prefect_gpu.processes.messages import Asked, BodyEnded, BodyStarted
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.runner.attempt import Attempt, CancelledByRunner
+from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey

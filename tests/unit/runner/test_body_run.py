@@ -19,8 +19,8 @@ from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import submission
-from prefect_gpu.runner.attempt import CancelledByRunner
 from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
+from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.submission import BodyRun
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.scheduling.history import HistoryKey

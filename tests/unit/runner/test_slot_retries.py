@@ -14,7 +14,7 @@ from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.states import Completed
 
 from prefect_gpu.runner import prefect_engine
-from prefect_gpu.runner.attempt import CancelledByRunner
+from prefect_gpu.runner.prefect_engine import CancelledByRunner
 
 
 @task
@@ -69,4 +69,4 @@ def test_the_end_of_the_runner_ends_the_wait_for_a_slot(monkeypatch: pytest.Monk
         raise CancelledByRunner
 
     state = run(monkeypatch, 1, end)
-    assert state.is_crashed() and "CancelledByRunner" in (state.message or "")
+    assert state.is_cancelled() and state.message == "the flow ended before this task"

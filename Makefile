@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: demo test check lint types quick whole bench-tiny browser clean
+.PHONY: demo test check lint types quick whole bench-tiny docs browser clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,7 +28,7 @@ demo: $(STAMP)
 
 test: lint types quick
 
-check: lint types whole bench-tiny
+check: lint types whole bench-tiny docs
 
 # constraints.txt is the set that was tested on Python 3.11; some of it has dropped 3.10.
 $(STAMP): pyproject.toml constraints.txt
@@ -65,6 +65,12 @@ whole: $(STAMP) browser
 # Every benchmark at its smallest size, on one server: that it runs, not what it says.
 bench-tiny: $(STAMP)
 	$(BIN)/python benchmarks/_tiny.py
+
+# The site, in build/site. Warnings are errors: a link to nothing, a page that is not in the navigation.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]' \
+		$$($(BIN)/python -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # The tests in tests/ui drive Chromium; without one they skip and say why.
 browser:

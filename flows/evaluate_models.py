@@ -19,9 +19,14 @@ import time
 from typing import Any
 
 from prefect import flow, task, unmapped
-from prefect.artifacts import create_markdown_artifact
 
-from prefect_gpu import GPUTaskRunner, current_allocation, gpu
+from prefect_gpu import (
+    GPUTaskRunner,
+    current_allocation,
+    gpu,
+    publish_leaderboard,
+    report_metric,
+)
 
 #: Budgets hold the CUDA context too: about 0.7 GiB for PyTorch and 1.2 GiB for TensorFlow.
 TORCH = gpu(memory="1.5GiB", framework="torch")
@@ -53,6 +58,7 @@ def evaluate(name: str, data: dict[str, Any], epochs: int, seed: int) -> dict[st
     framework, _, kind = name.partition("-")
     train = train_torch if framework == "torch" else train_keras
     accuracy, seconds = train(kind, data, epochs, seed)
+    report_metric("accuracy", accuracy)
     allocation = current_allocation()
     return {
         "model": name,
@@ -197,9 +203,7 @@ def evaluate_models(epochs: int = 15, seed: int = 0) -> list[dict[str, Any]]:
         *evaluate.with_options(tags=TORCH, task_run_name="{name}").map(TORCH_MODELS[::-1], **rest),
     ]
     rows = rank.submit([future.result() for future in futures]).result()
-    create_markdown_artifact(
-        key="gpu-leaderboard", markdown=leaderboard(rows), description="Accuracy on held-out digits"
-    )
+    publish_leaderboard(futures, "accuracy")
     return rows
 
 

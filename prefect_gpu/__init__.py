@@ -33,9 +33,11 @@ if TYPE_CHECKING:
         release_cached,
     )
     from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
-    from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, step
+    from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, report_metric, step
     from prefect_gpu.policy import GPUPolicy, gpu
+    from prefect_gpu.reports.leaderboard import LeaderboardRow
     from prefect_gpu.reports.published import FlowRunReport, report
+    from prefect_gpu.runner.leaderboard import publish_leaderboard
     from prefect_gpu.task_runner import GPUTaskRunner
 from prefect_gpu.version import VERSION
 
@@ -45,10 +47,12 @@ __version__ = VERSION
 _NAMES = {
     "task_runner": ("GPUTaskRunner",),
     "policy": ("gpu", "GPUPolicy"),
-    "in_task": ("current_allocation", "Allocation", "phase", "mark", "step"),
+    "in_task": ("current_allocation", "Allocation", "phase", "mark", "step", "report_metric"),
     "frameworks.memory_help": ("find_batch_size", "memory_snapshot", "release_cached"),
     "frameworks.onnxruntime_adapter": ("onnxruntime_provider_options",),
     "reports.published": ("report", "FlowRunReport"),
+    "reports.leaderboard": ("LeaderboardRow",),
+    "runner.leaderboard": ("publish_leaderboard",),
 }
 
 __all__ = [  # noqa: RUF022  # by importance
@@ -60,12 +64,15 @@ __all__ = [  # noqa: RUF022  # by importance
     "phase",
     "mark",
     "step",
+    "report_metric",
     "find_batch_size",
     "release_cached",
     "memory_snapshot",
     "onnxruntime_provider_options",
     "report",
     "FlowRunReport",
+    "publish_leaderboard",
+    "LeaderboardRow",
     "PrefectGPUError",
     "PolicyError",
     "SettingError",

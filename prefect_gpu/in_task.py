@@ -145,6 +145,32 @@ def step() -> None:
         _recorder.step()
 
 
+def report_metric(name: str, value: float) -> None:
+    """Report a result of the body, as in `report_metric("accuracy", 0.97)`: it is in the report and in leaderboards.
+
+    Of several values of one name the last counts. Those of a process that dies are lost. Outside of a GPU task it does
+    nothing.
+
+    Args:
+        name: Of the metric.
+        value: A number, or what `float` makes one of: a tensor with one element.
+
+    Raises:
+        ValueError: The name is empty, longer than 80 characters or no text, or the value is no number.
+    """
+    plain = _check_name("report_metric", name)
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("it is text")
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"report_metric({name!r}, {value!r}): {error}; accepted: a number"
+        ) from None
+    if _recorder is not None:
+        _recorder.metrics[plain] = number
+
+
 def _check_name(function: str, name: object) -> str:
     # Not an enum or a `numpy.str_`: the parent may not have the class to unpickle it.
     plain = str.__add__("", name) if isinstance(name, str) else ""

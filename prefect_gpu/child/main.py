@@ -148,7 +148,7 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
         data = values.dump_exception(failed, reducers)
     # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
     host_peak_bytes = read_own_bytes("VmHWM")
-    ended = BodyEnded(raised, shortage, text, *sampler.last(), host_peak_bytes)
+    ended = BodyEnded(raised, shortage, text, *sampler.last(), host_peak_bytes, recorder.metrics)
     channel.send_with_value(ended, data)
 
 

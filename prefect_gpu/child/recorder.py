@@ -231,6 +231,8 @@ class Recorder:
         self._trace: EndTrace | None = None
         #: The body has ended.
         self._over = False
+        #: What the body has reported with `report_metric`.
+        self.metrics: dict[str, float] = {}
         #: When a step is read in full next, and when a sample is taken at the end of a step next.
         self._due_s = 0.0
         self._sample_due_s = 0.0

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
@@ -218,6 +218,8 @@ class BodyEnded(Message):
     marks: tuple[Mark, ...] = ()
     #: Largest resident set of the child so far, in bytes; 0: unknown.
     host_peak_bytes: int = 0
+    #: What the body has reported of its results, by name.
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def encode(message: Message) -> bytes:

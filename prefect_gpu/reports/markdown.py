@@ -46,6 +46,9 @@ ATTENTION_LIMIT = 50
 #: Rows of the table of a task's processes.
 PROCESS_LIMIT = 50
 
+#: Results that a task has reported.
+METRIC_LIMIT = 50
+
 #: Characters of an error that are shown.
 ERROR_LIMIT = 1000
 
@@ -183,6 +186,10 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
         ("Outcome", OUTCOME_WORDS[report.outcome] + _attempt_words(report)),
         ("Device", _device_words(report)),
         *([("Values", escape(report.learn_by, 200))] if report.learn_by else []),
+        *(
+            (f"Result: {escape(name)}", f"{value:.6g}")
+            for name, value in report.metrics[:METRIC_LIMIT]
+        ),
         ("Shared with", escape(", ".join(report.shared_with), 500) or "no other GPU task"),
         (
             "Budget",

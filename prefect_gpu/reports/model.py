@@ -131,6 +131,8 @@ class TaskReport:
     device_peaks_bytes: tuple[int, ...] = ()
     #: Its `gpu:learn_by` values in words (`batch_size=32`). Empty: none are named.
     learn_by: str = ""
+    #: What the body has reported of its results, by name (`report_metric`).
+    metrics: tuple[tuple[str, float], ...] = ()
     #: What the next process of the task run gets, and why. Empty: the runner starts none by itself.
     next_words: str = ""
     #: Bytes of the allocation that was refused when memory ran out. `None`: there was none, or it is not known.
@@ -219,6 +221,7 @@ class TaskReport:
             "cause": self.cause or "none",
             "shared_with": ", ".join(self.shared_with)[:499] or "none",
             "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
+            **{f"metric_{name}": f"{value:.12g}" for name, value in self.metrics[:20]},
         }
 
 

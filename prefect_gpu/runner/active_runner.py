@@ -410,6 +410,16 @@ class ActiveRunner:
         if publisher is not None:
             publisher.publish(report, same)
 
+    def last_report(self, task_run_id: UUID) -> TaskReport | None:
+        """Return the report of the last process of a task run that has ended; `None`: it had none."""
+        with self._lock:
+            ending = tuple(self._ending)
+        for body in ending:
+            body.wait_finished(CLOSING_S)
+        with self._lock:
+            found = [each for each in self._reports if each.task_run_id == task_run_id]
+        return max(found, key=lambda report: report.attempt, default=None)
+
     def note_unstarted(self, run: UnstartedRun) -> None:
         """Note a task run whose body call failed, for the flow's report if it gets no process."""
         if self._configuration.reports:

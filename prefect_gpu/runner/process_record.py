@@ -90,6 +90,7 @@ class ProcessRecord:
         self._device_peaks = [0] * len(placement.devices)
         #: Their times are seconds since the body's first line.
         self._marks = MarkKeeper()
+        self._metrics: tuple[tuple[str, float], ...] = ()
         #: Most that it held, as itself or the simulated devices know it, in bytes.
         self._own_peak_bytes = 0
         # Set by the methods below; any thread may read them.
@@ -219,6 +220,7 @@ class ProcessRecord:
             self._steps = ended.steps or self._steps
             self._marks.add(*ended.marks)
             self._used = ended.frameworks
+            self._metrics = tuple(ended.metrics.items())
             self._own_peak_bytes = ended.host_peak_bytes
             self.out_of_memory = ended.out_of_memory or self.out_of_memory
 
@@ -300,6 +302,7 @@ class ProcessRecord:
                 sample_count=series.count,
                 source=source,
                 marks=self._placed_marks(started_s),
+                metrics=self._metrics,
                 error=verdict.error,
                 wasted_byte_seconds=series.wasted_byte_seconds(ended_s - self._placed_s),
                 cap_bytes=self.cap_bytes,

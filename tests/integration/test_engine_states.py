@@ -329,7 +329,9 @@ def test_the_api_shows_how_the_process_died(died: Run, how: str) -> None:
 
 
 def test_a_death_quotes_what_the_process_wrote_last(died: Run) -> None:
-    assert "about to segfault" in str(died.error("segfault"))
+    death = died.error("segfault")
+    assert isinstance(death, ChildDiedError) and "about to segfault" in death.stderr_tail
+    assert "that dies (" in str(death) and "\n" not in str(death)
 
 
 def test_causes_of_a_sigkill_are_worded_as_possible(died: Run) -> None:

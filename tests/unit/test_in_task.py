@@ -111,3 +111,18 @@ def test_an_allocation_prints_what_a_person_asks() -> None:
         "<Allocation: budget 6GiB; no cap; attempt 2; on GPU-1, GPU-2; torch; shared with b>"
     )
     assert "cap 5GiB" in repr(Allocation(6 << 30, 5 << 30, 1, ("GPU-1",), (), exclusive=True))
+
+
+def test_a_metric_is_a_number_with_a_name() -> None:
+    inside.report_metric("accuracy", 0.9)  # outside of a task: nothing
+    recorder = type("Recorder", (), {"metrics": {}})()
+    inside.set_current_recorder(recorder)
+    try:
+        inside.report_metric("accuracy", np.float32(0.5))
+        inside.report_metric("accuracy", True)
+        for name, value in (("", 1.0), ("loss", "0.5"), ("loss", None), ("loss", [1, 2])):
+            with pytest.raises(ValueError, match="report_metric"):
+                inside.report_metric(name, value)  # type: ignore[arg-type]
+    finally:
+        inside.set_current_recorder(None)
+    assert recorder.metrics == {"accuracy": 1.0}

@@ -1,0 +1,127 @@
+"""A leaderboard: which of several task runs had the best result, in what time, with how much memory. Pure.
+
+Who reads the rows from reports and publishes the text is `runner.leaderboard`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefect_gpu.reports.canvas import (
+    INK,
+    MUTED,
+    Canvas,
+    byte_ticks,
+    shorten,
+)
+from prefect_gpu.reports.markup import escape, image, table
+from prefect_gpu.units import format_bytes, format_seconds
+
+#: Rows that the plot and the table show.
+MOST_ROWS = 200
+
+#: Size of the plot, and its margins: left, right, top, bottom.
+_WIDTH, _HEIGHT = 720.0, 360.0
+_MARGINS = 84.0, 110.0, 36.0, 54.0
+_POINT = "#2563eb"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderboardRow:
+    """One entry of a leaderboard."""
+
+    name: str
+    #: Of the metric; `None`: it has none.
+    value: float | None
+    #: Seconds that it took.
+    seconds: float | None = None
+    #: Most memory that its process held, in bytes.
+    peak_bytes: int | None = None
+    device: str = ""
+    #: Why it has no value; empty: not known.
+    problem: str = ""
+
+
+def rank(rows: Sequence[LeaderboardRow], smaller_is_better: bool) -> list[LeaderboardRow]:
+    """Return rows in order, best first; of equals the quicker, and those without a number last."""
+    sign = 1 if smaller_is_better else -1
+
+    def place(row: LeaderboardRow) -> tuple[bool, float, float]:
+        none = row.value is None or math.isnan(row.value)
+        value = 0.0 if row.value is None or none else sign * row.value
+        return none, value, math.inf if row.seconds is None else row.seconds
+
+    return sorted(rows, key=place)
+
+
+def leaderboard_markdown(ranked: Sequence[LeaderboardRow], metric: str) -> str:
+    """Return a leaderboard: the best one, a plot of the metric against memory, and a table."""
+    parts = []
+    best = ranked[0] if ranked else None
+    if best is not None and best.value is not None:
+        with_memory = "" if best.peak_bytes is None else f", with {format_bytes(best.peak_bytes)}"
+        parts.append(
+            f"**Best: {escape(best.name)}, {escape(metric)} {best.value:.6g}{with_memory}.**"
+        )
+    else:
+        parts.append(f"**No entry has a value of {escape(metric)}.**")
+    shown = ranked[:MOST_ROWS]
+    if svg := _plot(shown, metric):
+        parts.append(image(f"{metric} against memory", svg))
+    heads = ["#", "name", escape(metric), "time", "peak memory", "device"]
+    rows = [
+        [
+            str(at),
+            escape(row.name),
+            escape(row.problem, 200) if row.value is None else f"{row.value:.6g}",
+            "" if row.seconds is None else format_seconds(row.seconds),
+            "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
+            escape(row.device),
+        ]
+        for at, row in enumerate(shown, 1)
+    ]
+    parts.append(table(heads, rows, right=(0, 2, 3, 4)))
+    if len(ranked) > len(shown):
+        parts.append(f"{len(ranked) - len(shown)} more are left out.")
+    return "\n\n".join(parts)
+
+
+def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:
+    """Return the metric of each row against its memory; empty: fewer than two have both."""
+    points = [
+        (at, row.peak_bytes, row.value, row.name)
+        for at, row in enumerate(ranked, 1)
+        if row.peak_bytes is not None and row.value is not None and math.isfinite(row.value)
+    ]
+    if len(points) < 2:
+        return ""
+    left, right, top, bottom = _MARGINS
+    most_bytes = max(1.0, *(size * 1.05 for _, size, _, _ in points))
+    low, high = min(p[2] for p in points), max(p[2] for p in points)
+    room = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
+    low, high = low - room, high + room
+
+    def x(size: float) -> float:
+        return left + (_WIDTH - left - right) * size / most_bytes
+
+    def y(value: float) -> float:
+        return top + (_HEIGHT - top - bottom) * (high - value) / (high - low)
+
+    canvas = Canvas(_WIDTH, _HEIGHT, f"{metric} against memory")
+    for size, label in byte_ticks(most_bytes):
+        canvas.line([(x(size), top), (x(size), _HEIGHT - bottom)], "#e5e7eb")
+        canvas.text(x(size), _HEIGHT - bottom + 18, label, size=12, fill=MUTED, anchor="middle")
+    for step in range(5):
+        value = low + (high - low) * step / 4
+        canvas.line([(left, y(value)), (_WIDTH - right, y(value))], "#e5e7eb")
+        canvas.text(left - 8, y(value) + 4, f"{value:.4g}", size=12, fill=MUTED, anchor="end")
+    middle = (left + _WIDTH - right) / 2
+    canvas.text(middle, _HEIGHT - 12, "peak memory of the process", size=12, anchor="middle")
+    canvas.text(12, top - 14, shorten(metric, 200, 12), size=12, bold=True)
+    for at, size, value, name in reversed(points):
+        canvas.dot(x(size), y(value), _POINT)
+        label = shorten(f"{at} {name}", right, 11)
+        canvas.text(x(size) + 7, y(value) + 4, label, size=11, fill=INK, halo=True)
+    return canvas.svg()

@@ -1,0 +1,98 @@
+"""Publish a leaderboard of GPU task runs from inside their flow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+from uuid import UUID
+
+from prefect import get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.context import FlowRunContext
+from prefect.futures import PrefectFuture
+
+from prefect_gpu.errors import ReportError
+from prefect_gpu.reports.leaderboard import LeaderboardRow, leaderboard_markdown, rank
+from prefect_gpu.reports.markup import clean_name
+from prefect_gpu.reports.model import OUTCOME_WORDS, TaskReport
+from prefect_gpu.reports.publish import artifact_key, cut_values
+
+
+def publish_leaderboard(
+    rows: Iterable[PrefectFuture[Any] | LeaderboardRow],
+    metric: str,
+    *,
+    key: str = "gpu-leaderboard",
+    smaller_is_better: bool = False,
+) -> UUID:
+    """Publish which of several task runs had the best result, in what time, with how much memory.
+
+    Call it in the flow. It waits until the task runs have ended. A task run that has failed, or has not reported the
+    metric, is in the table without a place.
+
+    Args:
+        rows: Futures of GPU tasks, whose bodies call `report_metric`, or rows made by hand.
+        metric: Name of the metric that they are ordered by.
+        key: Of the artifact: lower-case letters, digits and dashes.
+        smaller_is_better: As for a loss.
+
+    Returns:
+        The id of the artifact.
+
+    Raises:
+        ReportError: It is not called in a flow with a `GPUTaskRunner`, or what is in `rows` is none of its tasks.
+    """
+    context = FlowRunContext.get()
+    active: Any = getattr(getattr(context, "task_runner", None), "_run", None)
+    if context is None or context.flow_run is None or not hasattr(active, "last_report"):
+        raise ReportError(
+            "publish_leaderboard: call it in a flow whose task runner is GPUTaskRunner"
+        )
+    ranked = rank([_row(each, metric, active) for each in rows], smaller_is_better)
+    best = ranked[0] if ranked else None
+    artifact = ArtifactCreate(
+        key=artifact_key("", key),
+        type="markdown",
+        description=f"Ordered by {metric}, by prefect_gpu.",
+        data=leaderboard_markdown(ranked, metric),
+        metadata_=cut_values(
+            {
+                "metric": metric,
+                "best": "" if best is None else best.name,
+                "values": json.dumps({row.name: row.value for row in ranked}),
+            }
+        ),
+        flow_run_id=context.flow_run.id,
+    )
+    with get_client(sync_client=True) as client:
+        return client.create_artifact(artifact).id
+
+
+def _row(entry: PrefectFuture[Any] | LeaderboardRow, metric: str, active: Any) -> LeaderboardRow:
+    if isinstance(entry, LeaderboardRow):
+        return entry
+    if not isinstance(entry, PrefectFuture):
+        raise ReportError(
+            f"publish_leaderboard: {entry!r} is no row; accepted: futures of GPU tasks and LeaderboardRow"
+        )
+    entry.wait()
+    report: TaskReport | None = active.last_report(entry.task_run_id)
+    if report is None:
+        raise ReportError(
+            f"publish_leaderboard: task run {entry.task_run_id} had no process of this flow's runner; "
+            "accepted: futures of GPU tasks and LeaderboardRow"
+        )
+    value = dict(report.metrics).get(metric)
+    named = ", ".join(name for name, _ in report.metrics) or "none"
+    problem = f"not reported (it reported {named})"
+    if report.outcome != "completed":
+        problem = OUTCOME_WORDS[report.outcome]
+    return LeaderboardRow(
+        clean_name(report.task_run_name),
+        value if report.outcome == "completed" else None,
+        report.run_s,
+        report.peak_process_bytes or None,
+        ", ".join(dict.fromkeys(device.name for device in report.devices)),
+        "" if value is not None and report.outcome == "completed" else problem,
+    )

@@ -156,7 +156,7 @@ class Broker:
         #: Why the devices will never answer again; empty: they may.
         self._lost = ""
         #: What is done about the requests that wait, for their reasons; empty: nothing is.
-        self.remedy = ""
+        self.waiting_note = ""
         #: Something has changed that may let a request start.
         self._dirty = False
         #: Readings that the thread has not taken in.
@@ -330,10 +330,10 @@ class Broker:
     def explain(self, ticket: Ticket) -> str:
         """Return why a request waits."""
         with self._changed:
-            remedy = f"; {self.remedy}" if self.remedy else ""
+            note = f"; {self.waiting_note}" if self.waiting_note else ""
             reading, silence = self._view.reading, self._view.silence
             if reading is None or silence:
-                return silence + remedy
+                return silence + note
             view = self._ledger.view()
             try:
                 reason = explain(
@@ -348,7 +348,7 @@ class Broker:
             except PlacementError as error:
                 # The next pass refuses it.
                 return error.problem
-            return (f"{reason}; {self.problem}" if self.problem else reason) + remedy
+            return (f"{reason}; {self.problem}" if self.problem else reason) + note
 
     def waiting(self, longer_s: float) -> tuple[list[tuple[Request, int]], int]:
         """Return what has waited for a while.

@@ -105,7 +105,7 @@ class FlowCluster:
         return count_bundles(waiting, self.broker.capacities((), ()), self._max_tasks, most)
 
     def _take_asked(self, text: str) -> None:
-        self.broker.remedy = text
+        self.broker.waiting_note = text
 
     def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
         """Ask the nodes to keep a standby for a task that was submitted.

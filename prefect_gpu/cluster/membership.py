@@ -63,6 +63,12 @@ DISCONNECT_S = 5.0
 #: those that the autoscaler was asked for.
 SETTLE_S = 5.0
 
+#: Added to the error where no node has a GPU and more could be started.
+NO_FIRST_NODE = (
+    "; the autoscaler is asked for more nodes only while there is one with a GPU: let it keep one "
+    "(min_workers, on Kubernetes minReplicas)"
+)
+
 #: Seconds that agents may take to start before the flow goes on without theirs.
 START_S = 60.0
 
@@ -227,6 +233,7 @@ class Cluster:
                 raise DeviceError(
                     f"address={self._address!r}: no node of the cluster has a device for GPU tasks"
                     + (f" ({why})" if why else "")
+                    + (NO_FIRST_NODE if self._request.found(self._ray.nodes()) else "")
                 )
             self._answered_s = self._checked_s = time.monotonic()
             start_thread(self._ask_head, "prefect-gpu-cluster-head")

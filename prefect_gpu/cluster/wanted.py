@@ -63,7 +63,7 @@ def count_bundles(
             fit = min(fit, max(1, capacities[smallest] // need_bytes))
         shared = (shared or 0.0) + number / fit
     if shared is not None:
-        # Thirds do not add up to exactly one.
+        # Eleven elevenths are a little more than one.
         bundles[1] += max(1, math.ceil(shared - 1e-9))
     left = MOST_BUNDLES
     for gpus, number in bundles.items():

@@ -26,6 +26,7 @@ import prefect_gpu
 from prefect_gpu import DeviceError, GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.cli import main as cli
 from prefect_gpu.cluster import membership
+from prefect_gpu.cluster.autoscaler import STATUS_KEY, has_autoscaler
 from prefect_gpu.cluster.membership import Cluster, RayStore, import_ray
 from prefect_gpu.cluster.node_agent import NodeSettings
 from prefect_gpu.cluster.wire import STORED_BYTES, NodeFacts
@@ -716,6 +717,18 @@ def test_the_devices_of_all_nodes_are_listed(
     assert cli(["devices", *there]) == 2
     assert "it has no NVIDIA driver" in capsys.readouterr().err
     wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
+
+
+@pytest.mark.slow
+def test_a_cluster_that_was_started_by_hand_has_no_autoscaler(machines: Machines) -> None:
+    ray.init(address=machines.address, logging_level="warning", log_to_driver=False)
+    try:
+        # Every head runs the program that an autoscaler would be.
+        wait_for(lambda: ray.experimental.internal_kv._internal_kv_get(STATUS_KEY) is not None)
+        assert not has_autoscaler(ray, ray.nodes())
+        assert not ray.util.list_named_actors(all_namespaces=True)
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_what_has_waited_for_a_while(nodes: NodesRig) -> None:
         assert nodes.waits(each)
     allowed = nodes.broker.max_processes - len(placed)
     assert nodes.broker.waiting(5) == ([(early.request, 2)], allowed)
-    nodes.broker.remedy = "a node was asked for"
+    nodes.broker.waiting_note = "a node was asked for"
     assert nodes.broker.explain(early).endswith("; a node was asked for")
 
 

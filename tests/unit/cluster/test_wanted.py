@@ -25,7 +25,7 @@ def request(**fields: Any) -> Request:
         pytest.param([], {}, id="nothing waits"),
         pytest.param([(request(), 1000)], {1: 91}, id="eleven small ones share a device"),
         pytest.param([(request(), 1), (request(memory=20 * GIB), 1)], {1: 2}, id="parts add up"),
-        pytest.param([(request(memory=7 * GIB), 3)], {1: 1}, id="three thirds are one"),
+        pytest.param([(request(), 1)] * 11, {1: 1}, id="eleven elevenths are one"),
         pytest.param([(request(memory=16 * GIB), 3)], {1: 3}, id="two do not fit one device"),
         pytest.param(
             [(request(memory=0.5), 4)], {1: 4}, id="half of the device is more than its half"

@@ -58,7 +58,7 @@ def ended_line(report: TaskReport) -> str:
     peak, budget = format_bytes(report.peak_process_bytes), format_bytes(report.budget_total_bytes)
     used = f"at most {peak} of {budget}{kind}"
     if not report.peak_process_bytes:
-        used = "memory not measured"
+        used = "no device memory seen"
     ran = f"ran {format_seconds(report.run_s)}"
     return f"{OUTCOME_WORDS[report.outcome].capitalize()}: {ran}, {used}"
 

@@ -39,7 +39,7 @@ def test_a_placement(
     [
         ({}, "Completed: ran 2.5s, at most 3GiB of 6GiB"),
         ({"source": "host"}, "Completed: ran 2.5s, at most 3GiB of 6GiB of host memory"),
-        ({"outcome": "timeout", "peak_process_bytes": 0}, "Timed out: ran 2.5s, memory not measured"),
+        ({"outcome": "timeout", "peak_process_bytes": 0}, "Timed out: ran 2.5s, no device memory seen"),
         ({"outcome": "oom"}, ""),
         ({"outcome": "cancelled"}, ""),
     ],

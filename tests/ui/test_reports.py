@@ -92,7 +92,7 @@ def test_a_browser_shows_every_process_and_the_devices_of_a_flow_report(
         seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-flow-nightly"), ui)
         save(page, pictures / f"flow-report-{ui}.png")
     assert seen.image_widths == [720]
-    assert "16 of 19 processes completed" in seen.text
+    assert "17 task runs: 16 completed, 1 failed; 19 attempts" in seen.text
     assert "gpu:memory=5GiB" in seen.text
     assert "evaluate-vit-b16-int8" in seen.text
 

@@ -265,6 +265,8 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
     Returns:
         `None`: nothing is known of what it needs.
     """
+    # As a flow's report counts them.
+    processes = [report for kept in _by_history(processes) for report in kept]
     lesson, why = teach(processes)
     size: float = lesson.budget_bytes if lesson else 0
     pinched = max((r.budget_bytes for r in processes if _is_pinched(r)), default=0) * PINCH_FACTOR

@@ -27,6 +27,9 @@ _WIDTH, _HEIGHT = 720.0, 360.0
 _MARGINS = 84.0, 110.0, 36.0, 54.0
 _POINT = "#2563eb"
 
+#: Values beyond it are not drawn: the room around them would be no number.
+_LARGEST = 1e300
+
 
 @dataclass(frozen=True, slots=True)
 class LeaderboardRow:
@@ -93,7 +96,7 @@ def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:
     points = [
         (at, row.peak_bytes, row.value, row.name)
         for at, row in enumerate(ranked, 1)
-        if row.peak_bytes is not None and row.value is not None and math.isfinite(row.value)
+        if row.peak_bytes is not None and row.value is not None and abs(row.value) <= _LARGEST
     ]
     if len(points) < 2:
         return ""

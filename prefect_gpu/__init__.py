@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
     from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, report_metric, step
     from prefect_gpu.policy import GPUPolicy, gpu
+    from prefect_gpu.reports.flow_leaderboard import publish_leaderboard
     from prefect_gpu.reports.leaderboard import LeaderboardRow
     from prefect_gpu.reports.published import FlowRunReport, report
-    from prefect_gpu.runner.leaderboard import publish_leaderboard
     from prefect_gpu.task_runner import GPUTaskRunner
 from prefect_gpu.version import VERSION
 
@@ -52,7 +52,7 @@ _NAMES = {
     "frameworks.onnxruntime_adapter": ("onnxruntime_provider_options",),
     "reports.published": ("report", "FlowRunReport"),
     "reports.leaderboard": ("LeaderboardRow",),
-    "runner.leaderboard": ("publish_leaderboard",),
+    "reports.flow_leaderboard": ("publish_leaderboard",),
 }
 
 __all__ = [  # noqa: RUF022  # by importance

@@ -1,6 +1,6 @@
 """A leaderboard: which of several task runs had the best result, in what time, with how much memory. Pure.
 
-Who reads the rows from reports and publishes the text is `runner.leaderboard`.
+`flow_leaderboard` makes the rows of a flow's task runs and publishes the text.
 """
 
 from __future__ import annotations

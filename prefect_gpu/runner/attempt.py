@@ -36,6 +36,7 @@ from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy, child_environment
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.processes import values
+from prefect_gpu.processes.crash_site import crashed_at
 from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
@@ -61,7 +62,6 @@ from prefect_gpu.processes.transport import ReceivedValue
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.crash_site import crashed_at
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
 from prefect_gpu.runner.run_log import ended_line, placed_line

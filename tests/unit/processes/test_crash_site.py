@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from prefect_gpu import in_task
-from prefect_gpu.runner.crash_site import crashed_at
+from prefect_gpu.processes.crash_site import crashed_at
 
 CRASH = """
 import faulthandler, os, signal, threading

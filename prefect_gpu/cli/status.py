@@ -85,7 +85,7 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True)
 class OtherProcess:
-    """A process that holds memory of a device and belongs to no task of ours."""
+    """A process of another program that holds memory of a device."""
 
     pid: int
     index: int

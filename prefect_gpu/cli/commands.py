@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 app = App(
     name="prefect-gpu",
     help="Devices, tasks that use or want them, tags and simulated schedules of prefect_gpu.",
-    version_flags=(),
+    version=lambda: f"prefect-gpu {version('prefect-gpu')}",
+    version_flags=("--version",),
     # Options have the names given here and no negative form.
     default_parameter=Parameter(negative=(), show_default=False),
     exit_on_error=False,

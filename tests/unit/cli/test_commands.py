@@ -257,5 +257,11 @@ def test_version_is_that_of_the_package(capsys: Capture, monkeypatch: pytest.Mon
 def test_the_package_runs_as_a_module(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["prefect-gpu", "check", "nightly"])
     with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("prefect_gpu.cli", run_name="__main__")
+        runpy.run_module("prefect_gpu", run_name="__main__")
     assert "no gpu tag" in capsys.readouterr().out
+
+
+def test_the_version_is_printed_either_way(capsys: Capture) -> None:
+    assert main(["--version"]) == main(["version"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second and first.startswith("prefect-gpu ")

@@ -150,7 +150,7 @@ def test_the_command_prints_each_finding_and_its_exit_code_says_whether_there_is
 @pytest.mark.slow
 def test_this_machine_is_examined_without_an_error() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "prefect_gpu.cli", "doctor", "--json"],
+        [sys.executable, "-m", "prefect_gpu", "doctor", "--json"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,4 +1,4 @@
-"""Run the console script as `python -m prefect_gpu.cli`."""
+"""Run the console script as `python -m prefect_gpu`."""
 
 import sys
 

@@ -158,15 +158,13 @@ def check_driver() -> tuple[list[Finding], int]:
 def judge_devices(snapshots: Any, visible: str | None) -> tuple[list[Finding], int]:
     """Return the findings about GPUs, and how many of them work."""
     working = [each for each in snapshots if not each.error]
-    found = [
-        Finding(
-            "driver",
-            "ok",
-            f"NVIDIA driver {working[0].device.driver}, {_count(len(working), 'device')}: "
-            + ", ".join(sorted({each.device.name for each in working})),
+    found = []
+    if working:
+        names = ", ".join(sorted({each.device.name for each in working}))
+        text = (
+            f"NVIDIA driver {working[0].device.driver}, {_count(len(working), 'device')}: {names}"
         )
-        for _ in working[:1]
-    ]
+        found.append(Finding("driver", "ok", text))
     if visible is not None:
         found.append(
             Finding("driver", "note", f"CUDA_VISIBLE_DEVICES={visible} limits the devices")

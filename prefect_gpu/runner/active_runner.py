@@ -503,19 +503,18 @@ class ActiveRunner:
             body.wait_finished(CLOSING_S)
         if self._called:
             process_launcher().output.flush(CLOSING_S)
-        # Once: this runs again if a signal comes while reports are published.
-        reports, self._reports = self._reports, []
-        states, self._states = self._states, Counter()
-        if states:
-            prefect_engine.log_on_flow(self.flow, flow_summary(states, reports))
+        # A signal may come at any line, and this then runs again: what is done is forgotten only afterwards.
+        if self._states:
+            prefect_engine.log_on_flow(self.flow, flow_summary(self._states, self._reports))
+            self._states = Counter()
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)
-            unstarted = [*self._unstarted.values()]
-            self._unstarted = {}
-            if reports or unstarted:
+            if self._reports or self._unstarted:
+                unstarted = [*self._unstarted.values()]
                 self._publisher.publish_flow(
-                    reports, unstarted, flow_name=name, flow_run_id=flow_run_id
+                    self._reports, unstarted, flow_name=name, flow_run_id=flow_run_id
                 )
+                self._reports, self._unstarted = [], {}
             self._publisher.close(CLOSING_S)
         self._client.close()
 

@@ -153,3 +153,26 @@ def test_a_signal_while_reports_are_published_neither_loses_nor_repeats_one(
     with pytest.raises(KeyboardInterrupt):
         runner.close(failed=False)
     assert api.keys == [artifact_key("gpu-memory", task_report().task_name), flow]
+
+
+def test_a_signal_while_the_summary_is_written_loses_no_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    api = FakeAPI()
+    runner = ActiveRunner(Configuration(**KNOWN))
+    monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
+    runner._open_publisher()
+    runner.report(task_report())
+    runner._count(Completed())
+    pressed: list[int] = []
+
+    def summary(states: Any, reports: Any) -> str:
+        if not pressed:
+            pressed.append(1)
+            raise KeyboardInterrupt
+        return f"{len(reports)} of {dict(states)}"
+
+    monkeypatch.setattr(active_runner, "flow_summary", summary)
+    with pytest.raises(KeyboardInterrupt):
+        runner.close(failed=False)
+    assert api.keys[1:] == [artifact_key("gpu-flow", "no-flow")]

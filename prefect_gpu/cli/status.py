@@ -190,7 +190,8 @@ def _measure(
             if entry.namespace == namespace:
                 roots[entry.pid] = request_id
             if entry.held_bytes:
-                stand_ins[request_id] = dict(zip(entry.devices, entry.held_bytes, strict=True))[key]
+                held = dict(zip(entry.devices, entry.held_bytes, strict=True))
+                stand_ins[request_id] = held.get(key, 0)
     return measure(snapshot, roots, stand_ins)
 
 

@@ -118,7 +118,7 @@ def examine() -> Iterator[Finding]:
     """Look at everything; yield each finding as soon as it is there."""
     driver, gpus = check_driver()
     yield from driver
-    yield from check_dependencies(importlib.metadata.requires("prefect-gpu") or (), _installed)
+    yield from check_dependencies(_requirements(), _installed)
     installed = [name for name in PROGRAMS if importlib.util.find_spec(name) is not None]
     with ThreadPoolExecutor(len(PROGRAMS)) as pool:
         builds = {name: pool.submit(look_at, name) for name in installed}
@@ -184,6 +184,14 @@ def judge_devices(snapshots: Any, visible: str | None) -> tuple[list[Finding], i
     return found, len(working)
 
 
+def _requirements() -> list[str]:
+    """Return what the package needs; nothing is known of one that is used from its source and is not installed."""
+    try:
+        return importlib.metadata.requires("prefect-gpu") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
 def check_dependencies(
     requirements: Any, installed: Callable[[str], str | None]
 ) -> Iterator[Finding]:
@@ -208,7 +216,7 @@ def check_dependencies(
         yield Finding("packages", "problem", text, fix)
     if not wrong:
         names = ("prefect-gpu", "prefect", "fastapi")
-        shown = ", ".join(f"{name} {installed(name)}" for name in names)
+        shown = ", ".join(f"{name} {installed(name) or 'is not installed'}" for name in names)
         yield Finding("packages", "ok", f"{shown}, Python {sys.version.split()[0]}")
 
 

@@ -76,6 +76,8 @@ class Node:
     name: str
     agent: Agent
     facts: NodeFacts
+    #: The flow runs there, so values of its tasks do not travel.
+    near: bool = False
     #: The last readings of its devices, as they came.
     snapshots: tuple[DeviceSnapshot, ...] = ()
     host_available_bytes: int = 0
@@ -122,7 +124,10 @@ class Nodes:
         self._on_others = call
 
     def all(self) -> tuple[Node, ...]:
-        """Return the nodes, in the order in which they joined."""
+        """Return the nodes: the flow's own first, the others in the order in which they joined.
+
+        Of devices that suit a task equally well, placement takes the first.
+        """
         with self._lock:
             return tuple(self._nodes.values())
 
@@ -131,6 +136,8 @@ class Nodes:
         self.leave(node.name, f"the agent of node {node.name} was started again")
         with self._lock:
             self._nodes[node.name] = node
+            if node.near:
+                self._nodes = {node.name: node, **self._nodes}
 
     def leave(self, name: str, why: str) -> None:
         """Remove a node; its processes count as killed.

@@ -158,6 +158,8 @@ class _Member:
     #: What is waited for: its facts, then its news.
     waits_for: Any
     facts: NodeFacts | None = None
+    #: The flow runs there.
+    near: bool = False
     #: Number of the last news.
     seen: int = 0
     #: Monotonic seconds when its facts are asked for again; `None`: no time is set.
@@ -181,6 +183,8 @@ class Cluster:
         self._num_gpus = num_gpus
         self._ray = import_ray()
         self._connected_here = False
+        #: Ray's id of the node that the flow runs on; empty: none, it is a client.
+        self._own_id = ""
         self.nodes = Nodes(RayStore())
         #: What is to come, for the nodes' standbys.
         self.expected = ExpectedTasks()
@@ -222,6 +226,8 @@ class Cluster:
                 ) from error
             self._connected_here = True
         try:
+            if not self._ray.util.client.ray.is_connected():
+                self._own_id = self._ray.get_runtime_context().get_node_id()
             self._look(self._ray.nodes())
             until_s = time.monotonic() + START_S
             while any(m.facts is None for m in self._members.values()):
@@ -423,7 +429,8 @@ class Cluster:
                 inline_results=bool(self._ray.util.client.ray.is_connected()),
             )
         )
-        return _Member(name, _Actor(handle), handle.facts.remote())
+        near = node_id == self._own_id
+        return _Member(name, _Actor(handle), handle.facts.remote(), near=near)
 
     @functools.cached_property
     def _agent_class(self) -> Any:
@@ -515,7 +522,7 @@ class Cluster:
         member.joined_s = time.monotonic()
         # What ran at an agent that could not be reached for a while has been given up, and may run elsewhere now.
         member.actor.tell([EndAll()])
-        self.nodes.join(Node(member.name, member.actor, facts))
+        self.nodes.join(Node(member.name, member.actor, facts, member.near))
         if known := self.expected.take(everything=True):
             member.actor.tell(known)
         member.waits_for = member.actor.handle.listen.remote(0)

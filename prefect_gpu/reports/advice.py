@@ -368,8 +368,9 @@ def teach(reports: Sequence[TaskReport]) -> tuple[Lesson | None, str]:
     """
     lessons = []
     for group in _by_history(reports):
-        runs = [past_run(report) for report in group]
-        if learn(runs) is None:
+        # Of a body that ended before its memory was read, nothing is known.
+        runs = [run for report in group if _was_seen(run := past_run(report))]
+        if not runs or learn(runs) is None:
             continue
         # A tag must also hold what a run used that failed for another reason.
         counted = [
@@ -379,6 +380,10 @@ def teach(reports: Sequence[TaskReport]) -> tuple[Lesson | None, str]:
         if lesson is not None and lesson.budget_bytes:
             lessons.append((lesson, _because(lesson, runs)))
     return max(lessons, key=lambda found: found[0].budget_bytes, default=(None, ""))
+
+
+def _was_seen(run: PastRun) -> bool:
+    return run.outcome == "oom" or bool(run.process_bytes or run.live_bytes)
 
 
 def _by_history(reports: Sequence[TaskReport]) -> list[list[TaskReport]]:

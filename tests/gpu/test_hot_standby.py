@@ -14,6 +14,7 @@ from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.scheduling.model import Reservation
 from prefect_gpu.settings import read_settings
+from tests.gpu._checks import nvml_handles
 from tests.gpu.test_runner_on_gpu import metadata_of
 from tests.process.rig import eventually, is_alive
 
@@ -50,7 +51,7 @@ def driver_shows(pid: int) -> int:
     """Bytes that the driver lists a process with; 0: none."""
     import pynvml
 
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    (handle, *_) = nvml_handles()
     uses = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     return sum(use.usedGpuMemory or 0 for use in uses if use.pid == pid)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import resource
 import subprocess
@@ -96,6 +97,20 @@ def test_packages_of_a_version_that_does_not_work_are_named_with_what_is_accepte
     versions |= {"fastapi": "0.150.0", "prefect": "3.8.8"}
     (found,) = doctor.check_dependencies(needed, versions.get)
     assert found.level == "ok" and "prefect 3.8.8, fastapi 0.150.0" in found.text
+
+
+def test_a_package_that_is_used_from_its_source_is_examined_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(name: str) -> str:
+        if name == "prefect-gpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    found = next(each.text for each in doctor.examine() if each.subject == "packages")
+    assert found.startswith("prefect-gpu is not installed, prefect 1.0")
 
 
 def test_limits_below_what_flows_need_say_how_to_raise_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,14 @@ def test_nodes_are_listed_in_the_order_in_which_they_joined() -> None:
     nodes.leave("a", "dead")
     nodes.leave("a", "dead")
     assert nodes.all() == (b,)
+
+
+def test_the_node_of_the_flow_comes_first_also_after_its_agent_was_started_again() -> None:
+    nodes, (a, b) = make_nodes("a", "b")
+    for agent in ("first", "second"):
+        own = replace(make_node("own", agent=agent), near=True)
+        nodes.join(own)
+        assert nodes.all() == (own, a, b)
 
 
 def test_a_process_hears_what_its_own_child_says_and_nothing_after_its_end() -> None:

@@ -287,6 +287,13 @@ def test_a_budget_that_is_far_too_large_names_the_tag() -> None:
     assert (fit := tag_advice([quiet()])) is not None and fit.fits
 
 
+def test_a_body_that_ended_before_its_memory_was_read_says_nothing_about_tags() -> None:
+    unseen = quiet(peak_live_bytes=None, peak_reserved_bytes=None, peak_process_bytes=0)
+    assert tag_advice([unseen]) is None
+    seen = quiet(budget_bytes=60 * GIB)
+    assert tag_advice([unseen, seen]) == tag_advice([seen])
+
+
 def test_an_attempt_that_is_followed_by_another_gives_no_tag() -> None:
     first = advice(ran_out(next_words="6GiB were not enough; it gets 9GiB"))[0]
     assert first == (

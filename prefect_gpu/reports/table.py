@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from prefect_gpu.scheduling.memory import DeviceState
+from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import format_bytes
 
 #: A row of a table.
@@ -50,6 +51,11 @@ def device_status(state: DeviceState) -> DeviceStatus:
         busy_fraction=snapshot.busy_fraction,
         error=snapshot.error,
     )
+
+
+def device_label(device: Device) -> str:
+    """Return what tags call a device: its index, and in a cluster its node before that."""
+    return device.label if device.in_cluster else str(device.index)
 
 
 def device_row(device: DeviceStatus, label: str = "") -> Row:

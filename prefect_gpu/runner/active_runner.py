@@ -46,7 +46,7 @@ from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.reports.progress import FlowProgress, RunCounts
-from prefect_gpu.reports.publish import Publisher
+from prefect_gpu.reports.publish import ProgressArtifact, Publisher
 from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
@@ -464,6 +464,11 @@ class ActiveRunner:
         with self._lock:
             if self._configuration.reports and self._publisher is None:
                 self._publisher = Publisher(self._client.lend)
+                name, flow_run_id = prefect_engine.flow_of(self.flow)
+                if self._configuration.progress and flow_run_id is not None:
+                    self._publisher.show_progress(
+                        ProgressArtifact(self.counts, flow_name=name, flow_run_id=flow_run_id)
+                    )
 
     def cancel(self) -> None:
         """End all processes of this runner, and let no new one start."""

@@ -525,10 +525,12 @@ class Attempt:
         self._handle.answer(answer)
 
     def _take_counters(self, read: CountersRead) -> None:
-        self._learned.add_counters(read.counters, read.frameworks)
         self._learned.add_steps(read.steps, read.marks)
-        if self._ticket is not None and read.counters.reserved_bytes is not None:
-            self._ticket.stand_in_bytes = read.counters.reserved_bytes + self._learned.context_bytes
+        if (counters := read.counters) is None:
+            return
+        self._learned.add_counters(counters, read.frameworks)
+        if self._ticket is not None and counters.reserved_bytes is not None:
+            self._ticket.stand_in_bytes = counters.reserved_bytes + self._learned.context_bytes
 
     def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
         """Take a reading of the process's devices, on the broker's thread."""

@@ -59,6 +59,7 @@ class Terminal:
 
     def __init__(self, columns: int = 100, rows: int = 30) -> None:
         self.columns = columns
+        self._open = True
         self._master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._read = bytearray()
@@ -89,7 +90,9 @@ class Terminal:
         return screen.lines
 
     def close(self) -> None:
-        """End it, once all was read; nothing may use it any more."""
-        os.close(self.slave)
-        self._thread.join(60)
-        os.close(self._master)
+        """End it, once all was read; nothing may use it any more. Without effect the second time."""
+        if self._open:
+            self._open = False
+            os.close(self.slave)
+            self._thread.join(60)
+            os.close(self._master)

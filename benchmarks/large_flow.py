@@ -23,6 +23,7 @@ import json
 import os
 import pty
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -195,6 +196,8 @@ def main() -> None:
     from tests.ui.capture import CHROMIUM
     from tests.ui.server import running_server
 
+    # Asked to end, it ends its server and the row that is measured.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     found: dict[str, Any] = {"versions": _common.versions()}
     given = ["--count", str(options.count), "--quiet", str(options.quiet)]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:

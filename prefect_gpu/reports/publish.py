@@ -150,7 +150,7 @@ def flow_artifact(
 
 
 class ProgressArtifact:
-    """The progress of one flow run, as an artifact that its page shows as a bar. For one thread at a time.
+    """The progress of one flow run, as an artifact that its page lists. For one thread at a time.
 
     Args:
         read: Returns how far the flow is.

@@ -10,7 +10,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prefect_gpu.reports.table import DEVICE_HEADS, DeviceStatus, device_row, table_lines
+from prefect_gpu.reports.table import (
+    DEVICE_HEADS,
+    Row,
+    device_label,
+    device_row,
+    device_status,
+    table_lines,
+)
+from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: Devices and waiting task runs that a view shows at most.
@@ -46,17 +54,6 @@ class RunCounts:
     def percent(self) -> float:
         """How many of a hundred have ended, rounded down: 100 are all."""
         return float(100 * self.ended_count // self.submitted) if self.submitted else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ShownDevice:
-    """One device of a view."""
-
-    #: As `Device.key`: flows that run at the same time may share it.
-    key: tuple[str, str]
-    #: Index, or in a cluster node and index.
-    label: str
-    status: DeviceStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ class FlowProgress:
     """What a view shows. Of several flows in one process it is the sum (`combine`)."""
 
     counts: RunCounts
-    devices: Sequence[ShownDevice] = ()
+    devices: Sequence[DeviceState] = ()
     #: In the order of their placement.
     running: Sequence[RunningTask] = ()
     #: The first of the queue, in its order.
@@ -120,7 +117,8 @@ def combine(parts: Sequence[FlowProgress]) -> FlowProgress:
             ended,
             all(part.counts.over for part in parts),
         ),
-        tuple({each.key: each for part in parts for each in part.devices}.values()),
+        # Flows may share devices.
+        tuple({each.device.key: each for part in parts for each in part.devices}.values()),
         sorted((r for part in parts for r in part.running), key=lambda r: -r.seconds),
         sorted((w for part in parts for w in part.waiting), key=lambda w: w.order),
     )
@@ -154,13 +152,14 @@ def view_lines(progress: FlowProgress, height: int) -> list[str]:
     lines = [f"GPU task runs: {progress_words(progress.counts)}"]
     if progress.devices:
         shown = progress.devices[:MOST_DEVICES]
-        lines += table_lines([DEVICE_HEADS, *(device_row(d.status, d.label) for d in shown)])
+        rows = [device_row(device_status(d), device_label(d.device)) for d in shown]
+        lines += table_lines([DEVICE_HEADS, *rows])
         lines += _others(len(progress.devices) - len(shown), "device")
     after: list[str] = []
     if progress.waiting:
         waiting = progress.waiting[:MOST_WAITING]
-        rows = [(w.name, _since(w.seconds), w.reason) for w in waiting]
-        after = table_lines([("waiting", "for", "what it waits for"), *rows])
+        heads: Row = ("waiting", "for", "what it waits for")
+        after = table_lines([heads, *((w.name, _since(w.seconds), w.reason) for w in waiting)])
         after += _others(progress.counts.waiting - len(waiting), "waiting task run")
     if progress.running:
         # A head and a line for the others.

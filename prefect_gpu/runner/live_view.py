@@ -29,11 +29,9 @@ from prefect_gpu.reports.progress import (
     MOST_WAITING,
     FlowProgress,
     RunCounts,
-    ShownDevice,
     combine,
     view_lines,
 )
-from prefect_gpu.reports.table import device_label, device_status
 from prefect_gpu.runner.submission import BodyRun
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ def flow_progress(counts: RunCounts, bodies: Collection[BodyRun]) -> FlowProgres
     first = heapq.nsmallest(MOST_WAITING, waiting, key=lambda body: body.order)
     return FlowProgress(
         counts,
-        [ShownDevice(s.device.key, device_label(s.device), device_status(s)) for s in states],
+        states,
         heapq.nlargest(MOST_RUNNING, running, key=lambda task: task.seconds),
         [body.waiting() for body in first],
     )

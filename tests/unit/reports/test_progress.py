@@ -10,13 +10,13 @@ from prefect_gpu.reports.progress import (
     FlowProgress,
     RunCounts,
     RunningTask,
-    ShownDevice,
     WaitingTask,
     combine,
     progress_words,
     view_lines,
 )
-from prefect_gpu.reports.table import DeviceStatus
+from prefect_gpu.scheduling.memory import DeviceState
+from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Reservation
 from prefect_gpu.units import GIB
 
 WORDS = {
@@ -58,19 +58,14 @@ def test_a_hundred_percent_are_all_task_runs_and_no_fewer() -> None:
     assert RunCounts().percent == 0
 
 
-def device(index: int, **changes: Any) -> ShownDevice:
-    known: dict[str, Any] = {
-        "index": index,
-        "uuid": f"GPU-{index}",
-        "name": "NVIDIA H200",
-        "total_bytes": 140 * GIB,
-        "used_bytes": 33 * GIB,
-        "reserved_bytes": 40 * GIB,
-        "free_bytes": 100 * GIB,
-        "busy_fraction": 0.84,
-        "error": "",
-    }
-    return ShownDevice(("here", f"GPU-{index}"), str(index), DeviceStatus(**(known | changes)))
+def device(index: int, error: str = "", in_cluster: bool = False) -> DeviceState:
+    total = 140 * GIB
+    known = Device(
+        f"GPU-{index}", index, "NVIDIA H200", total, "nvml", "gpu-2", in_cluster=in_cluster
+    )
+    snapshot = DeviceSnapshot(known, 0.0, 107 * GIB, error=error, busy_fraction=0.84)
+    held = Reservation("a", *known.key, 40 * GIB)
+    return DeviceState(snapshot, 100 * GIB, 0, total, (held,))
 
 
 def running(number: int, **changes: Any) -> RunningTask:
@@ -92,7 +87,7 @@ def waiting(number: int) -> WaitingTask:
 def test_a_view_shows_devices_and_what_runs_and_waits() -> None:
     progress = FlowProgress(
         RunCounts(40, 3, 25, {"Completed": 12}),
-        [device(0), device(1, used_bytes=None, free_bytes=None, error="fell off the bus")],
+        [device(0), device(1, error="fell off the bus")],
         [
             running(0, devices=("0", "1")),
             running(1, steps=1200, step_s=0.35),
@@ -143,6 +138,11 @@ def test_flows_of_one_process_are_shown_together_and_their_devices_once() -> Non
     )
     both = combine([first, second])
     assert both.counts == RunCounts(5, 2, 1, {"Completed": 2})
-    assert [each.label for each in both.devices] == ["0", "1"]
+    assert [each.device.index for each in both.devices] == [0, 1]
     assert [each.name for each in both.running] == ["evaluate-1", "evaluate-5"]
     assert [each.name for each in both.waiting] == ["train-2", "train-9"]
+
+
+def test_the_devices_of_a_cluster_are_named_with_their_node() -> None:
+    lines = view_lines(FlowProgress(RunCounts(1, 1), [device(0, in_cluster=True)]), 40)
+    assert lines[2].startswith("gpu-2:0  NVIDIA H200")

@@ -243,6 +243,11 @@ class ActiveRunner:
             bodies = tuple(self._bodies)
         return flow_progress(self.counts(), bodies)
 
+    def _leave_view(self) -> None:
+        # Not in a child, which enters and exits a copy of the runner.
+        if self._submitted:
+            live_view().leave(self)
+
     def _unfinished(self) -> tuple[concurrent.futures.Future[Any], ...]:
         with self._lock:
             return tuple(self._futures)
@@ -510,7 +515,7 @@ class ActiveRunner:
                     self._publisher.end("the flow's process was told to end")
             raise
         finally:
-            live_view().leave(self)
+            self._leave_view()
             self._close_cluster()
             # Last: the fork server reports how its forks ended.
             self._close_fork_server()
@@ -543,7 +548,7 @@ class ActiveRunner:
         if self._called:
             process_launcher().output.flush(CLOSING_S)
         # A signal may come at any line, and this then runs again: what is done is forgotten only afterwards.
-        live_view().leave(self)
+        self._leave_view()
         if self._states and not self._summarised:
             prefect_engine.log_on_flow(self.flow, flow_summary(self._states, self._reports))
             self._summarised = True

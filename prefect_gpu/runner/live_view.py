@@ -75,7 +75,8 @@ class LowerLines:
     """
 
     def __init__(self, terminal: io.TextIOWrapper, streams: Sequence[io.TextIOWrapper]) -> None:
-        self._terminal = terminal
+        #: It is drawn on.
+        self.terminal = terminal
         self._streams = streams
         self._lock = threading.RLock()
         #: What is drawn now.
@@ -148,15 +149,15 @@ class LowerLines:
         return "\r" + (f"\x1b[{height - 1}A" if height > 1 else "") + "\x1b[J"
 
     def _put(self, text: str) -> None:
-        io.TextIOWrapper.write(self._terminal, text)
-        self._terminal.flush()
+        io.TextIOWrapper.write(self.terminal, text)
+        self.terminal.flush()
 
     def _width(self) -> int:
-        return max(2, os.get_terminal_size(self._terminal.fileno()).columns)
+        return max(2, os.get_terminal_size(self.terminal.fileno()).columns)
 
     def height(self) -> int:
         """Return how many lines the terminal has."""
-        return os.get_terminal_size(self._terminal.fileno()).lines
+        return os.get_terminal_size(self.terminal.fileno()).lines
 
 
 def _cut(line: str, width: int) -> str:
@@ -266,7 +267,7 @@ class LiveView:
                     sources = tuple(self._sources.values())
                 if other_display():
                     break
-                if sources and in_foreground(sys.__stderr__):
+                if sources and in_foreground(lines.terminal):
                     progress = combine([source() for source in sources])
                     lines.show(view_lines(progress, lines.height()))
             except Exception as error:  # noqa: BLE001

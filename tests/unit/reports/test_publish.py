@@ -445,7 +445,8 @@ def test_progress_that_the_api_does_not_take_is_left_out_and_no_report_is_lost(
     soon: None, caplog: pytest.LogCaptureFixture, home: Path
 ) -> None:
     api, flow = ProgressAPI(OSError("reset"), answered(500), answered(422)), Flow()
-    it = publisher(api)
+    # A report that waited for a progress artifact to be tried again would wait for ever.
+    it = Publisher(api.connect, logger=logging.getLogger("reports"), retry_delays_s=(1e4, 1e4))
     it.show_progress(flow.artifact())
     api.wait_for(1)
     it.publish(task_report())

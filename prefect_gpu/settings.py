@@ -114,6 +114,16 @@ class GPUSettings(PrefectBaseSettings):
         default=True,
         description="Publish a memory report for each process and each flow run as artifacts.",
     )
+    live_view: bool = Field(
+        default=True,
+        description="Show the devices, and what runs and waits, in the last lines of the terminal while a flow "
+        "runs. Without a terminal, and where another progress bar or live display is used, nothing is shown.",
+    )
+    progress: bool = Field(
+        default=True,
+        description="Publish how many GPU task runs of a flow run have ended, as a progress artifact, every few "
+        "seconds while it runs. It needs the reports.",
+    )
     # Empty is none, not the working folder.
     memory_snapshots: Annotated[Path | None, BeforeValidator(lambda given: given or None)] = Field(
         default=None,

@@ -110,6 +110,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             settings.memory_snapshots,
             settings.address or "",
             settings.num_gpus,
+            settings.live_view,
+            settings.progress,
         )
         if settings.start_method == "forkserver" and not sys.platform.startswith("linux"):
             raise DeviceError(

@@ -350,6 +350,11 @@ class Broker:
                 return error.problem
             return (f"{reason}; {self.problem}" if self.problem else reason) + note
 
+    def device_states(self) -> list[DeviceState]:
+        """Return what each device has free at the last reading, less the reservations; nothing is read for it."""
+        with self._changed:
+            return self._states()
+
     def waiting(self, longer_s: float) -> tuple[list[tuple[Request, int]], int]:
         """Return what has waited for a while.
 

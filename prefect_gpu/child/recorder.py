@@ -280,6 +280,11 @@ class Recorder:
 
     # What the child calls.
 
+    @property
+    def step_count(self) -> int:
+        """Number of steps that have ended."""
+        return self._book.count
+
     def begin(self) -> None:
         """Begin the body: times count from here."""
         with self._lock:
@@ -510,8 +515,8 @@ class LiveSampler:
 
     def _send(self) -> None:
         counters = self._recorder.counters()
-        if counters is None:
-            # Marks are sent at the end: without counters there is no message.
+        if counters is None and not self._recorder.step_count:
+            # Marks are sent at the end: without counters or steps there is no message.
             return
         steps, marks = self._recorder.take()
         news = counters, 0 if steps is None else steps.count

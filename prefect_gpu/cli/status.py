@@ -16,45 +16,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import psutil
 
 from prefect_gpu.broker.broker import HEADROOM_BYTES
 from prefect_gpu.broker.host_ledger import HostStore, Owner
 from prefect_gpu.broker.ledger import Entry, StoreError
-from prefect_gpu.cli.table import table_lines
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import DeviceError, PlacementError
+from prefect_gpu.reports.table import (
+    DEVICE_HEADS,
+    DeviceStatus,
+    Row,
+    device_row,
+    device_status,
+    table_lines,
+)
 from prefect_gpu.scheduling.memory import DeviceState, device_state, measure
 from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot, Reservation
 from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, explain, order_key
 from prefect_gpu.units import format_bytes, format_seconds
-
-#: A row of a table.
-Row: TypeAlias = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceStatus:
-    """One device."""
-
-    index: int
-    uuid: str
-    name: str
-    total_bytes: int
-    #: In use by any process; `None`: the device does not answer.
-    used_bytes: int | None
-    #: Reserved for our tasks, whether they have taken it or not.
-    reserved_bytes: int
-    #: Free for a further task, at the default headroom; `None`: the device does not answer.
-    free_bytes: int | None
-    #: Part of the time (0 to 1) in which it computed; `None`: not known.
-    busy_fraction: float | None
-    #: Why it cannot be used; empty: it can.
-    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +143,7 @@ def machine_status(found: Found) -> Status:
         states.append(device_state(snapshot, reservations, held[key], headroom_bytes))
     holding = {i: entry for i, entry in entries.items() if entry.reservations}
     return Status(
-        devices=tuple(map(_device, states)),
+        devices=tuple(map(device_status, states)),
         tasks=tuple(
             _task(found, request_id, entry, held)
             for request_id, entry in sorted(
@@ -193,21 +177,6 @@ def _measure(
                 held = dict(zip(entry.devices, entry.held_bytes, strict=True))
                 stand_ins[request_id] = held.get(key, 0)
     return measure(snapshot, roots, stand_ins)
-
-
-def _device(state: DeviceState) -> DeviceStatus:
-    snapshot, device = state.snapshot, state.device
-    return DeviceStatus(
-        index=device.index,
-        uuid=device.uuid,
-        name=device.name,
-        total_bytes=device.total_bytes,
-        used_bytes=None if snapshot.error else snapshot.used_bytes,
-        reserved_bytes=sum(each.reserved_bytes for each in state.reservations),
-        free_bytes=None if snapshot.error else max(0, state.free_bytes),
-        busy_fraction=snapshot.busy_fraction,
-        error=snapshot.error,
-    )
 
 
 def _task(
@@ -324,10 +293,7 @@ def _describe(pid: int) -> tuple[str, str]:
 
 def status_lines(status: Status) -> list[str]:
     """Return a status as lines for a terminal."""
-    lines = table_lines(
-        [("index", "device", "total", "used", "reserved", "free", "busy", "")]
-        + [_device_row(device) for device in status.devices]
-    )
+    lines = table_lines([DEVICE_HEADS, *(device_row(device) for device in status.devices)])
     lines += ["", f"{len(status.tasks) or 'no'} {_plural(status.tasks, 'task')} on devices"]
     if status.tasks:
         heads: Row = ("task", "state", "device", "budget", "used", "for", "pid", "flow", "user")
@@ -347,18 +313,6 @@ def status_lines(status: Status) -> list[str]:
 
 def _plural(items: Sequence[Any], word: str, ending: str = "s") -> str:
     return word if len(items) == 1 else word + ending
-
-
-def _device_row(device: DeviceStatus) -> Row:
-    busy = "" if device.busy_fraction is None else f"{device.busy_fraction:.0%}"
-    sizes = (device.total_bytes, device.used_bytes, device.reserved_bytes, device.free_bytes)
-    return (
-        str(device.index),
-        device.name,
-        *("?" if size is None else format_bytes(size) for size in sizes),
-        busy,
-        device.error,
-    )
 
 
 def _task_rows(task: TaskStatus) -> list[Row]:

@@ -437,7 +437,7 @@ class NodeAgent:
             memory.attach(message.pid)
         elif isinstance(message, BodyStarted):
             broker.mark_running(ticket)
-        elif isinstance(message, CountersRead):
+        elif isinstance(message, CountersRead) and message.counters is not None:
             ticket.stand_in_bytes = message.counters.reserved_bytes or 0
         elif isinstance(message, Asked):
             if not message.method.startswith("simulated_"):

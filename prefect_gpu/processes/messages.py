@@ -182,9 +182,10 @@ class EventEmitted(Message):
 
 @dataclass(frozen=True, slots=True)
 class CountersRead(Message):
-    """The frameworks' own counters, summed over frameworks and devices."""
+    """The frameworks' own counters, summed over frameworks and devices, and the body's steps so far."""
 
-    counters: Counters
+    #: `None`: no framework is used.
+    counters: Counters | None
     frameworks: tuple[str, ...]
     #: What is known from the steps so far; `None`: there was none.
     steps: StepFacts | None = None

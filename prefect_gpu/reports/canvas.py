@@ -212,4 +212,18 @@ def _round(*numbers: float) -> Iterable[float]:
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    """Return points as the data of a path; a horizontal or vertical step has one number."""
+    words: list[str] = []
+    before: tuple[str, str] | None = None
+    for point in points:
+        x, y = (f"{number:.1f}".removesuffix(".0") for number in point)
+        if before is None:
+            words.append(f"M{x},{y}")
+        elif y == before[1]:
+            words.append(f"H{x}")
+        elif x == before[0]:
+            words.append(f"V{y}")
+        else:
+            words.append(f"L{x},{y}")
+        before = x, y
+    return "".join(words)

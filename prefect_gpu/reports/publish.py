@@ -39,12 +39,19 @@ from prefect_gpu.reports.markdown import (
     task_summary,
 )
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
+from prefect_gpu.reports.progress import RunCounts, progress_words
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
 TASK_PREFIX = "gpu-memory"
 FLOW_PREFIX = "gpu-flow"
+PROGRESS_PREFIX = "gpu-progress"
+
+#: Seconds between two calls that publish a flow's progress, and after one that has failed. A flow that is over before the
+#: first has no such artifact.
+PROGRESS_S = 5.0
+PROGRESS_FAILED_S = 60.0
 
 #: Characters of a key at most, so that the URL of an artifact stays short.
 KEY_LIMIT = 100
@@ -142,6 +149,54 @@ def flow_artifact(
     )
 
 
+class ProgressArtifact:
+    """The progress of one flow run, as an artifact that its page lists. For one thread at a time.
+
+    Args:
+        read: Returns how far the flow is.
+        flow_name: Names the artifact.
+        flow_run_id: The run whose page shows it.
+    """
+
+    def __init__(
+        self, read: Callable[[], RunCounts], *, flow_name: str, flow_run_id: UUID | None
+    ) -> None:
+        self._read = read
+        self._key = artifact_key(PROGRESS_PREFIX, flow_name)
+        self._flow_run_id = flow_run_id
+        #: `None`: it was not created.
+        self.id: UUID | None = None
+        #: What it says.
+        self._said: tuple[float, str] | None = None
+
+    def publish(self, client: SyncPrefectClient) -> None:
+        """Create it, or change it where there is news."""
+        counts = self._read()
+        said = counts.percent, progress_words(counts)
+        if said == self._said:
+            return
+        share, words = said
+        if self.id is None:
+            artifact = ArtifactCreate(
+                key=self._key,
+                type="progress",
+                data=share,
+                description=words,
+                flow_run_id=self._flow_run_id,
+            )
+            self.id = client.create_artifact(artifact).id
+        else:
+            # Not `update_artifact`, which emits an event for each change. At the end of a program Prefect waits for
+            # those that are not sent, with a warning (3.8.8).
+            client.request(
+                "PATCH",
+                "/artifacts/{id}",
+                path_params={"id": self.id},
+                json={"data": share, "description": words},
+            )
+        self._said = said
+
+
 def _task_run_url(task_run_id: UUID) -> str | None:
     """Return the address of a task run's page; `None`: no address of a UI is known."""
     return url_for("task-run", task_run_id)
@@ -166,6 +221,8 @@ class Job:
     local: Callable[[], object] | None = None
     #: Failed calls that the API may have carried out.
     tries: int = 0
+    #: It is made once, after all others, and dropped without a word if it fails.
+    optional: bool = False
 
 
 class Publisher:
@@ -207,6 +264,10 @@ class Publisher:
         self._next_call_s = 0.0
         #: Seconds waited after the last call, if it failed; 0: it did not.
         self._delay_s = 0.0
+        #: `None`: no progress is published.
+        self._progress: ProgressArtifact | None = None
+        #: Monotonic seconds of its next call.
+        self._progress_s = 0.0
         #: Nothing more is published than what waits.
         self._closed = False
         #: Nothing more is published.
@@ -236,6 +297,15 @@ class Publisher:
             flow_artifact, reports, unstarted, flow_name=flow_name, flow_run_id=flow_run_id
         )
         self._put_artifact(make)
+
+    def show_progress(self, progress: ProgressArtifact) -> None:
+        """Publish a flow's progress from now on, every few seconds in which nothing else waits; return at once."""
+        with self._changed:
+            if self._progress is None and not self._closed:
+                self._progress = progress
+                self._progress_s = time.monotonic() + PROGRESS_S
+                self._start()
+                self._changed.notify_all()
 
     def put(
         self, call: Callable[[SyncPrefectClient], object], series: Hashable = None, most: int = 0
@@ -272,12 +342,16 @@ class Publisher:
                     self._waiting.remove(same[0])
             self._waiting.append(job)
             self._changed.notify_all()
-            if self._thread is None:
-                try:
-                    self._thread = start_thread(self._run, "prefect-gpu-publisher")
-                except CapacityError as error:
-                    # The next report tries again.
-                    self._last_error = str(error)
+            self._start()
+
+    def _start(self) -> None:
+        """Start the thread if there is none, with the lock held."""
+        if self._thread is None:
+            try:
+                self._thread = start_thread(self._run, "prefect-gpu-publisher")
+            except CapacityError as error:
+                # The next report tries again.
+                self._last_error = str(error)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Publish what waits and end the thread; after `timeout_s` write what is left to files, with one warning.
@@ -285,6 +359,10 @@ class Publisher:
         Interrupted by Ctrl-C or a signal, it leaves the thread publishing: call it again to wait for it, or `end`.
         """
         with self._changed:
+            progress = self._progress
+            if not self._closed and progress is not None and progress.id is not None:
+                # How the flow has ended.
+                self._waiting.append(Job(progress.publish, optional=True))
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
@@ -339,9 +417,20 @@ class Publisher:
             while not self._ended and (self._waiting or not self._closed):
                 wait_s = None
                 if self._waiting:
+                    if self._waiting[0].optional and self._delay_s:
+                        # The API is away.
+                        self._waiting.popleft()
+                        self._changed.notify_all()
+                        continue
                     wait_s = self._next_call_s - time.monotonic()
                     if wait_s <= 0:
                         self._current = self._waiting.popleft()
+                        return self._current
+                elif self._progress is not None:
+                    wait_s = self._progress_s - time.monotonic()
+                    if wait_s <= 0:
+                        self._progress_s = time.monotonic() + PROGRESS_S
+                        self._current = Job(self._progress.publish, optional=True)
                         return self._current
                 self._changed.wait(wait_s)
         return None
@@ -364,6 +453,10 @@ class Publisher:
             self._changed.notify_all()
             if self._ended:
                 return
+            if error is not None and job.optional:
+                pause_s = max(PROGRESS_FAILED_S, read_retry_after(error))
+                self._progress_s = time.monotonic() + pause_s
+                return
             if error is None or job.local is not None:
                 self._delay_s = self._next_call_s = 0.0
                 if not self.saved + self.lost:
@@ -380,6 +473,8 @@ class Publisher:
 
     def _give_up(self, job: Job, reason: str) -> None:
         """Write what is not published to a file, or count it as lost. Called with the lock held."""
+        if job.optional:
+            return
         if job.local is not None:
             with contextlib.suppress(Exception):
                 job.local()

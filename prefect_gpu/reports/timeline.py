@@ -7,6 +7,7 @@ functions are pure: the same report gives the same image.
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,9 +57,12 @@ PHASE_TINTS = ("#f59e0b", "#10b981", "#6366f1", "#ec4899", "#64748b", "#06b6d4")
 LANE_LIMIT = 64
 
 #: Bars that are drawn for a device, and for all devices together. If there are more, the longest of each device are
-#: drawn. A bar takes some 700 bytes of the artifact.
+#: drawn. A bar takes some 500 bytes of the artifact.
 GANTT_LIMIT = 1500
 BAR_LIMIT = 12_000
+
+#: Bars of a chart that have a title each, which only the image alone shows, not a page with the image.
+TITLE_LIMIT = 200
 
 #: Seconds that a double of seconds since the epoch may be off, and the sum of two.
 EPOCH_PRECISION_S = 1e-6
@@ -304,8 +308,9 @@ def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -
     for at_s, _ in time_ticks(end_s):
         canvas.line([(x_of(at_s), top - 4), (x_of(at_s), bottom)], GRID)
     y = float(top)
+    titled = sum(len(lane.bars) for lane in lanes) <= TITLE_LIMIT
     for lane in lanes:
-        _draw_lane(canvas, lane, x_of, y, left, right)
+        _draw_lane(canvas, lane, x_of, y, left, right, titled)
         y += lane.height
     if not lanes:
         words = "no process was placed on a device"
@@ -431,6 +436,7 @@ def _draw_lane(
     y: float,
     left: float,
     right: float,
+    titled: bool,
 ) -> None:
     canvas.line([(16, y), (right, y)], "#d1d5db")
     _name_device(canvas, lane.device, y, left - 34)
@@ -439,7 +445,7 @@ def _draw_lane(
     for bar in lane.bars:
         x = x_of(bar.at_s)
         width = max(1.5, x_of(bar.end_s) - x - 1)
-        _draw_bar(canvas, bar, x, y + 10 + bar.track * lane.pitch, width, bar_height)
+        _draw_bar(canvas, bar, x, y + 10 + bar.track * lane.pitch, width, bar_height, titled)
 
     floor = y + lane.height - 12
     peak_reserved, peak_used = (max(map(_amount, s), default=0) for s in (lane.reserved, lane.used))
@@ -482,14 +488,21 @@ def _stairs(
     floor: float,
     scale: float,
 ) -> list[tuple[float, float]]:
-    """Return the outline of the area between a stepped line and its floor."""
+    """Return the outline of the area between a stepped line and its floor, with one step for each pixel at most."""
     points = [(x_of(0), floor)]
-    for at_s, size in levels:
-        points += [(x_of(at_s), points[-1][1]), (x_of(at_s), floor - scale * max(0, size))]
+    for at, group in itertools.groupby(levels, key=lambda level: round(x_of(level[0]))):
+        steps = [size for _, size in group]
+        # The largest, so that no peak is lost; the next pixel begins with the last.
+        for x, size in ((at, max(steps)), (at + 1, steps[-1])):
+            y = floor - scale * max(0, size)
+            if y != points[-1][1]:
+                points += [(x, points[-1][1]), (x, y)]
     return [*points, (points[-1][0], floor)]
 
 
-def _draw_bar(canvas: Canvas, bar: _Bar, x: float, y: float, width: float, height: float) -> None:
+def _draw_bar(
+    canvas: Canvas, bar: _Bar, x: float, y: float, width: float, height: float, titled: bool
+) -> None:
     report, number = bar.report, bar.number
     colour = OUTCOME_COLOURS[report.outcome]
     name = clean(report.task_run_name)
@@ -498,6 +511,8 @@ def _draw_bar(canvas: Canvas, bar: _Bar, x: float, y: float, width: float, heigh
     title = (
         f"{number}: {name}, {format_bytes(report.peak_process_bytes)} of {_budget_words(report)}, "
         f"{format_seconds(report.held_s)}, {report.outcome}"
+        if titled
+        else ""
     )
     if width < 6:
         canvas.rect(x, y, width, height, colour, opacity=0.8, title=title)

@@ -45,11 +45,13 @@ from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
-from prefect_gpu.reports.publish import Publisher
+from prefect_gpu.reports.progress import FlowProgress, RunCounts
+from prefect_gpu.reports.publish import ProgressArtifact, Publisher
 from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.engine_threads import TagLimits, start_engine
+from prefect_gpu.runner.live_view import flow_progress, live_view
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
@@ -89,6 +91,9 @@ class Configuration:
     address: str = ""
     #: GPUs of each node to reserve in Ray's own count; `None`: none, and all are used.
     num_gpus: float | None = None
+    live_view: bool = False
+    #: Whether there is a progress artifact, if there are reports.
+    progress: bool = False
 
 
 class ActiveRunner:
@@ -121,8 +126,11 @@ class ActiveRunner:
         #: Tags of tasks that were looked at.
         self._read_tags: set[str] = set()
         self._reports: list[TaskReport] = []
-        #: How many GPU task runs ended in each state, by its name.
+        #: How many GPU task runs were submitted, and ended in each state, by its name.
+        self._submitted = 0
         self._states: Counter[str] = Counter()
+        #: All have ended, and the summary of the flow was logged.
+        self._summarised = False
         #: By task run: those that failed, which may have had no process.
         self._unstarted: dict[UUID, UnstartedRun] = {}
         self._book: BudgetBook | None = None
@@ -151,6 +159,10 @@ class ActiveRunner:
             return self._submit_to_thread(task, parameters, wait_for, dependencies)
         self._client.open()
         self._open_publisher()
+        if self._configuration.live_view and not self._submitted:
+            live_view().join(self, self.progress)
+        with self._lock:
+            self._submitted += 1
         number = plan.sequence if isinstance(plan, TaskPlan) else next_sequence()
         place = self._order.add(number, Inputs(parameters, wait_for).wait)
         gpu_task = GPUTask(self, task, plan, place)
@@ -217,6 +229,24 @@ class ActiveRunner:
         with self._lock:
             self._states[state.name or state.type.value] += 1
         return state
+
+    def counts(self) -> RunCounts:
+        """Return how many GPU task runs are where."""
+        with self._lock:
+            submitted, ended, bodies = self._submitted, dict(self._states), tuple(self._bodies)
+        running = sum(body.has_devices for body in bodies)
+        return RunCounts(submitted, running, len(bodies) - running, ended, self._summarised)
+
+    def progress(self) -> FlowProgress:
+        """Return what a live view shows."""
+        with self._lock:
+            bodies = tuple(self._bodies)
+        return flow_progress(self.counts(), bodies)
+
+    def _leave_view(self) -> None:
+        # Not in a child, which enters and exits a copy of the runner.
+        if self._submitted:
+            live_view().leave(self)
 
     def _unfinished(self) -> tuple[concurrent.futures.Future[Any], ...]:
         with self._lock:
@@ -368,7 +398,15 @@ class ActiveRunner:
         if given.address:
             return self._open_cluster().broker
         # Runners share a broker whatever else they do with their tasks.
-        key = replace(given, reports=True, standby=0, start_method="spawn", memory_snapshots=None)
+        key = replace(
+            given,
+            reports=True,
+            standby=0,
+            start_method="spawn",
+            memory_snapshots=None,
+            live_view=False,
+            progress=False,
+        )
         folder = read_settings().ledger
         return PROCESS_RESOURCES.get(("broker", key, folder), lambda: _make_broker(given, folder))
 
@@ -431,6 +469,11 @@ class ActiveRunner:
         with self._lock:
             if self._configuration.reports and self._publisher is None:
                 self._publisher = Publisher(self._client.lend)
+                name, flow_run_id = prefect_engine.flow_of(self.flow)
+                if self._configuration.progress and flow_run_id is not None:
+                    self._publisher.show_progress(
+                        ProgressArtifact(self.counts, flow_name=name, flow_run_id=flow_run_id)
+                    )
 
     def cancel(self) -> None:
         """End all processes of this runner, and let no new one start."""
@@ -472,6 +515,7 @@ class ActiveRunner:
                     self._publisher.end("the flow's process was told to end")
             raise
         finally:
+            self._leave_view()
             self._close_cluster()
             # Last: the fork server reports how its forks ended.
             self._close_fork_server()
@@ -504,9 +548,10 @@ class ActiveRunner:
         if self._called:
             process_launcher().output.flush(CLOSING_S)
         # A signal may come at any line, and this then runs again: what is done is forgotten only afterwards.
-        if self._states:
+        self._leave_view()
+        if self._states and not self._summarised:
             prefect_engine.log_on_flow(self.flow, flow_summary(self._states, self._reports))
-            self._states = Counter()
+            self._summarised = True
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)
             if self._reports or self._unstarted:

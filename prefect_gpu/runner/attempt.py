@@ -59,7 +59,10 @@ from prefect_gpu.processes.messages import (
 )
 from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.processes.transport import ReceivedValue
+from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.progress import RunningTask
+from prefect_gpu.reports.table import device_label
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
@@ -155,6 +158,36 @@ class Attempt:
         return ticket is not None and any(
             ticket.request.need_bytes(device) is None for device in ticket.devices
         )
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether it has its devices now. From any thread."""
+        ticket = self._ticket
+        return self._record is not None and ticket is not None and ticket.ended_s is None
+
+    def running(self) -> RunningTask | None:
+        """Return what is shown of it while it has its devices; `None`: it has none. From any thread."""
+        ticket, record = self._ticket, self._record
+        if record is None or ticket is None or ticket.ended_s is not None:
+            return None
+        steps = record.steps
+        return RunningTask(
+            name=clean_name(self._run.task_run.name),
+            devices=tuple(device_label(device) for device in ticket.devices),
+            budget_bytes=record.total_budget_bytes,
+            used_bytes=record.seen_bytes,
+            seconds=time.monotonic() - ticket.placed_s,
+            started=record.started_s is not None,
+            steps=0 if steps is None else steps.count,
+            step_s=None if steps is None else steps.step_s,
+        )
+
+    def why_it_waits(self) -> tuple[float, str]:
+        """Return for how many seconds it has waited for devices, and for what. From any thread."""
+        ticket = self._ticket
+        if ticket is None:
+            return 0.0, ""
+        return time.monotonic() - ticket.request.submitted_s, self._broker.explain(ticket)
 
     def evidence(self) -> Evidence | None:
         """Return what is known of its out-of-memory; `None`: there was none, or nothing is known."""
@@ -492,10 +525,12 @@ class Attempt:
         self._handle.answer(answer)
 
     def _take_counters(self, read: CountersRead) -> None:
-        self._learned.add_counters(read.counters, read.frameworks)
         self._learned.add_steps(read.steps, read.marks)
-        if self._ticket is not None and read.counters.reserved_bytes is not None:
-            self._ticket.stand_in_bytes = read.counters.reserved_bytes + self._learned.context_bytes
+        if (counters := read.counters) is None:
+            return
+        self._learned.add_counters(counters, read.frameworks)
+        if self._ticket is not None and counters.reserved_bytes is not None:
+            self._ticket.stand_in_bytes = counters.reserved_bytes + self._learned.context_bytes
 
     def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
         """Take a reading of the process's devices, on the broker's thread."""

@@ -460,6 +460,8 @@ class EngineRun:
         self._logger = get_run_logger()
         #: Kinds of the reasons to wait that were logged since the last placement.
         self._told: set[str] = set()
+        #: What it last was said to wait for; empty: it does not wait, or not for long.
+        self.awaits = ""
 
     def say(self, text: str) -> None:
         """Log what happens, on the task run. From any thread."""
@@ -494,6 +496,7 @@ class EngineRun:
 
     def show_awaiting(self, reason: str) -> None:
         """Show the task run as waiting for a device, and why; log it where the reason is of a new kind."""
+        self.awaits = reason
         text, kind = f"Waiting for {reason}", kind_of_reason(reason)
         if kind not in self._told:
             self._told.add(kind)
@@ -503,6 +506,7 @@ class EngineRun:
     def show_placed(self, text: str) -> None:
         """Log that the task run has a device."""
         self._told.clear()
+        self.awaits = ""
         self.say(text)
 
     def show_running(self) -> None:

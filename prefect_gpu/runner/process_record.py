@@ -83,7 +83,6 @@ class ProcessRecord:
         self._peak_live_bytes: int | None = None
         self._peak_reserved_bytes: int | None = None
         self._used: tuple[str, ...] = ()
-        self._steps: StepFacts | None = None
         #: Most that each process held of each device, in bytes, by the device's place and process id.
         self._processes: dict[tuple[int, int], int] = {}
         #: Most that all of them held of each device.
@@ -102,6 +101,10 @@ class ProcessRecord:
         self.context_bytes = 0
         #: Contexts as they are known on its device, in bytes by framework.
         self.known_contexts: Mapping[str, int] = {}
+        #: Bytes that its devices last showed for it; `None`: no reading has come.
+        self.seen_bytes: int | None = None
+        #: What its steps show so far; `None`: there was none.
+        self.steps: StepFacts | None = None
         #: Monotonic seconds of the body's first line and of its end; `None`: not yet.
         self.started_s: float | None = None
         self.ended_s: float | None = None
@@ -158,6 +161,7 @@ class ProcessRecord:
         """
         total = sum(sizes_bytes)
         with self._lock:
+            self.seen_bytes = total
             self._context.add_reading(total)
             self._add(at_s, total, live_bytes, live_bytes)
             self._device_peaks = list(map(max, self._device_peaks, sizes_bytes))
@@ -201,7 +205,7 @@ class ProcessRecord:
             marks: Their times are seconds since the body's first line.
         """
         with self._lock:
-            self._steps = steps or self._steps
+            self.steps = steps or self.steps
             self._marks.add(*marks)
 
     def add_peaks(self, live_bytes: int, process_bytes: int) -> None:
@@ -217,7 +221,7 @@ class ProcessRecord:
             if ended.counters is not None:
                 self.add_counters(ended.counters, ended.frameworks)
                 self._counted_out = True
-            self._steps = ended.steps or self._steps
+            self.steps = ended.steps or self.steps
             self._marks.add(*ended.marks)
             self._used = ended.frameworks
             self._metrics = tuple(ended.metrics.items())
@@ -339,7 +343,7 @@ class ProcessRecord:
 
     def _seen_steps(self) -> StepFacts | None:
         """Return what its steps show; steady memory only for frameworks where sampling sees it."""
-        steps = self._steps
+        steps = self.steps
         if steps is None or SEEN_BY_LOOKING.issuperset(self._used):
             return steps
         return replace(steps, steady_live_bytes=None)

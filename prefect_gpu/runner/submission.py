@@ -42,6 +42,7 @@ from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
+from prefect_gpu.reports.progress import RunningTask, WaitingTask
 from prefect_gpu.runner.attempt import Attempt, ChildTraceback, first_line
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
@@ -142,6 +143,34 @@ class BodyRun:
         deadline = time.monotonic() + timeout_s
         events = (self._over, *(attempt.finished for attempt in self._attempts))
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
+
+    @property
+    def broker(self) -> Broker:
+        """Hands out its devices."""
+        return self._broker
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place in the queue: the lower is first."""
+        return -self._policy.priority, self._call.plan.sequence
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether a process of it has devices now. From any thread."""
+        return bool(self._attempts) and self._attempts[-1].has_devices
+
+    def running(self) -> RunningTask | None:
+        """Return what is shown of it while it has devices; `None`: it has none. From any thread."""
+        return self._attempts[-1].running() if self._attempts else None
+
+    def waiting(self) -> WaitingTask:
+        """Return what is shown of it while it has no devices. From any thread."""
+        run = self._call.run
+        # Without a process it waits for what the first run of its like shows.
+        seconds, reason = None, run.awaits
+        if self._attempts:
+            seconds, reason = self._attempts[-1].why_it_waits()
+        return WaitingTask(self.order, clean_name(run.task_run.name), seconds, reason)
 
     def run(self) -> object:
         """Run the body until a process answers.

@@ -91,7 +91,7 @@ def logs(flow_run_id: UUID, wanted: Iterable[str]) -> dict[str, Any]:
 def artifacts(
     *, task_run_id: UUID | None = None, flow_run_id: UUID | None = None, count: int
 ) -> list[Artifact]:
-    """Return the artifacts of a run, oldest first, once there are `count`."""
+    """Return the artifacts of a run, oldest first, once there are `count`: but for its progress, which few flows last for."""
     asked = ArtifactFilter(
         task_run_id=ArtifactFilterTaskRunId(any_=[task_run_id]) if task_run_id else None,
         flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]) if flow_run_id else None,
@@ -103,6 +103,7 @@ def artifacts(
                 "POST", "/artifacts/filter", json={"artifacts": asked.model_dump(mode="json")}
             )
             found = [Artifact.model_validate(each) for each in answer.json()]
+            found = [each for each in found if each.type != "progress"]
             return found if len(found) >= count else None
 
         found: list[Artifact] = until(ask, f"{count} artifacts")

@@ -22,8 +22,11 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from prefect_gpu.reports import publish
 from prefect_gpu.reports.markdown import flow_metadata
+from prefect_gpu.reports.progress import RunCounts
 from prefect_gpu.reports.publish import (
+    ProgressArtifact,
     Publisher,
     bounded_settings,
     flow_artifact,
@@ -90,6 +93,29 @@ def test_a_publisher_drains_from_its_thread_under_the_settings_of_the_flow(
     assert len(read(client, "gpu-flow-drained")) == 1
     assert publisher.lost == 0 and caplog.records == []
     assert accepted_s < time.perf_counter() - began
+
+
+def test_the_progress_of_a_flow_run_is_one_artifact_that_changes(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "PROGRESS_S", 0.01)
+    flow_run_id = uuid4()
+    counts = [RunCounts(4, 1, 2, {"Completed": 1})]
+    progress = ProgressArtifact(lambda: counts[0], flow_name="Progress", flow_run_id=flow_run_id)
+    publisher = Publisher(lambda: get_client(sync_client=True))
+    publisher.show_progress(progress)
+    deadline = time.monotonic() + 60
+    while not (found := read(client, "gpu-progress-progress")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (first,) = found
+    assert (first.type, first.data, first.flow_run_id) == ("progress", 25, flow_run_id)
+    assert first.description == "1 of 4 ended, 1 running, 2 waiting for a device"
+    counts[0] = RunCounts(4, 0, 0, {"Completed": 3, "Failed": 1}, over=True)
+    publisher.close(timeout_s=60)
+    (last,) = read(client, "gpu-progress-progress")
+    assert (last.id, last.data) == (first.id, 100)
+    assert last.description == "4 of 4 ended: 3 Completed, 1 Failed"
 
 
 def test_an_unreachable_api_costs_one_warning_that_counts(

@@ -10,7 +10,8 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_gpu.reports.publish import flow_artifact, task_artifact
+from prefect_gpu.reports.progress import RunCounts
+from prefect_gpu.reports.publish import ProgressArtifact, flow_artifact, task_artifact
 from tests.fakes.reports import flow_reports, task_report
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -18,6 +19,7 @@ pytest.importorskip("PIL.Image", reason="pillow is not installed")
 
 from tests.ui.capture import (
     CHROMIUM,
+    PATIENCE_MS,
     UI,
     artifact_id,
     browser_page,
@@ -50,6 +52,9 @@ def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             client.create_artifact(
                 flow_artifact(flow_reports(), flow_name="nightly", flow_run_id=None)
             )
+            counts = RunCounts(40, 4, 16, {"Completed": 20})
+            progress = ProgressArtifact(lambda: counts, flow_name="nightly", flow_run_id=None)
+            progress.publish(client)
         yield url
 
 
@@ -95,6 +100,16 @@ def test_a_browser_shows_every_process_and_the_devices_of_a_flow_report(
     assert "17 task runs: 16 completed, 1 failed; 19 attempts" in seen.text
     assert "gpu:memory=5GiB" in seen.text
     assert "evaluate-vit-b16-int8" in seen.text
+
+
+@pytest.mark.parametrize("path", ["v2/artifacts/artifact", "artifacts/artifact"], ids=["v2", "v1"])
+def test_a_browser_shows_the_progress_of_a_flow(api_url: str, path: str) -> None:
+    progress = artifact_id(api_url, "gpu-progress-nightly")
+    with browser_page() as page:
+        page.goto(f"{api_url.removesuffix('/api')}/{path}/{progress}", timeout=PATIENCE_MS)
+        words = page.get_by_text("20 of 40 ended, 4 running, 16 waiting for a device").first
+        words.wait_for(state="visible", timeout=PATIENCE_MS)
+        page.get_by_text("50%").first.wait_for(state="visible", timeout=PATIENCE_MS)
 
 
 def test_a_chart_is_readable_on_a_dark_page(api_url: str, pictures: Path) -> None:

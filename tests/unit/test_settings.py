@@ -26,6 +26,8 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "MAX_TASKS_PER_DEVICE",
         "HEADROOM",
         "REPORTS",
+        "LIVE_VIEW",
+        "PROGRESS",
         "STANDBY",
         "START_METHOD",
         "LEDGER",
@@ -46,6 +48,8 @@ def test_settings_have_defaults() -> None:
         "ledger": None,
         "memory_snapshots": None,
         "reports": True,
+        "live_view": True,
+        "progress": True,
         "standby": "auto",
         "address": None,
         "num_gpus": None,
@@ -59,6 +63,8 @@ def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(PREFIX + "MAX_TASKS_PER_DEVICE", "2")
     monkeypatch.setenv(PREFIX + "HEADROOM", "512 MiB")
     monkeypatch.setenv(PREFIX + "REPORTS", "false")
+    monkeypatch.setenv(PREFIX + "LIVE_VIEW", "off")
+    monkeypatch.setenv(PREFIX + "PROGRESS", "0")
     monkeypatch.setenv(PREFIX + "LEDGER", "/mnt/ledger")
     monkeypatch.setenv(PREFIX + "MEMORY_SNAPSHOTS", "snapshots")
     settings = GPUSettings()
@@ -66,6 +72,7 @@ def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.memory_snapshots == Path("snapshots")
     assert settings.devices == "simulated:2x24GiB"
     assert settings.placement == "pack"
+    assert not settings.live_view and not settings.progress
     assert settings.max_processes == 3
     assert settings.max_tasks_per_device == 2
     assert settings.headroom == 512 * MIB

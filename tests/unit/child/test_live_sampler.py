@@ -100,6 +100,17 @@ def test_without_counters_marks_wait_for_the_end() -> None:
     assert (found, steps, [m.name for m in marks]) == (None, None, ["a"])
 
 
+def test_steps_are_sent_without_counters_too() -> None:
+    rig = Rig()
+    rig.source.touched = False
+    rig.sampler.start()
+    rig.recorder.step()
+    message = rig.channel.wait()
+    rig.sampler.stop()
+    assert message.counters is None
+    assert message.steps is not None and message.steps.count == 1
+
+
 def test_a_sampler_that_is_stopped_has_no_thread() -> None:
     rig = Rig()
     rig.sampler.start()

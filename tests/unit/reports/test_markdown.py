@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefect_gpu.measurements import Mark, Sample, StepFacts
+from prefect_gpu.measurements import COMPACT_SAMPLES, Mark, Sample, StepFacts
 from prefect_gpu.reports.markdown import (
     flow_markdown,
     flow_metadata,
@@ -434,7 +434,7 @@ def test_the_report_of_thousands_of_processes_is_cut_but_counts_all() -> None:
         for i in range(1100)
     ]
     text = flow_markdown(many)
-    assert "… and 100 more task runs, not shown." in text
+    assert "… and 800 more task runs, not shown." in text
     assert "… and 1050 more failures" in text
 
 
@@ -443,3 +443,30 @@ def test_a_compact_report_is_small_and_keeps_the_numbers() -> None:
     small = report.compact()
     assert len(small.samples) <= 24 and small.marks == ()
     assert small.metadata() == report.metadata()
+
+
+def test_the_report_of_a_flow_of_500_task_runs_is_below_500_kilobytes() -> None:
+    reports = [
+        replace(
+            task_report(
+                task_run_id=UUID(int=number), task_run_name=f"evaluate-{'x' * 40}-{number}"
+            ),
+            attempt=attempt,
+            placed_at=1e9 + 12.3 * number + 700 * attempt,
+            outcome="failed" if number % 5 == 0 else "completed",
+            error="ValueError: the checkpoint has no weights" if number % 5 == 0 else "",
+            samples=tuple(
+                Sample(0.7 * at, (at * number) % 6 * GIB) for at in range(COMPACT_SAMPLES)
+            ),
+        )
+        for number in range(500)
+        for attempt in (1, 2)
+    ]
+    text = flow_markdown(reports, link=lambda run: f"http://127.0.0.1:4200/runs/task-run/{run}")
+    assert len(text.encode()) < 500_000
+    assert "500 task runs" in text
+    # All that failed are in its table, and as many others as a browser shows at once.
+    table = text.partition("### Every task run")[2]
+    assert all(f"| {number + 1} | [evaluate-" in table for number in range(0, 500, 5))
+    assert table.count("[evaluate-") == 300
+    assert "… and 200 more task runs, not shown." in table

@@ -7,7 +7,8 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from uuid import uuid4
+from typing import Any
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
@@ -18,7 +19,8 @@ from prefect.settings import PREFECT_HOME, temporary_settings
 
 from prefect_gpu.reports import publish
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.reports.publish import Publisher, artifact_key
+from prefect_gpu.reports.progress import RunCounts
+from prefect_gpu.reports.publish import ProgressArtifact, Publisher, artifact_key
 from tests.fakes.ctrl_c import press_ctrl_c
 from tests.fakes.reports import PATIENCE_S, FakeAPI, flow_reports, task_report
 
@@ -354,3 +356,132 @@ def test_reports_that_no_thread_can_publish_are_written_to_files_with_the_reason
     made.close(PATIENCE_S)
     assert "1 memory report was not published but written to" in caplog.text
     assert "the thread 'prefect-gpu-publisher' could not be started" in caplog.text
+
+
+class ProgressAPI(FakeAPI):
+    """Takes a progress artifact and its changes too."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__(*errors)
+        #: What the artifact has said, in order.
+        self.said: list[tuple[float, str]] = []
+        self.changed = threading.Condition()
+
+    def create_artifact(self, artifact: Any) -> Any:
+        super().create_artifact(artifact)
+        if artifact.type == "progress":
+            self._say(artifact.data, artifact.description)
+        return artifact.model_copy(update={"id": UUID(int=7)})
+
+    def request(self, method: str, path: str, *, path_params: Any, json: Any) -> None:
+        assert (method, path, path_params) == ("PATCH", "/artifacts/{id}", {"id": UUID(int=7)})
+        self._say(json["data"], json["description"])
+
+    def _say(self, share: float, words: str) -> None:
+        with self.changed:
+            self.said.append((share, words))
+            self.changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.said) >= count, PATIENCE_S)
+
+
+class Flow:
+    """A flow whose progress is read."""
+
+    def __init__(self) -> None:
+        self.counts = RunCounts(4, 1, 3)
+        self.read = threading.Semaphore(0)
+
+    def artifact(self) -> ProgressArtifact:
+        return ProgressArtifact(self._read, flow_name="nightly", flow_run_id=uuid4())
+
+    def _read(self) -> RunCounts:
+        self.read.release()
+        return self.counts
+
+    def wait_until_read(self) -> None:
+        # Once more than what is under way.
+        for _ in range(2):
+            assert self.read.acquire(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is published at once."""
+    monkeypatch.setattr(publish, "PROGRESS_S", 0.001)
+    monkeypatch.setattr(publish, "PROGRESS_FAILED_S", 0.001)
+
+
+def test_progress_is_published_where_there_is_news_and_how_the_flow_has_ended(soon: None) -> None:
+    api, flow = ProgressAPI(), Flow()
+    it = publisher(api)
+    it.show_progress(flow.artifact())
+    api.wait_for(1)
+    flow.wait_until_read()
+    flow.counts = RunCounts(4, 1, 1, {"Completed": 2})
+    api.wait_for(2)
+    flow.counts = RunCounts(4, 0, 0, {"Completed": 4}, over=True)
+    it.close(PATIENCE_S)
+    assert api.keys == ["gpu-progress-nightly"]
+    assert api.said == [
+        (0.0, "0 of 4 ended, 1 running, 3 waiting for a device"),
+        (50.0, "2 of 4 ended, 1 running, 1 waiting for a device"),
+        (100.0, "4 of 4 ended: 4 Completed"),
+    ]
+
+
+def test_a_flow_that_is_over_soon_has_no_progress_artifact() -> None:
+    api, flow = ProgressAPI(), Flow()
+    it = publisher(api)
+    it.show_progress(flow.artifact())
+    it.publish(task_report())
+    it.close(PATIENCE_S)
+    assert api.keys == ["gpu-memory-evaluate"] and api.said == []
+
+
+def test_progress_that_the_api_does_not_take_is_left_out_and_no_report_is_lost(
+    soon: None, caplog: pytest.LogCaptureFixture, home: Path
+) -> None:
+    api, flow = ProgressAPI(OSError("reset"), answered(500), answered(422)), Flow()
+    # A report that waited for a progress artifact to be tried again would wait for ever.
+    it = Publisher(api.connect, logger=logging.getLogger("reports"), retry_delays_s=(1e4, 1e4))
+    it.show_progress(flow.artifact())
+    api.wait_for(1)
+    it.publish(task_report())
+    it.close(PATIENCE_S)
+    assert api.keys == ["gpu-progress-nightly", "gpu-memory-evaluate"]
+    assert it.lost == it.saved == 0 and not caplog.records and written(home) == {}
+
+
+def test_reports_that_wait_go_before_progress(soon: None) -> None:
+    api, flow = ProgressAPI(), Flow()
+    api.go.clear()
+    it = publisher(api)
+    it.publish(task_report())
+    it.show_progress(flow.artifact())
+    for _ in range(3):
+        it.publish(task_report())
+    api.go.set()
+    api.wait_for(1)
+    it.close(PATIENCE_S)
+    assert api.keys == ["gpu-memory-evaluate"] * 4 + ["gpu-progress-nightly"]
+
+
+def test_an_api_that_is_away_at_the_end_is_not_asked_for_progress(
+    soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    api, flow = ProgressAPI(), Flow()
+    it = publisher(api)
+    it.show_progress(flow.artifact())
+    api.wait_for(1)
+    with it._changed:
+        it._progress_s = float("inf")
+        assert it._changed.wait_for(it._is_done, PATIENCE_S)
+    flow.counts = RunCounts(4, 0, 0, {"Completed": 4}, over=True)
+    api.errors = [answered(500)] * publish.TRIES
+    it.publish(task_report())
+    it.close(PATIENCE_S)
+    assert len(api.said) == 1
+    assert "1 memory report was not published" in caplog.text

@@ -1,0 +1,192 @@
+"""How far a flow is while it runs: the values, the words of its progress artifact, and the lines of its live view.
+
+Pure: what runners know goes in (`runner.live_view` collects it), text comes out. `publish` sends the words to Prefect's
+API, and `prefect-gpu status` draws the devices in the same way (`table`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prefect_gpu.reports.table import (
+    DEVICE_HEADS,
+    Row,
+    device_label,
+    device_row,
+    device_status,
+    table_lines,
+)
+from prefect_gpu.scheduling.memory import DeviceState
+from prefect_gpu.units import format_bytes, format_seconds
+
+#: Devices and waiting task runs that a view shows at most.
+MOST_DEVICES = 8
+MOST_WAITING = 3
+
+#: Running task runs that a view shows at most, and that it shows in the smallest terminal.
+MOST_RUNNING = 10
+LEAST_RUNNING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RunCounts:
+    """How many GPU task runs of a flow are where."""
+
+    #: Submitted so far.
+    submitted: int = 0
+    #: They have a device.
+    running: int = 0
+    #: They wait for one.
+    waiting: int = 0
+    #: They have ended, by the name of their state.
+    ended: Mapping[str, int] = field(default_factory=dict)
+    #: The flow has ended: no more are submitted.
+    over: bool = False
+
+    @property
+    def ended_count(self) -> int:
+        """How many have ended."""
+        return sum(self.ended.values())
+
+    @property
+    def percent(self) -> float:
+        """How many of a hundred have ended, rounded down: 100 are all."""
+        return float(100 * self.ended_count // self.submitted) if self.submitted else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningTask:
+    """One task run that has its devices."""
+
+    name: str
+    #: Labels of its devices.
+    devices: tuple[str, ...]
+    #: Bytes on all its devices together.
+    budget_bytes: int
+    #: Bytes that its devices last showed for it; `None`: nothing yet.
+    used_bytes: int | None
+    #: Seconds since it got its devices.
+    seconds: float
+    #: Whether its body has begun.
+    started: bool
+    #: Steps that have ended (`prefect_gpu.step`); 0: none.
+    steps: int = 0
+    #: Median seconds of a step; `None`: not known.
+    step_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingTask:
+    """One task run that waits for a device."""
+
+    #: Lower is first in the queue.
+    order: tuple[int, int]
+    name: str
+    #: Seconds since it asked for one; `None`: it waits for another's probe.
+    seconds: float | None
+    #: Empty: not known yet.
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlowProgress:
+    """What a view shows. Of several flows in one process it is the sum (`combine`)."""
+
+    counts: RunCounts
+    devices: Sequence[DeviceState] = ()
+    #: In the order of their placement.
+    running: Sequence[RunningTask] = ()
+    #: The first of the queue, in its order.
+    waiting: Sequence[WaitingTask] = ()
+
+
+def combine(parts: Sequence[FlowProgress]) -> FlowProgress:
+    """Return the progress of several flows as one."""
+    if len(parts) == 1:
+        return parts[0]
+    ended: Counter[str] = Counter()
+    for part in parts:
+        ended.update(part.counts.ended)
+    return FlowProgress(
+        RunCounts(
+            sum(part.counts.submitted for part in parts),
+            sum(part.counts.running for part in parts),
+            sum(part.counts.waiting for part in parts),
+            ended,
+            all(part.counts.over for part in parts),
+        ),
+        # Flows may share devices.
+        tuple({each.device.key: each for part in parts for each in part.devices}.values()),
+        sorted((r for part in parts for r in part.running), key=lambda r: -r.seconds),
+        sorted((w for part in parts for w in part.waiting), key=lambda w: w.order),
+    )
+
+
+def progress_words(counts: RunCounts) -> str:
+    """Return the counts as text: "12 of 40 ended, 4 running, 24 waiting for a device"."""
+    done, total = counts.ended_count, counts.submitted
+    words = f"{done:,} of {total:,} ended"
+    states = sorted(counts.ended.items(), key=lambda each: -each[1])
+    left = total - done
+    if counts.over:
+        if states:
+            words += f": {', '.join(f'{count:,} {name}' for name, count in states)}"
+        return words if left <= 0 else f"{words}; the flow ended before the other {left:,}"
+    words += f", {counts.running:,} running, {counts.waiting:,} waiting for a device"
+    other = left - counts.running - counts.waiting
+    if other > 0:
+        words += f", {other:,} waiting for their inputs or a retry"
+    bad = [f"{count:,} {name}" for name, count in states if name not in ("Completed", "Cached")]
+    return f"{words} ({', '.join(bad)})" if bad else words
+
+
+def view_lines(progress: FlowProgress, height: int) -> list[str]:
+    """Return the lines of a view.
+
+    Args:
+        progress: What it shows.
+        height: Lines that the terminal has. Fewer than 12 cut the view's end.
+    """
+    lines = [f"GPU task runs: {progress_words(progress.counts)}"]
+    if progress.devices:
+        shown = progress.devices[:MOST_DEVICES]
+        rows = [device_row(device_status(d), device_label(d.device)) for d in shown]
+        lines += table_lines([DEVICE_HEADS, *rows])
+        lines += _others(len(progress.devices) - len(shown), "device")
+    after: list[str] = []
+    if progress.waiting:
+        waiting = progress.waiting[:MOST_WAITING]
+        heads: Row = ("waiting", "for", "what it waits for")
+        after = table_lines([heads, *((w.name, _since(w.seconds), w.reason) for w in waiting)])
+        after += _others(progress.counts.waiting - len(waiting), "waiting task run")
+    if progress.running:
+        # A head and a line for the others.
+        room = height - 1 - len(lines) - len(after) - 2
+        running = progress.running[: max(LEAST_RUNNING, min(room, MOST_RUNNING))]
+        heads = ("running", "device", "used", "budget", "for", "step")
+        lines += table_lines([heads, *map(_running_row, running)])
+        lines += _others(progress.counts.running - len(running), "running task run")
+    return (lines + after)[: max(1, height - 1)]
+
+
+def _others(count: int, what: str) -> list[str]:
+    return [] if count <= 0 else [f"and {count:,} other {what}{'' if count == 1 else 's'}"]
+
+
+def _running_row(task: RunningTask) -> tuple[str, ...]:
+    step = "" if task.started else "its process starts"
+    if task.steps:
+        step = f"{task.steps:,}"
+        if task.step_s is not None:
+            step += f" ({format_seconds(task.step_s)} each)"
+    used = "" if task.used_bytes is None else format_bytes(task.used_bytes)
+    budget = format_bytes(task.budget_bytes)
+    return (task.name, ",".join(task.devices), used, budget, _since(task.seconds), step)
+
+
+def _since(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.0f}s" if seconds < 59 else format_seconds(seconds)

@@ -137,14 +137,12 @@ def main() -> None:
     options = parser.parse_args()
     wanted = {k: v for k, v in {**IMAGES, **TOKENS}.items() if k in (options.only or [k])}
     missing = [library for library in wanted if importlib.util.find_spec(library) is None]
-    for library in missing:
-        print(f"{library} is not installed: left out")
+    print(*(f"{library} is not installed: left out" for library in missing), sep="\n")
     names = [(k, name) for k, found in wanted.items() if k not in missing for name in found]
     runner = GPUTaskRunner(devices=options.devices)
     batch = options.batch or (2 if options.small else 64)
     run = evaluate_architectures.with_options(task_runner=runner)
-    for line in figures(run(names, options.memory, batch, options.small)):
-        print(line)
+    print(*figures(run(names, options.memory, batch, options.small)), sep="\n")
 
 
 if __name__ == "__main__":

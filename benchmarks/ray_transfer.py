@@ -25,9 +25,11 @@ def main() -> None:
     """Measure both nodes and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", type=int, default=300_000_000, help="bytes of the array")
-    size = parser.parse_args().size
+    parser.add_argument("--tiny", action="store_true", help="an array of 4 MB: that it runs")
+    given = parser.parse_args()
+    size = 4_000_000 if given.tiny else given.size
     print(f"{size / 1e6:g} MB; {_common.versions('ray', 'numpy')}")
-    with _ray_nodes.ray_nodes(["0", "1"], object_store_bytes=8 * size) as nodes:
+    with _ray_nodes.ray_nodes(["0", "1"], object_store_bytes=max(2**28, 8 * size)) as nodes:
         import ray
 
         ray.init(address=nodes.address, log_to_driver=False, logging_level="warning")

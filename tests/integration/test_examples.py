@@ -17,6 +17,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+import yaml
 from prefect import get_client
 
 from prefect_gpu import report
@@ -223,3 +224,69 @@ def test_the_entry_script_asks_for_the_server(tmp_path: Path) -> None:
     done = subprocess.run([script], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "set PREFECT_API_URL to the API of a Prefect server" in done.stderr
+
+
+# -- files that are not run --------------------------------------------------------------------
+
+
+def block(page: str, language: str, number: int = 0) -> str:
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    found: list[str] = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return found[number]
+
+
+@pytest.mark.parametrize("page", ["docker.md", "deployments.md"])
+def test_a_page_says_that_its_files_were_not_run(page: str) -> None:
+    assert "not run" in re.sub(r"<!--.*?-->", "", (REPOSITORY / "docs" / page).read_text())
+
+
+def test_the_compose_file_has_what_the_page_asks_for() -> None:
+    compose = yaml.safe_load(block("docker.md", "yaml"))
+    worker = compose["services"]["worker"]
+    assert (REPOSITORY / worker["build"]["dockerfile"]).is_file()
+    assert worker["shm_size"] == "8gb" and worker["pid"] == "host"
+    assert "PREFECT_API_URL" in worker["environment"]
+    (volume,) = worker["volumes"]
+    assert volume.split(":")[0] in compose["volumes"] and volume.endswith(":/ledger")
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+def test_the_kubernetes_deployment_has_what_the_page_asks_for() -> None:
+    deployment = yaml.safe_load(block("docker.md", "yaml", 1))
+    assert (deployment["apiVersion"], deployment["kind"]) == ("apps/v1", "Deployment")
+    spec = deployment["spec"]
+    template = spec["template"]
+    assert spec["selector"]["matchLabels"] == template["metadata"]["labels"]
+    (container,) = template["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] >= 1
+    assert {each["name"] for each in container["env"]} == {"PREFECT_API_URL"}
+    volumes = {each["name"]: each for each in template["spec"]["volumes"]}
+    mounts = {each["mountPath"]: volumes[each["name"]] for each in container["volumeMounts"]}
+    assert {*mounts} == {"/dev/shm", "/ledger"}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_slurm_file_is_well_formed() -> None:
+    script = block("deployments.md", "bash")
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    head, _, rest = script.partition("export ")
+    options = re.findall(r"^#SBATCH --([a-z-]+)=\S+$", head, re.MULTILINE)
+    assert len(options) == head.count("#SBATCH") > 0 and "#SBATCH" not in rest
+    assert "gpus-per-node" in options
+    # Of the batch shell itself: `exec` makes that the worker.
+    assert "#SBATCH --signal=B:TERM@" in head and rest.splitlines()[-1].startswith(
+        "exec prefect worker start"
+    )
+
+
+def test_the_image_copies_what_there_is() -> None:
+    lines = (FLOWS / "docker" / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        if line.startswith("COPY "):
+            *sources, _ = (word for word in line.split()[1:] if not word.startswith("--"))
+            assert all((REPOSITORY / source).exists() for source in sources), line
+    (entry,) = (json.loads(line[11:]) for line in lines if line.startswith("ENTRYPOINT "))
+    assert entry == ["tini", "--", "entry.sh"]
+    assert os.access(FLOWS / "docker" / "entry.sh", os.X_OK)

@@ -137,7 +137,8 @@ def main() -> None:
     options = parser.parse_args()
     wanted = {k: v for k, v in {**IMAGES, **TOKENS}.items() if k in (options.only or [k])}
     missing = [library for library in wanted if importlib.util.find_spec(library) is None]
-    print(*(f"{library} is not installed: left out" for library in missing), sep="\n")
+    if missing:
+        print(f"not installed, left out: {', '.join(missing)}")
     names = [(k, name) for k, found in wanted.items() if k not in missing for name in found]
     runner = GPUTaskRunner(devices=options.devices)
     batch = options.batch or (2 if options.small else 64)

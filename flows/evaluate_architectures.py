@@ -38,7 +38,7 @@ TOKENS = {"transformers": ["bert", "gpt2", "distilbert"], "torch": ["transformer
 #: Sides of an image in pixels, tokens of a text, known tokens; of `--small` the second.
 PIXELS, LENGTH, VOCABULARY = (224, 64), (512, 16), (30_000, 100)
 
-#: The first batches, in which libraries choose their kernels, are not timed.
+#: In the first batches libraries choose their kernels.
 UNTIMED, TIMED = 3, 10
 
 
@@ -137,11 +137,11 @@ def main() -> None:
     options = parser.parse_args()
     wanted = {k: v for k, v in {**IMAGES, **TOKENS}.items() if k in (options.only or [k])}
     missing = [library for library in wanted if importlib.util.find_spec(library) is None]
-    print(*(f"{library} is not installed: left out" for library in missing), sep="\n")
+    if missing:
+        print(f"not installed, left out: {', '.join(missing)}")
     names = [(k, name) for k, found in wanted.items() if k not in missing for name in found]
-    runner = GPUTaskRunner(devices=options.devices)
     batch = options.batch or (2 if options.small else 64)
-    run = evaluate_architectures.with_options(task_runner=runner)
+    run = evaluate_architectures.with_options(task_runner=GPUTaskRunner(devices=options.devices))
     print(*figures(run(names, options.memory, batch, options.small)), sep="\n")
 
 

@@ -1,6 +1,6 @@
 """The examples in `flows/` run as a user runs them, on devices that any machine has.
 
-`evaluate_models.py` runs in `tests/install` and `make demo`, `profile_training.py` in `test_profile_training.py`.
+`make demo` runs `evaluate_models.py`; `test_profile_training.py` has `profile_training.py`.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ def test_architectures_are_measured_and_a_missing_library_is_said(place: Workpla
     lines = run_example(
         place, "evaluate_architectures.py", "--small", "--devices=simulated:1x8GiB", "--memory=2GiB"
     )
-    for library in ("timm", "torchvision", "transformers"):
-        missing = importlib.util.find_spec(library) is None
-        assert (f"{library} is not installed: left out" in lines) == missing
+    libraries = ("timm", "torchvision", "transformers")
+    missing = [library for library in libraries if importlib.util.find_spec(library) is None]
+    said = [line for line in lines if line.startswith("not installed, left out: ")]
+    assert said == ([f"not installed, left out: {', '.join(missing)}"] if missing else [])
     (measured,) = (line for line in lines if line.startswith("torch/transformer-encoder"))
     assert re.search(r" [\d,]+\.\d tokens a second, at most \S+ of simulated", measured)
 

@@ -104,7 +104,8 @@ def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:
     most_bytes = max(1.0, *(size * 1.05 for _, size, _, _ in points))
     low, high = min(p[2] for p in points), max(p[2] for p in points)
     room = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
-    low, high = low - room, high + room
+    # No axis goes below 0 for values that do not.
+    low, high = low - room if low < 0 else max(0.0, low - room), high + room
 
     def x(size: float) -> float:
         return left + (_WIDTH - left - right) * size / most_bytes
@@ -119,7 +120,7 @@ def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:
     for step in range(5):
         value = low + (high - low) * step / 4
         canvas.line([(left, y(value)), (_WIDTH - right, y(value))], "#e5e7eb")
-        canvas.text(left - 8, y(value) + 4, f"{value:.4g}", size=12, fill=MUTED, anchor="end")
+        canvas.text(left - 8, y(value) + 4, _tick(value), size=12, fill=MUTED, anchor="end")
     middle = (left + _WIDTH - right) / 2
     canvas.text(middle, _HEIGHT - 12, "peak memory of the process", size=12, anchor="middle")
     canvas.text(12, top - 14, shorten(metric, 200, 12), size=12, bold=True)
@@ -128,3 +129,7 @@ def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:
         label = shorten(f"{at} {name}", right, 11)
         canvas.text(x(size) + 7, y(value) + 4, label, size=11, fill=INK, halo=True)
     return canvas.svg()
+
+
+def _tick(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -21,8 +21,9 @@ NAME_CHARS = 200
 #: Cells without a value.
 BLANKS = ("", "–")
 
-#: Characters with a meaning in the middle of a line. A user's text never starts a line.
-_SPECIAL = re.compile(r"([\\`*_\[\]|~$])")
+#: Characters with a meaning in the middle of a line. A user's text never starts a line. An underscore within a word has
+#: none, and the older UI shows the backslashes of a link's text.
+_SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 #: GitHub's markdown makes a link of these anywhere.
 _AUTOLINK = re.compile(r"(?i)(https?|ftp)://|www\.|@")
 

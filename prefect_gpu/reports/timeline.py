@@ -170,7 +170,9 @@ def task_timeline_svg(report: TaskReport) -> str:
         x = max(left, x - 13)
         canvas.rect(x, y, 14, y_of(held) - y, REFUSED, stroke=REFUSED, opacity=0.15, dash="4 3")
         words = f"refused: {format_bytes(request)}"
-        canvas.text(x - 6, y + 14, words, fill=REFUSED, anchor="end", bold=True, halo=True)
+        # Below the budget's line, whose own label is above it.
+        y = min(y_of(held) + 16, bottom - 6)
+        canvas.text(x - 6, y, words, fill=REFUSED, anchor="end", bold=True, halo=True)
     if start_x - left > 58:
         x, y = (left + start_x) / 2, (top + bottom) / 2
         canvas.text(x, y, "starting", fill=MUTED, anchor="middle")

@@ -187,8 +187,8 @@ def test_each_set_of_learn_by_values_has_a_row_of_its_own() -> None:
     )
     assert [line.split(" | ")[0::2] for line in found] == [
         ["| evaluate (c)", "`gpu:memory=7.1GiB`"],
-        [r"| evaluate (batch\_size=64)", "`gpu:memory=5.8GiB`"],
-        [r"| evaluate (batch\_size=8)", "`gpu:memory=4.5GiB`"],
+        [r"| evaluate (batch_size=64)", "`gpu:memory=5.8GiB`"],
+        [r"| evaluate (batch_size=8)", "`gpu:memory=4.5GiB`"],
     ]
     assert "`task.with_options(tags=...)`" in tags_table([run(3, history_key="a")])
 

@@ -403,7 +403,7 @@ def test_the_page_of_a_history_has_the_next_budget_and_every_run() -> None:
         "tag takes precedence"
     ) in page
     said = replace(KEY, learn_by_words="batch_size=32")
-    assert r"for batch\_size=32 (`gpu:learn_by`)" in history_markdown(said, runs)
+    assert r"for batch_size=32 (`gpu:learn_by`)" in history_markdown(said, runs)
     assert history_summary(said, runs) == (
         "Évaluate models · batch_size=32 · NVIDIA H200 · next budget 6GiB"
     )

@@ -132,7 +132,7 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
         ({"cap_bytes": 5 * GIB}, "| Cap | 5GiB, what a framework could allocate |"),
         ({}, "| Cap | none |"),
         ({"outcome": "died", "stderr_tail": "Traceback <x>"}, "<pre>\nTraceback &lt;x&gt;\n</pre>"),
-        ({"learn_by": "batch_size=8"}, "| Values | batch\\_size=8 |"),
+        ({"learn_by": "batch_size=8"}, "| Values | batch_size=8 |"),
         ({}, "| Unused reservation | 21% |"),
         (
             {"budget_bytes": 40 * GIB},
@@ -371,8 +371,8 @@ def test_a_task_report_names_the_node() -> None:
         processes=(ProcessPeak(3, None, GIB, 6 * GIB), ProcessPeak(4, None, GIB, 6 * GIB)),
     )
     text = task_markdown(report)
-    assert r"| Device | gpu\_2:3, NVIDIA H200, 140GiB; gpu\_2:4, NVIDIA H200, 140GiB |" in text
-    assert r"| gpu\_2:4 | all | 1GiB | 17% |" in text
+    assert r"| Device | gpu_2:3, NVIDIA H200, 140GiB; gpu_2:4, NVIDIA H200, 140GiB |" in text
+    assert r"| gpu_2:4 | all | 1GiB | 17% |" in text
     assert report.metadata()["node"] == "gpu_2"
     assert "device 3" not in text
     assert "node" not in task_report(devices=()).metadata()

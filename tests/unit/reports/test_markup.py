@@ -35,7 +35,7 @@ def test_a_long_name_is_cut() -> None:
 
 def test_escaped_text_is_one_bounded_line() -> None:
     assert escape("x" * 500) == "x" * 79 + "…"
-    assert escape("a & b_c") == r"a &amp; b\_c"
+    assert escape("a & b_c _d_ e__f") == r"a &amp; b_c \_d\_ e\_\_f"
     assert escape("see https://x.org") == "see https:/&#8203;/x.org"
     assert escape("two\nlines | <b>") == r"two lines \| &lt;b&gt;"
 

@@ -19,8 +19,8 @@ from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError
 from cyclopts.validators import Number
 
 from prefect_gpu.errors import PrefectGPUError, ReportError
+from prefect_gpu.live.table import table_lines
 from prefect_gpu.policy import GPUPolicy, is_gpu_tag, parse_tags, whole
-from prefect_gpu.reports.table import table_lines
 from prefect_gpu.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

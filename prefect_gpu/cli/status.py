@@ -27,7 +27,7 @@ from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import DeviceError, PlacementError
-from prefect_gpu.reports.table import (
+from prefect_gpu.live.table import (
     DEVICE_HEADS,
     DeviceStatus,
     Row,

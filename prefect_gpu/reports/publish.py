@@ -30,6 +30,7 @@ from prefect.utilities.urls import url_for
 from slugify import slugify
 
 from prefect_gpu.errors import CapacityError
+from prefect_gpu.live.progress import RunCounts, progress_words
 from prefect_gpu.process_resources import start_thread
 from prefect_gpu.reports.markdown import (
     flow_headline,
@@ -39,7 +40,6 @@ from prefect_gpu.reports.markdown import (
     task_summary,
 )
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
-from prefect_gpu.reports.progress import RunCounts, progress_words
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import heapq
 import itertools
 import logging
 import os
@@ -36,6 +37,8 @@ from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.errors import CapacityError, DeviceError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
+from prefect_gpu.live.progress import MOST_RUNNING, MOST_WAITING, FlowProgress, RunCounts
+from prefect_gpu.live.view import live_view
 from prefect_gpu.policy import near_miss, parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
 from prefect_gpu.processes.fork_server import check_modules, fork_server_pool
@@ -45,13 +48,11 @@ from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
-from prefect_gpu.reports.progress import FlowProgress, RunCounts
 from prefect_gpu.reports.publish import ProgressArtifact, Publisher
 from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.engine_threads import TagLimits, start_engine
-from prefect_gpu.runner.live_view import flow_progress, live_view
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
@@ -238,10 +239,18 @@ class ActiveRunner:
         return RunCounts(submitted, running, len(bodies) - running, ended, self._summarised)
 
     def progress(self) -> FlowProgress:
-        """Return what a live view shows."""
+        """Return what a live view shows. Nothing is read for it."""
         with self._lock:
             bodies = tuple(self._bodies)
-        return flow_progress(self.counts(), bodies)
+        running = [task for body in bodies if (task := body.running()) is not None]
+        waiting = [body for body in bodies if not body.has_devices]
+        first = heapq.nsmallest(MOST_WAITING, waiting, key=lambda body: body.order)
+        return FlowProgress(
+            self.counts(),
+            bodies[0].broker.device_states() if bodies else (),
+            heapq.nlargest(MOST_RUNNING, running, key=lambda task: task.seconds),
+            [body.waiting() for body in first],
+        )
 
     def _leave_view(self) -> None:
         # Not in a child, which enters and exits a copy of the runner.

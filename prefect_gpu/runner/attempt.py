@@ -35,6 +35,8 @@ from prefect_gpu.errors import (
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy, child_environment
 from prefect_gpu.in_task import Allocation
+from prefect_gpu.live.progress import RunningTask
+from prefect_gpu.live.table import device_label
 from prefect_gpu.processes import values
 from prefect_gpu.processes.crash_site import crashed_at
 from prefect_gpu.processes.interpreter import import_paths, working_folder
@@ -61,8 +63,6 @@ from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.processes.transport import ReceivedValue
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.reports.progress import RunningTask
-from prefect_gpu.reports.table import device_label
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.prefect_engine import CancelledByRunner

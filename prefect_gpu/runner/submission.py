@@ -36,13 +36,13 @@ from prefect_gpu.errors import (
     ProtocolError,
     ResultError,
 )
+from prefect_gpu.live.progress import RunningTask, WaitingTask
 from prefect_gpu.processes.launch_spec import Launcher
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
-from prefect_gpu.reports.progress import RunningTask, WaitingTask
 from prefect_gpu.runner.attempt import Attempt, ChildTraceback, first_line
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first

@@ -22,9 +22,9 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from prefect_gpu.live.progress import RunCounts
 from prefect_gpu.reports import publish
 from prefect_gpu.reports.markdown import flow_metadata
-from prefect_gpu.reports.progress import RunCounts
 from prefect_gpu.reports.publish import (
     ProgressArtifact,
     Publisher,

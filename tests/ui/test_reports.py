@@ -10,7 +10,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_gpu.reports.progress import RunCounts
+from prefect_gpu.live.progress import RunCounts
 from prefect_gpu.reports.publish import ProgressArtifact, flow_artifact, task_artifact
 from tests.fakes.reports import flow_reports, task_report
 

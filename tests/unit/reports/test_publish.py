@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_HOME, temporary_settings
 
+from prefect_gpu.live.progress import RunCounts
 from prefect_gpu.reports import publish
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.reports.progress import RunCounts
 from prefect_gpu.reports.publish import ProgressArtifact, Publisher, artifact_key
 from tests.fakes.ctrl_c import press_ctrl_c
 from tests.fakes.reports import PATIENCE_S, FakeAPI, flow_reports, task_report

@@ -14,9 +14,8 @@ import rich
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.live import Live
 
-from prefect_gpu.reports.progress import FlowProgress, RunCounts
-from prefect_gpu.runner import live_view
-from prefect_gpu.runner.live_view import LiveView, LowerLines, open_lower_lines
+from prefect_gpu.live.progress import FlowProgress, RunCounts
+from prefect_gpu.live.view import LiveView, LowerLines, open_lower_lines
 from tests.fakes.terminal import Terminal
 
 VIEW = ["first line of the view", "second line of the view"]
@@ -215,8 +214,8 @@ def test_prints_that_go_to_a_file_stay_there(
 def test_a_view_is_of_all_flows_of_the_process_and_ends_with_the_last(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_view, "FIRST_S", 0.01)
-    monkeypatch.setattr(live_view, "REFRESH_S", 0.01)
+    monkeypatch.setattr("prefect_gpu.live.view.FIRST_S", 0.01)
+    monkeypatch.setattr("prefect_gpu.live.view.REFRESH_S", 0.01)
     monkeypatch.setattr("sys.stdout", streams.out)
     monkeypatch.setattr("sys.stderr", streams.err)
     both = threading.Event()
@@ -242,7 +241,7 @@ def test_a_view_is_of_all_flows_of_the_process_and_ends_with_the_last(
 def test_a_view_that_fails_ends_and_nothing_else_does(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_view, "FIRST_S", 0.01)
+    monkeypatch.setattr("prefect_gpu.live.view.FIRST_S", 0.01)
     monkeypatch.setattr("sys.stdout", streams.out)
     monkeypatch.setattr("sys.stderr", streams.err)
     called = threading.Event()

@@ -1,7 +1,7 @@
 """How far a flow is while it runs: the values, the words of its progress artifact, and the lines of its live view.
 
-Pure: what runners know goes in (`runner.live_view` collects it), text comes out. `publish` sends the words to Prefect's
-API, and `prefect-gpu status` draws the devices in the same way (`table`).
+Pure: what a runner knows goes in, text comes out. `reports.publish` sends the words to Prefect's API, `view` draws the lines,
+and `prefect-gpu status` draws the devices in the same way (`table`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prefect_gpu.reports.table import (
+from prefect_gpu.live.table import (
     DEVICE_HEADS,
     Row,
     device_label,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.reports.progress import (
+from prefect_gpu.live.progress import (
     FlowProgress,
     RunCounts,
     RunningTask,

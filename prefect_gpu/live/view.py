@@ -2,37 +2,28 @@
 
 All text that this process writes to the terminal stays whole above the view. `LowerLines` takes the place of the `write` of
 both streams, so it sees what `print`, loggers, Prefect's console and the output of children write. A progress bar or a
-live display of another program moves the cursor: the view ends as soon as there is one. What the view shows is drawn in `reports.progress`.
+live display of another program moves the cursor: the view ends as soon as there is one. What the view shows is drawn in `progress`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
 import io
 import logging
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import rich
 from rich.cells import cell_len, set_cell_size
 
 from prefect_gpu.errors import CapacityError
+from prefect_gpu.live.progress import FlowProgress, combine, view_lines
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
-from prefect_gpu.reports.progress import (
-    MOST_RUNNING,
-    MOST_WAITING,
-    FlowProgress,
-    RunCounts,
-    combine,
-    view_lines,
-)
-from prefect_gpu.runner.submission import BodyRun
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +36,6 @@ DRAWING = re.compile(r"\r(?!\n)|\x08|\x1b(?:[78M]|\[[0-9;?]*[A-HJKSTfhlsu])")
 
 #: Colours, and characters that are not shown.
 UNSEEN = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x1f\x7f]")
-
-
-def flow_progress(counts: RunCounts, bodies: Collection[BodyRun]) -> FlowProgress:
-    """Collect what a view shows of one runner. Nothing is read for it.
-
-    Args:
-        counts: Of its task runs.
-        bodies: Those that have devices or wait for them.
-    """
-    states = next(iter(bodies)).broker.device_states() if bodies else ()
-    running = [task for body in bodies if (task := body.running()) is not None]
-    waiting = [body for body in bodies if not body.has_devices]
-    first = heapq.nsmallest(MOST_WAITING, waiting, key=lambda body: body.order)
-    return FlowProgress(
-        counts,
-        states,
-        heapq.nlargest(MOST_RUNNING, running, key=lambda task: task.seconds),
-        [body.waiting() for body in first],
-    )
 
 
 class LowerLines:
@@ -116,7 +88,7 @@ class LowerLines:
                 self._put(text)
 
     def forget(self) -> None:
-        """Let text be written as without the lines, which stay as they are: for a fork of the process."""
+        """Draw no more, and erase nothing. In a fork of the process, whose parent still draws."""
         self.open = False
         self._lock = threading.RLock()
         self._drawn, self._begun = [], {}

@@ -366,8 +366,11 @@ class ProgressAPI(FakeAPI):
         #: What the artifact has said, in order.
         self.said: list[tuple[float, str]] = []
         self.changed = threading.Condition()
+        self.takes_progress = True
 
     def create_artifact(self, artifact: Any) -> Any:
+        if artifact.type == "progress" and not self.takes_progress:
+            raise OSError("reset")
         super().create_artifact(artifact)
         if artifact.type == "progress":
             self._say(artifact.data, artifact.description)
@@ -453,6 +456,19 @@ def test_progress_that_the_api_does_not_take_is_left_out_and_no_report_is_lost(
     it.close(PATIENCE_S)
     assert api.keys == ["gpu-progress-nightly", "gpu-memory-evaluate"]
     assert it.lost == it.saved == 0 and not caplog.records and written(home) == {}
+
+
+def test_a_report_does_not_wait_until_failed_progress_is_tried_again(
+    soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    api, flow = ProgressAPI(), Flow()
+    api.takes_progress = False
+    it = Publisher(api.connect, logger=logging.getLogger("reports"), retry_delays_s=(1e4, 1e4))
+    it.show_progress(flow.artifact())
+    flow.wait_until_read()
+    it.publish(task_report())
+    it.close(PATIENCE_S)
+    assert api.keys == ["gpu-memory-evaluate"] and not caplog.records
 
 
 def test_reports_that_wait_go_before_progress(soon: None) -> None:

@@ -162,7 +162,9 @@ def report_metric(name: str, value: float) -> None:
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError("it is text")
-        number = float(value)
+        # PyTorch warns of a tensor that still belongs to its graph.
+        detach = getattr(value, "detach", None)
+        number = float(detach() if callable(detach) else value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(
             f"report_metric({name!r}, {value!r}): {error}; accepted: a number"

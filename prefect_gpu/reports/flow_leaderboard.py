@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -10,6 +11,7 @@ from uuid import UUID
 from prefect import get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import FlowRunContext
+from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 
 from prefect_gpu.errors import ReportError
@@ -28,8 +30,8 @@ def publish_leaderboard(
 ) -> UUID:
     """Publish which of several task runs had the best result, in what time, with how much memory.
 
-    Call it in the flow. It waits until the task runs have ended. A task run that has failed, or has not reported the
-    metric, is in the table without a place.
+    Call it in the flow. It waits until the task runs have ended. A task run that has failed, was cached, or has not reported
+    the metric, is in the table without a place.
 
     Args:
         rows: Futures of GPU tasks, whose bodies call `report_metric`, or rows made by hand.
@@ -79,10 +81,7 @@ def _row(entry: PrefectFuture[Any] | LeaderboardRow, metric: str, active: Any) -
     entry.wait()
     report: TaskReport | None = active.last_report(entry.task_run_id)
     if report is None:
-        raise ReportError(
-            f"publish_leaderboard: task run {entry.task_run_id} had no process of this flow's runner; "
-            "accepted: futures of GPU tasks and LeaderboardRow"
-        )
+        return _row_without_process(entry)
     value = dict(report.metrics).get(metric)
     named = ", ".join(name for name, _ in report.metrics) or "none"
     problem = f"not reported (it reported {named})"
@@ -96,3 +95,19 @@ def _row(entry: PrefectFuture[Any] | LeaderboardRow, metric: str, active: Any) -
         ", ".join(dict.fromkeys(device.name for device in report.devices)),
         "" if value is not None and report.outcome == "completed" else problem,
     )
+
+
+def _row_without_process(future: PrefectFuture[Any]) -> LeaderboardRow:
+    """Return the row of a task run that ended before it got a process."""
+    state = future.state
+    if state.name == "Completed":
+        raise ReportError(
+            f"publish_leaderboard: task run {future.task_run_id} had no process of this flow's runner; "
+            "accepted: futures of GPU tasks and LeaderboardRow"
+        )
+    name = str(future.task_run_id)
+    # The server learns of a task run a moment after the flow.
+    with contextlib.suppress(ObjectNotFound), get_client(sync_client=True) as client:
+        name = client.read_task_run(future.task_run_id).name
+    why = "" if state.is_completed() else f": {state.message}"
+    return LeaderboardRow(clean_name(name), None, problem=f"{state.name}{why}")

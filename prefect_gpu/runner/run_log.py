@@ -115,10 +115,16 @@ def _tag_line(row: str) -> str:
 
 
 def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
-    """Return the most bytes that all processes together held of each device."""
+    """Return the most bytes that all processes together held of each device.
+
+    A peak between two readings is only known of one process, by its frameworks' counters.
+    """
     changes: dict[Device, list[tuple[float, int]]] = {}
+    alone: dict[Device, int] = {}
     for report in reports:
         for device in report.devices:
+            share = report.peak_process_bytes // len(report.devices)
+            alone[device] = max(alone.get(device, 0), share)
             of_device, held = changes.setdefault(device, []), 0
             for sample in report.samples:
                 if sample.process_bytes is not None:
@@ -127,6 +133,6 @@ def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
                     held = now
             of_device.append((report.placed_at + report.held_s, -held))
     return {
-        device: max(accumulate(change for _, change in sorted(of_device)))
+        device: max(alone[device], *accumulate(change for _, change in sorted(of_device)))
         for device, of_device in changes.items()
     }

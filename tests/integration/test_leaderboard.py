@@ -33,7 +33,8 @@ def plain() -> None:
 
 @flow(task_runner=GPUTaskRunner(devices=api.TWO))
 def compare() -> object:
-    rows = [*evaluate.map([1, 2, 3]), LeaderboardRow("baseline", 0.1)]
+    too_large = evaluate.with_options(tags=gpu(memory="2TiB"), task_run_name="too large")
+    rows = [*evaluate.map([1, 2, 3]), too_large.submit(4), LeaderboardRow("baseline", 0.1)]
     found = publish_leaderboard(rows, "accuracy", key="my board")
     with pytest.raises(ReportError, match="had no process of this flow's runner"):
         publish_leaderboard([plain.submit()], "accuracy")
@@ -50,7 +51,9 @@ def test_tasks_are_ordered_by_what_they_have_reported() -> None:
     values = json.loads(answer["metadata_"]["values"])
     assert list(values.items()) == [
         *(("model-2", 0.92), ("model-1", 0.91), ("baseline", 0.1), ("model-3", None)),
+        ("too large", None),
     ]
+    assert "gpu:memory=2TiB is larger than any device here" in answer["data"]
     assert "**Best: model-2, accuracy 0.92, with 1GiB.**" in answer["data"]
     api.artifacts(flow_run_id=answer["flow_run_id"], count=5)
     processes = prefect_gpu.report(answer["flow_run_id"]).processes

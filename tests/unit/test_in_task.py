@@ -113,6 +113,16 @@ def test_an_allocation_prints_what_a_person_asks() -> None:
     assert "cap 5GiB" in repr(Allocation(6 << 30, 5 << 30, 1, ("GPU-1",), (), exclusive=True))
 
 
+class InGraph:
+    """As PyTorch's tensors that require a gradient, which warn when they become a number."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("Converting a tensor with requires_grad=True to a scalar")
+
+    def detach(self) -> float:
+        return 0.25
+
+
 def test_a_metric_is_a_number_with_a_name() -> None:
     inside.report_metric("accuracy", 0.9)  # outside of a task: nothing
     recorder = type("Recorder", (), {"metrics": {}})()
@@ -120,9 +130,10 @@ def test_a_metric_is_a_number_with_a_name() -> None:
     try:
         inside.report_metric("accuracy", np.float32(0.5))
         inside.report_metric("accuracy", True)
+        inside.report_metric("loss", InGraph())  # type: ignore[arg-type]
         for name, value in (("", 1.0), ("loss", "0.5"), ("loss", None), ("loss", [1, 2])):
             with pytest.raises(ValueError, match="report_metric"):
                 inside.report_metric(name, value)  # type: ignore[arg-type]
     finally:
         inside.set_current_recorder(None)
-    assert recorder.metrics == {"accuracy": 1.0}
+    assert recorder.metrics == {"accuracy": 1.0, "loss": 0.25}

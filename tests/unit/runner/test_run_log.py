@@ -71,6 +71,11 @@ def test_a_summary_has_the_states_the_tasks_their_devices_and_the_tags_to_write(
     assert tag.startswith("  write gpu:memory=3.2GiB in the tag of fine_tune (now 60GiB, tag): ")
 
 
+def test_a_device_held_at_least_what_one_process_held_between_two_readings() -> None:
+    short = replace(task_report(), samples=(), peak_process_bytes=3 * GIB)
+    assert "these tasks held at most 3GiB of 140GiB" in flow_summary({"Completed": 1}, [short])
+
+
 def test_a_summary_is_short_however_many_tasks_there_are() -> None:
     reports = [
         replace(task_report(), task_name=f"t{i}", devices=(on_node("a", i),), budget_bytes=60 * GIB)

@@ -2,7 +2,7 @@
 
 Each line in a terminal of its own, from the repository, or with `&` behind the ones that stay:
 
-    prefect server start --background
+    prefect server start
     prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api
     prefect work-pool create gpu-pool --type process
     python flows/deployment.py --pool gpu-pool

@@ -1,7 +1,7 @@
 """The code blocks of the documentation: README, and each page of `docs/`.
 
 A block that cannot run here has a comment on the line before its fence, which the page does not show:
-`<!-- not run: REASON -->`, or `<!-- gpu -->` for Python that needs an NVIDIA device.
+`<!-- not run: REASON -->`.
 """
 
 from __future__ import annotations
@@ -73,18 +73,14 @@ def _read(page: str, text: str) -> Iterator[Block]:
 
 def problem(block: Block) -> str | None:
     """Return what is wrong with a block's mark; `None`: it has none, or a right one."""
-    if not block.mark or block.mark == "gpu" or re.fullmatch(r"not run: .*\w.*", block.mark):
+    if runs(block) or re.fullmatch(r"not run: .*\w.*", block.mark or ""):
         return None
-    if re.match(r"not run|gpu", block.mark):
-        return (
-            f"{block}: <!-- {block.mark} --> is neither <!-- gpu --> nor <!-- not run: REASON -->"
-        )
-    return None
+    return f"{block}: <!-- {block.mark} --> is not <!-- not run: REASON -->"
 
 
-def runs(block: Block, on: str | None = None) -> bool:
-    """Return whether a block runs on any machine, or with `on="gpu"` on one with a GPU."""
-    return not re.match("not run|gpu", block.mark or "") if on is None else block.mark == on
+def runs(block: Block) -> bool:
+    """Return whether a block is not marked as one that does not run."""
+    return not (block.mark or "").startswith("not run")
 
 
 def at_their_lines(parts: Sequence[Block], first: str) -> str:

@@ -102,29 +102,17 @@ def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
         yield made
 
 
-@pytest.fixture
-def nvidia_device() -> None:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        pytest.skip(f"no NVIDIA device answers: {error}")
-    pynvml.nvmlShutdown()
+def of(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language and runs(block)]
 
 
-def of(language: str, on: str | None = None) -> list[Block]:
-    return [block for block in BLOCKS if block.language == language and runs(block, on)]
-
-
-def programs(on: str | None = None) -> list[object]:
+def programs() -> list[object]:
     """Return lists of blocks that run together."""
     made: dict[str, list[Block]] = {}
-    for block in of("python", on):
+    for block in of("python"):
         made.setdefault(str(block) if block.page in APART else block.page, []).append(block)
-    marks = {name: () if name in QUICK else (pytest.mark.slow,) for name in made}
     return [
-        pytest.param(parts, id=name, marks=pytest.mark.gpu if on else marks[name])
+        pytest.param(parts, id=name, marks=() if name in QUICK else pytest.mark.slow)
         for name, parts in made.items()
     ]
 
@@ -142,14 +130,6 @@ def run_program(place: Workplace, parts: list[Block]) -> None:
 
 @pytest.mark.parametrize("parts", programs())
 def test_python_blocks_run(place: Workplace, parts: list[Block]) -> None:
-    run_program(place, parts)
-
-
-@pytest.mark.parametrize("parts", programs(on="gpu"))
-def test_python_blocks_for_a_gpu_run(
-    place: Workplace, nvidia_device: None, parts: list[Block]
-) -> None:
-    place.environment["PREFECT_INTEGRATIONS_GPU_DEVICES"] = "nvml"
     run_program(place, parts)
 
 

@@ -47,6 +47,9 @@ Pack = Callable[[Sequence[memoryview], Sequence[memoryview]], PackedValue]
 #: object separately anyway (`FRAME_SIZE_TARGET`).
 _BESIDE_BYTES = 64 * 1024
 
+#: What cloudpickle 3.1.3 and later write in place of the file name of code.
+_NO_FILE = "<dynamic-code>"
+
 #: Length of the path to what cannot be pickled, at most.
 _LONGEST_PATH = 8
 
@@ -127,7 +130,7 @@ class _Output:
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
-    """Pickles by value what cannot be imported."""
+    """Pickles by value what cannot be imported. Code keeps the name of its file, for tracebacks."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how one object is pickled; `NotImplemented` leaves it to pickle."""
@@ -136,6 +139,12 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             name = object.__getattribute__(obj, "__dict__").get("__name__")
         elif isinstance(obj, (type, types.FunctionType)):
             name = getattr(obj, "__module__", None)
+        elif isinstance(obj, types.CodeType):
+            make, parts = self.dispatch_table[types.CodeType](obj)
+            return make, tuple(
+                obj.co_filename if isinstance(part, str) and part == _NO_FILE else part
+                for part in parts
+            )
         else:
             return super().reducer_override(obj)
         if isinstance(name, str) and name in sys.modules and name != "__main__":

@@ -173,6 +173,23 @@ def test_functions_and_modules_by_path_travel_by_value(by_path: types.ModuleType
         sys.modules["flow_by_path"] = by_path
 
 
+def test_code_keeps_its_file_with_a_cloudpickle_that_leaves_it_out(
+    by_path: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
+
+    def reduce_without_file(code: types.CodeType) -> Any:
+        # As cloudpickle 3.1.3 does.
+        make, parts = reduce_code(code)
+        return make, tuple("<dynamic-code>" if part == code.co_filename else part for part in parts)
+
+    monkeypatch.setitem(
+        cloudpickle.Pickler.dispatch_table.maps[0], types.CodeType, reduce_without_file
+    )
+    packed = values.dumps(by_path.twice, "argument", "twice")
+    assert values.loads(packed, "argument").__code__.co_filename == by_path.__file__
+
+
 def test_importable_functions_travel_by_name() -> None:
     data = values.dumps(pickle.dumps, "call", "call")
     assert len(data.open().stream) < 60

@@ -1,28 +1,23 @@
-"""What a bare `pip install .` resolves to, without constraints: Prefect's own commands work there.
+"""What a bare `pip install` of the wheel brings, without constraints: newest versions that are accepted, no framework.
 
-Packages are downloaded, so only `make check` runs this.
+The package is complete there, its commands and Prefect's own work, and a worker runs a deployment.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import venv
+import time
+import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.install.conftest import Note
+from tests.install.environments import new_environment, pip, run, versions
+from tests.integration.programs import REPOSITORY, Workplace
 from tests.ui.server import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-#: Installing takes about a minute with a warm cache of downloads, a command about 5 s.
-INSTALL_S = 900.0
-COMMAND_S = 180.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 FLOWS = """
 from prefect import flow, task
@@ -35,13 +30,13 @@ def double(x):
     return 2 * x
 
 
-@flow(task_runner=GPUTaskRunner(devices="host", standby=0))
-def doubled():
-    return double.submit(21).result()
+@flow(task_runner=GPUTaskRunner(), persist_result=True)
+def doubled(numbers):
+    return double.map(numbers).result()
 
 
 if __name__ == "__main__":
-    print("RESULT", doubled())
+    print("RESULT", doubled([21]))
 """
 
 DEPLOY = """
@@ -51,101 +46,115 @@ from prefect import flow
 
 here = str(Path(__file__).parent)
 doubled = flow.from_source(source=here, entrypoint="flows.py:doubled")
-print("DEPLOYED", doubled.deploy(name="nightly", work_pool_name="machines", print_next_steps=False))
+doubled.deploy(name="nightly", work_pool_name="machines", print_next_steps=False)
+"""
+
+#: Prints the state and result of the deployment's flow run, and keys of artifacts of its task runs.
+OUTCOME = """
+from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter
+
+with get_client(sync_client=True) as client:
+    (run,) = [each for each in client.read_flow_runs() if each.deployment_id]
+    reports = client.read_artifacts(flow_run_filter=FlowRunFilter(id={"any_": [run.id]}))
+    print(run.state.type.value, run.state.result())
+    print(*sorted({each.key for each in reports if each.task_run_id}))
+"""
+
+#: Prints what the package imports and does not require.
+NOT_REQUIRED = """
+import ast, pathlib, re, sys
+from importlib.metadata import packages_distributions, requires
+import prefect_gpu
+
+imported = set()
+for path in pathlib.Path(prefect_gpu.__file__).parent.rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.partition(".")[0])
+required = {re.match(r"[\\w-]+", text)[0].lower() for text in requires("prefect-gpu")}
+for name in sorted(imported - {"prefect_gpu", *sys.stdlib_module_names}):
+    packages = packages_distributions().get(name, [name])
+    if not {each.lower().replace("_", "-") for each in packages} & required:
+        print(name)
 """
 
 
-@dataclass(frozen=True)
-class Installed:
-    """An environment with this package, and a Prefect server that runs from it."""
-
-    python: Path
-    folder: Path
-    environment: dict[str, str]
-
-    def run(self, *arguments: str) -> str:
-        """Return what this Python prints for arguments; fail unless it exits with 0."""
-        done = subprocess.run(
-            [str(self.python), *arguments],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_S,
-        )
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return done.stdout
-
-    def prefect(self, *arguments: str) -> str:
-        """Return what a command of Prefect prints; fail unless it exits with 0."""
-        return self.run("-m", "prefect", *arguments)
-
-
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    folder = tmp_path_factory.mktemp("install")
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv" / "bin" / "python"
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("PREFECT_", "PYTEST_", "COV_", "COVERAGE_"))
-        and key not in ("PYTHONPATH", "PIP_CONSTRAINT", "VIRTUAL_ENV")
+def bare(
+    tmp_path_factory: pytest.TempPathFactory, wheel: Path, note: Note
+) -> Iterator[Workplace]:
+    with new_environment(tmp_path_factory.mktemp("bare")) as place:
+        began = time.monotonic()
+        pip(place.python, "install", str(wheel))
+        seconds = time.monotonic() - began
+        shown = versions(place, "prefect", "fastapi", "cloudpickle", "pydantic", "cyclopts")
+        note(f"bare installation: {seconds:.0f} s, {shown}")
+        place.write("flows.py", FLOWS)
+        home = place.folder / "home" / "prefect"
+        home.mkdir()
+        with running_server(home, place.python, environment=place.environment) as url:
+            place.environment["PREFECT_API_URL"] = url
+            yield place
+
+
+# -- the package -------------------------------------------------------------------------------
+
+
+def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
+    package = REPOSITORY / "prefect_gpu"
+    files = {
+        str(path.relative_to(REPOSITORY))
+        for path in package.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
     }
-    environment.update(
-        PREFECT_HOME=str(folder / "home"),
-        PREFECT_SERVER_ANALYTICS_ENABLED="false",
-        DO_NOT_TRACK="1",
-        # Tables are as wide as the terminal, and cut what does not fit.
-        COLUMNS="200",
-    )
-    done = subprocess.run(
-        [str(python), "-m", "pip", "install", "--quiet", str(REPOSITORY)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=INSTALL_S,
-    )
-    assert done.returncode == 0, done.stderr
-    (folder / "flows.py").write_text(FLOWS, encoding="utf-8")
-    (folder / "deploy.py").write_text(DEPLOY, encoding="utf-8")
-    (folder / "server").mkdir()
-    with running_server(folder / "server", str(python)) as url:
-        environment["PREFECT_API_URL"] = url
-        place = Installed(python, folder, environment)
-        assert "RESULT 42" in place.run("flows.py")
-        yield place
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == files
 
 
-def test_the_package_is_imported_from_the_environment_and_not_from_the_repository(
-    installed: Installed,
+def test_it_is_imported_from_the_environment_and_what_it_imports_is_required(
+    bare: Workplace,
 ) -> None:
-    path = installed.run("-c", "import prefect_gpu; print(prefect_gpu.__file__)")
-    assert Path(path.strip()).is_relative_to(installed.folder)
+    program = "import prefect_gpu; print(prefect_gpu.__file__)"
+    assert Path(run(bare, "python", "-c", program).stdout.strip()).is_relative_to(bare.folder)
+    assert run(bare, "python", "-c", NOT_REQUIRED).stdout.split() == []
+    run(bare, "python", "-m", "pip", "check")
 
 
-def test_prefect_lists_flow_runs(installed: Installed) -> None:
-    assert "doubled" in installed.prefect("flow-run", "ls")
+# -- commands ----------------------------------------------------------------------------------
 
 
-def test_prefect_lists_the_artifacts_of_reports(installed: Installed) -> None:
-    assert "gpu-memory-double" in installed.prefect("artifact", "ls")
+def test_the_command_answers_under_both_of_its_names(bare: Workplace) -> None:
+    version = run(bare, "prefect-gpu", "--version").stdout
+    assert version.startswith("prefect-gpu ")
+    assert run(bare, "python", "-m", "prefect_gpu", "--version").stdout == version
+    assert "host memory" in run(bare, "prefect-gpu", "devices").stdout
+    assert "no tasks waiting" in run(bare, "prefect-gpu", "status").stdout
 
 
-def test_a_flow_with_the_runner_deploys(installed: Installed) -> None:
-    installed.prefect("work-pool", "create", "machines", "--type", "process")
-    assert "DEPLOYED" in installed.run("deploy.py")
-    assert "doubled/nightly" in installed.prefect("deployment", "ls")
+def test_the_doctor_has_nothing_to_mend(bare: Workplace) -> None:
+    said = run(bare, "prefect-gpu", "doctor").stdout
+    assert versions(bare, "prefect", "fastapi") in said
+    assert f"{bare.environment['PREFECT_API_URL']} answers" in said
 
 
-def test_the_command_line_of_the_package_answers(installed: Installed) -> None:
-    script = installed.python.with_name("prefect-gpu")
-    done = subprocess.run(
-        [str(script), "devices"],
-        env=installed.environment,
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_S,
-    )
-    assert done.returncode == 0, done.stderr
+# -- flows -------------------------------------------------------------------------------------
+
+
+def test_a_flow_runs_and_prefect_lists_it_and_its_reports(bare: Workplace) -> None:
+    assert "RESULT [42]" in run(bare, "python", "flows.py").stdout
+    assert "doubled" in run(bare, "prefect", "flow-run", "ls").stdout
+    assert "gpu-memory-double" in run(bare, "prefect", "artifact", "ls").stdout
+
+
+def test_a_process_worker_runs_a_deployment(bare: Workplace) -> None:
+    bare.write("deploy.py", DEPLOY)
+    run(bare, "prefect", "work-pool", "create", "machines", "--type", "process")
+    run(bare, "python", "deploy.py")
+    run(bare, "prefect", "deployment", "run", "doubled/nightly", "--param", "numbers=[1, 2]")
+    run(bare, "prefect", "worker", "start", "--pool", "machines", "--type", "process", "--run-once")
+    state, reports = run(bare, "python", "-c", OUTCOME).stdout.splitlines()
+    assert (state, reports) == ("COMPLETED [2, 4]", "gpu-memory-double")

@@ -159,10 +159,12 @@ class Workplace:
     Args:
         folder: Empty, of the test's own.
         api_url: Of the Prefect server; `None`: the program is to bring its own.
+        python: The interpreter of the programs.
     """
 
-    def __init__(self, folder: Path, api_url: str | None) -> None:
+    def __init__(self, folder: Path, api_url: str | None, python: str = sys.executable) -> None:
         self.folder = folder
+        self.python = python
         self.token = uuid.uuid4().hex
         #: One line for each time that the module level of `TASKS` ran.
         self.module_runs = folder / "module-runs.txt"
@@ -186,9 +188,9 @@ class Workplace:
         expect: int | None = 0,
         limit_s: float = LIMIT_S,
     ) -> subprocess.CompletedProcess[str]:
-        """Run this Python with arguments to its end; it must leave no process behind."""
+        """Run Python with arguments to its end; it must leave no process behind."""
         done = subprocess.run(
-            [sys.executable, *arguments],
+            [self.python, *arguments],
             input=stdin,
             cwd=cwd or self.folder,
             env={**self.environment, **(environment or {})},
@@ -201,7 +203,7 @@ class Workplace:
         return done
 
     def run_while_it_prints(self, *arguments: str, silent_s: float = LIMIT_S) -> str:
-        """Run this Python with arguments to its end, however long it takes.
+        """Run Python with arguments to its end, however long it takes.
 
         Args:
             *arguments: Of the interpreter.
@@ -229,10 +231,10 @@ class Workplace:
         return said.read_text()
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        """Start this Python with arguments, as the leader of a group as under a terminal."""
+        """Start Python with arguments, as the leader of a group as under a terminal."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
         return subprocess.Popen(
-            [sys.executable, *arguments],
+            [self.python, *arguments],
             cwd=self.folder,
             env=self.environment,
             text=True,
@@ -267,9 +269,11 @@ class Workplace:
 
 
 @contextmanager
-def workplace(folder: Path, api_url: str | None) -> Iterator[Workplace]:
+def workplace(
+    folder: Path, api_url: str | None, python: str = sys.executable
+) -> Iterator[Workplace]:
     """Yield a workplace; raise if a process of it is left."""
-    place = Workplace(folder, api_url)
+    place = Workplace(folder, api_url, python)
     try:
         yield place
         # The guardian looks for strays for a moment after its parent's end.

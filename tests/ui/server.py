@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,17 +24,27 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_server(home: Path, python: str = sys.executable) -> Iterator[str]:
+def running_server(
+    home: Path,
+    python: str = sys.executable,
+    port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
     """Start a server, yield the URL of its API, and end it.
 
     Args:
-        home: An empty folder for its database and log.
+        home: A folder for its database and log.
         python: The interpreter of the environment that the server runs in.
+        port: Where it listens; `None`: a free one.
+        environment: Without Prefect's settings for a server; `None`: that of this process.
     """
-    port = free_port()
+    port = port or free_port()
     url = f"http://127.0.0.1:{port}"
+    if environment is None:
+        dropped = ("PREFECT_", "PYTHONPATH")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
     environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "PYTHONPATH"))},
+        **environment,
         "PREFECT_HOME": str(home),
         # The page calls the API here; by default at port 4200, and shows "Unable to connect".
         "PREFECT_SERVER_UI_API_URL": f"{url}/api",

@@ -99,6 +99,8 @@ def run(place: Workplace, *words: str) -> subprocess.CompletedProcess[str]:
 
 def versions(place: Workplace, *names: str) -> str:
     """Return names and versions of installed packages, with commas."""
-    program = "import sys; from importlib.metadata import version as v; print(*map(v, sys.argv[1:]))"
+    program = (
+        "import sys; from importlib.metadata import version as v; print(*map(v, sys.argv[1:]))"
+    )
     found = run(place, "python", "-c", program, *names).stdout.split()
     return ", ".join(f"{name} {version}" for name, version in zip(names, found, strict=True))

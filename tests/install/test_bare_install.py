@@ -83,9 +83,7 @@ for name in sorted(imported - {"prefect_gpu", *sys.stdlib_module_names}):
 
 
 @pytest.fixture(scope="module")
-def bare(
-    tmp_path_factory: pytest.TempPathFactory, wheel: Path, note: Note
-) -> Iterator[Workplace]:
+def bare(tmp_path_factory: pytest.TempPathFactory, wheel: Path, note: Note) -> Iterator[Workplace]:
     with new_environment(tmp_path_factory.mktemp("bare")) as place:
         began = time.monotonic()
         pip(place.python, "install", str(wheel))

@@ -200,7 +200,7 @@ def subcommand(words: list[str]) -> list[str]:
 
 def check_requirements(words: list[str], unfit: str) -> None:
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-    for extra in re.findall(r"prefect-gpu\[(\w+)\]", " ".join(words)):
+    for extra in re.findall(r"(?:prefect-gpu|\.)\[(\w+)\]", " ".join(words)):
         assert re.search(rf"^{extra} = \[", project, re.M), unfit
 
 

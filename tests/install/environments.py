@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,13 +52,17 @@ def build_wheel(folder: Path) -> Path:
 
 
 @contextmanager
-def new_environment(folder: Path) -> Iterator[Workplace]:
+def new_environment(folder: Path, python: str = sys.executable) -> Iterator[Workplace]:
     """Yield a workplace with a virtual environment of its own, which has pip alone; remove that at the end.
+
+    Args:
+        folder: An empty one.
+        python: The interpreter of which it is.
 
     Raises:
         AssertionError: A process is left that was started there.
     """
-    venv.create(folder / "venv", with_pip=True)
+    subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
     scripts = folder / "venv" / "bin"
     try:
         with workplace(folder, None, str(scripts / "python")) as place:

@@ -1,10 +1,13 @@
 """What a bare `pip install` of the wheel brings, without constraints: newest versions that are accepted, no framework.
 
-The package is complete there, its commands and Prefect's own work, and a worker runs a deployment.
+The package is complete there, its commands and Prefect's own work, and a worker runs a deployment: on this Python,
+and on the lowest and the highest one that were tried, where they are on the `PATH`.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Iterator
@@ -64,8 +67,14 @@ with get_client(sync_client=True) as client:
 #: Prints what the package imports and does not require.
 NOT_REQUIRED = """
 import ast, pathlib, re, sys
-from importlib.metadata import packages_distributions, requires
+from importlib.metadata import distributions, requires
 import prefect_gpu
+
+# `packages_distributions` of Python 3.10 does not know all of them.
+owners = {}
+for each in distributions():
+    for file in each.files or ():
+        owners.setdefault(file.parts[0].removesuffix(".py"), set()).add(each.name)
 
 imported = set()
 for path in pathlib.Path(prefect_gpu.__file__).parent.rglob("*.py"):
@@ -76,20 +85,40 @@ for path in pathlib.Path(prefect_gpu.__file__).parent.rglob("*.py"):
             imported.add(node.module.partition(".")[0])
 required = {re.match(r"[\\w-]+", text)[0].lower() for text in requires("prefect-gpu")}
 for name in sorted(imported - {"prefect_gpu", *sys.stdlib_module_names}):
-    packages = packages_distributions().get(name, [name])
-    if not {each.lower().replace("_", "-") for each in packages} & required:
+    packages = {each.lower().replace("_", "-") for each in owners.get(name, {name})}
+    if not packages & required:
         print(name)
 """
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory, wheel: Path, note: Note) -> Iterator[Workplace]:
-    with new_environment(tmp_path_factory.mktemp("bare")) as place:
+def answers(python: str) -> bool:
+    """Return whether an interpreter is there; some names on a `PATH` start nothing."""
+    try:
+        return subprocess.run([python, "--version"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(
+    scope="module",
+    params=[sys.executable, "python3.10", "python3.13"],
+    ids=lambda python: Path(python).name,
+)
+def bare(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    wheel: Path,
+    note: Note,
+) -> Iterator[Workplace]:
+    python = request.param
+    if not answers(python):
+        pytest.skip(f"no {python} on the PATH")
+    with new_environment(tmp_path_factory.mktemp("bare"), python) as place:
         began = time.monotonic()
         pip(place.python, "install", str(wheel))
         seconds = time.monotonic() - began
         shown = versions(place, "prefect", "fastapi", "cloudpickle", "pydantic", "cyclopts")
-        note(f"bare installation: {seconds:.0f} s, {shown}")
+        note(f"bare installation with {Path(python).name}: {seconds:.0f} s, {shown}")
         place.write("flows.py", FLOWS)
         home = place.folder / "home" / "prefect"
         home.mkdir()

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from prefect._internal.plugins.collections import load_prefect_collections
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import hydrated_context
 from prefect.events import Event
@@ -22,6 +21,7 @@ from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClien
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import set_api_log_sink
 from prefect.logging.loggers import patch_print
+from prefect.plugins import load_prefect_collections
 
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
 

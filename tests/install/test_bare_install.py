@@ -1,11 +1,13 @@
 """What a bare `pip install` of the wheel brings, without constraints: newest versions that are accepted, no framework.
 
 The package is complete there, its commands and Prefect's own work, and a worker runs a deployment: on this Python,
-and on the lowest and the highest one that were tried, where they are on the `PATH`.
+and on the lowest and the highest one that were tried, where they are on the `PATH`. The same with the lowest Prefect
+that is accepted.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -99,10 +101,23 @@ def answers(python: str) -> bool:
         return False
 
 
+def lowest_prefect() -> str:
+    """Return the lowest requirement of Prefect that `pyproject.toml` accepts."""
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^    "prefect>=([\d.]+),', text, re.MULTILINE)
+    return f"prefect=={version}"
+
+
 @pytest.fixture(
     scope="module",
-    params=[sys.executable, "python3.10", "python3.13"],
-    ids=lambda python: Path(python).name,
+    params=[
+        pytest.param((sys.executable,), id="newest"),
+        pytest.param(("python3.10",), id="python3.10"),
+        pytest.param(("python3.13",), id="python3.13"),
+        # A FastAPI of its time: the server of Prefect 3.6.20 answers with status 500 on those that
+        # came with Starlette 1 ("'PrefectRouter' object has no attribute 'routes'").
+        pytest.param((sys.executable, lowest_prefect(), "fastapi<0.129"), id="lowest-prefect"),
+    ],
 )
 def bare(
     request: pytest.FixtureRequest,
@@ -110,15 +125,15 @@ def bare(
     wheel: Path,
     note: Note,
 ) -> Iterator[Workplace]:
-    python = request.param
+    python, *requirements = request.param
     if not answers(python):
         pytest.skip(f"no {python} on the PATH")
     with new_environment(tmp_path_factory.mktemp("bare"), python) as place:
         began = time.monotonic()
-        pip(place.python, "install", str(wheel))
+        pip(place.python, "install", str(wheel), *requirements)
         seconds = time.monotonic() - began
         shown = versions(place, "prefect", "fastapi", "cloudpickle", "pydantic", "cyclopts")
-        note(f"bare installation with {Path(python).name}: {seconds:.0f} s, {shown}")
+        note(f"bare installation: {seconds:.0f} s, {Path(python).name}, {shown}")
         place.write("flows.py", FLOWS)
         home = place.folder / "home" / "prefect"
         home.mkdir()

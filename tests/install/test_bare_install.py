@@ -115,8 +115,12 @@ def lowest_prefect() -> str:
         pytest.param(("python3.10",), id="python3.10"),
         pytest.param(("python3.13",), id="python3.13"),
         # A FastAPI of its time: the server of Prefect 3.6.20 answers with status 500 on those that
-        # came with Starlette 1 ("'PrefectRouter' object has no attribute 'routes'").
-        pytest.param((sys.executable, lowest_prefect(), "fastapi<0.129"), id="lowest-prefect"),
+        # came with Starlette 1 ("'PrefectRouter' object has no attribute 'routes'"). Its worker imports
+        # `importlib_metadata`, which it does not require.
+        pytest.param(
+            (sys.executable, lowest_prefect(), "fastapi<0.129", "importlib-metadata"),
+            id="lowest-prefect",
+        ),
     ],
 )
 def bare(

@@ -171,7 +171,7 @@ def reset_histories(
 ) -> str:
     """Delete what is learned of tasks, so that their next runs learn anew.
 
-    A flow that is running now keeps what it has read.
+    A Python process that has run a task, such as a notebook's kernel, keeps what it knows until it ends.
 
     Args:
         tasks: Names of tasks, as `prefect-gpu history list` shows them.

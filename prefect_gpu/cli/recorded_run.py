@@ -2,12 +2,13 @@
 
 It covers what each process of a GPU task held and for how long, and what it waited for. Where these figures come from
 is `reports.published`. Tasks without a gpu tag hold no device: they are only the time that passes between two GPU
-tasks. What the flow's own code waited for, as in `future.result()`, is not known: a task that was submitted after such a wait
-keeps its time of submission.
+tasks. What the flow's own code waited for, as in `future.result()`, is not recorded. A task that was submitted after a
+result had come is taken to have been submitted because of it, as long after it as it was.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
@@ -64,25 +65,28 @@ def recorded_run(run: FlowRunReport) -> RecordedRun:
 def _list(
     reports: Sequence[TaskReport], submissions: Mapping[UUID, Submission], begin_at: float
 ) -> Iterator[ListedTask]:
+    results = sorted((_result_at(report), position) for position, report in enumerate(reports))
     #: By task run: position of its last process so far.
     last: dict[UUID, int] = {}
     for position, report in enumerate(reports):
-        asked_at = _asked_at(report)
-        submission = submissions.get(report.task_run_id)
-        before, ready_at = set[int](), begin_at
+        asked_at = arrived_at = _asked_at(report)
         if report.task_run_id in last:
             before = {last[report.task_run_id]}
-        elif submission is not None:
-            before = _before(submission, submissions, last)
-            ready_at = max(begin_at, submission.submitted_at)
-        if before:
-            lag_s = asked_at - max(ready_at, *(_ended_at(reports[at]) for at in before))
         else:
-            ready_at, lag_s = asked_at, 0.0
+            submission = submissions.get(report.task_run_id, Submission(asked_at, ()))
+            before = _before(submission, submissions, last)
+            # The clocks that these two are read from may differ.
+            submitted_at = min(submission.submitted_at, asked_at)
+            there = bisect.bisect_right(results, (submitted_at, position))
+            before |= next(({at} for _, at in results[:there][::-1] if at < position), set())
+        if before:
+            # Its arrival is what it comes after, then.
+            arrived_at = begin_at
+        ready_at = max((_ended_at(reports[position]) for position in before), default=asked_at)
         last[report.task_run_id] = position
         yield ListedTask(
             name=report.task_run_name + (f" #{report.attempt}" if report.attempt > 1 else ""),
-            arrival_s=ready_at - begin_at,
+            arrival_s=arrived_at - begin_at,
             duration_s=report.held_s,
             memory=_memory(report),
             count=len(report.devices),
@@ -90,7 +94,7 @@ def _list(
             exclusive=report.exclusive,
             expected_s=report.held_s,
             after=tuple(sorted(before)),
-            lag_s=max(0.0, lag_s),
+            lag_s=max(0.0, asked_at - ready_at),
         )
 
 
@@ -123,3 +127,8 @@ def _asked_at(report: TaskReport) -> float:
 
 def _ended_at(report: TaskReport) -> float:
     return report.placed_at + report.held_s
+
+
+def _result_at(report: TaskReport) -> float:
+    """Return when its result came, in seconds since the epoch. Its process ends a moment later."""
+    return report.placed_at + report.start_s + report.run_s

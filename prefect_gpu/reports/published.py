@@ -223,14 +223,20 @@ def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
         accepted = "the name of a flow that has run, the id or the name of a flow run"
         runs = _last_runs(client, str(flow), last) or [_find(client, flow, accepted)]
         artifacts = list(_pages(client, "artifacts", [run.id for run in runs], TASK_PREFIX))
-    reports = [
-        _task_report(each["metadata_"] or {}, UUID(each["task_run_id"]), UUID(each["flow_run_id"]))
-        for each in artifacts
-        if each["task_run_id"]
-    ]
+    reports: list[TaskReport] = []
+    unreadable: ReportError | None = None
+    for each in artifacts:
+        if each["task_run_id"] is None:
+            continue
+        ids = UUID(each["task_run_id"]), UUID(each["flow_run_id"])
+        try:
+            reports.append(_task_report(each["metadata_"] or {}, *ids))
+        except ReportError as error:
+            # Its flow ran before an update.
+            unreadable = error
     if not reports:
         names = ", ".join(run.name for run in runs)
-        raise ReportError(
+        raise unreadable or ReportError(
             f"{flow} has no reports of GPU tasks (looked at {names}): none had a gpu tag, or reports=False"
         )
     return tuple(sorted(reports, key=lambda each: each.placed_at))

@@ -9,15 +9,19 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import pytest
 from prefect import flow, get_client, task
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Completed
 
 from prefect_gpu import GPUTaskRunner, gpu, report
 from prefect_gpu.cli.commands import main
+from prefect_gpu.reports.publish import task_artifact
 from prefect_gpu.testing import allocate
 from prefect_gpu.units import GIB, parse_bytes
+from tests.fakes.reports import task_report
 from tests.integration.programs import workplace
 
 Capture = pytest.CaptureFixture[str]
@@ -58,6 +62,7 @@ def nightly() -> None:
 EVENING = f"""
 from prefect import flow, task
 from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.reports.publish import task_artifact
 from prefect_gpu.testing import allocate
 
 
@@ -192,6 +197,22 @@ def test_a_flow_that_is_not_there_or_has_no_gpu_task_is_one_error(
     assert f"silent-{MARK} has no reports of GPU tasks" in refused(
         capsys, "recommend", f"silent-{MARK}"
     )
+
+
+def test_reports_of_another_version_are_left_out(run: Run, capsys: Capture) -> None:
+    name = f"renewed-{MARK}"
+    with get_client(sync_client=True) as client:
+        begun = Completed()
+        old = client.create_flow_run(flow(name=name)(lambda: None), state=begun)
+        artifact = task_artifact(task_report(flow_run_id=UUID(str(old.id))))
+        artifact.metadata_ = {"schema": "0"}
+        client.create_artifact(artifact)
+        said = refused(capsys, "recommend", name)
+        assert "was published by another version of prefect_gpu" in said
+        new = client.create_flow_run(flow(name=name)(lambda: None), state=begun)
+        client.create_artifact(task_artifact(task_report(flow_run_id=new.id)))
+    (tags,) = found(capsys, "recommend", name)
+    assert (tags["task_name"], tags["runs"]) == ("evaluate", 1)
 
 
 # -- history -------------------------------------------------------------------------------------

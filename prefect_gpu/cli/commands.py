@@ -1,36 +1,39 @@
-"""The console script `prefect-gpu`: devices, who uses and who waits for them, tags, a simulated schedule.
+"""The console script `prefect-gpu`, and its commands about this machine and about tags.
 
-It changes nothing, and only `doctor` asks a server. Exit codes: 0; 1 when `doctor` finds a problem; 2 when an
-argument is wrong or the machine does not answer. What `status` shows is in `status`. How a list of tasks is read is in `task_list`, how it is replayed in `simulation`.
+Exit codes: 0; 1 when `doctor` finds a problem; 2 when an argument is wrong, or the machine or Prefect's API does not
+answer. Commands about flow runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What
+`status` shows is in `status`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, Token, UnknownOptionError
+from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnknownOptionError
 from cyclopts.validators import Number
 
-from prefect_gpu.errors import PrefectGPUError, ReportError
+from prefect_gpu.cli.run_commands import list_histories, recommend, reset_histories, show_report
+from prefect_gpu.cli.simulate_command import simulate_command
+from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.live.table import table_lines
-from prefect_gpu.policy import GPUPolicy, is_gpu_tag, parse_tags, whole
+from prefect_gpu.policy import GPUPolicy, is_gpu_tag, parse_tags
 from prefect_gpu.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from prefect_gpu.cli.simulation import Outcome, Schedule
     from prefect_gpu.devices.spec import DeviceSpec
     from prefect_gpu.scheduling.model import DeviceSnapshot
 
 app = App(
     name="prefect-gpu",
-    help="Devices, tasks that use or want them, tags and simulated schedules of prefect_gpu.",
+    help="Devices, tasks that use or want them, tags, reports and simulated schedules of prefect_gpu.",
     version=lambda: f"prefect-gpu {version('prefect-gpu')}",
     version_flags=("--version",),
     # Options have the names given here and no negative form.
@@ -41,12 +44,10 @@ app = App(
 )
 
 
-def _read_whole(_: object, tokens: Sequence[Token]) -> int:
-    """Read a whole number. Cyclopts itself would round 1.5 to 2."""
-    return whole()(tokens[0].value)
-
-
-Count = Annotated[int | None, Parameter(converter=_read_whole, n_tokens=1, validator=Number(gte=1))]
+def _add(command: Callable[..., Any], name: str, group: App = app) -> None:
+    """Add a command, with the examples of its docstring, which Cyclopts leaves out, below its help."""
+    _, _, examples = (inspect.getdoc(command) or "").partition("Examples:\n")
+    group.command(command, name=name, help_epilogue=f"Examples:\n\n{examples}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,10 +88,12 @@ def _explain(error: CycloptsError) -> str:
         names = {name for argument in error.argument_collection for name in argument.names}
         options = sorted(name for name in names if name.startswith("-"))
         text += f"; accepted: {', '.join((*options, '--help'))}"
+    if isinstance(error, UnknownCommandError):
+        # Cyclopts itself names eight.
+        text = f"{text.partition('. ')[0]}. Available commands: {', '.join(_commands())}"
     return f"{text} (see prefect-gpu {' '.join((*(error.command_chain or ()), '--help'))})"
 
 
-@app.command(name="devices")
 def _devices(
     *,
     devices: str = "",
@@ -104,6 +107,11 @@ def _devices(
         devices: auto, nvml, host, simulated:2x24GiB, or indices and UUID prefixes with commas (default:
             PREFECT_INTEGRATIONS_GPU_DEVICES, else auto).
         as_json: Print JSON, sizes in bytes.
+
+    Examples:
+        prefect-gpu devices
+        prefect-gpu devices --devices 0,1 --json
+        prefect-gpu devices --address auto
     """
     # Imported here because `check` needs no driver.
     from prefect_gpu.devices.spec import open_reader, parse_spec
@@ -145,7 +153,6 @@ def _list_nodes(address: str, devices: DeviceSpec, as_json: bool) -> str:
     )
 
 
-@app.command(name="status")
 def _status(
     *,
     devices: str = "",
@@ -162,6 +169,10 @@ def _status(
         watch: Show it again and again, until Ctrl-C.
         interval: Seconds between two readings, with --watch.
         as_json: Print JSON, sizes in bytes and times in seconds.
+
+    Examples:
+        prefect-gpu status
+        prefect-gpu status --watch --interval 5
     """
     # Imported here because `check` needs neither driver nor ledger.
     from prefect_gpu.cli.status import open_status, status_lines
@@ -182,45 +193,6 @@ def _status(
         return None
 
 
-@app.command(name="report")
-def _report(
-    flow_run: str,
-    /,
-    *,
-    html: Path | None = None,
-    as_json: Annotated[bool, Parameter("--json")] = False,
-    as_csv: Annotated[bool, Parameter("--csv")] = False,
-) -> str | None:
-    """Print the report of a flow run, or write all of its reports to one page.
-
-    Args:
-        flow_run: Its id or its name; of several runs of one name the last that was started.
-        html: Write one page with all reports and charts to this file, which needs no other.
-        as_json: Print the figures of all processes as JSON, sizes in bytes and times in seconds.
-        as_csv: Print a row for each process.
-    """
-    # Imported here: it imports Prefect, which takes a second.
-    from prefect_gpu.reports.published import report
-
-    found = report(flow_run)
-    if html is not None:
-        try:
-            html.write_text(found.to_html(), encoding="utf-8")
-        except OSError as error:
-            raise ReportError(f"{html} cannot be written: {error}") from error
-        return f"{html} has the report of the flow run and of {len(found.processes)} processes"
-    if as_json:
-        return found.to_json()
-    if as_csv:
-        return found.to_csv().rstrip("\n")
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    Console().print(Markdown(found.to_text()))
-    return None
-
-
-@app.command(name="doctor")
 def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | int:
     """Look at driver, packages, frameworks, server and limits, and say how to mend what is wrong.
 
@@ -228,6 +200,10 @@ def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | i
 
     Args:
         as_json: Print JSON.
+
+    Examples:
+        prefect-gpu doctor
+        prefect-gpu doctor --json
     """
     # Imported here: it imports Prefect, which takes a second.
     from prefect_gpu.cli.doctor import examine, finding_lines
@@ -242,12 +218,15 @@ def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | i
     return int(any(each.level == "problem" for each in findings))
 
 
-@app.command(name="check")
 def _check(tags: list[str], /) -> str:
     """Read tags and print the policy, or what is wrong.
 
     Args:
         tags: For example "gpu:memory=6GiB".
+
+    Examples:
+        prefect-gpu check "gpu:memory=6GiB" "gpu:framework=torch"
+        prefect-gpu check gpu:memory=40% gpu:count=2
     """
     policy = parse_tags(tags)
     if policy is None:
@@ -257,138 +236,13 @@ def _check(tags: list[str], /) -> str:
     return "\n".join([*table_lines(_policy_rows(policy)), f"tags: {written}"])
 
 
-@app.command(name="simulate")
-def _simulate(
-    file: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    /,
-    *,
-    devices: str,
-    placement: Literal["spread", "pack"] = "spread",
-    no_backfill: bool = False,
-    unknown_durations: bool = False,
-    max_tasks_per_device: Count = None,
-    max_processes: Count = None,
-    tasks: bool = False,
-    as_json: Annotated[bool, Parameter("--json")] = False,
-) -> str:
-    """Print when and where a list of tasks would run.
-
-    The tasks are replayed on devices that do not exist, in virtual time, with the scheduling that the
-    runner uses. FILE is CSV or JSON lines; columns: duration (required), arrival, memory (as in 6GiB or
-    40%; empty: a device to itself), devices, name, priority, exclusive, expected, after (names of tasks,
-    separated by spaces).
-
-    Args:
-        file: List of tasks; - reads standard input.
-        devices: Simulated devices, as in 4x80GiB.
-        placement: Among devices that fit: the emptiest (spread) or the fullest (pack).
-        no_backfill: First come, first served: no task passes one that is blocked.
-        unknown_durations: The scheduler expects no duration of any task.
-        max_tasks_per_device: Most tasks on a device at a time.
-        max_processes: Most tasks at a time.
-        tasks: Print a line for each task.
-        as_json: Print JSON, sizes in bytes and times in seconds.
-    """
-    # Imported here because the other commands need none of it.
-    from prefect_gpu.cli.simulation import simulate
-    from prefect_gpu.cli.task_list import TaskListError, parse_tasks
-    from prefect_gpu.devices.simulated import SimulatedDevices
-    from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE
-
-    simulated = SimulatedDevices(devices.removeprefix("simulated:"))
-    try:
-        if file == "-":
-            listed = parse_tasks(sys.stdin, "standard input")
-        else:
-            with open(file, encoding="utf-8-sig", newline="") as lines:
-                listed = parse_tasks(lines, file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskListError(f"{file} cannot be read: {error}") from error
-    if unknown_durations:
-        listed = [dataclasses.replace(task, expected_s=None) for task in listed]
-    schedule = simulate(
-        listed,
-        simulated,
-        placement,
-        NO_BACKFILL if no_backfill else PATIENCE,
-        max_tasks_per_device,
-        max_processes,
-    )
-    if as_json:
-        return json.dumps(_schedule_json(schedule), indent=2)
-    rows = table_lines(_schedule_rows(schedule))
-    if tasks:
-        heads = ("task", "submitted", "waited", "started", "ended", "devices", "passed")
-        rows += ["", *table_lines([heads, *(_outcome_row(o) for o in schedule.outcomes)])]
-    never = [o for o in schedule.outcomes if o.refusal]
-    rows += [f"{o.task.name} can never run: {o.refusal}" for o in never]
-    return "\n".join(rows)
-
-
-@app.command(name="version")
 def _version() -> str:
-    """Print the version."""
+    """Print the version.
+
+    Examples:
+        prefect-gpu version
+    """
     return f"prefect-gpu {version('prefect-gpu')}"
-
-
-def _schedule_rows(schedule: Schedule) -> list[tuple[str, str]]:
-    bounds, span_s = schedule.bounds, schedule.makespan_s
-    named = {
-        "longest chain": bounds.chain_s,
-        "memory": bounds.memory_s,
-        "large tasks": bounds.large_s,
-        "tasks a device": bounds.places_s,
-    }
-    largest = max(named, key=named.__getitem__)
-    above = f", {span_s / bounds.largest_s:.2f} × the lower bound" if bounds.largest_s else ""
-    return [
-        ("tasks", f"{len(schedule.outcomes)}, of which {len(schedule.finished)} ran"),
-        ("devices", f"{len(schedule.devices)}"),
-        ("makespan", f"{format_seconds(span_s)}{above}"),
-        ("lower bound", f"{format_seconds(bounds.largest_s)} ({largest})"),
-        ("mean wait", format_seconds(schedule.mean_wait_s)),
-        ("max wait", format_seconds(schedule.max_wait_s)),
-        ("utilisation", f"{schedule.utilisation * 100:.1f}% of memory over the makespan"),
-    ]
-
-
-def _outcome_row(outcome: Outcome) -> tuple[str, ...]:
-    placement = outcome.placement
-    if placement is None:
-        return (outcome.task.name, "", "", "never", "", "", "")
-    times_s = (outcome.ready_s, outcome.waited_s, outcome.started_s, outcome.ended_s)
-    return (
-        outcome.task.name,
-        *(format_seconds(time_s) for time_s in times_s),
-        ",".join(str(device.index) for device in placement.devices),
-        str(outcome.passed),
-    )
-
-
-def _schedule_json(schedule: Schedule) -> dict[str, Any]:
-    return {
-        "makespan_s": schedule.makespan_s,
-        "lower_bound_s": schedule.bounds.largest_s,
-        "bounds": dataclasses.asdict(schedule.bounds),
-        "mean_wait_s": schedule.mean_wait_s,
-        "max_wait_s": schedule.max_wait_s,
-        "utilisation": schedule.utilisation,
-        "tasks": [
-            {
-                "name": outcome.task.name,
-                "submitted_s": outcome.ready_s,
-                "waited_s": outcome.waited_s,
-                "started_s": outcome.started_s,
-                "ended_s": outcome.ended_s,
-                "devices": [d.index for d in outcome.placement.devices]
-                if outcome.placement
-                else [],
-                "passed": outcome.passed,
-                "refusal": outcome.refusal,
-            }
-            for outcome in schedule.outcomes
-        ],
-    }
 
 
 def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
@@ -451,3 +305,24 @@ def _device_json(snapshot: DeviceSnapshot) -> dict[str, Any]:
         ],
         "error": snapshot.error,
     }
+
+
+for _command, _name in (
+    (_devices, "devices"),
+    (_status, "status"),
+    (_doctor, "doctor"),
+    (_check, "check"),
+    (show_report, "report"),
+    (recommend, "recommend"),
+    (simulate_command, "simulate"),
+    (_version, "version"),
+):
+    _add(_command, _name)
+_history = App(
+    name="history",
+    help="List what is learned of tasks, or delete it.",
+    help_epilogue="Examples:\n\n    prefect-gpu history list",
+)
+app.command(_history)
+_add(list_histories, "list", _history)
+_add(reset_histories, "reset", _history)

@@ -1,8 +1,8 @@
 """A list of tasks replayed on simulated devices in virtual time, with the scheduling of the runner.
 
 It covers when and where each task starts, how long it waits, and lower bounds of any schedule. Nothing runs
-and no clock is read: time jumps from one event to the next. Lists are read in `task_list`; what happens at
-each event is decided in `scheduling`.
+and no clock is read: time jumps from one event to the next. Lists are read in `task_list`, or made of a flow run in
+`recorded_run`; what happens at each event is decided in `scheduling`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class ListedTask:
     expected_s: float | None = None
     #: Positions in the list of the tasks that must end before it is submitted.
     after: tuple[int, ...] = ()
+    #: Seconds from then, or from its arrival if that is later, to its submission.
+    lag_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -207,7 +209,8 @@ class _Replay:
 
     def _push_arrivals(self, now_s: float) -> None:
         for position in self._sorter.get_ready():
-            arrives_s = max(now_s, self.outcomes[position].task.arrival_s)
+            task = self.outcomes[position].task
+            arrives_s = max(now_s, task.arrival_s) + task.lag_s
             heapq.heappush(self._events, (arrives_s, True, position))
 
     def _submit(self, position: int, now_s: float) -> None:
@@ -322,5 +325,5 @@ def _chain_s(tasks: Sequence[ListedTask | None]) -> float:
     ends: dict[int, float] = {}
     for i in TopologicalSorter(after).static_order():
         ready_s = max((ends[before] for before in after[i]), default=0.0)
-        ends[i] = max(ran[i].arrival_s, ready_s) + ran[i].duration_s
+        ends[i] = max(ran[i].arrival_s, ready_s) + ran[i].lag_s + ran[i].duration_s
     return max(ends.values(), default=0.0)

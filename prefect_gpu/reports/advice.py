@@ -1,7 +1,7 @@
 """What to change for the next run of a task, from the reports of its processes.
 
 `advise` is about one process: why it ran out of memory, whether it leaks memory or its allocator fragments it.
-`tag_advice` says what to write in the tag of a task run, and `tags_table` the same for the tasks of a flow run: the
+`tag_advice` says what to write in the tag of a task run, and `task_tags` the same for the tasks of a flow: the
 most that one of their task runs needs. The formula of a budget is `scheduling.history`, which a task without a tag
 gets its budget from; what the runner does by itself after an out-of-memory error is `scheduling.ladder`.
 """
@@ -9,7 +9,7 @@ gets its budget from; what the runner does by itself after an out-of-memory erro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import UUID
 
@@ -294,21 +294,69 @@ def _write(size_bytes: float, reports: Sequence[TaskReport]) -> str:
     return f"`gpu:memory={tag_size(size_bytes, reports)}`"
 
 
-def tags_table(reports: Sequence[TaskReport]) -> str:
-    """Return a table of the tags to change, or that none needs to change.
+@dataclass(frozen=True, slots=True)
+class TaskTags:
+    """What to write in the tags of one task, for one set of its `gpu:learn_by` values."""
 
-    A row is about one task, and about one set of its `gpu:learn_by` values. It has the advice for the task run that
-    needs the most.
+    task_name: str
+    #: The values in words, or their digest. Empty: none are named.
+    learn_by: str
+    #: Task runs that it is based on: those whose memory was measured.
+    runs: int
+    #: Most bytes that one process held of a device.
+    peak_bytes: int
+    #: Smallest and largest budget on each device, in bytes, in its newest flow run.
+    budgets_bytes: tuple[int, int]
+    #: Where these came from: of "tag", "learned" and "probe".
+    budget_sources: tuple[str, ...]
+    #: As markdown: the tag, that none helps, or a bound. Empty: nothing is known.
+    write: str
+    #: Bytes of the tag; `None`: there is none to write.
+    size_bytes: int | None
+    #: What the size is based on.
+    why: str
+    #: The tag of its newest flow run is near enough.
+    fits: bool
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Bytes of each device that the tag leaves to others, below 0 if it takes more; `None`: there is no tag."""
+        return None if self.size_bytes is None else self.budgets_bytes[1] - self.size_bytes
+
+    @property
+    def budget_words(self) -> str:
+        """The budgets, and where they came from."""
+        least, most = map(format_bytes, self.budgets_bytes)
+        sizes = least if self.budgets_bytes[0] == self.budgets_bytes[1] else f"{least} to {most}"
+        return f"{sizes}, {', '.join(self.budget_sources)}"
+
+
+def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
+    """Return what to write in the tags of each task, and of each set of its `gpu:learn_by` values.
+
+    It is the advice for the task run that needs the most.
+
+    Args:
+        reports: Of one flow run, or of several of one flow.
     """
     by_task: dict[tuple[str, str, str], list[TaskReport]] = {}
     for report in reports:
         key = report.task_name, report.learn_by, report.history_key
         by_task.setdefault(key, []).append(report)
-    rows = [row for _, group in sorted(by_task.items()) if (row := _row(group))]
+    return [_task_tags(group) for _, group in sorted(by_task.items())]
+
+
+def tags_table(tags: Sequence[TaskTags]) -> str:
+    """Return a table of the tags to change, or that none needs to change."""
+    rows = [
+        (_named(each), each.budget_words, each.write, each.why)
+        for each in tags
+        if each.write and not each.fits
+    ]
     if not rows:
         return "Nothing to change: every tag fits what its task took."
     text = table(("task", "budget now", "write", "because"), rows)
-    if any(report.history_key for report in reports):
+    if any(each.learn_by for each in tags):
         text += (
             "\n\nA tag is about all values of `gpu:learn_by`: `task.with_options(tags=...)` has one for some of"
             " them. Without a tag each set of values has a learned budget of its own."
@@ -316,32 +364,51 @@ def tags_table(reports: Sequence[TaskReport]) -> str:
     return text
 
 
-def _row(group: Sequence[TaskReport]) -> tuple[str, str, str, str] | None:
+def _named(tags: TaskTags) -> str:
+    name = escape(tags.task_name)
+    return f"{name} ({escape(tags.learn_by)})" if tags.learn_by else name
+
+
+def _task_tags(group: Sequence[TaskReport]) -> TaskTags:
     counted = [report for kept in _by_history(group) for report in kept]
     runs: dict[UUID, list[TaskReport]] = {}
     for report in counted:
         runs.setdefault(report.task_run_id, []).append(report)
     advices = [advice for processes in runs.values() if (advice := tag_advice(processes))]
     most = max(advices, key=lambda advice: advice.rank, default=None)
-    name = escape(group[0].task_name)
-    if group[0].history_key:
-        name += f" ({escape(group[0].learn_by or group[0].history_key)})"
-    if most is None:
-        if not any(report.outcome == "oom" and not report.cause for report in group):
-            return None
-        most_bytes = format_bytes(max(report.budget_bytes for report in group))
-        return name, _budget_now(group), f"more than {most_bytes}", "none completed"
-    if most.size_bytes and all(_may_stay(report, most.size_bytes) for report in counted):
-        return None
-    of_runs = f"; the most of {len(runs)} task runs" if len(runs) > 1 else ""
-    return name, _budget_now(group), most.write, most.why + of_runs
+    newest = max(group, key=lambda report: report.placed_at).flow_run_id
+    last = [report for report in group if report.flow_run_id == newest]
+    fits, size = False, None
+    if most is not None:
+        write, why = most.write, most.why
+        why += f"; the most of {len(runs)} task runs" if len(runs) > 1 else ""
+        if most.size_bytes is not None:
+            size = _written_bytes(most.size_bytes, group)
+            now = [report for report in counted if report.flow_run_id == newest]
+            fits = bool(now) and all(_may_stay(report, most.size_bytes) for report in now)
+    elif any(report.outcome == "oom" and not report.cause for report in group):
+        most_bytes = max(report.budget_bytes for report in group)
+        write, why = f"more than {format_bytes(most_bytes)}", "none completed"
+    else:
+        write = why = ""
+    budgets = sorted(report.budget_bytes for report in last)
+    return TaskTags(
+        task_name=group[0].task_name,
+        learn_by=group[0].learn_by or group[0].history_key,
+        runs=len(advices),
+        peak_bytes=max(map(_peak_on_a_device, group)),
+        budgets_bytes=(budgets[0], budgets[-1]),
+        budget_sources=tuple(sorted({report.budget_source for report in last})),
+        write=write,
+        size_bytes=size,
+        why=why,
+        fits=fits,
+    )
 
 
-def _budget_now(group: Sequence[TaskReport]) -> str:
-    sizes = sorted({report.budget_bytes for report in group})
-    sources = ", ".join(sorted({report.budget_source for report in group}))
-    to = "" if len(sizes) == 1 else f" to {format_bytes(sizes[-1])}"
-    return f"{format_bytes(sizes[0])}{to}, {sources}"
+def _peak_on_a_device(report: TaskReport) -> int:
+    each = -(-report.peak_process_bytes // max(1, len(report.devices)))
+    return max(report.device_peaks_bytes, default=each)
 
 
 def _may_stay(report: TaskReport, size_bytes: float) -> bool:
@@ -440,6 +507,12 @@ def _after_oom_bytes(report: TaskReport) -> int:
     """Return the bytes to ask for after a process reached its own cap, as `scheduling.ladder` does."""
     wanted = int((report.wanted_bytes or 0) * WANTED_FACTOR)
     return max(int(report.budget_bytes * OOM_FACTOR), wanted)
+
+
+def _written_bytes(size_bytes: float, reports: Sequence[TaskReport]) -> int:
+    """Return the bytes of the tag that `tag_size` writes."""
+    totals = [device.total_bytes for report in reports for device in report.devices]
+    return min([parse_bytes(readable_size(size_bytes)), *([max(totals)] if totals else [])])
 
 
 def tag_size(size_bytes: float, reports: Sequence[TaskReport]) -> str:

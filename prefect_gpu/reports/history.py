@@ -13,18 +13,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.context import get_settings_context
+from prefect.exceptions import ObjectNotFound
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.shared_folder import Hold, SharedFolder
@@ -57,6 +60,9 @@ READ_TRIES = 2
 
 #: Seconds for which an API that did not answer is not called again.
 AWAY_S = 60.0
+
+#: Things that one call of the API returns at most.
+PAGE = 200
 
 #: Runs of one history that may wait to be written. Older ones are dropped if tasks end faster than the
 #: API accepts artifacts. Only `KEPT_RUNS` are ever read.
@@ -280,6 +286,93 @@ def publish_run(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class KeptHistory:
+    """One history as it is kept."""
+
+    artifact_key: str
+    key: HistoryKey
+    #: The last `KEPT_RUNS`, newest first; at least one.
+    runs: tuple[PastRun, ...]
+
+
+def read_histories(
+    client: SyncPrefectClient, tasks: Container[tuple[str, str]] | None = None
+) -> list[KeptHistory]:
+    """Return all histories that the API has, ordered by task.
+
+    Histories of which no version can be read are left out.
+
+    Args:
+        client: Of the API.
+        tasks: Only histories of tasks with these names and qualified names. `None`: of all.
+
+    Raises:
+        Exception: Any error of the client, if the API does not answer.
+    """
+    found: list[KeptHistory] = []
+    for artifact in _latest(client):
+        texts = artifact["metadata_"] or {}
+        try:
+            _read_texts(texts)
+            key = HistoryKey(
+                texts["task_name"],
+                texts["qualified_name"],
+                texts["device_name"],
+                texts["learn_by"],
+                texts.get("learn_by_words", ""),
+            )
+        except (KeyError, ValueError):
+            continue
+        if tasks is None or (key.task_name, key.qualified_name) in tasks:
+            runs = _read_versions(artifact["key"], client)
+            if runs:
+                found.append(KeptHistory(artifact["key"], key, tuple(runs)))
+    return sorted(found, key=lambda kept: (kept.key.task_name, kept.artifact_key))
+
+
+def _latest(client: SyncPrefectClient) -> Iterator[dict[str, Any]]:
+    """Yield the newest version of each history."""
+    for offset in itertools.count(0, PAGE):
+        asked = {
+            "artifacts": {"key": {"like_": f"{HISTORY_PREFIX}-"}},
+            "limit": PAGE,
+            "offset": offset,
+        }
+        page = client.request(
+            "POST", "/artifacts/latest/filter", json=asked, timeout=READ_TIMEOUT_S
+        ).json()
+        # The filter finds the text anywhere in a key.
+        yield from (each for each in page if each["key"].startswith(f"{HISTORY_PREFIX}-"))
+        if len(page) < PAGE:
+            return
+
+
+def delete_history(key: str, client: SyncPrefectClient) -> int:
+    """Delete all versions of a history; return how many runs they kept.
+
+    Args:
+        key: Of its artifact.
+        client: Of the API.
+
+    Raises:
+        Exception: Any error of the client. What was deleted until then stays deleted.
+    """
+    deleted = 0
+    while True:
+        asked = {"artifacts": {"key": {"any_": [key]}}, "limit": PAGE}
+        page = client.request(
+            "POST", "/artifacts/filter", json=asked, timeout=READ_TIMEOUT_S
+        ).json()
+        for artifact in page:
+            # Another command may have deleted it in the meantime.
+            with contextlib.suppress(ObjectNotFound):
+                client.delete_artifact(UUID(artifact["id"]))
+                deleted += 1
+        if len(page) < PAGE:
+            return deleted
+
+
 def read_runs(key: HistoryKey, client: SyncPrefectClient) -> Sequence[PastRun]:
     """Return the last `KEPT_RUNS` runs of a history, newest first.
 
@@ -288,13 +381,17 @@ def read_runs(key: HistoryKey, client: SyncPrefectClient) -> Sequence[PastRun]:
     Raises:
         Exception: Any error of the client, if the API does not answer.
     """
+    return _read_versions(history_artifact_key(key), client)
+
+
+def _read_versions(key: str, client: SyncPrefectClient) -> Sequence[PastRun]:
     # `client.read_artifacts` of the synchronous client sends null for each filter that is not given,
     # which the API refuses (Prefect 3.8.8), and has no timeout.
     answer = client.request(
         "POST",
         "/artifacts/filter",
         json={
-            "artifacts": {"key": {"any_": [history_artifact_key(key)]}},
+            "artifacts": {"key": {"any_": [key]}},
             "limit": KEPT_RUNS,
             "sort": "CREATED_DESC",
         },

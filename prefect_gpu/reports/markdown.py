@@ -12,7 +12,7 @@ from typing import TypeGuard
 from uuid import UUID
 
 from prefect_gpu.measurements import StepFacts
-from prefect_gpu.reports.advice import TagAdvice, advise, tag_advice, tags_table
+from prefect_gpu.reports.advice import TagAdvice, advise, tag_advice, tags_table, task_tags
 from prefect_gpu.reports.markup import (
     clean_name,
     escape,
@@ -398,7 +398,7 @@ def flow_markdown(
         numbers = {report: at for at, run in enumerate(runs, 1) for report in run.attempts}
         chart = flow_gantt_svg([*numbers], numbers=[*numbers.values()])
         parts.append(image(f"Devices of {flow_name or 'the flow'} over time", chart))
-        parts += ["### Tags for next time", tags_table(reports)]
+        parts += ["### Tags for next time", tags_table(task_tags(reports))]
         parts.append(_flow_waste(reports))
     parts += ["### Every task run", _every_run(runs, link)]
     return "\n\n".join(parts) + "\n"

@@ -1,6 +1,6 @@
 """The values of a report: one `TaskReport` for each process that was started.
 
-It covers their published form (`metadata`) and what a history keeps of them (`past_run`). How a report is
+It covers their published form (`metadata`, `read_metadata`) and what a history keeps of them (`past_run`). How a report is
 drawn is in `timeline` and `markdown`, how it reaches Prefect in `publish`.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 from uuid import UUID
 
 from prefect_gpu.frameworks.registry import WITHOUT_PEAK
 from prefect_gpu.measurements import COMPACT_SAMPLES, Mark, Sample, StepFacts, largest, merge
 from prefect_gpu.scheduling.history import PastRun
-from prefect_gpu.scheduling.model import Device
+from prefect_gpu.scheduling.model import Device, DeviceKind
 
 #: Version of the metadata's meaning; rises when a field changes its meaning.
 SCHEMA = 1
@@ -114,6 +114,11 @@ class TaskReport:
     steps: StepFacts | None = None
     #: Digest of its `gpu:learn_by` values: each has a history of its own. Empty: none are named.
     history_key: str = ""
+    #: Of the task's function, as its history has it. Empty: not known.
+    qualified_name: str = ""
+    #: What its task asked for beside memory: a place in the order, and its devices for itself.
+    priority: int = 0
+    exclusive: bool = False
     #: Names of the tasks, of all flows of the machine, that were on its devices meanwhile. Up to 20.
     shared_with: tuple[str, ...] = ()
     #: After an out-of-memory, the framework's own summary of its memory. Empty: it has none.
@@ -221,8 +226,113 @@ class TaskReport:
             "cause": self.cause or "none",
             "shared_with": ", ".join(self.shared_with)[:499] or "none",
             "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
+            "task_name": self.task_name,
+            "qualified_name": self.qualified_name,
+            "learn_by": self.history_key,
+            "learn_by_words": self.learn_by,
+            "priority": str(self.priority),
+            "exclusive": str(self.exclusive),
+            "device_total_bytes": ",".join(str(device.total_bytes) for device in self.devices),
+            "placed_at": f"{self.placed_at:.3f}",
+            "held_s": f"{self.held_s:.3f}",
+            "wanted_bytes": known(self.wanted_bytes),
+            "counted_out": str(self.counted_out),
+            **(_step_texts(self.steps) if self.steps else {}),
             **{f"metric_{name}": f"{value:.12g}" for name, value in self.metrics[:20]},
         }
+
+
+def _step_texts(steps: StepFacts) -> dict[str, str]:
+    facts: dict[str, object] = {
+        "steps": steps.count,
+        "alloc_retries": steps.alloc_retries,
+        "alike": steps.alike,
+    }
+    if steps.step_s is not None:
+        facts["step_s"] = steps.step_s
+    return {name: str(value) for name, value in facts.items()}
+
+
+def read_metadata(
+    figures: Mapping[str, str], task_run_id: UUID, flow_run_id: UUID | None, task_run_name: str = ""
+) -> TaskReport:
+    """Return a report of what was published: what advice, and a replay of its flow run, need of it.
+
+    It has no samples but one at its end, no marks, and none of the texts.
+
+    Args:
+        figures: As `TaskReport.metadata` returned them.
+        task_run_id: Of the artifact.
+        flow_run_id: Of the artifact.
+        task_run_name: As Prefect has it.
+
+    Raises:
+        ValueError: A figure is missing, or cannot be read.
+    """
+    if figures.get("schema") != str(SCHEMA):
+        raise ValueError(f"the figures of a report have schema {figures.get('schema')!r}")
+
+    def size(name: str) -> int | None:
+        return None if figures[name] in ("unknown", "none") else int(figures[name])
+
+    try:
+        uuids = [uuid for uuid in figures["device_uuid"].split(",") if uuid]
+        totals = [int(text) for text in figures["device_total_bytes"].split(",") if text]
+        source, peak = cast(Source, figures["source"]), int(figures["peak_process_bytes"])
+        kind: DeviceKind = "nvml" if source == "framework" else source
+        return TaskReport(
+            task_name=figures["task_name"],
+            task_key=figures["task_key"],
+            task_run_id=task_run_id,
+            task_run_name=task_run_name,
+            flow_run_id=flow_run_id,
+            pid=None,
+            devices=tuple(
+                Device(uuid, index, figures["device_name"], total, kind, figures.get("node", ""))
+                for index, (uuid, total) in enumerate(zip(uuids, totals, strict=True))
+            ),
+            framework=figures["framework"],
+            outcome=cast(Outcome, figures["outcome"]),
+            attempt=int(figures["attempt"]),
+            budget_bytes=int(figures["budget_bytes"]),
+            budget_source=cast(BudgetSource, figures["budget_source"]),
+            peak_process_bytes=peak,
+            peak_live_bytes=size("peak_live_bytes"),
+            peak_reserved_bytes=size("peak_reserved_bytes"),
+            context_bytes=int(figures["context_bytes"]),
+            leaked_bytes=size("leaked_bytes"),
+            queued_s=float(figures["queued_s"]),
+            start_s=float(figures["start_s"]),
+            run_s=float(figures["run_s"]),
+            placed_at=float(figures["placed_at"]),
+            samples=(Sample(float(figures["held_s"]), peak),),
+            sample_count=int(figures["samples"]),
+            source=source,
+            cap_bytes=size("cap_bytes"),
+            cause="" if figures["cause"] == "none" else figures["cause"],
+            wanted_bytes=size("wanted_bytes"),
+            steps=_read_steps(figures, size("steady_live_bytes")),
+            history_key=figures["learn_by"],
+            learn_by=figures["learn_by_words"],
+            qualified_name=figures["qualified_name"],
+            priority=int(figures["priority"]),
+            exclusive=figures["exclusive"] == "True",
+            counted_out=figures["counted_out"] == "True",
+        )
+    except KeyError as error:
+        raise ValueError(f"the figures of a report have no {error}") from error
+
+
+def _read_steps(figures: Mapping[str, str], steady_live_bytes: int | None) -> StepFacts | None:
+    if "steps" not in figures:
+        return None
+    return StepFacts(
+        count=int(figures["steps"]),
+        steady_live_bytes=steady_live_bytes,
+        step_s=float(figures["step_s"]) if "step_s" in figures else None,
+        alloc_retries=int(figures["alloc_retries"]),
+        alike=figures["alike"] == "True",
+    )
 
 
 @dataclass(frozen=True, slots=True)

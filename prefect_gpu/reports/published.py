@@ -1,19 +1,22 @@
-"""The published reports of a flow run, read back from Prefect's API: as an object, a page, JSON or CSV.
+"""The published reports of flow runs, read back from Prefect's API: as an object, a page, JSON or CSV.
 
     flow run (id or name) -> report() reads artifacts and task runs -> FlowRunReport -> HTML, JSON, CSV
+    flow, or flow run     -> read_task_reports() reads the reports of its last runs
 
 The page is one file: charts are in it, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import html
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
@@ -21,12 +24,21 @@ import httpx
 from markdown_it import MarkdownIt
 from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterName,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 from prefect_gpu.errors import ReportError
+from prefect_gpu.reports.model import TaskReport, read_metadata
 from prefect_gpu.reports.publish import FLOW_PREFIX, TASK_PREFIX
 
 #: Things that one call of the API returns at most.
@@ -67,6 +79,16 @@ class ProcessReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Submission:
+    """When a task run was submitted, and what it waited for then."""
+
+    #: Seconds since the epoch.
+    submitted_at: float
+    #: Task runs whose results it takes, or that its `wait_for` names.
+    inputs: tuple[UUID, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FlowRunReport:
     """All reports of one flow run. In a notebook it shows itself."""
 
@@ -79,6 +101,20 @@ class FlowRunReport:
     figures: Mapping[str, str]
     #: In the order in which they were published.
     processes: tuple[ProcessReport, ...]
+    #: By task run, also of those without a gpu tag.
+    submissions: Mapping[UUID, Submission] = field(default_factory=dict, repr=False)
+
+    @property
+    def task_reports(self) -> tuple[TaskReport, ...]:
+        """The reports of the processes as values, in their order.
+
+        Raises:
+            ReportError: Another version published one of them.
+        """
+        return tuple(
+            _task_report(each.figures, each.task_run_id, self.flow_run_id, each.task_run)
+            for each in self.processes
+        )
 
     def to_html(self) -> str:
         """Return one page with all reports, which needs no other file."""
@@ -149,17 +185,11 @@ def report(flow_run: UUID | str) -> FlowRunReport:
     Raises:
         ReportError: There is no such flow run, it has no reports, or the API does not answer.
     """
-    try:
-        with get_client(sync_client=True) as client:
-            run = _find(client, flow_run)
-            names = {UUID(each["id"]): each["name"] for each in _pages(client, "task_runs", run.id)}
-            artifacts = sorted(
-                _pages(client, "artifacts", run.id), key=lambda each: each["created"]
-            )
-    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
-        raise ReportError(
-            f"Prefect's API cannot be read: {type(error).__name__}: {error}"
-        ) from error
+    with open_api() as client:
+        run = _find(client, flow_run)
+        task_runs = {UUID(each["id"]): each for each in _pages(client, "task_runs", [run.id])}
+        artifacts = sorted(_pages(client, "artifacts", [run.id]), key=lambda each: each["created"])
+    names = {id_: each["name"] for id_, each in task_runs.items()}
     whole = [each for each in artifacts if each["key"].startswith(FLOW_PREFIX)]
     processes = [each for each in artifacts if each["key"].startswith(TASK_PREFIX)]
     if not whole and not processes:
@@ -175,7 +205,97 @@ def report(flow_run: UUID | str) -> FlowRunReport:
         last.get("data") or "",
         last.get("metadata_") or {},
         tuple(_process(each, names) for each in processes),
+        {id_: _submission(each) for id_, each in task_runs.items()},
     )
+
+
+def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
+    """Read the reports of the GPU tasks of a flow from Prefect's API, as values.
+
+    Args:
+        flow: Name of a flow, or id or name of one flow run.
+        last: How many of the flow's last runs are read.
+
+    Raises:
+        ReportError: There is no such flow, its runs have no reports, or the API does not answer.
+    """
+    with open_api() as client:
+        accepted = "the name of a flow that has run, the id or the name of a flow run"
+        runs = _last_runs(client, str(flow), last) or [_find(client, flow, accepted)]
+        artifacts = list(_pages(client, "artifacts", [run.id for run in runs], TASK_PREFIX))
+    reports: list[TaskReport] = []
+    unreadable: ReportError | None = None
+    for each in artifacts:
+        if each["task_run_id"] is None:
+            continue
+        ids = UUID(each["task_run_id"]), UUID(each["flow_run_id"])
+        try:
+            reports.append(_task_report(each["metadata_"] or {}, *ids))
+        except ReportError as error:
+            # Its flow ran before an update.
+            unreadable = error
+    if not reports:
+        names = ", ".join(run.name for run in runs)
+        raise unreadable or ReportError(
+            f"{flow} has no reports of GPU tasks (looked at {names}): none had a gpu tag, or reports=False"
+        )
+    return tuple(sorted(reports, key=lambda each: each.placed_at))
+
+
+@contextlib.contextmanager
+def open_api() -> Iterator[SyncPrefectClient]:
+    """Yield a client of Prefect's API.
+
+    Raises:
+        ReportError: The API does not answer, or refuses a call in the `with` block.
+    """
+    try:
+        with get_client(sync_client=True) as client:
+            yield client
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        raise ReportError(
+            f"Prefect's API cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _last_runs(client: SyncPrefectClient, flow: str, last: int) -> list[FlowRun]:
+    """Return the last runs of a flow that have begun; none if no flow has that name."""
+    return client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
+        flow_run_filter=FlowRunFilter(
+            state=FlowRunFilterState(
+                type=FlowRunFilterStateType(not_any_=[StateType.SCHEDULED, StateType.PENDING])
+            )
+        ),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=last,
+    )
+
+
+def _task_report(
+    figures: Mapping[str, str],
+    task_run_id: UUID | None,
+    flow_run_id: UUID,
+    task_run_name: str = "",
+) -> TaskReport:
+    try:
+        return read_metadata(figures, task_run_id or UUID(int=0), flow_run_id, task_run_name)
+    except ValueError as error:
+        raise ReportError(
+            f"a report of flow run {flow_run_id} was published by another version of prefect_gpu: "
+            f"{error}; run the flow once with this one"
+        ) from error
+
+
+def _submission(task_run: Mapping[str, Any]) -> Submission:
+    # A task inside another one's body holds a place of its own: it does not wait for the end of that body.
+    given = (inputs for name, inputs in task_run["task_inputs"].items() if name != "__parents__")
+    ids = dict.fromkeys(
+        UUID(each["id"]) for inputs in given for each in inputs if each["input_type"] == "task_run"
+    )
+    at = task_run["expected_start_time"] or task_run["created"]
+    submitted = datetime.fromisoformat(at.replace("Z", "+00:00"))
+    return Submission(submitted.timestamp(), tuple(ids))
 
 
 def _process(artifact: Mapping[str, Any], names: Mapping[UUID, str]) -> ProcessReport:
@@ -184,7 +304,11 @@ def _process(artifact: Mapping[str, Any], names: Mapping[UUID, str]) -> ProcessR
     return ProcessReport(name, task_run_id, artifact["data"], artifact["metadata_"] or {})
 
 
-def _find(client: SyncPrefectClient, flow_run: UUID | str) -> FlowRun:
+def _find(
+    client: SyncPrefectClient,
+    flow_run: UUID | str,
+    accepted: str = "the id or the name of a flow run",
+) -> FlowRun:
     try:
         flow_run_id = UUID(str(flow_run))
     except ValueError:
@@ -194,8 +318,8 @@ def _find(client: SyncPrefectClient, flow_run: UUID | str) -> FlowRun:
         )
         if not found:
             raise ReportError(
-                f"{flow_run!r} names no flow run; accepted: the id or the name of a flow run, as "
-                "`prefect flow-run ls` shows them"
+                f"{flow_run!r} names no flow run; accepted: {accepted}, as `prefect flow-run ls` shows "
+                "them"
             ) from None
         return found[0]
     try:
@@ -204,14 +328,25 @@ def _find(client: SyncPrefectClient, flow_run: UUID | str) -> FlowRun:
         raise ReportError(f"there is no flow run {flow_run_id} at {client.api_url}") from None
 
 
-def _pages(client: SyncPrefectClient, what: str, flow_run_id: UUID) -> Iterator[dict[str, Any]]:
-    """Yield everything of one kind that belongs to a flow run, with one call for each page."""
-    of_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])).model_dump(mode="json")
+def _pages(
+    client: SyncPrefectClient, what: str, flow_run_ids: Sequence[UUID], prefix: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Yield everything of one kind that belongs to flow runs, with one call for each page.
+
+    Args:
+        client: Of the API.
+        what: `artifacts` or `task_runs`.
+        flow_run_ids: Of the flow runs.
+        prefix: What an artifact's key begins with.
+    """
+    of_runs = FlowRunFilter(id=FlowRunFilterId(any_=[*flow_run_ids])).model_dump(mode="json")
+    keys = {"artifacts": {"key": {"like_": f"{prefix}-"}}} if prefix else {}
     offset = 0
     while True:
-        asked = {"flow_runs": of_run, "limit": _PAGE, "offset": offset, "sort": "ID_DESC"}
+        asked = {"flow_runs": of_runs, "limit": _PAGE, "offset": offset, "sort": "ID_DESC", **keys}
         found = client.request("POST", f"/{what}/filter", json=asked).json()  # type: ignore[arg-type]
-        yield from found
+        # The filter finds the text anywhere in a key.
+        yield from (each for each in found if str(each.get("key", "")).startswith(prefix))
         if len(found) < _PAGE:
             return
         offset += len(found)

@@ -6,12 +6,10 @@ logs is in `prefect_engine`. The flow's report, with every process, is in `repor
 
 from __future__ import annotations
 
-import html
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from prefect_gpu.reports.advice import tags_table
+from prefect_gpu.reports.advice import TaskTags, task_tags
 from prefect_gpu.reports.model import OUTCOME_WORDS, TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.scheduling.model import Device, Placement
@@ -76,11 +74,11 @@ def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> st
         tasks.setdefault(report.task_name, []).append(report)
     longest = sorted(tasks.values(), key=lambda group: -sum(r.run_s for r in group))
     peaks = sorted(_peaks(reports).items(), key=lambda each: -each[1] / each[0].total_bytes)
-    rows = [row for row in tags_table(reports).splitlines()[2:] if row.startswith("|")]
+    tags = [each for each in task_tags(reports) if each.write and not each.fits]
     parts = (
         ([_task_line(group) for group in longest], "tasks"),
         ([_device_line(device, size) for device, size in peaks], "devices"),
-        ([_tag_line(row) for row in rows], "tags to change"),
+        ([_tag_line(each) for each in tags], "tags to change"),
     )
     lines = [f"GPU task runs: {', '.join(counts)}"]
     for (each, what), most in zip(parts, MOST_LINES, strict=True):
@@ -108,10 +106,10 @@ def _device_line(device: Device, peak_bytes: int) -> str:
     return f"{device.label}: these tasks held at most {memory}"
 
 
-def _tag_line(row: str) -> str:
-    text = re.sub(r"\\(.)", r"\1", html.unescape(row)).replace("`", "").replace("\u200b", "")
-    name, now, write, why = text.strip("| ").split(" | ", 3)
-    return f"write {write} in the tag of {name} (now {now}): {why}"
+def _tag_line(tags: TaskTags) -> str:
+    name = f"{tags.task_name} ({tags.learn_by})" if tags.learn_by else tags.task_name
+    write = tags.write.replace("`", "")
+    return f"write {write} in the tag of {name} (now {tags.budget_words}): {tags.why}"
 
 
 def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:

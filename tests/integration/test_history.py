@@ -11,11 +11,18 @@ from uuid import uuid4
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.objects import Artifact
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.reports.history import PrefectHistory, history_artifact_key
+from prefect_gpu.reports import history
+from prefect_gpu.reports.history import (
+    PrefectHistory,
+    delete_history,
+    history_artifact_key,
+    read_histories,
+)
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
 from prefect_gpu.units import GIB, MIB
@@ -149,3 +156,41 @@ def test_an_api_that_is_away_costs_one_error_and_counted_runs(
     publisher.close(timeout_s=2)
     assert publisher.lost == 1 and "1 memory report was lost: ConnectError" in caplog.text
     assert versions(key) == []
+
+
+def test_a_flow_that_runs_keeps_what_it_has_read_of_a_history_that_is_deleted(
+    key: HistoryKey,
+) -> None:
+    with opened() as store:
+        store.add(key, RUN)
+    with opened() as running:
+        assert list(running.runs(key)) == [RUN]
+        with connect() as client:
+            assert delete_history(history_artifact_key(key), client) == 1
+            assert delete_history(history_artifact_key(key), client) == 0
+        assert list(running.runs(key)) == [RUN]
+        running.add(key, numbered(7))
+    with opened() as store:
+        assert list(store.runs(key)) == [numbered(7)]
+
+
+def test_histories_are_read_with_the_keys_that_they_were_kept_with(
+    key: HistoryKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = replace(key, learn_by_words="batch=3")
+    with opened() as store:
+        store.add(named, RUN)
+        store.add(named, numbered(1))
+        store.add(key.on("NVIDIA L4"), numbered(2))
+    with connect() as client:
+        client.create_artifact(ArtifactCreate(key="gpu-history-odd", type="markdown", data=""))
+        client.create_artifact(ArtifactCreate(key="not-gpu-history-odd", type="markdown", data=""))
+        monkeypatch.setattr(history, "PAGE", 2)
+        found = {each.artifact_key: each for each in read_histories(client)}
+        ours = read_histories(client, {(key.task_name, key.qualified_name)})
+    kept = found[history_artifact_key(key)]
+    assert kept.key == named and kept.key.learn_by_words == "batch=3"
+    assert kept.runs == (numbered(1), RUN)
+    assert found[history_artifact_key(key.on("NVIDIA L4"))].runs == (numbered(2),)
+    assert "gpu-history-odd" not in found and "not-gpu-history-odd" not in found
+    assert {each.key.task_name for each in ours} == {key.task_name}

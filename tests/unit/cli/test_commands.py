@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
+from cyclopts import CycloptsError
 
 from prefect_gpu.cli import commands as cli
-from prefect_gpu.cli.commands import main
+from prefect_gpu.cli.commands import app, main
 from prefect_gpu.devices import spec as device_spec
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, ProcessUse
 from prefect_gpu.units import GIB
@@ -219,8 +221,8 @@ def test_simulate_names_what_is_wrong_with_its_input(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        pytest.param([], "a COMMAND is required; accepted: devices, status, report, doctor, check, simulate, version (see prefect-gpu --help)", id="no command"),
-        pytest.param(["list"], 'Unknown command "list". Available commands: devices, status, report, doctor, check, simulate, version', id="unknown command"),
+        pytest.param([], "a COMMAND is required; accepted: devices, status, doctor, check, report, recommend, simulate, version, history (see prefect-gpu --help)", id="no command"),
+        pytest.param(["list"], 'Unknown command "list". Available commands: devices, status, doctor, check, report, recommend, simulate, version, history', id="unknown command"),
         pytest.param(["check"], 'Command "check" parameter TAGS requires an argument', id="no tag"),
         pytest.param(["devices", "--jsn"], "Unknown option: --jsn. Did you mean --json?; accepted: --address, --devices, --json, --help", id="unknown option"),
         pytest.param(["simulate", "-"], 'Command "simulate" parameter --devices requires an argument', id="missing option"),
@@ -246,6 +248,30 @@ def test_help_names_every_option(capsys: Capture) -> None:
     assert main(["simulate", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--no-backfill" in text and "--backfill" not in text.replace("--no-backfill", "")
+
+
+COMMANDS = [
+    *([name] for name in app if not name.startswith("-") and name != "history"),
+    ["history"],
+    ["history", "list"],
+    ["history", "reset"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_has_examples_that_can_be_read(capsys: Capture, command: list[str]) -> None:
+    assert main([*command, "--help"]) == 0
+    _, _, below = capsys.readouterr().out.partition("\nExamples:")
+    examples = [shlex.split(line) for line in below.splitlines() if line.strip()]
+    assert examples, "the help has an example"
+    for program, *words in examples:
+        assert program == "prefect-gpu" and words[: len(command)] == command
+        app.parse_args(words)
+
+
+def test_an_example_that_cannot_be_read_is_an_error() -> None:
+    with pytest.raises(CycloptsError):
+        app.parse_args(["devices", "--jsn"], exit_on_error=False, print_error=False)
 
 
 def test_version_is_that_of_the_package(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.measurements import StepFacts
-from prefect_gpu.reports.advice import readable_size, tags_table, teach
-from prefect_gpu.reports.model import TaskReport, past_run
+from prefect_gpu.reports.advice import readable_size, tags_table, task_tags, teach
+from prefect_gpu.reports.model import TaskReport, past_run, read_metadata
 from prefect_gpu.scheduling.history import learn
 from prefect_gpu.units import GIB, MIB, parse_bytes
 from tests.fakes.reports import CONTEXT, device, task_report
@@ -29,7 +29,9 @@ def run(live_gib: float, **changes: Any) -> TaskReport:
 
 
 def rows(*reports: TaskReport) -> list[str]:
-    return [line for line in tags_table(reports).splitlines()[2:] if line.startswith("|")]
+    return [
+        line for line in tags_table(task_tags(reports)).splitlines()[2:] if line.startswith("|")
+    ]
 
 
 def row(*reports: TaskReport) -> list[str]:
@@ -165,7 +167,7 @@ def test_a_row_has_the_tag_to_write_and_the_reason(
     ],
 )
 def test_a_tag_that_fits_is_left_as_it_is(report: TaskReport, fits: bool) -> None:
-    assert ("Nothing to change" in tags_table([report])) is fits
+    assert ("Nothing to change" in tags_table(task_tags([report]))) is fits
 
 
 def test_a_probe_counts_only_if_its_history_has_no_other_completed_run() -> None:
@@ -190,11 +192,11 @@ def test_each_set_of_learn_by_values_has_a_row_of_its_own() -> None:
         [r"| evaluate (batch_size=64)", "`gpu:memory=5.8GiB`"],
         [r"| evaluate (batch_size=8)", "`gpu:memory=4.5GiB`"],
     ]
-    assert "`task.with_options(tags=...)`" in tags_table([run(3, history_key="a")])
+    assert "`task.with_options(tags=...)`" in tags_table(task_tags([run(3, history_key="a")]))
 
 
 def test_no_tag_is_written_for_a_shortage_that_it_does_not_help_against() -> None:
-    assert "Nothing to change" in tags_table([run(5, outcome="oom", cause="foreign")])
+    assert "Nothing to change" in tags_table(task_tags([run(5, outcome="oom", cause="foreign")]))
     assert row(run(5, outcome="oom", cause="own_cap", wanted_bytes=150 * GIB))[2:] == [
         "no tag helps: it must take less",
         "its device has 140GiB",
@@ -220,3 +222,75 @@ def test_a_readable_size_is_at_least_what_was_asked_and_not_much_more(size: int)
 )
 def test_a_readable_size_has_two_or_three_digits(size: float, text: str) -> None:
     assert readable_size(size) == text
+
+
+def of_flow_run(number: int, *reports: TaskReport) -> list[TaskReport]:
+    """Reports of one flow run; a larger number is a later one."""
+    return [
+        replace(
+            report,
+            flow_run_id=UUID(int=number),
+            task_run_id=UUID(int=1000 * number + at),
+            placed_at=report.placed_at + 1000 * number,
+        )
+        for at, report in enumerate(reports)
+    ]
+
+
+def test_tags_of_several_flow_runs_compare_with_the_budgets_of_the_newest() -> None:
+    earlier = of_flow_run(1, run(4, budget_bytes=12 * GIB), run(3, budget_bytes=12 * GIB))
+    (tags,) = task_tags(earlier)
+    assert (tags.fits, tags.runs, tags.budgets_bytes) == (False, 2, (12 * GIB, 12 * GIB))
+    assert tags.size_bytes == parse_bytes("5.8GiB")
+    assert tags.saved_bytes == 12 * GIB - parse_bytes("5.8GiB")
+    assert tags.peak_bytes == 4 * GIB + CONTEXT
+    (tags,) = task_tags([*earlier, *of_flow_run(2, run(2, budget_bytes=parse_bytes("5.8GiB")))])
+    assert (tags.fits, tags.runs, tags.saved_bytes) == (True, 3, 0)
+    assert tags.why.endswith("the most of 3 task runs")
+
+
+def test_a_task_of_which_nothing_is_known_has_no_tag_to_write() -> None:
+    (tags,) = task_tags([run(5, outcome="oom", cause="foreign")])
+    assert (tags.write, tags.runs, tags.saved_bytes) == ("", 0, None)
+
+
+def test_a_size_above_the_device_is_the_whole_of_it() -> None:
+    (tags,) = task_tags([run(130, budget_bytes=139 * GIB)])
+    assert tags.write == "`gpu:memory=100%`" and tags.size_bytes == device().total_bytes
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        pytest.param(run(4), id="a run with a tag"),
+        pytest.param(run(4, budget_source="learned", cap_bytes=3 * GIB), id="a learned budget"),
+        pytest.param(
+            run(13, steps=StepFacts(9, 13 * GIB, 4 * GIB, 0.05, 3), cap_bytes=14 * GIB), id="steps"
+        ),
+        pytest.param(
+            run(13, steps=StepFacts(9, 13 * GIB, 4 * GIB, alike=False)), id="steps that differ"
+        ),
+        pytest.param(
+            run(4, outcome="oom", cause="own_cap", cap_bytes=4 * GIB, wanted_bytes=9 * GIB),
+            id="out of memory",
+        ),
+        pytest.param(run(4, devices=(device(0), device(1, 80))), id="two devices"),
+        pytest.param(run(4, peak_live_bytes=None, peak_reserved_bytes=None), id="no framework"),
+        pytest.param(
+            run(4, history_key="1f0c", learn_by="batch=3", counted_out=False), id="learn_by"
+        ),
+        pytest.param(run(4, budget_source="probe", source="framework"), id="a probe"),
+    ],
+)
+def test_published_figures_give_the_same_advice_and_the_same_run(report: TaskReport) -> None:
+    read = read_metadata(report.metadata(), report.task_run_id, report.flow_run_id)
+    assert task_tags([read]) == task_tags([report])
+    assert read.metadata() == report.metadata()
+    assert past_run(read) == replace(past_run(report), ended_at=past_run(read).ended_at)
+
+
+@pytest.mark.parametrize("name", ["schema", "task_name", "placed_at", "device_total_bytes"])
+def test_figures_of_another_version_are_a_value_error(name: str) -> None:
+    figures = {key: value for key, value in run(4).metadata().items() if key != name}
+    with pytest.raises(ValueError, match="the figures of a report have"):
+        read_metadata(figures, UUID(int=1), None)

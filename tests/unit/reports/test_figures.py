@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefect_gpu.measurements import Sample
-from prefect_gpu.reports.advice import tag_advice, tags_table
+from prefect_gpu.reports.advice import tag_advice, tags_table, task_tags
 from prefect_gpu.reports.markdown import flow_markdown, task_markdown
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
@@ -150,7 +150,7 @@ def test_no_figure_of_a_flow_report_is_above_the_memory_of_its_devices(
 ) -> None:
     known = {one for report in reports for one in report.devices}
     most = ROUNDED * max(one.total_bytes for one in known)
-    assert max(sizes(tags_table(reports)), default=0) <= most
+    assert max(sizes(tags_table(task_tags(reports))), default=0) <= most
     for line in flow_markdown(reports).splitlines():
         assert max(sizes(line), default=0) <= ROUNDED * sum(one.total_bytes for one in known)
     compact = [report.compact() for report in reports]
@@ -182,7 +182,9 @@ def test_the_advice_for_a_task_is_the_same_in_the_task_report_and_in_the_flow_re
         for attempts in runs.values():
             rows = [
                 " | ".join(line.strip("| ").split(" | ")[2:])
-                for line in tags_table([report.compact() for report in attempts]).splitlines()[2:]
+                for line in tags_table(
+                    task_tags([report.compact() for report in attempts])
+                ).splitlines()[2:]
                 if line.startswith("|")
             ]
             assert rows == said(attempts)
@@ -190,7 +192,7 @@ def test_the_advice_for_a_task_is_the_same_in_the_task_report_and_in_the_flow_re
         if any(r.budget_source == "probe" for attempts in runs.values() for r in attempts):
             continue
         found = [advice for attempts in runs.values() if (advice := tag_advice(attempts))]
-        table = tags_table([report for attempts in runs.values() for report in attempts])
+        table = tags_table(task_tags([report for attempts in runs.values() for report in attempts]))
         for line in table.splitlines()[2:]:
             if line.startswith("|"):
                 assert f"| {max(found, key=lambda advice: advice.rank).write} |" in line

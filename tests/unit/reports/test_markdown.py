@@ -67,6 +67,17 @@ def test_metadata_has_every_field_of_the_design_as_a_short_string() -> None:
         "cause",
         "shared_with",
         "steady_live_bytes",
+        "task_name",
+        "qualified_name",
+        "learn_by",
+        "learn_by_words",
+        "priority",
+        "exclusive",
+        "device_total_bytes",
+        "placed_at",
+        "held_s",
+        "wanted_bytes",
+        "counted_out",
     ]
     assert all(isinstance(value, str) and len(value) < 500 for value in metadata.values())
     many = task_report(shared_with=("n" * 200,) * 20)

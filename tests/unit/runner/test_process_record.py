@@ -15,6 +15,7 @@ import pytest
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.measurements import Mark, StepFacts
+from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.model import ProcessPeak, TaskReport, past_run
 from prefect_gpu.runner.process_record import MOST_PROCESSES, ProcessRecord, Verdict
@@ -25,7 +26,7 @@ from prefect_gpu.units import GIB, MIB
 from tests.unit.scheduling.values import device
 
 CALL: Any = SimpleNamespace(
-    plan=SimpleNamespace(task_name="evaluate", task_key="evaluate-1a"),
+    plan=SimpleNamespace(task_name="evaluate", task_key="evaluate-1a", policy=GPUPolicy()),
     identity=HistoryKey("evaluate", "evaluate", learn_by="ab12"),
     run=SimpleNamespace(
         task_run=SimpleNamespace(id=UUID(int=1), name="evaluate-0", flow_run_id=UUID(int=2))

@@ -1,0 +1,248 @@
+"""The commands about flow runs that have ended: `report`, `recommend` and `history`.
+
+They ask Prefect's API. What reports advise is in `reports.advice`, what histories teach in `scheduling.history`; here are the
+commands' arguments and what they print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from prefect_gpu.cli.simulate_command import read_whole
+from prefect_gpu.errors import ReportError
+from prefect_gpu.live.table import table_lines
+from prefect_gpu.scheduling.history import expected_s, learn
+from prefect_gpu.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from prefect_gpu.reports.advice import TaskTags
+    from prefect_gpu.reports.history import KeptHistory
+
+#: Flow runs whose reports are read. Older ones may be of another program.
+LAST_RUNS = 5
+
+AsJson = Annotated[bool, Parameter("--json")]
+Last = Annotated[int, Parameter(converter=read_whole, n_tokens=1, validator=Number(gte=1))]
+
+
+def show_report(
+    flow_run: str,
+    /,
+    *,
+    html: Path | None = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, Parameter("--csv")] = False,
+) -> str | None:
+    """Print the report of a flow run, or write all of its reports to one page.
+
+    Args:
+        flow_run: Its id or its name; of several runs of one name the last that was started.
+        html: Write one page with all reports and charts to this file, which needs no other.
+        as_json: Print the figures of all processes as JSON, sizes in bytes and times in seconds.
+        as_csv: Print a row for each process.
+
+    Examples:
+        prefect-gpu report quiet-fox
+        prefect-gpu report quiet-fox --html report.html
+        prefect-gpu report quiet-fox --csv
+    """
+    # Imported here: it imports Prefect, which takes a second.
+    from prefect_gpu.reports.published import report
+
+    found = report(flow_run)
+    if html is not None:
+        try:
+            html.write_text(found.to_html(), encoding="utf-8")
+        except OSError as error:
+            raise ReportError(f"{html} cannot be written: {error}") from error
+        return f"{html} has the report of the flow run and of {len(found.processes)} processes"
+    if as_json:
+        return found.to_json()
+    if as_csv:
+        return found.to_csv().rstrip("\n")
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(found.to_text()))
+    return None
+
+
+def recommend(flow: str, /, *, last: Last = LAST_RUNS, as_json: AsJson = False) -> str:
+    """Print what to write in the gpu:memory tag of each GPU task of a flow.
+
+    The advice is that of the reports, from all processes of the flow's last runs.
+
+    Args:
+        flow: Name of the flow; or id or name of one flow run, which is then the only one that is read.
+        last: How many of the flow's last runs are read (default: 5).
+        as_json: Print JSON, sizes in bytes.
+
+    Examples:
+        prefect-gpu recommend evaluate-all
+        prefect-gpu recommend evaluate-all --last 20
+        prefect-gpu recommend quiet-fox --json
+    """
+    # Imported here: they import Prefect, which takes a second.
+    from prefect_gpu.reports.advice import task_tags
+    from prefect_gpu.reports.published import read_task_reports
+
+    tags = task_tags(read_task_reports(flow, last))
+    if as_json:
+        return json.dumps([_tags_json(each) for each in tags], indent=2)
+    heads = ("task", "runs", "peak", "budget now", "write", "saves", "because")
+    return "\n".join(table_lines([heads, *map(_tags_row, tags)]))
+
+
+def _tags_row(tags: TaskTags) -> tuple[str, ...]:
+    saved = tags.saved_bytes
+    keep = tags.fits or not tags.write
+    return (
+        _named(tags.task_name, tags.learn_by),
+        str(tags.runs),
+        format_bytes(tags.peak_bytes),
+        tags.budget_words,
+        "nothing" if keep else _plain(tags.write),
+        "" if keep or saved is None or saved <= 0 else format_bytes(saved),
+        tags.why or "it is not known what it needs",
+    )
+
+
+def _tags_json(tags: TaskTags) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(tags),
+        "write": _plain(tags.write),
+        "saved_bytes": tags.saved_bytes,
+    }
+
+
+def _plain(markdown: str) -> str:
+    return markdown.replace("`", "")
+
+
+def _named(task_name: str, learn_by: str) -> str:
+    return f"{task_name} ({learn_by})" if learn_by else task_name
+
+
+def list_histories(
+    flow: str | None = None, /, *, last: Last = LAST_RUNS, as_json: AsJson = False
+) -> str:
+    """List what is learned of tasks: a line for each task, GPU model and set of gpu:learn_by values.
+
+    Args:
+        flow: Only tasks of this flow: its name, or the id or name of a flow run.
+        last: How many of the flow's last runs are searched for tasks (default: 5).
+        as_json: Print JSON, sizes in bytes and times in seconds.
+
+    Examples:
+        prefect-gpu history list
+        prefect-gpu history list evaluate-all
+        prefect-gpu history list --json
+    """
+    # Imported here: they import Prefect, which takes a second.
+    from prefect_gpu.reports.history import read_histories
+    from prefect_gpu.reports.published import open_api, read_task_reports
+
+    tasks = None
+    if flow is not None:
+        tasks = {(r.task_name, r.qualified_name) for r in read_task_reports(flow, last)}
+    with open_api() as client:
+        found = read_histories(client, tasks)
+    if as_json:
+        return json.dumps([_history_json(each) for each in found], indent=2)
+    if not found:
+        return "no histories"
+    heads = ("task", "on", "runs", "peak", "seconds", "next budget", "last run (UTC)")
+    return "\n".join(table_lines([heads, *map(_history_row, found)]))
+
+
+def reset_histories(
+    tasks: list[str] | None = None,
+    /,
+    *,
+    every: Annotated[bool, Parameter("--all")] = False,
+    yes: bool = False,
+) -> str:
+    """Delete what is learned of tasks, so that their next runs learn anew.
+
+    A Python process that has run a task, such as a notebook's kernel, keeps what it knows until it ends.
+
+    Args:
+        tasks: Names of tasks, as `prefect-gpu history list` shows them.
+        every: All tasks of all flows. It asks before it deletes them.
+        yes: Do not ask.
+
+    Examples:
+        prefect-gpu history reset train evaluate
+        prefect-gpu history reset --all
+        prefect-gpu history reset --all --yes
+    """
+    # Imported here: they import Prefect, which takes a second.
+    from prefect_gpu.reports.history import delete_history, read_histories
+    from prefect_gpu.reports.published import open_api
+
+    if bool(tasks) == every:
+        raise ReportError("name the tasks whose histories are to be deleted, or give --all")
+    with open_api() as client:
+        found = read_histories(client)
+        known = {each.key.task_name for each in found}
+        unknown = set(tasks or ()) - known
+        if unknown:
+            raise ReportError(
+                f"nothing is learned of {', '.join(sorted(unknown))}; known: "
+                f"{', '.join(sorted(known)) or 'no task'}. Nothing was deleted"
+            )
+        chosen = [each for each in found if every or each.key.task_name in (tasks or ())]
+        names = sorted({each.key.task_name for each in chosen})
+        what = f"{_count(len(chosen), 'history', 'histories')} of {_count(len(names), 'task', 'tasks')}"
+        if every and chosen and not yes and not _agreed(f"Delete {what} at {client.api_url}?"):
+            raise ReportError("nothing was deleted")
+        runs = sum(delete_history(each.artifact_key, client) for each in chosen)
+    return f"deleted {what}, with {_count(runs, 'run', 'runs')}: {', '.join(names) or 'none'}"
+
+
+def _agreed(question: str) -> bool:
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _history_row(history: KeptHistory) -> tuple[str, ...]:
+    key, found = history.key, _history_json(history)
+    peak, seconds, budget = (found[name] for name in ("peak_bytes", "expected_s", "budget_bytes"))
+    ended = datetime.fromtimestamp(found["last_ended_at"], timezone.utc)
+    return (
+        _named(key.task_name, key.learn_by_words or key.learn_by),
+        key.device_name,
+        str(found["runs"]),
+        "?" if peak is None else format_bytes(peak),
+        "?" if seconds is None else format_seconds(seconds),
+        "a device to itself" if budget is None else format_bytes(budget),
+        f"{ended:%Y-%m-%d %H:%M}",
+    )
+
+
+def _history_json(history: KeptHistory) -> dict[str, Any]:
+    lesson = learn(history.runs)
+    peaks = [run.process_bytes for run in history.runs if run.process_bytes is not None]
+    return {
+        **dataclasses.asdict(history.key),
+        "artifact_key": history.artifact_key,
+        # Those that count for the next budget.
+        "runs": len(history.runs),
+        "peak_bytes": max(peaks, default=None),
+        "expected_s": expected_s(history.runs),
+        "budget_bytes": None if lesson is None else lesson.budget_bytes,
+        "last_ended_at": history.runs[0].ended_at,
+    }

@@ -36,7 +36,7 @@ from prefect.context import (
     TaskRunContext,
     serialize_context,
 )
-from prefect.events import Event
+from prefect.events import Event, emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CancelledRun, CrashedRun, MissingContextError, TerminationSignal
 from prefect.logging.handlers import emit_api_log
@@ -47,6 +47,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu.policy import is_gpu_tag
+from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.scheduling.scheduling_pass import kind_of_reason
 
@@ -114,6 +115,21 @@ def log_on_flow(context: FlowRunContext | None, text: str) -> None:
     """Log on a flow run, of which the context may have ended; without effect outside one."""
     if context is not None and context.flow_run is not None:
         flow_run_logger(context.flow_run, context.flow).info(text)
+
+
+def emit_device_event(event: GPUEvent, around: Context) -> None:
+    """Emit an event about a device.
+
+    Args:
+        event: Its first device is the resource.
+        around: The context of the flow run, from which Prefect reads the related resources.
+    """
+    around.copy().run(
+        emit_event,
+        event.name,
+        {**device_resource(event.devices[0]), **event.labels},
+        payload={**event.payload},
+    )
 
 
 class SharedClient:
@@ -458,6 +474,8 @@ class EngineRun:
         #: The engine's own object.
         self.task_run: TaskRun = context.task_run
         self._logger = get_run_logger()
+        #: From which Prefect reads the related resources of an event.
+        self._around = copy_context()
         #: Kinds of the reasons to wait that were logged since the last placement.
         self._told: set[str] = set()
         #: What it last was said to wait for; empty: it does not wait, or not for long.
@@ -470,6 +488,27 @@ class EngineRun:
     def warn(self, text: str) -> None:
         """Log a warning on the task run."""
         self._logger.warning(text)
+
+    def emit(self, event: GPUEvent) -> None:
+        """Emit an event about the task run. From any thread; without waiting for the API."""
+        run = self.task_run
+        related = [
+            *({**device_resource(d), "prefect.resource.role": DEVICE_ROLE} for d in event.devices),
+            # As in Prefect's own events of a task run; the flow run, its flow and its tags are added by Prefect.
+            *(
+                {"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"}
+                for tag in sorted(run.tags)
+            ),
+        ]
+        resource = {
+            "prefect.resource.id": f"prefect.task-run.{run.id}",
+            "prefect.resource.name": run.name,
+            **event.labels,
+        }
+        # A context is entered by one thread at a time.
+        self._around.copy().run(
+            emit_event, event.name, resource, related=related, payload={**event.payload}
+        )
 
     def may_still_retry(self, error: Exception) -> bool:
         """Return whether the engine would run the body again after an exception.

@@ -250,7 +250,7 @@ class BodyRun:
                 if attempt is None:
                     take(None)
                 else:
-                    attempt.close(take, cause, wanted_bytes, rung.reason if rung else "")
+                    attempt.close(take, cause, wanted_bytes, rung)
             assert attempt is not None
             if rung is None:
                 # A node has refused it: it waits on.

@@ -151,8 +151,8 @@ def test_a_device_that_does_not_work_is_logged_once_and_when_it_answers(
 ) -> None:
     caplog.set_level(logging.INFO, "prefect_gpu")
     broken = replace(ALL_FREE, error="it fell off the bus")
-    for snapshot in (broken, broken, ALL_FREE, ALL_FREE):
-        rig.view.warn(rig.take(snapshot))
+    found = [rig.view.warn(rig.take(each)) for each in (broken, broken, ALL_FREE, ALL_FREE)]
+    assert found == [[(DEVICE, "it fell off the bus")], [], [], []]
     assert [record.getMessage() for record in caplog.records] == [
         "device SIM-0 is set aside: it fell off the bus",
         "device SIM-0 answers again",

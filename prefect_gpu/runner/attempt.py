@@ -669,11 +669,13 @@ def _death_by_exit(
     elif cause == "host":
         detail.append(
             "the machine's own memory ran out: the kernel's counter of out-of-memory kills rose "
-            "while it ran"
+            "while it ran: load less data at a time, start fewer data loader workers, or let fewer "
+            "tasks run at once (max_processes=)"
         )
     elif cause:
         detail.append(
-            "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9"
+            "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9; "
+            "journalctl -k shows which"
         )
     if exited.truncated:
         detail.append("it died while sending")

@@ -15,6 +15,8 @@ import copy
 import functools
 import inspect
 import random
+import sys
+import textwrap
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator
@@ -54,6 +56,9 @@ from prefect_gpu.scheduling.scheduling_pass import kind_of_reason
 #: Seconds between tries to get a slot of a tag concurrency limit from a server that is too busy to
 #: answer. Most refusals last for a moment; Prefect's own client may have tried six times by then.
 SLOT_DELAYS_S = (0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
+
+#: Characters of an error's text that a log line, or the message of a state, repeats.
+LONGEST_LINE = 160
 
 #: Name of the state of a task that waits for a device.
 AWAITING = "AwaitingGPU"
@@ -350,10 +355,42 @@ def _finishes_on_purpose(log_finished_message: Callable[[Any], None]) -> Callabl
     return log
 
 
+#: How a line begins that this package adds to an error.
+NOTE = "prefect_gpu: "
+
+
+def add_note(error: Exception, text: str) -> None:
+    """Add a line to what is shown of an error that ends a task run out of memory, and to the task run's state.
+
+    Python 3.10 keeps the line without showing it in a traceback.
+    """
+    if sys.version_info >= (3, 11):
+        error.add_note(NOTE + text)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), NOTE + text]  # type: ignore[attr-defined]
+
+
+def _says_what_helps(set_state: Callable[..., State[Any]]) -> Callable[..., State[Any]]:
+    @functools.wraps(set_state)
+    def set_(engine: Any, state: State[Any], force: bool = False) -> State[Any]:
+        # Prefect's message has the error's own text and not its notes.
+        data = state.data
+        error = data if isinstance(data, Exception) else getattr(data, "result", None)
+        for note in getattr(error, "__notes__", ()) if state.is_failed() else ():
+            if note.startswith(NOTE):
+                said = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+                said = textwrap.shorten(said, LONGEST_LINE, placeholder=" …")
+                state.message = f"Out of memory: {note.removeprefix(NOTE)} ({said})"
+        return set_state(engine, state, force=force)
+
+    return set_
+
+
 # The engine's own names (Prefect 3.8.8): it calls every exception that is no `Exception` a crash, and logs two errors.
 _wrapped: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("handle_crash", _ends_on_purpose),
     ("log_finished_message", _finishes_on_purpose),
+    ("set_state", _says_what_helps),
 )
 for _name, _wrap in _wrapped:
     if hasattr(SyncTaskRunEngine, _name):

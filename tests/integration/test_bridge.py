@@ -57,11 +57,13 @@ def test_the_engine_waits_for_a_retry_in_a_method_of_its_own() -> None:
 
 
 def test_the_engine_ends_a_task_run_and_says_so_in_methods_of_its_own() -> None:
-    for name in ("handle_crash", "log_finished_message"):
+    for name in ("handle_crash", "log_finished_message", "set_state"):
         method = getattr(SyncTaskRunEngine, name)
         assert inspect.unwrap(method) is not method, "see prefect_engine._wrapped"
     handles = inspect.getsource(inspect.unwrap(SyncTaskRunEngine.handle_crash))
     assert "self._raised = exc" in handles and "self._telemetry.end_span" in handles
+    fails = inspect.getsource(SyncTaskRunEngine.handle_exception)
+    assert "self.set_state(state)" in fails, "no state says what helps after an out-of-memory"
 
 
 @pytest.mark.parametrize(

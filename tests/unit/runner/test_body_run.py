@@ -258,9 +258,11 @@ def test_a_retry_of_prefects_does_not_begin_the_climb_again() -> None:
 
 def test_oom_fail_fails_at_once_and_the_report_still_says_why() -> None:
     scene = Scene(own_cap(), oom="fail")
-    with pytest.raises(Full):
+    with pytest.raises(Full) as caught:
         scene.call.run()
     assert [report.cause for report in scene.reports] == ["own_cap"]
+    (note,) = caught.value.__notes__
+    assert note.startswith("prefect_gpu: 2GiB were not enough") and "gpu:oom=fail" in note
 
 
 def test_an_out_of_memory_caused_by_others_keeps_the_budget_and_then_gets_a_whole_device() -> None:

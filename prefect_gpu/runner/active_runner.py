@@ -127,6 +127,8 @@ class ActiveRunner:
         self._publisher: Publisher | None = None
         #: Tags of tasks that were looked at.
         self._read_tags: set[str] = set()
+        #: Names of GPU tasks that were called directly.
+        self._called_directly: set[str] = set()
         self._reports: list[TaskReport] = []
         #: How many GPU task runs were submitted, and ended in each state, by its name.
         self._submitted = 0
@@ -223,6 +225,13 @@ class ActiveRunner:
                     "task %r has the tag %r, which has no meaning here; did you mean %r?",
                     *(task.name, tag, meant),
                 )
+
+    def is_first_direct_call(self, task_name: str) -> bool:
+        """See `GPUTaskRunner.is_first_direct_call`."""
+        with self._lock:
+            first = task_name not in self._called_directly
+            self._called_directly.add(task_name)
+        return first
 
     def _remember(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:

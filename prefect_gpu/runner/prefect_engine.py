@@ -44,10 +44,11 @@ from prefect.exceptions import CancelledRun, CrashedRun, MissingContextError, Te
 from prefect.logging.handlers import emit_api_log
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed, Failed, Pending, Running
-from prefect.task_engine import SyncTaskRunEngine, run_task_sync
+from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
+from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
 from prefect_gpu.reports.markup import clean_name
@@ -221,6 +222,7 @@ def with_body(
             # It holds this frame.
             del told
 
+    call_body.runs_in_child = True  # type: ignore[attr-defined]
     shadow.fn = call_body
     shadow.isasync = False
     shadow.isgenerator = False
@@ -395,6 +397,33 @@ _wrapped: tuple[tuple[str, Callable[[Any], Any]], ...] = (
 for _name, _wrap in _wrapped:
     if hasattr(SyncTaskRunEngine, _name):
         setattr(SyncTaskRunEngine, _name, _wrap(getattr(SyncTaskRunEngine, _name)))
+
+
+def _warns_of_direct_calls(begin_run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(begin_run)
+    def begin(engine: Any) -> Any:
+        task, context = engine.task, FlowRunContext.get()
+        # Only a `GPUTaskRunner` has it. In the process of a GPU task there is a device.
+        is_first = getattr(context and context.task_runner, "is_first_direct_call", None)
+        directly = not getattr(task.fn, "runs_in_child", False) and current_allocation() is None
+        if is_first is not None and directly:
+            tagged = any(map(is_gpu_tag, {*task.tags, *context_tags()}))
+            if tagged and is_first(task.name):
+                engine.logger.warning(
+                    "GPU task %r was called directly: it runs in the flow's own process, without a device or a memory "
+                    "budget of its own. Call it with .submit() or .map().",
+                    task.name,
+                )
+        # A coroutine, of the engine of async tasks.
+        return begin_run(engine)
+
+    return begin
+
+
+# A direct call goes to Prefect's engine without the task runner, so the engine is where it can be seen (Prefect 3.8.8).
+for _engine in (SyncTaskRunEngine, AsyncTaskRunEngine):
+    if hasattr(_engine, "begin_run"):
+        setattr(_engine, "begin_run", _warns_of_direct_calls(_engine.begin_run))  # noqa: B010
 
 
 class ChildCrash(BaseException):

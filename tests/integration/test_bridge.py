@@ -31,7 +31,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed
-from prefect.task_engine import SyncTaskRunEngine, run_task_sync
+from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu import GPUTaskRunner, gpu
@@ -64,6 +64,13 @@ def test_the_engine_ends_a_task_run_and_says_so_in_methods_of_its_own() -> None:
     assert "self._raised = exc" in handles and "self._telemetry.end_span" in handles
     fails = inspect.getsource(SyncTaskRunEngine.handle_exception)
     assert "self.set_state(state)" in fails, "no state says what helps after an out-of-memory"
+
+
+@pytest.mark.parametrize("engine", [SyncTaskRunEngine, AsyncTaskRunEngine])
+def test_the_engine_begins_each_run_in_a_method_of_its_own(engine: Any) -> None:
+    assert inspect.unwrap(engine.begin_run) is not engine.begin_run
+    start = inspect.getsource(engine.start)
+    assert "self.begin_run()" in start, "nothing warns of GPU tasks that are called directly"
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,8 @@ class DeviceView:
                 self._set_aside[device.key] = error
         for (node, error), devices in changed.items():
             several = len(devices) > 1
-            name = f"device {devices[0].label}"
+            # By its UUID it is found in the driver's own log.
+            name = f"{devices[0].label} ({devices[0].uuid})"
             if several:
                 name = f"devices {', '.join(str(each.index) for each in devices)} of node {node}"
             if error:

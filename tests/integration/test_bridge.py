@@ -255,7 +255,7 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
         run = engine_run.task_run
         engine_run.show_running()
         seen["before"] = (run.state_name, run.run_count)
-        for reason in ("5GiB on SIM-0", "4GiB on SIM-0", "a device to itself", "a device"):
+        for reason in ("5GiB on device 0", "4GiB on device 0", "a device to itself", "a device"):
             engine_run.show_awaiting(reason)
         seen["awaiting"] = (run.state_type, run.state_name, run.state.message)  # type: ignore[union-attr]
         engine_run.show_running()
@@ -280,7 +280,7 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
     # The second is of the same kind.
     told = [r.getMessage() for r in caplog.records if r.name == "prefect.task_runs"]
     assert told[:3] == [
-        "Waiting for 5GiB on SIM-0",
+        "Waiting for 5GiB on device 0",
         "Waiting for a device to itself",
         "Waiting for a device",
     ]

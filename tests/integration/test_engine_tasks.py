@@ -276,7 +276,7 @@ def test_logs_and_prints_of_a_body_belong_to_its_task_run(observed: Observed, me
 
 
 def test_the_runners_own_lines_are_in_the_logs_of_their_runs(observed: Observed) -> None:
-    placed = "Placed on SIM-0 with a budget of 64MiB (from its tag gpu:memory)"
+    placed = "Placed on device 0 with a budget of 64MiB (from its tag gpu:memory)"
     assert api.logs(UUID(observed.flow_run), [placed])[placed].task_run_id == observed.id
 
     def summary() -> Any:

@@ -201,7 +201,7 @@ def test_a_body_that_returns_is_completed() -> None:
     assert scene.go() == 7
     assert (scene.report.outcome, scene.report.error, scene.report.pid) == ("completed", "", PID)
     assert [line.partition(":")[0] for line in scene.run.lines] == [
-        "Placed on SIM-0 with a budget of 6GiB (from its tag gpu",
+        "Placed on device 0 with a budget of 6GiB (from its tag gpu",
         "Completed",
     ]
 

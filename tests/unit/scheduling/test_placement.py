@@ -335,7 +335,9 @@ def test_beside_a_parent(
             "a device to itself on device 0; most free 1GiB",
             id="others' memory is in the way",
         ),
-        pytest.param(request(1), [LOST], "1GiB on device 0; device 0: GPU is lost", id="a lost device"),
+        pytest.param(
+            request(1), [LOST], "1GiB on device 0; device 0: GPU is lost", id="a lost device"
+        ),
         pytest.param(
             request(25),
             [LOST, state(1)],

@@ -62,11 +62,11 @@ from prefect_gpu.units import GIB, MIB, format_seconds
 logger = logging.getLogger(__name__)
 
 #: Kept free on a device for memory that is not counted, by kind of device. On the host the system and
-#: other programs grow at any time.
+#: other programs grow at any time. On a simulated device as on a real one: what fits there must fit here.
 HEADROOM_BYTES: dict[DeviceKind, int] = {
     "nvml": 256 * MIB,
     "host": GIB // 2,
-    "simulated": 0,
+    "simulated": 256 * MIB,
 }
 
 #: Seconds between two reads of the ledger while a request waits or there is a hot standby.

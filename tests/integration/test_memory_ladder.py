@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 def runner(devices: str = "1x16GiB") -> GPUTaskRunner:
-    return GPUTaskRunner(devices=SimulatedDevices(devices, context="512MiB"))
+    return GPUTaskRunner(devices=SimulatedDevices(devices, context="512MiB"), headroom="0")
 
 
 def machine() -> SimulatedReader:
@@ -311,7 +311,7 @@ def train():
             step()
     return current_allocation().budget_bytes
 
-@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB")))
+@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB"), headroom="0"))
 def learner():
     return train.submit().result()
 

@@ -62,11 +62,11 @@ from prefect_gpu.units import GIB, MIB, format_seconds
 logger = logging.getLogger(__name__)
 
 #: Kept free on a device for memory that is not counted, by kind of device. On the host the system and
-#: other programs grow at any time.
+#: other programs grow at any time. On a simulated device as on a real one: what fits there must fit here.
 HEADROOM_BYTES: dict[DeviceKind, int] = {
     "nvml": 256 * MIB,
     "host": GIB // 2,
-    "simulated": 0,
+    "simulated": 256 * MIB,
 }
 
 #: Seconds between two reads of the ledger while a request waits or there is a hot standby.
@@ -205,6 +205,8 @@ class Broker:
         )
         #: Called with every reading.
         self._watchers: list[Callable[[Reading], None]] = []
+        #: Called with each device that is set aside, and the reason.
+        self._fault_watchers: set[Callable[[Device, str], None]] = set()
         #: Monotonic seconds until which the thread rests.
         self._rests_until_s = float("-inf")
         #: Changes of waiting requests in the ledger.
@@ -411,6 +413,16 @@ class Broker:
             self._start()
             self._watchers.append(call)
             self._sampler.set_active(True)
+
+    def watch_faults(self, call: Callable[[Device, str], None]) -> None:
+        """Pass each device that is set aside from now on, with the reason, to a function, on the broker's thread."""
+        with self._changed:
+            self._fault_watchers.add(call)
+
+    def unwatch_faults(self, call: Callable[[Device, str], None]) -> None:
+        """End what `watch_faults` began."""
+        with self._changed:
+            self._fault_watchers.discard(call)
 
     def held_by_others(self) -> dict[str, Entry]:
         """Return what other flows hold on these devices, with what their processes were measured to hold."""
@@ -762,7 +774,8 @@ class Broker:
                     for device in ticket.devices
                 )
                 self._calls.append(partial(ticket.on_measured, reading.at_s, measured))
-        self._view.warn(reading)
+        for device, why in self._view.warn(reading):
+            self._calls += [partial(call, device, why) for call in self._fault_watchers]
         self._release_all(self._recovery.check(reading, self._placed.values()))
 
     def _note_neighbours(self, devices: Sequence[Device]) -> None:

@@ -378,8 +378,12 @@ class DeviceView:
         """Return what a child process and those that it started hold of a device, by process id."""
         return self._by_root.get(device.key, {}).get(root_pid, {})
 
-    def warn(self, reading: Reading) -> None:
-        """Log what is odd in a reading, each thing once, and what all devices of a node have in common as one line."""
+    def warn(self, reading: Reading) -> list[tuple[Device, str]]:
+        """Log what is odd in a reading, each thing once, and what all devices of a node have in common as one line.
+
+        Returns:
+            The devices that are set aside from now on, each with the reason.
+        """
         self._warn_of_context(reading)
         #: By node and error; an empty one is of devices that answer again.
         changed: dict[tuple[str, str], list[Device]] = {}
@@ -390,13 +394,15 @@ class DeviceView:
                 self._set_aside[device.key] = error
         for (node, error), devices in changed.items():
             several = len(devices) > 1
-            name = f"device {devices[0].label}"
+            # By its UUID it is found in the driver's own log.
+            name = f"{devices[0].label} ({devices[0].uuid})"
             if several:
                 name = f"devices {', '.join(str(each.index) for each in devices)} of node {node}"
             if error:
                 logger.warning("%s %s set aside: %s", name, "are" if several else "is", error)
             else:
                 logger.info("%s %s again", name, "answer" if several else "answers")
+        return [(each, error) for (_, error), found in changed.items() if error for each in found]
 
     def _warn_of_context(self, reading: Reading) -> None:
         if self._context_told or self._kind != "nvml" or self._held_by_parent:

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
+from prefect_gpu.broker.broker import HEADROOM_BYTES
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
-from prefect_gpu.scheduling.memory import device_state
-from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Placement, Request
+from prefect_gpu.scheduling.memory import DeviceState, device_state
+from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.scheduling.placement import Board, PlacementStyle
 from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, decide
 
@@ -140,6 +141,7 @@ def simulate(
     patience: Patience = PATIENCE,
     max_tasks: int | None = None,
     max_processes: int | None = None,
+    headroom_bytes: int = HEADROOM_BYTES["simulated"],
 ) -> Schedule:
     """Replay a list of tasks.
 
@@ -150,13 +152,15 @@ def simulate(
         patience: How far a blocked task may be passed. `NO_BACKFILL`: not at all.
         max_tasks: Most tasks on a device at a time. `None`: as many as fit.
         max_processes: Most tasks at a time. `None`: any number.
+        headroom_bytes: Kept free on each device, as a runner does by default.
     """
     snapshots = SimulatedReader(devices).read(())
-    replay = _Replay(tasks, snapshots, style, patience, max_tasks, max_processes)
+    states = [device_state(snapshot, (), {}, headroom_bytes) for snapshot in snapshots]
+    replay = _Replay(tasks, states, headroom_bytes, style, patience, max_tasks, max_processes)
     replay.run()
     simulated = tuple(snapshot.device for snapshot in snapshots)
     ran = [o.task if o.started_s is not None else None for o in replay.outcomes]
-    bounds = lower_bounds(ran, [device.total_bytes for device in simulated], max_tasks)
+    bounds = lower_bounds(ran, [state.capacity_bytes for state in states], max_tasks)
     return Schedule(simulated, tuple(replay.outcomes), bounds)
 
 
@@ -170,7 +174,8 @@ class _Replay:
     def __init__(
         self,
         tasks: Sequence[ListedTask],
-        snapshots: Sequence[DeviceSnapshot],
+        states: Sequence[DeviceState],
+        headroom_bytes: int,
         style: PlacementStyle,
         patience: Patience,
         max_tasks: int | None,
@@ -178,7 +183,8 @@ class _Replay:
     ) -> None:
         self.outcomes = [Outcome(task) for task in tasks]
         #: All devices as they are now, by key.
-        self._states = {s.device.key: device_state(s, (), {}, 0) for s in snapshots}
+        self._states = {state.device.key: state for state in states}
+        self._headroom_bytes = headroom_bytes
         self._style: PlacementStyle = style
         self._max_tasks = max_tasks
         self._patience = patience
@@ -239,7 +245,9 @@ class _Replay:
         for reservation in placement.reservations:
             state = self._states[reservation.device_key]
             left = [r for r in state.reservations if r != reservation]
-            self._states[reservation.device_key] = device_state(state.snapshot, left, {}, 0)
+            self._states[reservation.device_key] = device_state(
+                state.snapshot, left, {}, self._headroom_bytes
+            )
         self._sorter.done(position)
         self._push_arrivals(now_s)
 

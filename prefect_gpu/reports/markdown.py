@@ -568,7 +568,7 @@ def _count_nodes(reports: Sequence[TaskReport]) -> int:
 
 def _device_words(report: TaskReport) -> str:
     words = [
-        f"{escape(device.label) if device.node else f'device {device.index}'}, {escape(device.name)}, {format_bytes(device.total_bytes)}"
+        f"{escape(device.label)}, {escape(device.name)}, {format_bytes(device.total_bytes)}"
         for device in report.devices
     ]
     return "; ".join(words) or "none"

@@ -140,6 +140,8 @@ class TaskReport:
     metrics: tuple[tuple[str, float], ...] = ()
     #: What the next process of the task run gets, and why. Empty: the runner starts none by itself.
     next_words: str = ""
+    #: Bytes of each device that it gets. `None`: a device to itself, or there is none.
+    next_budget_bytes: int | None = None
     #: Bytes of the allocation that was refused when memory ran out. `None`: there was none, or it is not known.
     refused_bytes: int | None = None
     #: The end of what it wrote to its stderr, if it died. Empty: nothing.

@@ -467,7 +467,7 @@ def _name_device(canvas: Canvas, device: Device, y: float, room: float) -> None:
     if text_width(name, 12) > room:
         name = shorten(name.removeprefix("NVIDIA "), room, 12)
     if not device.node:
-        canvas.text(20, y + 22, f"device {device.index}", size=14, bold=True)
+        canvas.text(20, y + 22, device.label, size=14, bold=True)
         canvas.text(20 + room, y + 22, total, size=12, fill=MUTED, anchor="end")
         canvas.text(20, y + 40, name, size=12)
         canvas.text(20, y + 57, shorten(clean(device.uuid), room, 11), size=11, fill=MUTED)

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_pool import standby_pool
+from prefect_gpu.reports.events import set_aside_event
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.reports.publish import ProgressArtifact, Publisher
@@ -58,7 +59,7 @@ from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.submit_order import Inputs, SubmitOrder
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
-from prefect_gpu.scheduling.model import Request, Reservation
+from prefect_gpu.scheduling.model import Device, Request, Reservation
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.standbys import most_by_default
 from prefect_gpu.settings import read_settings
@@ -126,6 +127,8 @@ class ActiveRunner:
         self._publisher: Publisher | None = None
         #: Tags of tasks that were looked at.
         self._read_tags: set[str] = set()
+        #: Names of GPU tasks that were called directly.
+        self._called_directly: set[str] = set()
         self._reports: list[TaskReport] = []
         #: How many GPU task runs were submitted, and ended in each state, by its name.
         self._submitted = 0
@@ -138,6 +141,10 @@ class ActiveRunner:
         self._plans = PlanMaker(configuration.memory_snapshots)
         #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
         self.flow: FlowRunContext | None = None
+        #: Around the first submit: events about devices are emitted in it.
+        self._around: Context | None = None
+        #: Whose devices' faults it watches; `None`: it has asked for no broker.
+        self._watched: Broker | None = None
         self._told_not_hot = False
         self._cluster_lock = threading.Lock()
         self._cluster: FlowCluster | None = None
@@ -155,6 +162,7 @@ class ActiveRunner:
     ) -> PrefectConcurrentFuture[Any]:
         """See `GPUTaskRunner.submit`."""
         self.flow = self.flow or FlowRunContext.get()
+        self._around = self._around or copy_context()
         plan = self._plan(task)
         if plan is None:
             return self._submit_to_thread(task, parameters, wait_for, dependencies)
@@ -217,6 +225,13 @@ class ActiveRunner:
                     "task %r has the tag %r, which has no meaning here; did you mean %r?",
                     *(task.name, tag, meant),
                 )
+
+    def is_first_direct_call(self, task_name: str) -> bool:
+        """See `GPUTaskRunner.is_first_direct_call`."""
+        with self._lock:
+            first = task_name not in self._called_directly
+            self._called_directly.add(task_name)
+        return first
 
     def _remember(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:
@@ -403,6 +418,18 @@ class ActiveRunner:
         Raises:
             DeviceError: The devices cannot be opened.
         """
+        broker = self._find_broker()
+        with self._lock:
+            watched, self._watched = self._watched, broker
+        if watched is not broker:
+            broker.watch_faults(self._emit_set_aside)
+        return broker
+
+    def _emit_set_aside(self, device: Device, why: str) -> None:
+        if self._around is not None:
+            prefect_engine.emit_device_event(set_aside_event(device, why), self._around)
+
+    def _find_broker(self) -> Broker:
         given = self._configuration
         if given.address:
             return self._open_cluster().broker
@@ -525,6 +552,8 @@ class ActiveRunner:
             raise
         finally:
             self._leave_view()
+            if self._watched is not None:
+                self._watched.unwatch_faults(self._emit_set_aside)
             self._close_cluster()
             # Last: the fork server reports how its forks ended.
             self._close_fork_server()

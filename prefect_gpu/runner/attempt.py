@@ -61,6 +61,7 @@ from prefect_gpu.processes.messages import (
 )
 from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.processes.transport import ReceivedValue
+from prefect_gpu.reports.events import ended_events, placed_event
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.budgets import Grant
@@ -69,7 +70,7 @@ from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
 from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
-from prefect_gpu.scheduling.ladder import Cause, Evidence
+from prefect_gpu.scheduling.ladder import Cause, Evidence, Rung
 from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.units import format_bytes
 
@@ -260,6 +261,7 @@ class Attempt:
         # What it waited for another's probe, too.
         queued_s = self._grant.waited_s + ticket.placed_s - ticket.request.submitted_s
         self._run.show_placed(placed_line(placement, self._grant, self.whole_device, queued_s))
+        self._run.emit(placed_event(placement, self._grant.source, self._number, queued_s))
         # With a device to itself and no stated memory there is no budget to keep to.
         alone = any(reservation.exclusive for reservation in placement.reservations)
         self._record = ProcessRecord(
@@ -565,7 +567,7 @@ class Attempt:
         take_report: Callable[[TaskReport | None], None],
         cause: Cause | Literal[""] = "",
         wanted_bytes: int | None = None,
-        next_words: str = "",
+        rung: Rung | None = None,
     ) -> None:
         """Note that the engine's thread is done with it.
 
@@ -574,11 +576,13 @@ class Attempt:
                 thread once nothing of the process is left.
             cause: Of its out-of-memory; empty: there was none.
             wanted_bytes: Bytes on one device that it would have needed; `None`: unknown.
-            next_words: What the next process of the task run gets, and why; empty: there is none.
+            rung: What the next process of the task run gets; `None`: there is none.
         """
         if cause:
+            self._verdict = replace(self._verdict, cause=cause, wanted_bytes=wanted_bytes)
+        if rung is not None:
             self._verdict = replace(
-                self._verdict, cause=cause, wanted_bytes=wanted_bytes, next_words=next_words
+                self._verdict, next_words=rung.reason, next_budget_bytes=rung.budget_bytes
             )
         with self._lock:
             self._take_report = take_report
@@ -607,6 +611,8 @@ class Attempt:
                 )
                 if line := ended_line(report):
                     self._run.say(line)
+                for event in ended_events(report):
+                    self._run.emit(event)
         finally:
             try:
                 take_report(report)
@@ -663,11 +669,13 @@ def _death_by_exit(
     elif cause == "host":
         detail.append(
             "the machine's own memory ran out: the kernel's counter of out-of-memory kills rose "
-            "while it ran"
+            "while it ran: load less data at a time, start fewer data loader workers, or let fewer "
+            "tasks run at once (max_processes=)"
         )
     elif cause:
         detail.append(
-            "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9"
+            "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9; "
+            "journalctl -k shows which"
         )
     if exited.truncated:
         detail.append("it died while sending")

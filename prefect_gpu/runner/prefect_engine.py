@@ -15,6 +15,8 @@ import copy
 import functools
 import inspect
 import random
+import sys
+import textwrap
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator
@@ -36,23 +38,28 @@ from prefect.context import (
     TaskRunContext,
     serialize_context,
 )
-from prefect.events import Event
+from prefect.events import Event, emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CancelledRun, CrashedRun, MissingContextError, TerminationSignal
 from prefect.logging.handlers import emit_api_log
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed, Failed, Pending, Running
-from prefect.task_engine import SyncTaskRunEngine, run_task_sync
+from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
+from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import is_gpu_tag
+from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.scheduling.scheduling_pass import kind_of_reason
 
 #: Seconds between tries to get a slot of a tag concurrency limit from a server that is too busy to
 #: answer. Most refusals last for a moment; Prefect's own client may have tried six times by then.
 SLOT_DELAYS_S = (0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
+
+#: Characters of an error's text that a log line, or the message of a state, repeats.
+LONGEST_LINE = 160
 
 #: Name of the state of a task that waits for a device.
 AWAITING = "AwaitingGPU"
@@ -114,6 +121,21 @@ def log_on_flow(context: FlowRunContext | None, text: str) -> None:
     """Log on a flow run, of which the context may have ended; without effect outside one."""
     if context is not None and context.flow_run is not None:
         flow_run_logger(context.flow_run, context.flow).info(text)
+
+
+def emit_device_event(event: GPUEvent, around: Context) -> None:
+    """Emit an event about a device.
+
+    Args:
+        event: Its first device is the resource.
+        around: The context of the flow run, from which Prefect reads the related resources.
+    """
+    around.copy().run(
+        emit_event,
+        event.name,
+        {**device_resource(event.devices[0]), **event.labels},
+        payload={**event.payload},
+    )
 
 
 class SharedClient:
@@ -200,6 +222,7 @@ def with_body(
             # It holds this frame.
             del told
 
+    call_body.runs_in_child = True  # type: ignore[attr-defined]
     shadow.fn = call_body
     shadow.isasync = False
     shadow.isgenerator = False
@@ -334,14 +357,73 @@ def _finishes_on_purpose(log_finished_message: Callable[[Any], None]) -> Callabl
     return log
 
 
+#: How a line begins that this package adds to an error.
+NOTE = "prefect_gpu: "
+
+
+def add_note(error: Exception, text: str) -> None:
+    """Add a line to what is shown of an error that ends a task run out of memory, and to the task run's state.
+
+    Python 3.10 keeps the line without showing it in a traceback.
+    """
+    if sys.version_info >= (3, 11):
+        error.add_note(NOTE + text)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), NOTE + text]  # type: ignore[attr-defined]
+
+
+def _says_what_helps(set_state: Callable[..., State[Any]]) -> Callable[..., State[Any]]:
+    @functools.wraps(set_state)
+    def set_(engine: Any, state: State[Any], force: bool = False) -> State[Any]:
+        # Prefect's message has the error's own text and not its notes.
+        data = state.data
+        error = data if isinstance(data, Exception) else getattr(data, "result", None)
+        for note in getattr(error, "__notes__", ()) if state.is_failed() else ():
+            if note.startswith(NOTE):
+                said = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+                said = textwrap.shorten(said, LONGEST_LINE, placeholder=" …")
+                state.message = f"Out of memory: {note.removeprefix(NOTE)} ({said})"
+        return set_state(engine, state, force=force)
+
+    return set_
+
+
 # The engine's own names (Prefect 3.8.8): it calls every exception that is no `Exception` a crash, and logs two errors.
 _wrapped: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("handle_crash", _ends_on_purpose),
     ("log_finished_message", _finishes_on_purpose),
+    ("set_state", _says_what_helps),
 )
 for _name, _wrap in _wrapped:
     if hasattr(SyncTaskRunEngine, _name):
         setattr(SyncTaskRunEngine, _name, _wrap(getattr(SyncTaskRunEngine, _name)))
+
+
+def _warns_of_direct_calls(begin_run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(begin_run)
+    def begin(engine: Any) -> Any:
+        task, context = engine.task, FlowRunContext.get()
+        # Only a `GPUTaskRunner` has it. In the process of a GPU task there is a device.
+        is_first = getattr(context and context.task_runner, "is_first_direct_call", None)
+        directly = not getattr(task.fn, "runs_in_child", False) and current_allocation() is None
+        if is_first is not None and directly:
+            tagged = any(map(is_gpu_tag, {*task.tags, *context_tags()}))
+            if tagged and is_first(task.name):
+                engine.logger.warning(
+                    "GPU task %r was called directly: it runs in the flow's own process, without a device or a memory "
+                    "budget of its own. Call it with .submit() or .map().",
+                    task.name,
+                )
+        # A coroutine, of the engine of async tasks.
+        return begin_run(engine)
+
+    return begin
+
+
+# A direct call goes to Prefect's engine without the task runner, so the engine is where it can be seen (Prefect 3.8.8).
+for _engine in (SyncTaskRunEngine, AsyncTaskRunEngine):
+    if hasattr(_engine, "begin_run"):
+        setattr(_engine, "begin_run", _warns_of_direct_calls(_engine.begin_run))  # noqa: B010
 
 
 class ChildCrash(BaseException):
@@ -458,6 +540,8 @@ class EngineRun:
         #: The engine's own object.
         self.task_run: TaskRun = context.task_run
         self._logger = get_run_logger()
+        #: From which Prefect reads the related resources of an event.
+        self._around = copy_context()
         #: Kinds of the reasons to wait that were logged since the last placement.
         self._told: set[str] = set()
         #: What it last was said to wait for; empty: it does not wait, or not for long.
@@ -470,6 +554,27 @@ class EngineRun:
     def warn(self, text: str) -> None:
         """Log a warning on the task run."""
         self._logger.warning(text)
+
+    def emit(self, event: GPUEvent) -> None:
+        """Emit an event about the task run. From any thread; without waiting for the API."""
+        run = self.task_run
+        related = [
+            *({**device_resource(d), "prefect.resource.role": DEVICE_ROLE} for d in event.devices),
+            # As in Prefect's own events of a task run; the flow run, its flow and its tags are added by Prefect.
+            *(
+                {"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"}
+                for tag in sorted(run.tags)
+            ),
+        ]
+        resource = {
+            "prefect.resource.id": f"prefect.task-run.{run.id}",
+            "prefect.resource.name": run.name,
+            **event.labels,
+        }
+        # A context is entered by one thread at a time.
+        self._around.copy().run(
+            emit_event, event.name, resource, related=related, payload={**event.payload}
+        )
 
     def may_still_retry(self, error: Exception) -> bool:
         """Return whether the engine would run the body again after an exception.

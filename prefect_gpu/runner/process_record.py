@@ -47,6 +47,8 @@ class Verdict:
     wanted_bytes: int | None = None
     #: What the next process of the task run gets, and why; empty: the runner starts none by itself.
     next_words: str = ""
+    #: Bytes of each device that it gets; `None`: a device to itself, or there is none.
+    next_budget_bytes: int | None = None
     #: The end of what a process that died wrote to its stderr; empty: nothing.
     stderr_tail: str = ""
 
@@ -321,6 +323,7 @@ class ProcessRecord:
                 budgets_bytes=self._placement.budget_bytes,
                 device_peaks_bytes=tuple(self._device_peaks),
                 next_words=verdict.next_words,
+                next_budget_bytes=verdict.next_budget_bytes,
                 stderr_tail=verdict.stderr_tail,
                 refused_bytes=self.out_of_memory.wanted_bytes if self.out_of_memory else None,
                 shared_with=shared_with,

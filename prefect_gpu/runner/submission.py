@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import sys
 import textwrap
 import threading
 import time
@@ -47,10 +46,12 @@ from prefect_gpu.runner.attempt import Attempt, ChildTraceback, first_line
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
+    LONGEST_LINE,
     CancelledByRunner,
     ChildCrash,
     EngineRun,
     SharedClient,
+    add_note,
     paused_by,
     run_engine,
     with_body,
@@ -63,6 +64,7 @@ from prefect_gpu.scheduling.ladder import (
     Evidence,
     Rung,
     classify,
+    last_words,
     needed_bytes,
     next_rung,
 )
@@ -73,9 +75,6 @@ REFUSED_S = 0.25
 
 #: Seconds between two messages that a node refuses a task.
 TELL_S = 30.0
-
-#: Characters of an error's text that a log line repeats.
-LONGEST_LINE = 160
 
 #: Seconds that the next process of a task run waits at most for the end of the one before it and for its
 #: memory: what both may take (`launcher.EXIT_GRACE_S`, `device_view.RECOVERY_S`).
@@ -230,7 +229,7 @@ class BodyRun:
                 if shortage is None:
                     raise
                 # What ran out is what went wrong; that there is no more is why it ends.
-                _add_note(shortage, f"prefect_gpu: {error}")
+                add_note(shortage, str(error))
                 raise shortage from None
             except Exception as error:
                 evidence = None if attempt is None else attempt.evidence()
@@ -250,7 +249,7 @@ class BodyRun:
                 if attempt is None:
                     take(None)
                 else:
-                    attempt.close(take, cause, wanted_bytes, rung.reason if rung else "")
+                    attempt.close(take, cause, wanted_bytes, rung)
             assert attempt is not None
             if rung is None:
                 # A node has refused it: it waits on.
@@ -304,8 +303,6 @@ class BodyRun:
         error: Exception,
     ) -> Rung | None:
         """Return what the next process gets; `None`: there is none, and the error stands."""
-        if self._policy.oom == "fail":
-            return None
         climb = replace(self.climb, whole_device=attempt.whole_device)
         policy = self._policy
         capacities = self._broker.capacities(policy.devices, policy.nodes)
@@ -317,9 +314,9 @@ class BodyRun:
         capacity = max(sizes, default=min(capacities.values()))
         alike = len({device.name for device in capacities}) == 1
         rung = next_rung(climb, cause, evidence, capacity, whole_bytes, alike)
-        if isinstance(rung, Rung):
+        if isinstance(rung, Rung) and policy.oom != "fail":
             return rung
-        _add_note(error, f"prefect_gpu: {rung}")
+        add_note(error, last_words(cause, evidence, rung))
         return None
 
     def _take_report(self, grant: Grant, release: bool, report: TaskReport | None) -> None:
@@ -332,14 +329,6 @@ class BodyRun:
                 self._book.release(grant)
             if report is not None:
                 self._report(report)
-
-
-def _add_note(error: Exception, note: str) -> None:
-    """Add a line to what is shown of an error; Python 3.10 keeps it without showing it."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
 if TYPE_CHECKING:

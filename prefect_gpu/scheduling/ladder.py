@@ -6,6 +6,7 @@ Pure: what was seen goes in, a cause and the next rung come out. The next proces
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +29,17 @@ LEAST_GROWTH_BYTES = 64 * MIB
 
 #: What an error says was wanted is multiplied by this: sizes are rounded on the way.
 WANTED_FACTOR = 1.1
+
+#: What helps after the last out-of-memory of a task run, by its cause; of `own_cap` where no budget is large enough.
+REMEDIES: Mapping[Cause, str] = {
+    "own_cap": (
+        "it must take less (a smaller batch, which find_batch_size finds; mixed precision) or have a larger device"
+    ),
+    "foreign": (
+        "wait until they end, name other devices (gpu:device), or keep more memory free for them (headroom=)"
+    ),
+    "crowded": "write gpu:exclusive, or gpu:enforce=kill for the tasks beside it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +157,7 @@ def next_rung(
     Returns:
         What it gets; or, where it gets none, the reason, as text for the error.
     """
-    needed = needed_bytes(evidence)
-    wanted = f"; it would have needed {format_bytes(needed)} in all" if needed else ""
+    needed, wanted = needed_bytes(evidence), _wanted(evidence)
     budget = format_bytes(evidence.budget_bytes)
     if cause not in ("own_cap", "foreign", "crowded"):
         return f"more memory of a device does not help ({cause})"
@@ -162,17 +173,47 @@ def next_rung(
             # Its last process: a task does not fail for lack of memory that the device has.
             more = capacity_bytes
         grown = replace(climb, shared=0)
-        return _give(grown, more, capacity_bytes, alike, f"{budget} were not enough")
+        return _give(grown, more, capacity_bytes, alike, _shortage(cause, evidence))
     shared = climb.shared + 1
     if shared > MOST_SHARED:
         return f"the device ran full {shared} times though the task was within its {budget}{wanted}"
-    taken = "other people's processes" if cause == "foreign" else "tasks beside it"
-    reason = f"{taken} filled the device though it was within its {budget}"
+    reason = _shortage(cause, evidence)
     grown = replace(climb, shared=shared)
     if shared == MOST_SHARED or climb.whole_device:
         # Other people's processes may fill a whole device too: it may be another device next time.
         return _give(grown, capacity_bytes, capacity_bytes, alike, reason)
     return _give(grown, evidence.budget_bytes, capacity_bytes, alike, reason)
+
+
+def _shortage(cause: Cause, evidence: Evidence) -> str:
+    """Return what went wrong, as the log says it."""
+    budget = format_bytes(evidence.budget_bytes)
+    if cause == "own_cap":
+        return f"{budget} were not enough"
+    taken = "other people's processes" if cause == "foreign" else "tasks beside it"
+    return f"{taken} filled the device though it was within its {budget}"
+
+
+def _wanted(evidence: Evidence) -> str:
+    needed = needed_bytes(evidence)
+    return f"; it would have needed {format_bytes(needed)} in all" if needed else ""
+
+
+def last_words(cause: Cause, evidence: Evidence, rung: Rung | str) -> str:
+    """Return why a task run ends out of memory and what to write next time, for its state.
+
+    Args:
+        cause: From `classify`.
+        evidence: Of its last out-of-memory.
+        rung: From `next_rung`. A rung is what the task run would get without `gpu:oom=fail`.
+    """
+    if isinstance(rung, str):
+        return f"{rung}: {REMEDIES[cause]}" if cause in REMEDIES else rung
+    why, remedy = _shortage(cause, evidence) + _wanted(evidence), REMEDIES.get(cause, "")
+    if cause == "own_cap":
+        size = "100%" if rung.budget_bytes is None else format_bytes(rung.budget_bytes)
+        remedy = f"write gpu:memory={size}"
+    return f"{why}: {remedy}; without gpu:oom=fail it runs again by itself"
 
 
 def _give(climb: Climb, budget_bytes: int, capacity_bytes: int, alike: bool, reason: str) -> Rung:

@@ -59,8 +59,8 @@ class Device:
 
     @property
     def label(self) -> str:
-        """Its name in messages: in a cluster node and index, as in `gpu:device=NODE:0`, or else the UUID."""
-        return f"{self.host}:{self.index}" if self.in_cluster else self.uuid
+        """Its name in messages: `device 0`, and in a cluster node and index, as in `gpu:device=NODE:0`."""
+        return f"{self.host}:{self.index}" if self.in_cluster else f"device {self.index}"
 
 
 @dataclass(frozen=True, slots=True)

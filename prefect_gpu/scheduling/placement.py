@@ -442,7 +442,7 @@ def _select(request: Request, states: Sequence[DeviceState]) -> list[tuple[Devic
         for match in matches:
             if match.device.key in chosen:
                 raise PlacementError(
-                    f"gpu:device={','.join(request.devices)} names device {match.device.label} "
+                    f"gpu:device={','.join(request.devices)} names {match.device.label} "
                     f"twice; name each device once"
                 )
             chosen[match.device.key] = match, place

@@ -31,7 +31,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed
-from prefect.task_engine import SyncTaskRunEngine, run_task_sync
+from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu import GPUTaskRunner, gpu
@@ -57,11 +57,20 @@ def test_the_engine_waits_for_a_retry_in_a_method_of_its_own() -> None:
 
 
 def test_the_engine_ends_a_task_run_and_says_so_in_methods_of_its_own() -> None:
-    for name in ("handle_crash", "log_finished_message"):
+    for name in ("handle_crash", "log_finished_message", "set_state"):
         method = getattr(SyncTaskRunEngine, name)
         assert inspect.unwrap(method) is not method, "see prefect_engine._wrapped"
     handles = inspect.getsource(inspect.unwrap(SyncTaskRunEngine.handle_crash))
     assert "self._raised = exc" in handles and "self._telemetry.end_span" in handles
+    fails = inspect.getsource(SyncTaskRunEngine.handle_exception)
+    assert "self.set_state(state)" in fails, "no state says what helps after an out-of-memory"
+
+
+@pytest.mark.parametrize("engine", [SyncTaskRunEngine, AsyncTaskRunEngine])
+def test_the_engine_begins_each_run_in_a_method_of_its_own(engine: Any) -> None:
+    assert inspect.unwrap(engine.begin_run) is not engine.begin_run
+    start = inspect.getsource(engine.start)
+    assert "self.begin_run()" in start, "nothing warns of GPU tasks that are called directly"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +255,7 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
         run = engine_run.task_run
         engine_run.show_running()
         seen["before"] = (run.state_name, run.run_count)
-        for reason in ("5GiB on SIM-0", "4GiB on SIM-0", "a device to itself", "a device"):
+        for reason in ("5GiB on device 0", "4GiB on device 0", "a device to itself", "a device"):
             engine_run.show_awaiting(reason)
         seen["awaiting"] = (run.state_type, run.state_name, run.state.message)  # type: ignore[union-attr]
         engine_run.show_running()
@@ -271,7 +280,7 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
     # The second is of the same kind.
     told = [r.getMessage() for r in caplog.records if r.name == "prefect.task_runs"]
     assert told[:3] == [
-        "Waiting for 5GiB on SIM-0",
+        "Waiting for 5GiB on device 0",
         "Waiting for a device to itself",
         "Waiting for a device",
     ]

@@ -39,7 +39,7 @@ def endless(folder: str) -> None:
     time.sleep(600)
 
 
-@task(tags=gpu(memory="8GiB", priority=-1))
+@task(tags=gpu(memory="100%", priority=-1))
 def queued() -> None:
     """Wait for a device in vain."""
 

@@ -276,7 +276,7 @@ def test_logs_and_prints_of_a_body_belong_to_its_task_run(observed: Observed, me
 
 
 def test_the_runners_own_lines_are_in_the_logs_of_their_runs(observed: Observed) -> None:
-    placed = "Placed on SIM-0 with a budget of 64MiB (from its tag gpu:memory)"
+    placed = "Placed on device 0 with a budget of 64MiB (from its tag gpu:memory)"
     assert api.logs(UUID(observed.flow_run), [placed])[placed].task_run_id == observed.id
 
     def summary() -> Any:
@@ -457,3 +457,44 @@ def test_flow_retries_persistence_and_transactions() -> None:
     assert twice(os.getpid()) == attempts[0]
     # The second attempt found what the first had kept.
     assert attempts[0] == attempts[1]
+
+
+def test_a_gpu_task_that_is_called_directly_is_warned_of_once_and_only_in_the_flow() -> None:
+    @task(tags=SMALL)
+    def own() -> int:
+        return os.getpid()
+
+    @task
+    def plain() -> int:
+        return os.getpid()
+
+    @task(tags=SMALL)
+    async def waits() -> int:
+        return os.getpid()
+
+    inner = own.with_options(name="inner")
+
+    @task(tags=SMALL)
+    def around() -> None:
+        inner()
+        get_run_logger().info("called inside")
+
+    ids: list[UUID] = []
+
+    @flow(task_runner=RUNNER)
+    async def calls() -> None:
+        ids.append(UUID(prefect.runtime.flow_run.id))
+        around.submit().wait()
+        own.submit().wait()
+        plain()
+        assert {own(), own(), await waits(), plain()} == {os.getpid()}
+        with tags(*SMALL):
+            plain.with_options(name="tagged")()
+        get_run_logger().info("last")
+
+    asyncio.run(calls())
+    logs = api.logs(ids[0], ["called inside", "last"])
+    warned = [message.split("'")[1] for message in logs if "was called directly" in message]
+    assert sorted(warned) == ["own", "tagged", "waits"]
+    (one,) = [log for message, log in logs.items() if message.startswith("GPU task 'own'")]
+    assert one.level == logging.WARNING and one.task_run_id is not None

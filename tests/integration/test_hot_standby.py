@@ -25,7 +25,7 @@ CONTEXT = 512 * MIB
 
 def runner(devices: str = "1x16GiB", **changes: Any) -> GPUTaskRunner:
     return GPUTaskRunner(
-        devices=SimulatedDevices(devices, context="512MiB"), standby="hot", **changes
+        devices=SimulatedDevices(devices, context="512MiB"), standby="hot", headroom="0", **changes
     )
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 def runner(devices: str = "1x16GiB") -> GPUTaskRunner:
-    return GPUTaskRunner(devices=SimulatedDevices(devices, context="512MiB"))
+    return GPUTaskRunner(devices=SimulatedDevices(devices, context="512MiB"), headroom="0")
 
 
 def machine() -> SimulatedReader:
@@ -60,6 +60,27 @@ def fill(sizes: list[str], hold_s: float = 0.0) -> tuple[int, int]:
     allocation = current_allocation()
     assert held is not None and allocation is not None
     return allocation.budget_bytes, allocation.attempt
+
+
+def test_a_task_run_that_ends_out_of_memory_says_in_its_state_what_to_write() -> None:
+    futures: list[Any] = []
+
+    def fails() -> None:
+        for size, asks in (("3GiB", {"oom": "fail"}), ("30GiB", {})):
+            tags = gpu(memory="1GiB", **asks)  # type: ignore[arg-type]
+            futures.append(fill.with_options(tags=tags).submit([size]))
+            futures[-1].wait()
+
+    run(fails)
+    small, large = (api.task_run(future.task_run_id).state for future in futures)
+    assert small is not None and small.message is not None
+    assert small.message.startswith(
+        "Out of memory: 1GiB were not enough; it would have needed 3.5GiB in all: write gpu:memory=3.8GiB"
+    )
+    assert "(SimulatedOutOfMemoryError: out of memory: tried to allocate 3GiB; " in small.message
+    assert large is not None and large.message is not None
+    assert "a whole device was not enough, 16GiB" in large.message
+    assert "find_batch_size" in large.message and "\n" not in large.message
 
 
 def test_a_cap_that_is_too_small_is_raised_without_using_up_retries() -> None:
@@ -290,7 +311,7 @@ def train():
             step()
     return current_allocation().budget_bytes
 
-@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB")))
+@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB"), headroom="0"))
 def learner():
     return train.submit().result()
 

@@ -137,6 +137,7 @@ class Rig:
                 "clock": self.clock,
                 "read_host_available": lambda: self.host_available_bytes,
                 "context_bytes": lambda framework, device: GIB,
+                "headroom_bytes": 0,
                 **of_broker,
             },
         )

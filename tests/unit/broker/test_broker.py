@@ -153,7 +153,7 @@ def test_max_tasks_per_device(make_rig: MakeRig) -> None:
     second = rig.submit("b", 1)
     assert rig.waits(second)
     assert rig.broker.explain(second) == (
-        "1GiB on SIM-0; a task runs on each, and max_tasks_per_device is 1"
+        "1GiB on device 0; a task runs on each, and max_tasks_per_device is 1"
     )
     rig.start(first)
     rig.exit(first)
@@ -177,7 +177,7 @@ def test_a_short_task_passes_a_blocked_one_that_it_does_not_delay(make_rig: Make
     long = rig.submit("c", 1.5, expected_s=61.0)
     assert rig.waits(head, long)
     assert rig.broker.explain(head) == (
-        "23GiB on SIM-0; most free 4GiB; SIM-0 kept for it, free in about 1m 00s"
+        "23GiB on device 0; most free 4GiB; device 0 kept for it, free in about 1m 00s"
     )
     rig.place("d", 3, expected_s=59.0)
     assert first.placement is not None
@@ -189,7 +189,7 @@ def test_memory_that_others_or_an_overuse_take_is_not_given_away(rig: Rig) -> No
     first = rig.place("a", 6)
     rig.start(first, gib=8)
     rig.broker.read()
-    assert rig.broker.explain(rig.submit("b", 13)).startswith("13GiB on SIM-0; most free 12GiB")
+    assert rig.broker.explain(rig.submit("b", 13)).startswith("13GiB on device 0; most free 12GiB")
 
 
 # Several brokers, and a broker inside a task.
@@ -246,7 +246,7 @@ def test_what_the_task_around_this_process_holds_counts_once(make_rig: MakeRig) 
     rig.broker.read()
     waiting = rig.submit("next", 2)
     assert rig.waits(waiting)
-    assert rig.broker.explain(waiting) == "2GiB on SIM-0; most free 1GiB"
+    assert rig.broker.explain(waiting) == "2GiB on device 0; most free 1GiB"
     refused = rig.submit("never", 15)
     decided(refused)
     assert "from inside a GPU task" in str(refused.error)

@@ -148,6 +148,7 @@ class Owner:
             machine.reader,
             self.ledger,
             clock=machine.clock,
+            headroom_bytes=0,
             max_tasks_per_device=machine.max_tasks,
             max_processes=100,
             patience=PATIENCE,

@@ -151,11 +151,11 @@ def test_a_device_that_does_not_work_is_logged_once_and_when_it_answers(
 ) -> None:
     caplog.set_level(logging.INFO, "prefect_gpu")
     broken = replace(ALL_FREE, error="it fell off the bus")
-    for snapshot in (broken, broken, ALL_FREE, ALL_FREE):
-        rig.view.warn(rig.take(snapshot))
+    found = [rig.view.warn(rig.take(each)) for each in (broken, broken, ALL_FREE, ALL_FREE)]
+    assert found == [[(DEVICE, "it fell off the bus")], [], [], []]
     assert [record.getMessage() for record in caplog.records] == [
-        "device SIM-0 is set aside: it fell off the bus",
-        "device SIM-0 answers again",
+        "device 0 (SIM-0) is set aside: it fell off the bus",
+        "device 0 (SIM-0) answers again",
     ]
 
 
@@ -177,11 +177,11 @@ def test_a_node_that_is_silent_is_one_line_and_another_when_it_answers(
         "devices 0, 1 of node b are set aside: node b is silent",
         "devices 0, 1 of node b answer again",
         "devices 0, 1 of node a answer again",
-        "device SIM-a-0 is set aside: it fell off the bus",
+        "device 0 (SIM-a-0) is set aside: it fell off the bus",
     ]
 
 
 def test_the_log_names_a_device_by_its_node(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     device = replace(ALL_FREE.device, host="gpu-2", in_cluster=True)
     rig.view.warn(rig.take(replace(ALL_FREE, device=device, error="lost")))
-    assert caplog.messages == ["device gpu-2:0 is set aside: lost"]
+    assert caplog.messages == ["gpu-2:0 (SIM-0) is set aside: lost"]

@@ -66,7 +66,7 @@ def test_two_processes_do_not_take_the_same_memory_twice(machine: Callable[..., 
     first = rig.place("a", 15)
     second = rig.submit("b", 15, broker=rig.other)
     assert rig.waits_anywhere(second)
-    assert rig.other.explain(second).startswith("15GiB on SIM-0; most free 9GiB")
+    assert rig.other.explain(second).startswith("15GiB on device 0; most free 9GiB")
     rig.broker.end(first)
     rig.look()
     decided(second)

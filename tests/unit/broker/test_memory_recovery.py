@@ -77,7 +77,7 @@ def test_a_leak_is_logged_after_5_s_and_blamed_on_no_other_task(
     rig.start(later, gib=1)
     rig.exit(later)
     assert rig.next_recovered() == ("later", 0)
-    assert rig.broker.explain(rig.submit("d", 23)) == "23GiB on SIM-0; most free 22GiB"
+    assert rig.broker.explain(rig.submit("d", 23)) == "23GiB on device 0; most free 22GiB"
 
 
 def test_of_two_that_end_together_one_is_blamed(rig: Rig) -> None:
@@ -116,7 +116,7 @@ def test_where_no_process_is_listed_counters_stand_in_and_nothing_counts_as_leak
         ticket.stand_in_bytes = gib * GIB
     rig.broker.read()
     assert measured.get(timeout=DEADLOCK_S) == 4 * GIB
-    assert rig.broker.explain(rig.submit("c", 20)) == "20GiB on SIM-0; most free 10GiB"
+    assert rig.broker.explain(rig.submit("c", 20)) == "20GiB on device 0; most free 10GiB"
     rig.exit(first)
     assert rig.next_recovered() == ("a", None)
     rig.reader.lists_processes = True
@@ -151,7 +151,7 @@ def test_a_lost_device_shows_no_leak(make_rig: MakeRig, caplog: pytest.LogCaptur
     waiting = rig.submit("c", 20)
     for _ in range(2):
         rig.broker.read()
-    assert caplog.text.count("device SIM-0 is set aside: fell off the bus") == 1
+    assert caplog.text.count("device 0 (SIM-0) is set aside: fell off the bus") == 1
     give_up(rig)
     assert rig.next_recovered() == ("a", None)
     assert rig.waits(waiting)
@@ -159,7 +159,7 @@ def test_a_lost_device_shows_no_leak(make_rig: MakeRig, caplog: pytest.LogCaptur
     rig.broker.read()
     decided(waiting)
     assert indices(waiting) == [0]
-    assert "device SIM-0 answers again" in caplog.text
+    assert "device 0 (SIM-0) answers again" in caplog.text
 
 
 def test_a_driver_that_stops_answering_is_waited_for(rig: Rig) -> None:

@@ -40,7 +40,7 @@ def test_a_waiting_request_gets_its_reason_and_each_change_of_it(
         rig.clock.advance(duration_s)
         return explained.get(timeout=DEADLOCK_S)
 
-    before, after = "6GiB on SIM-0; most free 4GiB", "6GiB on SIM-0; most free 1GiB"
+    before, after = "6GiB on device 0; most free 4GiB", "6GiB on device 0; most free 1GiB"
     assert advance(1.0) == before
     assert advance(2.0) == before
     rig.reader.occupy("SIM-0", 3 * GIB)
@@ -60,7 +60,7 @@ def test_a_limit_ends_the_wait_and_lets_others_pass(make_rig: MakeRig) -> None:
     result = waiter.result()
     assert isinstance(result, PlacementTimeoutError)
     assert str(result) == (
-        "gpu:wait=500ms is over: 'b' still waited for 6GiB on SIM-0; most free 4GiB"
+        "gpu:wait=500ms is over: 'b' still waited for 6GiB on device 0; most free 4GiB"
     )
     decided(behind)
 

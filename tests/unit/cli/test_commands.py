@@ -195,7 +195,7 @@ def test_simulate_schedules_as_its_options_ask(
 ) -> None:
     text = "duration,memory,priority\n100,20GiB,2\n50,4GiB,0\n10,20GiB,1\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    assert main(["simulate", "-", "--devices", "simulated:1x24GiB", "--json", *options]) == 0
+    assert main(["simulate", "-", "--devices", "simulated:1x25GiB", "--json", *options]) == 0
     tasks = json.loads(capsys.readouterr().out)["tasks"]
     assert [task["started_s"] for task in tasks] == starts
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_gpu.cli.simulation import ListedTask, Schedule, lower_bounds, simulate
+from prefect_gpu.cli import simulation
+from prefect_gpu.cli.simulation import ListedTask, Schedule, lower_bounds
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE, Patience
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.units import GIB
 
 TWO = SimulatedDevices("2x24GiB")
+
+#: On devices that are free to the last byte.
+simulate = partial(simulation.simulate, headroom_bytes=0)
 
 
 def task(name: str, seconds: float, gib: float | None = None, **others: object) -> ListedTask:
@@ -26,6 +31,15 @@ def task(name: str, seconds: float, gib: float | None = None, **others: object) 
 
 def starts(schedule: Schedule) -> dict[str, float | None]:
     return {o.task.name: o.started_s for o in schedule.outcomes}
+
+
+def test_a_device_keeps_the_headroom_of_a_real_one() -> None:
+    tasks = [task("a", 10, 12), task("b", 10, 12)]
+    one = SimulatedDevices("1x24GiB")
+    assert starts(simulate(tasks, one)) == {"a": 0.0, "b": 0.0}
+    schedule = simulation.simulate(tasks, one)
+    assert starts(schedule) == {"a": 0.0, "b": 10.0}
+    assert schedule.bounds.large_s == 20.0
 
 
 def test_tasks_start_when_and_where_there_is_free_memory() -> None:

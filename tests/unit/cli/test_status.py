@@ -131,7 +131,7 @@ def test_a_task_that_may_use_one_device_waits_for_that_one_alone() -> None:
         entry("pinned", 20, 2, devices=(DEVICES[0].key,)),
     )
     (waiting,) = status.waiting
-    assert waiting.reason.startswith("20GiB on GPU-0; ")
+    assert waiting.reason.startswith("20GiB on device 0; ")
 
 
 def test_the_limit_of_processes_and_the_machines_own_memory_are_reasons_too() -> None:

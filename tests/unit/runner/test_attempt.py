@@ -32,6 +32,7 @@ from prefect_gpu.processes.launch_spec import (
 )
 from prefect_gpu.processes.messages import Asked, BodyEnded, BodyStarted
 from prefect_gpu.processes.values import argument_files
+from prefect_gpu.reports.events import LEAKED, PLACED, GPUEvent
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
@@ -63,6 +64,7 @@ class FakeRun:
         self.task_run = SimpleNamespace(id=UUID(int=1), name="task-0", flow_run_id=None)
         self.warnings: list[str] = []
         self.lines: list[str] = []
+        self.events: list[GPUEvent] = []
         self.on_running: Callable[[], None] = lambda: None
 
     def show_awaiting(self, reason: str) -> None:
@@ -73,6 +75,9 @@ class FakeRun:
 
     def say(self, text: str) -> None:
         self.lines.append(text)
+
+    def emit(self, event: GPUEvent) -> None:
+        self.events.append(event)
 
     def show_running(self) -> None:
         self.on_running()
@@ -196,9 +201,17 @@ def test_a_body_that_returns_is_completed() -> None:
     assert scene.go() == 7
     assert (scene.report.outcome, scene.report.error, scene.report.pid) == ("completed", "", PID)
     assert [line.partition(":")[0] for line in scene.run.lines] == [
-        "Placed on SIM-0 with a budget of 6GiB (from its tag gpu",
+        "Placed on device 0 with a budget of 6GiB (from its tag gpu",
         "Completed",
     ]
+
+
+def test_a_process_emits_its_placement_and_what_it_leaves_behind() -> None:
+    scene = Scene(*ended(7), ChildExited(0, ""))
+    scene.broker.end = lambda ticket: ticket.on_recovered(GIB)  # type: ignore[method-assign, misc]
+    scene.go()
+    assert [event.name for event in scene.run.events] == [PLACED, LEAKED]
+    assert scene.run.events[1].payload["leaked_bytes"] == GIB
 
 
 @pytest.mark.parametrize(

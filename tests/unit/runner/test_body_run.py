@@ -24,7 +24,7 @@ from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.submission import BodyRun
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.scheduling.history import HistoryKey
-from prefect_gpu.scheduling.ladder import Climb, Evidence
+from prefect_gpu.scheduling.ladder import Climb, Evidence, Rung
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import device, task_report
@@ -100,11 +100,14 @@ class FakeAttempt:
             raise self._ends
         return self._ends
 
-    def close(self, take: Any, cause: str, wanted_bytes: int | None, next_words: str) -> None:
+    def close(self, take: Any, cause: str, wanted_bytes: int | None, rung: Rung | None) -> None:
         self._take = take
         if self._report is not None:
             self._report = replace(
-                self._report, cause=cause, wanted_bytes=wanted_bytes, next_words=next_words
+                self._report,
+                cause=cause,
+                wanted_bytes=wanted_bytes,
+                next_words=rung.reason if rung else "",
             )
         if self._report is None or not self._late:
             self.hand_on()
@@ -255,9 +258,11 @@ def test_a_retry_of_prefects_does_not_begin_the_climb_again() -> None:
 
 def test_oom_fail_fails_at_once_and_the_report_still_says_why() -> None:
     scene = Scene(own_cap(), oom="fail")
-    with pytest.raises(Full):
+    with pytest.raises(Full) as caught:
         scene.call.run()
     assert [report.cause for report in scene.reports] == ["own_cap"]
+    (note,) = caught.value.__notes__
+    assert note.startswith("prefect_gpu: 2GiB were not enough") and "gpu:oom=fail" in note
 
 
 def test_an_out_of_memory_caused_by_others_keeps_the_budget_and_then_gets_a_whole_device() -> None:

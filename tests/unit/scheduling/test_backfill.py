@@ -255,7 +255,7 @@ def test_in_one_pass_no_more_of_a_kept_device_is_given_than_can_be_spared() -> N
         pytest.param(
             BlockedStatus(since_s=0.0, kept=(("node", "SIM-0"),), starts_s=99.0),
             9.0,
-            "; SIM-0 kept for it, free in about 1m 30s",
+            "; device 0 kept for it, free in about 1m 30s",
             id="a device is kept",
         ),
         pytest.param(
@@ -263,8 +263,8 @@ def test_in_one_pass_no_more_of_a_kept_device_is_given_than_can_be_spared() -> N
                 since_s=0.0, kept=tuple(("node", f"SIM-{i}") for i in range(5)), starts_s=9.0
             ),
             9.0,
-            "; SIM-0, SIM-1, SIM-2 and 2 more kept for it",
-            id="many are, and due",
+            "; device 0, SIM-1, SIM-2 and 2 more kept for it",
+            id="many are, two of which have left, and due",
         ),
     ],
 )
@@ -275,4 +275,4 @@ def test_what_is_done_for_a_blocked_request_is_said(
     queue = RequestQueue([head])
     queue.statuses.update({"head": standing})
     text = explain(head, queue, [HELD], host(), SHORT, now_s)
-    assert text == "23GiB on SIM-0; most free 4GiB" + says
+    assert text == "23GiB on device 0; most free 4GiB" + says

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from prefect_gpu.scheduling.ladder import (
     MOST_PROCESSES,
     MOST_SHARED,
+    REMEDIES,
     Cause,
     Climb,
     Evidence,
     Rung,
     classify,
+    last_words,
     needed_bytes,
     next_rung,
 )
@@ -210,6 +212,46 @@ def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
     climb = Climb(processes=2, whole_device=True)
     answer = next_rung(climb, "own_cap", seen(budget_bytes=80 * GIB), CAPACITY)
     assert answer == "a whole device was not enough, 80GiB; it would have needed 5GiB in all"
+
+
+@pytest.mark.parametrize(
+    ("cause", "rung", "words"),
+    [
+        pytest.param(
+            "own_cap",
+            Rung(Climb(2), 6 * GIB, ""),
+            "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=6GiB; without gpu:oom=fail "
+            "it runs again by itself",
+            id="more would have helped",
+        ),
+        pytest.param(
+            "own_cap",
+            Rung(Climb(2), None, ""),
+            "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=100%; without gpu:oom=fail "
+            "it runs again by itself",
+            id="a whole device would have helped",
+        ),
+        pytest.param(
+            "foreign",
+            Rung(Climb(2), 4 * GIB, ""),
+            "other people's processes filled the device though it was within its 4GiB; it would have needed 5GiB "
+            f"in all: {REMEDIES['foreign']}; without gpu:oom=fail it runs again by itself",
+            id="others took the memory",
+        ),
+        pytest.param(
+            "own_cap",
+            "that is all",
+            f"that is all: {REMEDIES['own_cap']}",
+            id="no device is enough",
+        ),
+        pytest.param(
+            "crowded", "it ran full", f"it ran full: {REMEDIES['crowded']}", id="tasks beside it"
+        ),
+        pytest.param("host", "no help", "no help", id="not a matter of devices"),
+    ],
+)
+def test_the_end_says_why_and_what_to_write(cause: Cause, rung: Rung | str, words: str) -> None:
+    assert last_words(cause, seen(budget_bytes=4 * GIB), rung) == words
 
 
 def test_what_is_not_its_fault_costs_it_nothing_until_the_third_time() -> None:

@@ -163,7 +163,7 @@ def test_a_device_kept_for_a_blocked_task_is_not_given_away_for_a_standby() -> N
         pytest.param(request(1, devices=("c:0",)), "gpu:device=c:0 names no device", id="no such device of a node"),
         pytest.param(request(1, devices=("b:0",), nodes=("a",)), "of this runner on node a", id="not on its node"),
         pytest.param(request(1, devices=("SIM-a",)), "names more than one device", id="a UUID is of one device"),
-        pytest.param(request(1, devices=("0", "a:0")), "names device a:0 twice", id="an index and its device"),
+        pytest.param(request(1, devices=("0", "a:0")), "names a:0 twice", id="an index and its device"),
         pytest.param(request(1, count=3), "gpu:count=3 asks for more devices than one node has (2 here, on a)", id="more than a node has"),
         pytest.param(request(1, count=2, devices=("a:0", "b:0")), "(1 named, on a)", id="named on two nodes"),
         pytest.param(request(25), "largest: a:0, 24GiB usable", id="larger than each"),

@@ -234,7 +234,7 @@ def test_naming_devices() -> None:
         pytest.param(
             request(30, devices=("1",)),
             MIXED,
-            "largest: SIM-1, 24GiB",
+            "largest: device 1, 24GiB",
             id="too large for the named",
         ),
         pytest.param(
@@ -252,7 +252,7 @@ def test_naming_devices() -> None:
         pytest.param(
             request(30),
             [state(0, error="lost")],
-            "SIM-0: lost",
+            "device 0: lost",
             id="the reason of a lost device is told",
         ),
     ],
@@ -295,7 +295,7 @@ def test_beside_a_parent(
 @pytest.mark.parametrize(
     ("asked", "states", "says"),
     [
-        pytest.param(request(15), [BUSY], "15GiB on SIM-0; most free 14GiB", id="one device"),
+        pytest.param(request(15), [BUSY], "15GiB on device 0; most free 14GiB", id="one device"),
         pytest.param(
             request(25), TWO, "25GiB on any of 2 devices; most free 24GiB", id="any of several"
         ),
@@ -314,28 +314,30 @@ def test_beside_a_parent(
         pytest.param(
             request(),
             [BUSY],
-            "a device to itself on SIM-0; running there: task other",
+            "a device to itself on device 0; running there: task other",
             id="which tasks are in the way",
         ),
         pytest.param(
             request(2, exclusive=True),
             [state(0, held=[reserved(0, 1, by=n) for n in "abcd"])],
-            "2GiB and no other task on SIM-0; running there: task a, task b, task c and others",
+            "2GiB and no other task on device 0; running there: task a, task b, task c and others",
             id="many are in the way",
         ),
         pytest.param(
             request(1),
             [ALONE],
-            "1GiB on SIM-0; running there alone: task other",
+            "1GiB on device 0; running there alone: task other",
             id="which task has it alone",
         ),
         pytest.param(
             request(),
             [state(0, used_gib=23)],
-            "a device to itself on SIM-0; most free 1GiB",
+            "a device to itself on device 0; most free 1GiB",
             id="others' memory is in the way",
         ),
-        pytest.param(request(1), [LOST], "1GiB on SIM-0; SIM-0: GPU is lost", id="a lost device"),
+        pytest.param(
+            request(1), [LOST], "1GiB on device 0; device 0: GPU is lost", id="a lost device"
+        ),
         pytest.param(
             request(25),
             [LOST, state(1)],
@@ -343,7 +345,7 @@ def test_beside_a_parent(
             id="one of them lost",
         ),
         pytest.param(
-            request(1), [state(0, used_gib=23.97)], "1GiB on SIM-0; most free 0B", id="to 64 MiB"
+            request(1), [state(0, used_gib=23.97)], "1GiB on device 0; most free 0B", id="to 64 MiB"
         ),
     ],
 )

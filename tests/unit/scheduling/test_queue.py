@@ -251,7 +251,7 @@ def test_a_nested_head_blocks_only_where_it_could_run_beside_its_parent() -> Non
     ("asked", "states", "machine", "says"),
     [
         pytest.param(request(25, sequence=3), TWO, host(), "25GiB on any of 2 devices; most free 24GiB; 2 ahead in the queue: train, tune", id="devices, and how many are ahead"),
-        pytest.param(request(1, devices=("1",), sequence=3), TWO, host(), "1GiB on SIM-1; most free 24GiB; 1 ahead in the queue: train", id="only those that could use its device"),
+        pytest.param(request(1, devices=("1",), sequence=3), TWO, host(), "1GiB on device 1; most free 24GiB; 1 ahead in the queue: train", id="only those that could use its device"),
         pytest.param(request(1, priority=9, sequence=3), TWO, host(), "1GiB on any of 2 devices; most free 24GiB", id="none is ahead"),
         pytest.param(request(1, priority=9), TWO, host(processes=4, max_processes=4), "4 processes run, and max_processes is 4", id="max_processes"),
         pytest.param(request(1, priority=9, host_bytes=9 * GIB), TWO, host(3, 1), "9GiB of the machine's own memory for its process; 3GiB available", id="host memory"),
@@ -273,11 +273,11 @@ def test_the_reason_of_a_wait_is_said(
 @pytest.mark.parametrize(
     ("before", "now", "alike"),
     [
-        ("5GiB on SIM-0; most free 1GiB", "5GiB on SIM-0; most free 384MiB; 2 passed it", True),
-        ("a device to itself on GPU-1a; running there: a, b", "a device to itself on GPU-1a; running there: c", True),
+        ("5GiB on device 0; most free 1GiB", "5GiB on device 0; most free 384MiB; 2 passed it", True),
+        ("a device to itself on device 0; running there: a, b", "a device to itself on device 0; running there: c", True),
         ("2 processes run, and max_processes is 2", "2 processes run, and max_processes is 2; 3 ahead in the queue: a", False),
-        ("5GiB on SIM-0; most free 1GiB", "5GiB on SIM-0; running there alone: a", False),
-        ("5GiB on SIM-0; most free 1GiB", "2 processes run, and max_processes is 2", False),
+        ("5GiB on device 0; most free 1GiB", "5GiB on device 0; running there alone: a", False),
+        ("5GiB on device 0; most free 1GiB", "2 processes run, and max_processes is 2", False),
     ],
     ids=["more is free", "other tasks run", "it is behind others", "another is alone", "no more processes"],
 )  # fmt: skip

@@ -1,0 +1,112 @@
+"""The Prefect events of GPU task runs and of devices: their names, labels and payloads.
+
+Values alone: they are emitted by `runner.prefect_engine`, in the context of the run. What a state or a log line says
+is not here. Prefect's automations compare labels and not payloads, so what a trigger may ask for is a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prefect_gpu.reports.model import BudgetSource, TaskReport
+from prefect_gpu.scheduling.model import Device, Placement
+
+PLACED = "prefect-gpu.task-run.placed"
+OUT_OF_MEMORY = "prefect-gpu.task-run.out-of-memory"
+LEAKED = "prefect-gpu.task-run.leaked"
+SET_ASIDE = "prefect-gpu.device-set-aside"
+
+#: Role of a device among the related resources of an event.
+DEVICE_ROLE = "gpu-device"
+
+#: Characters of a text in a payload at most.
+TEXT_LIMIT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class GPUEvent:
+    """One event, but for the run that it is about."""
+
+    name: str
+    #: Those of the process, or the one that the event is about.
+    devices: tuple[Device, ...]
+    #: Sizes are in bytes and end in `_bytes`. `None`: not known, or there is none.
+    payload: Mapping[str, object]
+    #: Further labels of its resource.
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def placed_event(
+    placement: Placement, source: BudgetSource, attempt: int, waited_s: float
+) -> GPUEvent:
+    """Return the event of a process that has its devices.
+
+    Args:
+        placement: The devices.
+        source: Of its budget.
+        attempt: From 1: which process of the task run.
+        waited_s: Seconds that the task run waited for it.
+    """
+    payload = {
+        "attempt": attempt,
+        "devices": _described(placement.devices),
+        "budget_bytes": min(placement.budget_bytes),
+        "budget_source": source,
+        "queued_s": round(waited_s, 3),
+    }
+    return GPUEvent(PLACED, placement.devices, payload)
+
+
+def ended_events(report: TaskReport) -> list[GPUEvent]:
+    """Return what is emitted of a process that is gone: most end without an event."""
+    about = {"attempt": report.attempt, "devices": _described(report.devices)}
+    events = []
+    if report.outcome == "oom" or report.cause == "host":
+        runs_again = bool(report.next_words)
+        payload = {
+            **about,
+            "cause": report.cause,
+            "budget_bytes": report.budget_bytes,
+            "budget_source": report.budget_source,
+            "needed_bytes": report.wanted_bytes,
+            "runs_again": runs_again,
+            "next_budget_bytes": report.next_budget_bytes,
+            "error": report.error[:TEXT_LIMIT],
+        }
+        labels = {
+            "prefect-gpu.cause": report.cause,
+            "prefect-gpu.runs-again": str(runs_again).lower(),
+        }
+        events.append(GPUEvent(OUT_OF_MEMORY, report.devices, payload, labels))
+    if report.leaked_bytes:
+        payload = {**about, "leaked_bytes": report.leaked_bytes}
+        events.append(GPUEvent(LEAKED, report.devices, payload))
+    return events
+
+
+def set_aside_event(device: Device, why: str) -> GPUEvent:
+    """Return the event of a device that does not work.
+
+    Args:
+        device: The device.
+        why: What its driver says.
+    """
+    payload = {"devices": _described([device]), "reason": why[:TEXT_LIMIT]}
+    return GPUEvent(SET_ASIDE, (device,), payload)
+
+
+def device_resource(device: Device) -> dict[str, str]:
+    """Return a device as a resource of Prefect."""
+    return {
+        "prefect.resource.id": f"prefect-gpu.device.{device.uuid}",
+        "prefect.resource.name": device.name,
+        "prefect-gpu.host": device.host,
+    }
+
+
+def _described(devices: Sequence[Device]) -> list[dict[str, object]]:
+    return [
+        {"uuid": d.uuid, "index": d.index, "name": d.name, "total_bytes": d.total_bytes}
+        for d in devices
+    ]

@@ -29,9 +29,14 @@ from prefect_gpu.cluster.wire import (
     ObjectStore,
     Part,
     PeaksKnown,
+    Release,
     ResultArrived,
     Send,
+    SharedResult,
+    ShareFiles,
     Terminate,
+    can_share,
+    open_shared,
     receive_result,
     send_call,
 )
@@ -134,6 +139,8 @@ class Nodes:
     def join(self, node: Node) -> None:
         """Add a node; one of that name, whose agent was started again, leaves first."""
         self.leave(node.name, f"the agent of node {node.name} was started again")
+        if can_share(node.facts):
+            node.agent.tell([ShareFiles()])
         with self._lock:
             self._nodes[node.name] = node
             if node.near:
@@ -209,19 +216,26 @@ class Nodes:
         if isinstance(message, PeaksKnown):
             node.peaks[message.pid] = message.live_bytes, message.devices
         elif isinstance(message, ResultArrived):
-            known.order.take(partial(self._fetch, known, message), slow=True)
+            known.order.take(partial(self._fetch, child, known, message), slow=True)
         else:
             known.take(message)
 
-    def _fetch(self, child: _Child, arrived: ResultArrived) -> None:
+    def _fetch(self, name: str, child: _Child, arrived: ResultArrived) -> None:
         """Get a child's value, on a thread of its own."""
+        result = arrived.result
         try:
-            value = receive_result(arrived.result, self.store)
+            if isinstance(result, SharedResult):
+                value = open_shared(result)
+            else:
+                value = receive_result(result, self.store)
         except Exception as error:  # noqa: BLE001 - a boundary: the task fails by it
             why = f"its value was lost on the way: {error}"
             child.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
         else:
             child.pass_on(ValueArrived(value))
+        finally:
+            if isinstance(result, SharedResult):
+                child.node.agent.tell([Release(name)])
 
 
 @dataclass(eq=False)

@@ -40,12 +40,18 @@ from prefect_gpu.cluster.wire import (
     News,
     NodeFacts,
     ObjectStore,
+    OpenFile,
     PeaksKnown,
+    Release,
     ResultArrived,
     Send,
+    SentResult,
+    SharedResult,
+    ShareFiles,
     Terminate,
     receive_call,
     send_result,
+    share_result,
 )
 from prefect_gpu.devices.host import count_cores
 from prefect_gpu.devices.nvml import NvmlMissingError
@@ -69,7 +75,7 @@ from prefect_gpu.processes.launch_spec import (
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.messages import Answered, Asked, BodyStarted, CountersRead
 from prefect_gpu.processes.standby_pool import standby_pool
-from prefect_gpu.processes.transport import MemoryFile
+from prefect_gpu.processes.transport import AVAILABLE, MemoryFile, ReceivedValue, write_file
 from prefect_gpu.scheduling.model import DeviceSnapshot, Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.standbys import most_by_default
@@ -164,6 +170,11 @@ class NodeAgent:
         self._ready_at = 0
         self._hosted: dict[str, _Hosted] = {}
         self._kept: weakref.WeakValueDictionary[Any, MemoryFile] = weakref.WeakValueDictionary()
+        #: The flow can open files of this process.
+        self._shares = False
+        #: By child: what the flow has not opened yet.
+        self._shared: dict[str, ReceivedValue] = {}
+        self._probe = self._make_probe()
         self._receives = threading.Lock()
         self._broker: Broker | None = None
         self._standbys = NodeStandbys(standby_pool(), self._launcher)
@@ -209,7 +220,15 @@ class NodeAgent:
             known or 0,
             0 if self._broker is None else self._broker.max_processes,
             problem,
+            None if self._probe is None else OpenFile(os.getpid(), self._probe.fileno()),
         )
+
+    def _make_probe(self) -> MemoryFile | None:
+        try:
+            return write_file([memoryview(self._agent.encode())]) if AVAILABLE else None
+        except OSError:
+            # A sandbox. Results go through the store.
+            return None
 
     @staticmethod
     def _open(settings: NodeSettings, visible: str | None) -> DeviceReader:
@@ -309,7 +328,14 @@ class NodeAgent:
                 self._standbys.expect(command)
                 continue
             if isinstance(command, EndAll):
+                self._shared.clear()
                 self._end_all()
+                continue
+            if isinstance(command, ShareFiles):
+                self._shares = True
+                continue
+            if isinstance(command, Release):
+                self._shared.pop(command.child, None)
                 continue
             if isinstance(command, Launch):
                 hosted = _Hosted(command)
@@ -462,7 +488,13 @@ class NodeAgent:
     def _send_value(self, child: str, arrived: ValueArrived) -> None:
         """Put a value where the flow can get it, on a thread of its own."""
         try:
-            result = send_result(arrived.data, None if self._inline else self._store)
+            result: SentResult | SharedResult | None = None
+            if self._shares:
+                result = share_result(arrived.data)
+            if result is not None:
+                self._shared[child] = arrived.data
+            else:
+                result = send_result(arrived.data, None if self._inline else self._store)
         except Exception as error:  # noqa: BLE001 - a boundary: the flow raises it
             why = f"its value could not be sent from node {self._name}: {error}"
             self._tell(child, ChildExited(LOST_CODE, "", killed_because=why))

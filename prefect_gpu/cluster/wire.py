@@ -1,14 +1,16 @@
 """The values that travel between a flow and the node agents of a cluster.
 
-A flow sends commands, in order: `Expect`, `Launch`, `Send`, `Terminate`, `Kill`, `EndAll`. An agent answers each `listen` with `News`.
-What a child says is passed on as it is (`processes.messages`, `processes.launch_spec`), but for values: their
-large parts go through an `ObjectStore` and are copied once on each side.
+A flow sends commands, in order: `Expect`, `Launch`, `Send`, `Terminate`, `Kill`, `EndAll`, `ShareFiles`, `Release`. An agent
+answers each `listen` with `News`. What a child says is passed on as it is (`processes.messages`,
+`processes.launch_spec`), but for values: their large parts go through an `ObjectStore` and are copied once on each
+side. Results of a node on the flow's own machine are not copied: the flow opens the child's memory files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import signal
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -18,7 +20,15 @@ from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.launch_spec import LaunchSpec
 from prefect_gpu.processes.standby_kind import Kind
-from prefect_gpu.processes.transport import MemoryFile, PackedValue, ReceivedValue, write_file
+from prefect_gpu.processes.transport import (
+    VALUE,
+    Frame,
+    MemoryFile,
+    PackedValue,
+    ReceivedValue,
+    unpack,
+    write_file,
+)
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Request
 
 #: Exit code of a process that was lost with its node or with its value: as if it was killed.
@@ -69,10 +79,38 @@ class SentResult:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A memory file that a process has open."""
+
+    pid: int
+    descriptor: int
+
+    def open(self) -> MemoryFile:
+        """Open it here.
+
+        Raises:
+            OSError: That process is gone, is of another user or machine, or has no such memory file.
+        """
+        path = f"/proc/{self.pid}/fd/{self.descriptor}"
+        # The path may be that of another process, on another machine or in another container.
+        if not os.readlink(path).startswith("/memfd:"):
+            raise FileNotFoundError(f"{path} is no memory file")
+        return MemoryFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedResult:
+    """A value in memory files that the agent has open until the flow says `Release`."""
+
+    body: bytes = field(repr=False)
+    files: tuple[OpenFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ResultArrived:
     """Stands for a `ValueArrived` on the way to the flow."""
 
-    result: SentResult
+    result: SentResult | SharedResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +179,18 @@ class EndAll:
     """Kill all children: the flow does not know them any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShareFiles:
+    """Send results as `SharedResult` from now on: the flow can open the agent's memory files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Close the files of a child's `SharedResult`: the flow has opened them."""
+
+    child: str
+
+
 # From an agent to a flow.
 
 
@@ -161,6 +211,8 @@ class NodeFacts:
     max_processes: int
     #: Why its devices cannot be used; empty: they can.
     problem: str = ""
+    #: Holds `agent`: a flow that can read it there can open the agent's memory files. `None`: there is none.
+    probe: OpenFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +312,34 @@ def receive_result(result: SentResult, store: ObjectStore) -> ReceivedValue:
         for part in (result.stream, *result.buffers)
     )
     return ReceivedValue(stream, tuple(buffers))
+
+
+def share_result(value: ReceivedValue) -> SharedResult | None:
+    """Return a child's value as files of this process; `None`: it has no part in a file."""
+    if value.frame is None or not value.frame.files:
+        return None
+    files = tuple(OpenFile(os.getpid(), file.fileno()) for file in value.frame.files)
+    return SharedResult(bytes(value.frame.body), files)
+
+
+def open_shared(result: SharedResult) -> ReceivedValue:
+    """Return a child's value. Its memory is the child's, copied where it is written to.
+
+    Raises:
+        OSError: The agent is gone.
+        ProtocolError: The files are not those of the value.
+    """
+    return unpack(Frame(VALUE, bytearray(result.body), tuple(f.open() for f in result.files)))
+
+
+def can_share(facts: NodeFacts) -> bool:
+    """Return whether this process can open memory files of a node's agent."""
+    if facts.probe is None:
+        return False
+    try:
+        return facts.probe.open().holds([memoryview(facts.agent.encode())])
+    except OSError:
+        return False
 
 
 def _copied(data: memoryview) -> memoryview:

@@ -362,6 +362,8 @@ class ReceivedValue:
     stream: memoryview = field(repr=False)
     #: What pickle finds beside the stream.
     buffers: tuple[memoryview, ...] = field(default=(), repr=False)
+    #: What it came in, whose memory files are open; `None`: parts that came on their own.
+    frame: Frame | None = field(default=None, repr=False)
 
 
 def pack(
@@ -441,7 +443,7 @@ def _pack(
 def unpack(frame: Frame) -> ReceivedValue:
     """Find a value's parts in its frame and its files.
 
-    Files are mapped; their descriptors may be closed after that.
+    Files are mapped, and open for as long as the returned value is there.
 
     Raises:
         ProtocolError: The parts do not fit the frame, or a file cannot be mapped.
@@ -464,4 +466,4 @@ def unpack(frame: Frame) -> ReceivedValue:
         raise ProtocolError(
             f"a value came with {len(frame.files)} memory files and a table that does not fit: {error}"
         ) from error
-    return ReceivedValue(stream, tuple(buffers))
+    return ReceivedValue(stream, tuple(buffers), frame)

@@ -7,6 +7,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -87,6 +88,10 @@ class Heard:
         refused = self.of(ChildRefused)
         assert arrived is not None, (refused, self.messages[-1])
         value = values.loads(arrived.data, "return value")
+        # Its files are open for as long as it is there; the task runner, too, lets go of it here.
+        self.messages[self.messages.index(arrived)] = ValueArrived(
+            replace(arrived.data, frame=None)
+        )
         if ended.raised:
             raise value
         return value

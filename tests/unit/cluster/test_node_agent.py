@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from prefect_gpu.cluster.flow_side import (
     RemoteHandle,
 )
 from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings
-from prefect_gpu.cluster.wire import Expect
+from prefect_gpu.cluster.wire import Expect, NodeFacts, OpenFile, SharedResult, can_share
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import NodeRefusedError
-from prefect_gpu.processes import values
+from prefect_gpu.processes import transport, values
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,
@@ -41,10 +42,13 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
 )
 from prefect_gpu.processes.messages import Answered, Asked, BodyStarted
+from prefect_gpu.processes.transport import write_file
 from prefect_gpu.scheduling.model import Device, Request
 from prefect_gpu.units import GIB
 from tests.unit.cluster.cluster_rig import FakeStore, Heard, place_on, spec_for
 from tests.unit.cluster.test_expected import KIND, POLICY, FakePool
+
+needs_files = pytest.mark.skipif(not transport.AVAILABLE, reason="no memory files on this system")
 
 #: Of processes that there are not.
 FIRST_PID = 5_000_000
@@ -103,7 +107,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 class Scene:
     """One node, and a flow that listens to it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shares: bool = True) -> None:
         self.folder = folder
         self.launcher = FakeLauncher()
         self.store = FakeStore()
@@ -113,7 +117,8 @@ class Scene:
         self.nodes = Nodes(self.store)
         self.ledger = Ledger(lambda: ClusterStore(self.nodes))
         self.ledger.view()
-        self.node = Node("n1", self.agent, self.agent.facts())
+        facts = self.agent.facts() if shares else replace(self.agent.facts(), probe=None)
+        self.node = Node("n1", self.agent, facts)
         self.nodes.join(self.node)
         self.flow = ClusterLauncher(self.nodes)
         self._closing = threading.Event()
@@ -172,14 +177,65 @@ def test_a_launch_is_confirmed_runs_and_is_released_after_its_end(scene: Scene) 
     child.begin()
     assert heard.next() == ChildStarted(child.pid)
     assert heard.next() == BodyStarted()
-    large = "x" * (2 << 20)
-    child.say(ValueArrived(values.dumps(large, "return value", "value").open()))
     child.exit()
-    assert values.loads(heard.next().data, "return value") == large
-    assert scene.store.puts == 1
     assert heard.next() == ChildExited(0, "")
     wait_until(lambda: scene.held() == [])
     assert not scene.agent._hosted and heard.nothing
+
+
+LARGE = "x" * (2 << 20)
+
+
+def return_large(scene: Scene) -> Any:
+    """Return what the flow gets of a large value."""
+    heard, _ = scene.launch(5)
+    child = scene.next_child().begin()
+    child.say(ValueArrived(values.dumps(LARGE, "return value", "value").open()))
+    child.exit()
+    assert [type(heard.next()) for _ in range(2)] == [ChildStarted, BodyStarted]
+    return heard.next()
+
+
+@needs_files
+def test_a_large_result_on_the_flows_machine_is_the_childs_own_memory(scene: Scene) -> None:
+    arrived = return_large(scene)
+    assert values.loads(arrived.data, "return value") == LARGE
+    assert scene.store.puts == 0
+    # Closed once the flow has it.
+    wait_until(lambda: not scene.agent._shared)
+
+
+def test_a_large_result_of_another_machine_goes_through_the_store(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, shares=False)
+    try:
+        arrived = return_large(scene)
+    finally:
+        scene.close()
+    assert values.loads(arrived.data, "return value") == LARGE
+    assert scene.store.puts == 1
+
+
+@needs_files
+def test_a_result_whose_agent_is_gone_is_lost_with_that_reason(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = SharedResult(b"", (OpenFile(FIRST_PID, 3),))
+    monkeypatch.setattr(node_agent, "share_result", lambda value: gone)
+    lost = return_large(scene)
+    assert isinstance(lost, ChildExited)
+    assert "lost on the way" in lost.killed_because and str(FIRST_PID) in lost.killed_because
+
+
+@needs_files
+def test_files_are_shared_only_with_a_flow_that_reads_the_agents_own() -> None:
+    own = write_file([memoryview(b"agent")])
+    facts = NodeFacts("agent", "1", "simulated", (), 0, 1)
+    assert not can_share(facts)
+    with open(os.devnull) as other:
+        for descriptor, expected in ((own.fileno(), True), (other.fileno(), False)):
+            probe = OpenFile(os.getpid(), descriptor)
+            assert can_share(replace(facts, probe=probe)) is expected
+            assert not can_share(replace(facts, probe=probe, agent="another"))
 
 
 def test_a_launch_that_does_not_fit_is_refused_with_the_reason(

@@ -47,6 +47,9 @@ WHOLE_FRACTION = 0.95
 #: A tag that differs by this fraction from the one to write is left as it is.
 NEAR_FRACTION = 0.05
 
+#: What is written in place of a tag where no size helps.
+NO_TAG_HELPS = "no tag helps: it must take less"
+
 #: How a run ended that did not complete.
 _ENDED: Mapping[str, str] = {
     "failed": "failed",
@@ -135,7 +138,7 @@ def _own_cap(report: TaskReport, tag: TagAdvice | None) -> str:
     if tag is None:
         return f"{reached}."
     if tag.size_bytes is None:
-        return f"{reached}; {tag.why}, so no tag helps: it must take less."
+        return f"{reached}; {tag.why}, so {NO_TAG_HELPS}."
     return f"{reached}: write {tag.write}."
 
 
@@ -282,7 +285,7 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
     total = min((device.total_bytes for device in most.devices), default=math.inf)
     if max(most.budget_bytes, most.wanted_bytes or 0) >= WHOLE_FRACTION * total:
         why = f"its device has {format_bytes(total)}"
-        return TagAdvice(None, "no tag helps: it must take less", why, fits=False)
+        return TagAdvice(None, NO_TAG_HELPS, why, fits=False)
     why = "none completed; it ran out of memory at its cap"
     if most.wanted_bytes:
         why += f", where it would have needed {format_bytes(most.wanted_bytes)}"

@@ -246,7 +246,7 @@ def _is_news(tag: TagAdvice | None, report: TaskReport) -> TypeGuard[TagAdvice]:
 
 
 def _step_words(steps: StepFacts) -> str:
-    words = [f"{steps.count} over"]
+    words = [f"{steps.count} finished"]
     if steps.first_live_bytes is not None:
         words.append(f"up to {format_bytes(steps.first_live_bytes)} allocated in the first")
     if steps.steady_live_bytes is not None:

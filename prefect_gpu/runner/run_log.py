@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from prefect_gpu.reports.advice import TaskTags, task_tags
+from prefect_gpu.reports.advice import NO_TAG_HELPS, TaskTags, task_tags
 from prefect_gpu.reports.model import OUTCOME_WORDS, TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.scheduling.model import Device, Placement
@@ -53,10 +53,7 @@ def ended_line(report: TaskReport) -> str:
     if report.outcome in ("oom", "cancelled"):
         return ""
     kind = " of host memory" if report.source == "host" else ""
-    peak, budget = format_bytes(report.peak_process_bytes), format_bytes(report.budget_total_bytes)
-    used = f"at most {peak} of {budget}{kind}"
-    if not report.peak_process_bytes:
-        used = "no device memory seen"
+    used = _peak_words(report) + (kind if report.peak_process_bytes else "")
     ran = f"ran {format_seconds(report.run_s)}"
     return f"{OUTCOME_WORDS[report.outcome].capitalize()}: {ran}, {used}"
 
@@ -93,12 +90,17 @@ def _task_line(group: Sequence[TaskReport]) -> str:
     processes = "1 process" if count == 1 else f"{count} processes"
     waited, ran = sum(r.queued_s for r in group), sum(r.run_s for r in group)
     most = max(group, key=lambda r: r.peak_process_bytes)
-    peak = f"at most {format_bytes(most.peak_process_bytes)}"
-    budget = format_bytes(most.budget_total_bytes)
     return (
         f"{most.task_name}: {processes}, waited {format_seconds(waited)}, ran {format_seconds(ran)} "
-        f"in all, {peak} of {budget}"
+        f"in all, {_peak_words(most)}"
     )
+
+
+def _peak_words(report: TaskReport) -> str:
+    if not report.peak_process_bytes:
+        return "no device memory seen"
+    peak, budget = format_bytes(report.peak_process_bytes), format_bytes(report.budget_total_bytes)
+    return f"at most {peak} of {budget}"
 
 
 def _device_line(device: Device, peak_bytes: int) -> str:
@@ -108,6 +110,8 @@ def _device_line(device: Device, peak_bytes: int) -> str:
 
 def _tag_line(tags: TaskTags) -> str:
     name = f"{tags.task_name} ({tags.learn_by})" if tags.learn_by else tags.task_name
+    if tags.write == NO_TAG_HELPS:
+        return f"{name} (now {tags.budget_words}): {tags.why}, so {NO_TAG_HELPS}"
     write = tags.write.replace("`", "")
     return f"write {write} in the tag of {name} (now {tags.budget_words}): {tags.why}"
 

@@ -151,14 +151,14 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
         ),
         (
             {"steps": StepFacts(90, 13 * GIB, 4 * GIB, 0.027, 2)},
-            "| Steps | 90 over, up to 13GiB allocated in the first, 4GiB in steady ones, 27ms each,",
+            "| Steps | 90 finished, up to 13GiB allocated in the first, 4GiB in steady ones, 27ms each,",
         ),
         (
             {"steps": StepFacts(90, 5 * GIB, 4 * GIB, 0.027, alike=False)},
-            "| Steps | 90 over, up to 5GiB allocated in the first, 4GiB in steady ones, which differ,",
+            "| Steps | 90 finished, up to 5GiB allocated in the first, 4GiB in steady ones, which differ,",
         ),
-        ({"steps": StepFacts(1)}, "| Steps | 1 over |"),
-        ({"steps": StepFacts(9, alloc_retries=2)}, "9 over, its cache given up 2 times |"),
+        ({"steps": StepFacts(1)}, "| Steps | 1 finished |"),
+        ({"steps": StepFacts(9, alloc_retries=2)}, "9 finished, its cache given up 2 times |"),
         (
             {"outcome": "oom", "cause": "foreign", "wanted_bytes": 7 * GIB},
             "| Out of memory put down to | other people's processes; it would have needed 7GiB |",

@@ -71,6 +71,16 @@ def test_a_summary_has_the_states_the_tasks_their_devices_and_the_tags_to_write(
     assert tag.startswith("  write gpu:memory=3.2GiB in the tag of fine_tune (now 60GiB, tag): ")
 
 
+def test_a_summary_says_of_a_task_that_no_tag_helps_that_it_must_take_less() -> None:
+    large = replace(task_report(), task_name="grow", outcome="oom", cause="own_cap", peak_process_bytes=0)
+    large = replace(large, budget_bytes=140 * GIB, budget_source="probe", wanted_bytes=150 * GIB)
+    _, task, _, tag = flow_summary({"Failed": 1}, [large]).split("\n")
+    assert task.endswith("in all, no device memory seen")
+    assert tag == (
+        "  grow (now 140GiB, probe): its device has 140GiB, so no tag helps: it must take less"
+    )
+
+
 def test_a_device_held_at_least_what_one_process_held_between_two_readings() -> None:
     short = replace(task_report(), samples=(), peak_process_bytes=3 * GIB)
     assert "these tasks held at most 3GiB of 140GiB" in flow_summary({"Completed": 1}, [short])

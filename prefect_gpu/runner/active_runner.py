@@ -588,7 +588,10 @@ class ActiveRunner:
         # A signal may come at any line, and this then runs again: what is done is forgotten only afterwards.
         self._leave_view()
         if self._states and not self._summarised:
-            prefect_engine.log_on_flow(self.flow, flow_summary(self._states, self._reports))
+            text = flow_summary(self._states, self._reports)
+            if self._publisher is not None and (url := prefect_engine.flow_run_url(self.flow)):
+                text += f"\n  reports: {url}"
+            prefect_engine.log_on_flow(self.flow, text)
             self._summarised = True
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)

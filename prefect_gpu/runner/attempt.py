@@ -610,7 +610,7 @@ class Attempt:
                     tuple(self._ticket.neighbours),
                 )
                 if line := ended_line(report):
-                    self._run.say(line)
+                    self._run.say_ended(line)
                 for event in ended_events(report):
                     self._run.emit(event)
         finally:

@@ -47,6 +47,7 @@ from prefect.states import Cancelled, Crashed, Failed, Pending, Running
 from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
+from prefect.utilities.urls import url_for
 
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import is_gpu_tag
@@ -121,6 +122,13 @@ def log_on_flow(context: FlowRunContext | None, text: str) -> None:
     """Log on a flow run, of which the context may have ended; without effect outside one."""
     if context is not None and context.flow_run is not None:
         flow_run_logger(context.flow_run, context.flow).info(text)
+
+
+def flow_run_url(context: FlowRunContext | None) -> str:
+    """Return the address of a flow run's page; empty: there is no flow run, or no address of a UI is known."""
+    if context is None or context.flow_run is None:
+        return ""
+    return url_for("flow-run", context.flow_run.id) or ""
 
 
 def emit_device_event(event: GPUEvent, around: Context) -> None:
@@ -550,6 +558,12 @@ class EngineRun:
     def say(self, text: str) -> None:
         """Log what happens, on the task run. From any thread."""
         self._logger.info(text)
+
+    def say_ended(self, text: str) -> None:
+        """Log how a process has ended, with the address of the page that has its report. From any thread."""
+        # A context is entered by one thread at a time.
+        url = self._around.copy().run(url_for, "task-run", self.task_run.id)
+        self.say(f"{text}; {url}" if url else text)
 
     def warn(self, text: str) -> None:
         """Log a warning on the task run."""

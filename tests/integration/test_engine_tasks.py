@@ -21,6 +21,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 from prefect.futures import as_completed, wait
 from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.urls import url_for
 
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu
 from tests.integration import engine_api as api
@@ -286,6 +287,10 @@ def test_the_runners_own_lines_are_in_the_logs_of_their_runs(observed: Observed)
     found = api.until(summary, "summary")
     assert found.message.startswith("GPU task runs: 1 Completed\n  look: 1 process, waited ")
     assert found.task_run_id is None
+    ended = [
+        text for text in api.logs(UUID(observed.flow_run), []) if text.startswith("Completed: ran")
+    ]
+    assert [text.rpartition("; ")[2] for text in ended] == [url_for("task-run", observed.id)]
 
 
 def test_an_artifact_of_a_body_belongs_to_its_task_run(observed: Observed) -> None:

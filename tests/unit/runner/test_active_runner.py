@@ -16,7 +16,7 @@ from prefect_gpu import GPUTaskRunner
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.reports.publish import artifact_key
-from prefect_gpu.runner import active_runner, submission
+from prefect_gpu.runner import active_runner, prefect_engine, submission
 from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
 from prefect_gpu.runner.prefect_engine import SharedClient
 from tests.fakes.ctrl_c import press_ctrl_c
@@ -153,6 +153,22 @@ def test_a_signal_while_reports_are_published_neither_loses_nor_repeats_one(
     with pytest.raises(KeyboardInterrupt):
         runner.close(failed=False)
     assert api.keys == [artifact_key("gpu-memory", task_report().task_name), flow]
+
+
+@pytest.mark.parametrize("url", ["http://ui/runs/flow-run/1", ""], ids=["a UI", "no UI is known"])
+def test_the_summary_of_a_flow_ends_with_the_address_of_its_reports(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    runner = ActiveRunner(Configuration(**KNOWN))
+    monkeypatch.setattr(SharedClient, "lend", lambda client: FakeAPI().connect())
+    monkeypatch.setattr(prefect_engine, "flow_run_url", lambda context: url)
+    monkeypatch.setattr(prefect_engine, "log_on_flow", lambda context, text: said.append(text))
+    runner._open_publisher()
+    runner._count(Completed())
+    runner.close(failed=False)
+    address = f"\n  reports: {url}" if url else ""
+    assert said == [f"GPU task runs: 1 Completed{address}"]
 
 
 def test_a_signal_while_the_summary_is_written_loses_no_report(

@@ -76,6 +76,9 @@ class FakeRun:
     def say(self, text: str) -> None:
         self.lines.append(text)
 
+    def say_ended(self, text: str) -> None:
+        self.lines.append(text)
+
     def emit(self, event: GPUEvent) -> None:
         self.events.append(event)
 

@@ -72,7 +72,9 @@ def test_a_summary_has_the_states_the_tasks_their_devices_and_the_tags_to_write(
 
 
 def test_a_summary_says_of_a_task_that_no_tag_helps_that_it_must_take_less() -> None:
-    large = replace(task_report(), task_name="grow", outcome="oom", cause="own_cap", peak_process_bytes=0)
+    large = replace(
+        task_report(), task_name="grow", outcome="oom", cause="own_cap", peak_process_bytes=0
+    )
     large = replace(large, budget_bytes=140 * GIB, budget_source="probe", wanted_bytes=150 * GIB)
     _, task, _, tag = flow_summary({"Failed": 1}, [large]).split("\n")
     assert task.endswith("in all, no device memory seen")

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -24,7 +25,7 @@ from prefect_gpu.cli.run_commands import list_histories, recommend, reset_histor
 from prefect_gpu.cli.simulate_command import simulate_command
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.live.table import table_lines
-from prefect_gpu.policy import GPUPolicy, is_gpu_tag, parse_tags
+from prefect_gpu.policy import GPUPolicy, is_gpu_tag, near_miss, parse_tags
 from prefect_gpu.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -64,16 +65,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not tokens:
             raise CycloptsError(msg=f"a COMMAND is required; accepted: {', '.join(_commands())}")
         result = app(tokens)
+        if isinstance(result, int):
+            return result
+        if result is not None:
+            print(result)
+        # Here, where an error of it can be caught.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What reads the output has ended, such as `head`. Python flushes again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except CycloptsError as error:
         print(f"prefect-gpu: {_explain(error)}", file=sys.stderr)
         return 2
     except PrefectGPUError as error:
         print(f"prefect-gpu: {error}", file=sys.stderr)
         return 2
-    if isinstance(result, int):
-        return result
-    if result is not None:
-        print(result)
     return 0
 
 
@@ -230,7 +239,8 @@ def _check(tags: list[str], /) -> str:
     """
     policy = parse_tags(tags)
     if policy is None:
-        return "no gpu tag: the task runs in a thread, without a device of its own"
+        hints = (f"; {tag!r}: did you mean {meant!r}?" for tag in tags if (meant := near_miss(tag)))
+        return f"no gpu tag: the task runs in a thread, without a device of its own{''.join(hints)}"
     ours = dict.fromkeys(("gpu", *(tag.strip() for tag in tags if is_gpu_tag(tag))))
     written = " ".join(f'"{tag}"' for tag in ours)
     return "\n".join([*table_lines(_policy_rows(policy)), f"tags: {written}"])

@@ -56,21 +56,29 @@ def show_report(
     # Imported here: it imports Prefect, which takes a second.
     from prefect_gpu.reports.published import report
 
+    asked = [name for name, on in (("--html", html), ("--json", as_json), ("--csv", as_csv)) if on]
+    if len(asked) > 1:
+        raise ReportError(f"{' and '.join(asked)} exclude each other; accepted: one of them")
     found = report(flow_run)
     if html is not None:
         try:
             html.write_text(found.to_html(), encoding="utf-8")
         except OSError as error:
-            raise ReportError(f"{html} cannot be written: {error}") from error
+            raise ReportError(f"{html} cannot be written: {error.strerror}") from error
         return f"{html} has the report of the flow run and of {len(found.processes)} processes"
     if as_json:
         return found.to_json()
     if as_csv:
         return found.to_csv().rstrip("\n")
     from rich.console import Console
-    from rich.markdown import Markdown
 
-    Console().print(Markdown(found.to_text()))
+    from prefect_gpu.cli.terminal_markdown import TerminalMarkdown
+
+    console = Console()
+    if not console.is_terminal:
+        # Tables of a terminal's width would cut names that another program looks for.
+        return found.to_text().rstrip("\n")
+    console.print(TerminalMarkdown(found.to_text()))
     return None
 
 
@@ -106,12 +114,17 @@ def _tags_row(tags: TaskTags) -> tuple[str, ...]:
     return (
         _named(tags.task_name, tags.learn_by),
         str(tags.runs),
-        format_bytes(tags.peak_bytes),
+        _size(tags.peak_bytes),
         tags.budget_words,
         "nothing" if keep else _plain(tags.write),
         "" if keep or saved is None or saved <= 0 else format_bytes(saved),
         tags.why or "it is not known what it needs",
     )
+
+
+def _size(size_bytes: int | None) -> str:
+    # A process that ended at once shows no memory.
+    return format_bytes(size_bytes) if size_bytes else "?"
 
 
 def _tags_json(tags: TaskTags) -> dict[str, Any]:
@@ -226,7 +239,7 @@ def _history_row(history: KeptHistory) -> tuple[str, ...]:
         _named(key.task_name, key.learn_by_words or key.learn_by),
         key.device_name,
         str(found["runs"]),
-        "?" if peak is None else format_bytes(peak),
+        _size(peak),
         "?" if seconds is None else format_seconds(seconds),
         "a device to itself" if budget is None else format_bytes(budget),
         f"{ended:%Y-%m-%d %H:%M}",

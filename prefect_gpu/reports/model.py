@@ -6,7 +6,9 @@ drawn is in `timeline` and `markdown`, how it reaches Prefect in `publish`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 from uuid import UUID
@@ -253,6 +255,48 @@ def _step_texts(steps: StepFacts) -> dict[str, str]:
     if steps.step_s is not None:
         facts["step_s"] = steps.step_s
     return {name: str(value) for name, value in facts.items()}
+
+
+#: Published figures that are words, whatever they look like, and those that have one value for each device.
+_WORDS = frozenset(
+    [
+        "task_key",
+        "task_name",
+        "qualified_name",
+        "learn_by",
+        "learn_by_words",
+        "node",
+        "device_name",
+        "framework",
+        "outcome",
+        "budget_source",
+        "source",
+        "cause",
+        "shared_with",
+    ]
+)
+_LISTS: Mapping[str, Callable[[str], object]] = {"device_uuid": str, "device_total_bytes": int}
+
+
+def figure_values(figures: Mapping[str, str]) -> dict[str, object]:
+    """Return published figures as values for JSON: numbers, booleans, lists, words; `None`: not known, or there is none."""
+    return {name: _value(name, text) for name, text in figures.items()}
+
+
+def _value(name: str, text: str) -> object:
+    if name in _LISTS:
+        return [_LISTS[name](each) for each in text.split(",") if each]
+    if name in _WORDS:
+        return text
+    words = {"unknown": None, "none": None, "True": True, "False": False}
+    if text in words:
+        return words[text]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            number = kind(text)
+            # JSON has no other numbers.
+            return number if math.isfinite(number) else text
+    return text
 
 
 def read_metadata(

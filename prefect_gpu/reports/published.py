@@ -36,9 +36,10 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.settings import get_current_settings
 
 from prefect_gpu.errors import ReportError
-from prefect_gpu.reports.model import TaskReport, read_metadata
+from prefect_gpu.reports.model import TaskReport, figure_values, read_metadata
 from prefect_gpu.reports.publish import FLOW_PREFIX, TASK_PREFIX
 
 #: Things that one call of the API returns at most.
@@ -60,6 +61,12 @@ pre { overflow-x: auto; }
 section { margin: 1rem 0 1rem 1.2rem; }
 summary { cursor: pointer; }
 """
+
+#: What to do if no API answers.
+_START_SERVER = (
+    "check that `prefect server start` runs, and that PREFECT_API_URL is its address, as in "
+    "http://127.0.0.1:4200/api"
+)
 
 #: Pixels of a report in a notebook.
 _NOTEBOOK_HEIGHT = 640
@@ -135,17 +142,17 @@ class FlowRunReport:
         )
 
     def to_json(self) -> str:
-        """Return the figures as JSON, without texts and charts."""
+        """Return the figures as JSON, without texts and charts: sizes in bytes, times in seconds, `null`: not known."""
         found = {
             "flow_run": self.flow_run,
             "flow_run_id": str(self.flow_run_id),
             "state": self.state,
-            "figures": dict(self.figures),
+            "figures": figure_values(self.figures),
             "processes": [
                 {
                     "task_run": each.task_run,
                     "task_run_id": str(each.task_run_id),
-                    "figures": dict(each.figures),
+                    "figures": figure_values(each.figures),
                 }
                 for each in self.processes
             ],
@@ -250,11 +257,19 @@ def open_api() -> Iterator[SyncPrefectClient]:
         ReportError: The API does not answer, or refuses a call in the `with` block.
     """
     try:
-        with get_client(sync_client=True) as client:
+        with contextlib.ExitStack() as stack:
+            try:
+                client = stack.enter_context(get_client(sync_client=True))
+            except (RuntimeError, ValueError) as error:
+                # Without PREFECT_API_URL: the temporary server is not up in time, or is not allowed.
+                reason = str(error).rstrip(".")
+                raise ReportError(f"there is no Prefect API: {reason}; {_START_SERVER}") from error
             yield client
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        url = get_current_settings().api.url or "a temporary server"
+        reason = " ".join(str(error).split())
         raise ReportError(
-            f"Prefect's API cannot be read: {type(error).__name__}: {error}"
+            f"Prefect's API at {url} cannot be read: {type(error).__name__}: {reason}; {_START_SERVER}"
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import runpy
 import shlex
 from pathlib import Path
@@ -45,6 +46,7 @@ def test_check_prints_the_policy(capsys: Capture) -> None:
     ("tags", "line"),
     [
         pytest.param(["nightly"], "no gpu tag", id="a task for a thread"),
+        pytest.param(["gpu-memory=4GiB"], "did you mean 'gpu:memory=4GiB'?", id="nearly a tag"),
         pytest.param(["gpu"], "memory             a device to itself", id="no budget"),
         pytest.param(["gpu:memory=40%"], "40% of each device", id="a part of each device"),
         pytest.param(["gpu:cpus=4", "gpu:caching=off"], "caching            off", id="the rest"),
@@ -291,3 +293,27 @@ def test_the_version_is_printed_either_way(capsys: Capture) -> None:
     assert main(["--version"]) == main(["version"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == second and first.startswith("prefect-gpu ")
+
+
+@pytest.mark.parametrize(
+    ("stops", "code"),
+    [(BrokenPipeError, 1), (KeyboardInterrupt, 130)],
+    ids=["a closed pipe", "Ctrl-C"],
+)
+def test_a_command_that_is_stopped_ends_without_a_traceback(
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    stops: type[BaseException],
+    code: int,
+) -> None:
+    def stopped(tokens: list[str]) -> None:
+        raise stops
+
+    monkeypatch.setattr(cli, "app", stopped)
+    kept = os.dup(1)
+    try:
+        assert main(["status"]) == code
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    assert capfd.readouterr() == ("", "")

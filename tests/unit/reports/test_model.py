@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefect_gpu.measurements import StepFacts
-from prefect_gpu.reports.model import past_run
+from prefect_gpu.reports.model import figure_values, past_run
 from prefect_gpu.scheduling.history import PastRun
 from prefect_gpu.units import GIB
 from tests.fakes.reports import device, task_report
@@ -88,3 +88,28 @@ def test_held_memory_stands_for_the_live_peak_of_a_framework_without_one() -> No
         framework="cupy", peak_live_bytes=GIB, peak_reserved_bytes=3 * GIB, steps=None
     )
     assert past_run(report).live_bytes == 3 * GIB
+
+
+def test_published_figures_are_numbers_for_programs_and_words_stay_words() -> None:
+    report = task_report(
+        task_name="12",
+        history_key="1e5",
+        cap_bytes=None,
+        wanted_bytes=None,
+        devices=(device(), device(1)),
+    )
+    found = figure_values(report.metadata())
+    names = [
+        "task_name",
+        "learn_by",
+        "cause",
+        "budget_bytes",
+        "attempt",
+        "cap_bytes",
+        "wanted_bytes",
+        "exclusive",
+    ]
+    assert [found[name] for name in names] == ["12", "1e5", "none", 6 * GIB, 1, None, None, False]
+    assert found["device_total_bytes"] == [each.total_bytes for each in report.devices]
+    assert found["run_s"] == report.run_s
+    assert figure_values({"metric_loss": "nan"}) == {"metric_loss": "nan"}

@@ -12,10 +12,16 @@ from uuid import UUID, uuid4
 
 import pytest
 from prefect import flow, get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    temporary_settings,
+)
+from rich.console import Console
 
 import prefect_gpu
 from prefect_gpu.cli.commands import main
+from prefect_gpu.cli.terminal_markdown import TerminalMarkdown
 from prefect_gpu.errors import ReportError
 from prefect_gpu.reports import published
 from prefect_gpu.reports.publish import flow_artifact, task_artifact
@@ -88,13 +94,17 @@ def test_the_command_writes_what_was_asked(run_id: UUID, tmp_path: Path, capsys:
     assert main(["report", str(run_id), "--html", str(page)]) == 0
     assert "3 processes" in capsys.readouterr().out and "</html>" in page.read_text()
     assert main(["report", str(run_id), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["processes"]) == 3
+    written = json.loads(capsys.readouterr().out)
+    assert [each["figures"]["attempt"] for each in written["processes"]] == [1, 2, 3]
+    assert written["figures"]["processes"] == 3
     assert main(["report", str(run_id), "--csv"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert main(["report", str(run_id)]) == 0
     assert "3 attempts" in capsys.readouterr().out
     assert main(["report", str(run_id), "--html", str(tmp_path / "no" / "page")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written: No such file or directory\n" in capsys.readouterr().err
+    assert main(["report", str(run_id), "--json", "--csv"]) == 2
+    assert "--json and --csv exclude each other" in capsys.readouterr().err
 
 
 def test_a_flow_run_that_is_not_there_or_has_no_report_is_one_clear_error(api: str) -> None:
@@ -111,6 +121,27 @@ def test_a_flow_run_that_is_not_there_or_has_no_report_is_one_clear_error(api: s
 def test_an_api_that_does_not_answer_is_one_clear_error() -> None:
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        pytest.raises(ReportError, match="API cannot be read: ConnectError"),
+        pytest.raises(
+            ReportError, match=r"API at http://127\.0\.0\.1:9/api cannot be read: Connect"
+        ) as told,
     ):
         prefect_gpu.report("anything")
+    assert "`prefect server start`" in str(told.value)
+
+
+def test_without_an_api_and_without_a_temporary_server_there_is_one_clear_error() -> None:
+    with (
+        temporary_settings(
+            {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}, restore_defaults={PREFECT_API_URL}
+        ),
+        pytest.raises(ReportError, match="there is no Prefect API"),
+    ):
+        prefect_gpu.report("anything")
+
+
+def test_a_name_that_is_too_long_for_its_column_is_wrapped_and_not_cut() -> None:
+    written = io.StringIO()
+    console = Console(width=30, file=written)
+    name = "evaluate-with-a-long-name-4c5"
+    console.print(TerminalMarkdown(f"| task run | outcome |\n|---|---|\n| {name} | completed |"))
+    assert "…" not in written.getvalue()

@@ -74,7 +74,7 @@ def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> st
     tags = [each for each in task_tags(reports) if each.write and not each.fits]
     parts = (
         ([_task_line(group) for group in longest], "tasks"),
-        ([_device_line(device, size) for device, size in peaks], "devices"),
+        ([_device_line(device, size) for device, size in peaks if size], "devices"),
         ([_tag_line(each) for each in tags], "tags to change"),
     )
     lines = [f"GPU task runs: {', '.join(counts)}"]

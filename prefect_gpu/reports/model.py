@@ -387,7 +387,7 @@ class UnstartedRun:
 
     task_run_id: UUID
     task_run_name: str
-    outcome: Literal["failed", "cancelled"]
+    outcome: Literal["failed", "cancelled", "died"]
     #: The error on one line.
     error: str
     #: When it ended, in seconds since the epoch.

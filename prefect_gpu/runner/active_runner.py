@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
 from prefect import Task
@@ -72,6 +72,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that the end of a flow waits for children that were killed, and for the last reports.
 CLOSING_S = 30.0
+
+
+_Ended = TypeVar("_Ended", TaskReport, UnstartedRun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,13 +599,21 @@ class ActiveRunner:
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)
             if self._reports or self._unstarted:
-                unstarted = [*self._unstarted.values()]
+                reports, unstarted = self._reports, [*self._unstarted.values()]
+                if self._ended_by.crashed:
+                    # The task runs that ended with the flow are crashed for Prefect, as under its own runners.
+                    reports, unstarted = [*map(_crashed, reports)], [*map(_crashed, unstarted)]
                 self._publisher.publish_flow(
-                    self._reports, unstarted, flow_name=name, flow_run_id=flow_run_id
+                    reports, unstarted, flow_name=name, flow_run_id=flow_run_id
                 )
                 self._reports, self._unstarted = [], {}
             self._publisher.close(CLOSING_S)
         self._client.close()
+
+
+def _crashed(ended: _Ended) -> _Ended:
+    """Return what is reported of a task run as that of one that crashed, if it was ended with its flow."""
+    return replace(ended, outcome="died") if ended.outcome == "cancelled" else ended
 
 
 def _make_broker(given: Configuration, folder: Path | None) -> Broker:

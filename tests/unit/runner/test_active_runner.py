@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import task
@@ -15,6 +16,7 @@ from prefect.states import Completed
 from prefect_gpu import GPUTaskRunner
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import CapacityError
+from prefect_gpu.reports.model import UnstartedRun
 from prefect_gpu.reports.publish import artifact_key
 from prefect_gpu.runner import active_runner, prefect_engine, submission
 from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
@@ -169,6 +171,29 @@ def test_the_summary_of_a_flow_ends_with_the_address_of_its_reports(
     runner.close(failed=False)
     address = f"\n  reports: {url}" if url else ""
     assert said == [f"GPU task runs: 1 Completed{address}"]
+
+
+@pytest.mark.parametrize(
+    ("error", "count"),
+    [(KeyboardInterrupt(), "1 completed, 2 crashed"), (None, "1 completed, 2 cancelled")],
+    ids=["Ctrl-C", "its function failed"],
+)
+def test_the_report_of_a_flow_has_prefects_word_for_what_ended_with_it(
+    error: BaseException | None, count: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = FakeAPI()
+    artifacts: list[Any] = []
+    runner = ActiveRunner(Configuration(**KNOWN))
+    monkeypatch.setattr(api, "create_artifact", artifacts.append)
+    monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
+    runner._open_publisher()
+    ids = [UUID(int=number) for number in range(3)]
+    runner.report(task_report(task_run_id=ids[0]))
+    runner.report(task_report(task_run_id=ids[1], outcome="cancelled"))
+    runner.note_unstarted(UnstartedRun(ids[2], "waits", "cancelled", "", 0.0))
+    runner.close(True, error)
+    assert artifacts[-1].description.startswith(f"3 task runs: {count}; 2 attempts")
+    assert "· cancelled ·" in artifacts[1].description, "the report of the process"
 
 
 def test_a_signal_while_the_summary_is_written_loses_no_report(

@@ -177,6 +177,8 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
     frameworks = report.framework or "none"
     live, reserved = report.peak_live_bytes, report.peak_reserved_bytes
     unknown = f"unknown (framework: {escape(frameworks)})"
+    # What is allocated on simulated devices is of no framework.
+    by = "" if frameworks == "none" else f", by {escape(frameworks)}"
     several = len(report.devices) > 1
     each, together = (" on each device", " on all together") if several else ("", "")
     if len({*report.budgets_bytes}) > 1:
@@ -202,7 +204,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
         ),
         (
             "Peak allocated (live)",
-            unknown if live is None else f"{format_bytes(live)}, by {escape(frameworks)}",
+            unknown if live is None else format_bytes(live) + by,
         ),
         (
             "Peak held by the framework",
@@ -540,6 +542,8 @@ def _every_run(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> str:
 
 def _of_budget(report: TaskReport) -> str:
     peak, budget = report.peak_process_bytes, report.budget_total_bytes
+    if not peak:
+        return f"not seen, of {format_bytes(budget)}"
     return f"{format_bytes(peak)} of {format_bytes(budget)} ({percent(peak, budget)})"
 
 

@@ -451,9 +451,10 @@ class Attempt:
     def _take_death(self, exited: ChildExited) -> ChildDiedError:
         """Return the error of a process that ended without an answer."""
         cause = _kill_cause(exited, self._kills_before)
-        self._verdict = Verdict(
-            "died", _describe_exit(exited.code), cause, stderr_tail=exited.stderr_tail
-        )
+        said = f"the process {_describe_exit(exited.code)}"
+        if line := crashed_at(exited.stderr_tail):
+            said += f"; it crashed in native code that {line} called"
+        self._verdict = Verdict("died", said, cause, stderr_tail=exited.stderr_tail)
         if exited.stderr_tail:
             self._run.warn(f"The process died; end of its standard error:\n{exited.stderr_tail}")
         return _death_by_exit(self._plan.task_name, exited, self._learned, cause)

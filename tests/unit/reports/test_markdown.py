@@ -239,6 +239,14 @@ def test_a_report_says_where_the_memory_snapshot_lies() -> None:
     assert "Memory snapshot" not in task_markdown(task_report())
 
 
+def test_memory_that_was_not_seen_is_not_said_to_be_none() -> None:
+    unseen = task_report(
+        peak_process_bytes=0, outcome="died", framework="none", peak_live_bytes=GIB
+    )
+    assert "| not seen, of 6GiB |" in flow_markdown([unseen])
+    assert "| Peak allocated (live) | 1GiB |" in task_markdown(unseen)
+
+
 def test_a_table_of_marks_alone_has_no_column_for_their_time() -> None:
     marks = (Mark(9, "after forward", None, 3 * MIB, 4 * MIB, 2 * GIB, 2 * GIB, 2700 * MIB),)
     text = task_markdown(task_report(marks=marks))

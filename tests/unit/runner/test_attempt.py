@@ -254,7 +254,20 @@ def test_a_process_that_dies_sending_its_value_has_died() -> None:
     scene = Scene(BodyEnded(False), ChildExited(-11, "", truncated=True))
     with pytest.raises(ChildDiedError, match="was killed by SIGSEGV; it died while sending"):
         scene.go()
-    assert (scene.report.outcome, scene.report.error) == ("died", "was killed by SIGSEGV")
+    assert (scene.report.outcome, scene.report.error) == (
+        "died",
+        "the process was killed by SIGSEGV",
+    )
+
+
+def test_the_report_of_a_process_that_crashed_names_the_users_line() -> None:
+    said = 'Current thread 0x1 (most recent call first):\n  File "/home/ada/train.py", line 12 in fit\n'
+    scene = Scene(ChildExited(-11, said))
+    with pytest.raises(ChildDiedError):
+        scene.go()
+    assert scene.report.error == (
+        "the process was killed by SIGSEGV; it crashed in native code that fit (/home/ada/train.py:12) called"
+    )
 
 
 def test_a_sigkill_from_outside_has_an_unknown_cause() -> None:

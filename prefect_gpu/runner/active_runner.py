@@ -599,10 +599,8 @@ class ActiveRunner:
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)
             if self._reports or self._unstarted:
-                reports, unstarted = self._reports, [*self._unstarted.values()]
-                if self._ended_by.crashed:
-                    # The task runs that ended with the flow are crashed for Prefect, as under its own runners.
-                    reports, unstarted = [*map(_crashed, reports)], [*map(_crashed, unstarted)]
+                reports = [_as_ended(each, self._ended_by) for each in self._reports]
+                unstarted = [_as_ended(each, self._ended_by) for each in self._unstarted.values()]
                 self._publisher.publish_flow(
                     reports, unstarted, flow_name=name, flow_run_id=flow_run_id
                 )
@@ -611,9 +609,11 @@ class ActiveRunner:
         self._client.close()
 
 
-def _crashed(ended: _Ended) -> _Ended:
-    """Return what is reported of a task run as that of one that crashed, if it was ended with its flow."""
-    return replace(ended, outcome="died") if ended.outcome == "cancelled" else ended
+def _as_ended(found: _Ended, by: CancelledByRunner) -> _Ended:
+    """Return what is reported of a task run, with the word and the reason of its state if it was ended with its flow."""
+    if found.outcome != "cancelled":
+        return found
+    return replace(found, outcome="died" if by.crashed else "cancelled", error=str(by))
 
 
 def _make_broker(given: Configuration, folder: Path | None) -> Broker:

@@ -712,6 +712,6 @@ def first_line(error: BaseException) -> str:
         text = str(error).strip().partition("\n")[0]
     except Exception:  # noqa: BLE001 - a user's class may have no text
         text = ""
-    if isinstance(error, PrefectGPUError):
+    if isinstance(error, (PrefectGPUError, CancelledByRunner)):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -194,6 +194,7 @@ def test_the_report_of_a_flow_has_prefects_word_for_what_ended_with_it(
     runner.close(True, error)
     assert artifacts[-1].description.startswith(f"3 task runs: {count}; 2 attempts")
     assert "· cancelled ·" in artifacts[1].description, "the report of the process"
+    assert artifacts[-1].data.count(f": {prefect_engine.ended_by(error)}\n") == 2
 
 
 def test_a_signal_while_the_summary_is_written_loses_no_report(

@@ -180,6 +180,10 @@ class ChildTimeoutError(PrefectGPUError, TimeoutError):
             f"its process was killed"
         )
 
+    def __repr__(self) -> str:
+        # Prefect shows it in the message of the task run's state (3.8.8).
+        return f"{type(self).__name__}: {self}"
+
 
 @dataclass(eq=False, repr=False)
 class BudgetExceededError(PrefectGPUError):

@@ -240,6 +240,7 @@ def test_a_task_that_takes_longer_than_its_timeout_is_timed_out(timed: Run) -> N
     future = timed.futures["hangs"]
     assert (future.state.type.value, future.state.name) == ("FAILED", "TimedOut")
     assert api.task_run(future.task_run_id).state_name == "TimedOut"
+    assert "ran longer than timeout_seconds=2; its process was killed" in future.state.message
     with pytest.raises(ChildTimeoutError, match=r"longer than timeout_seconds=2"):
         future.result()
 

@@ -18,7 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnknownOptionError
+from cyclopts import (
+    App,
+    CycloptsError,
+    Parameter,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 from cyclopts.validators import Number
 
 from prefect_gpu.cli.run_commands import list_histories, recommend, reset_histories, show_report
@@ -97,6 +104,8 @@ def _explain(error: CycloptsError) -> str:
         names = {name for argument in error.argument_collection for name in argument.names}
         options = sorted(name for name in names if name.startswith("-"))
         text += f"; accepted: {', '.join((*options, '--help'))}"
+    if isinstance(error, UnusedCliTokensError):
+        text = f"nothing is expected here: {' '.join(error.unused_tokens or ())}"
     if isinstance(error, UnknownCommandError):
         # Cyclopts itself names eight.
         text = f"{text.partition('. ')[0]}. Available commands: {', '.join(_commands())}"

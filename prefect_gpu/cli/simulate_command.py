@@ -100,9 +100,19 @@ def simulate_command(
     if tasks:
         heads = ("task", "submitted", "waited", "started", "ended", "devices", "passed")
         rows += ["", *table_lines([heads, *(_outcome_row(o) for o in schedule.outcomes)])]
-    never = [o for o in schedule.outcomes if o.refusal]
-    rows += [f"{o.task.name} can never run: {o.refusal}" for o in never]
-    return "\n".join(rows)
+    return "\n".join([*rows, *_never_lines(schedule)])
+
+
+def _never_lines(schedule: Schedule) -> list[str]:
+    """Return a line for each reason why tasks can never run."""
+    names: dict[str, list[str]] = {}
+    for outcome in schedule.outcomes:
+        if outcome.refusal:
+            names.setdefault(outcome.refusal, []).append(outcome.task.name)
+    return [
+        f"{', '.join(tasks[:3])}{f' and {len(tasks) - 3} more' if len(tasks) > 3 else ''} can never run: {refusal}"
+        for refusal, tasks in names.items()
+    ]
 
 
 def _read(source: str) -> tuple[list[ListedTask], RecordedRun | None]:

@@ -407,6 +407,10 @@ for _name, _wrap in _wrapped:
         setattr(SyncTaskRunEngine, _name, _wrap(getattr(SyncTaskRunEngine, _name)))
 
 
+#: Names of GPU tasks that ran in a flow without a `GPUTaskRunner`; each is warned of once.
+_without_runner: set[str] = set()
+
+
 def _warns_of_direct_calls(begin_run: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(begin_run)
     def begin(engine: Any) -> Any:
@@ -414,9 +418,16 @@ def _warns_of_direct_calls(begin_run: Callable[[Any], Any]) -> Callable[[Any], A
         # Only a `GPUTaskRunner` has it. In the process of a GPU task there is a device.
         is_first = getattr(context and context.task_runner, "is_first_direct_call", None)
         directly = not getattr(task.fn, "runs_in_child", False) and current_allocation() is None
-        if is_first is not None and directly:
+        if context is not None and directly:
             tagged = any(map(is_gpu_tag, {*task.tags, *context_tags()}))
-            if tagged and is_first(task.name):
+            if tagged and is_first is None and task.name not in _without_runner:
+                _without_runner.add(task.name)
+                engine.logger.warning(
+                    "GPU task %r runs in the flow's own process, and its gpu tags have no effect: its flow has another "
+                    "task runner. Write @flow(task_runner=GPUTaskRunner()).",
+                    task.name,
+                )
+            if tagged and is_first is not None and is_first(task.name):
                 engine.logger.warning(
                     "GPU task %r was called directly: it runs in the flow's own process, without a device or a memory "
                     "budget of its own. Call it with .submit() or .map().",

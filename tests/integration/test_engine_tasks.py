@@ -503,3 +503,27 @@ def test_a_gpu_task_that_is_called_directly_is_warned_of_once_and_only_in_the_fl
     assert sorted(warned) == ["own", "tagged", "waits"]
     (one,) = [log for message, log in logs.items() if message.startswith("GPU task 'own'")]
     assert one.level == logging.WARNING and one.task_run_id is not None
+
+
+def test_gpu_tasks_of_a_flow_without_the_runner_are_warned_of() -> None:
+    @task(tags=SMALL)
+    def lonely() -> int:
+        return os.getpid()
+
+    @task
+    def plain() -> int:
+        return os.getpid()
+
+    ids: list[UUID] = []
+
+    @flow
+    def forgets() -> None:
+        ids.append(UUID(prefect.runtime.flow_run.id))
+        pids = [task.submit().result() for task in (plain, lonely, lonely)]
+        assert {*pids} == {os.getpid()}
+        get_run_logger().info("last")
+
+    forgets()
+    logs = api.logs(ids[0], ["last"])
+    (warned,) = [message for message in logs if "its gpu tags have no effect" in message]
+    assert warned.startswith("GPU task 'lonely' ") and "task_runner=GPUTaskRunner()" in warned

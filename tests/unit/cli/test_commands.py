@@ -226,6 +226,7 @@ def test_simulate_names_what_is_wrong_with_its_input(
         pytest.param([], "a COMMAND is required; accepted: devices, status, doctor, check, report, recommend, simulate, version, history (see prefect-gpu --help)", id="no command"),
         pytest.param(["list"], 'Unknown command "list". Available commands: devices, status, doctor, check, report, recommend, simulate, version, history', id="unknown command"),
         pytest.param(["check"], 'Command "check" parameter TAGS requires an argument', id="no tag"),
+        pytest.param(["version", "now"], "nothing is expected here: now", id="more than is expected"),
         pytest.param(["devices", "--jsn"], "Unknown option: --jsn. Did you mean --json?; accepted: --address, --devices, --json, --help", id="unknown option"),
         pytest.param(["simulate", "-"], 'Command "simulate" parameter --devices requires an argument', id="missing option"),
         pytest.param(["simulate", "-", "--devices", "1GiB", "--placement", "tight"], 'Invalid value "tight" for --placement. Choose from: "spread", "pack"', id="unknown placement"),

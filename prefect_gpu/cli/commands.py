@@ -236,17 +236,20 @@ def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | i
     return int(any(each.level == "problem" for each in findings))
 
 
-def _check(tags: list[str], /) -> str:
+def _check(tags: list[str], /, *, as_json: Annotated[bool, Parameter("--json")] = False) -> str:
     """Read tags and print the policy, or what is wrong.
 
     Args:
-        tags: For example "gpu:memory=6GiB".
+        tags: One or more, for example "gpu:memory=6GiB".
+        as_json: Print JSON, sizes in bytes and times in seconds; null: the tags do not make it a GPU task.
 
     Examples:
         prefect-gpu check "gpu:memory=6GiB" "gpu:framework=torch"
         prefect-gpu check gpu:memory=40% gpu:count=2
     """
     policy = parse_tags(tags)
+    if as_json:
+        return json.dumps(policy and dataclasses.asdict(policy), indent=2, default=sorted)
     if policy is None:
         hints = (f"; {tag!r}: did you mean {meant!r}?" for tag in tags if (meant := near_miss(tag)))
         return f"no gpu tag: the task runs in a thread, without a device of its own{''.join(hints)}"

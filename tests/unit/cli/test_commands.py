@@ -57,6 +57,17 @@ def test_check_explains_tags(capsys: Capture, tags: list[str], line: str) -> Non
     assert line in capsys.readouterr().out
 
 
+def test_check_prints_json(capsys: Capture) -> None:
+    assert (
+        main(["check", "gpu:memory=6GiB", "gpu:framework=torch:70%", "gpu:wait=10m", "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["memory"], found["wait_s"], found["count"]) == (6 * GIB, 600, 1)
+    assert found["stated"] == ["framework", "memory", "wait"]
+    assert main(["check", "nightly", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) is None
+
+
 def test_check_refuses_a_bad_tag(capsys: Capture) -> None:
     assert main(["check", "gpu:memory=8"]) == 2
     printed = capsys.readouterr()

@@ -20,13 +20,22 @@ Exceptions that a task itself raises are not among them: they reach the flow unc
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from prefect_gpu.units import format_bytes
 
+#: Characters of an error's text in its `repr` at most.
+REPR_LIMIT = 60
+
 
 class PrefectGPUError(Exception):
     """Base of all errors of this package."""
+
+    def __repr__(self) -> str:
+        # Prefect logs it above a traceback whose last line has the whole text (3.8.8).
+        said = textwrap.shorten(str(self), REPR_LIMIT, placeholder=" …")
+        return f"{type(self).__name__}({said!r})"
 
     def __post_init__(self) -> None:
         # Pickle, which brings errors from the child to the parent, calls the class with `args`.

@@ -69,6 +69,20 @@ def test_an_error_crosses_a_pipe_unchanged(error: Exception, parts: list[str]) -
     assert vars(copy) == vars(error)
 
 
+@pytest.mark.parametrize(
+    "error", [each for each, _ in ERRORS], ids=lambda each: type(each).__name__
+)
+def test_the_repr_of_an_error_is_short_but_for_what_prefect_makes_a_state_of(
+    error: Exception,
+) -> None:
+    shown = repr(error)
+    assert shown.startswith(type(error).__name__)
+    if isinstance(error, errors.ChildTimeoutError):
+        assert shown.endswith(str(error))
+    else:
+        assert len(shown) < len(type(error).__name__) + errors.REPR_LIMIT + 5
+
+
 def test_every_error_is_tested_here() -> None:
     ours = {
         each

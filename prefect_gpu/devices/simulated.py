@@ -77,6 +77,10 @@ class SimulatedOutOfMemoryError(RuntimeError):
             self.cap_bytes
         )
 
+    def __repr__(self) -> str:
+        # As a framework's: its text, not the numbers that it was made with.
+        return f"{type(self).__name__}({str(self)!r})"
+
     def __str__(self) -> str:
         text = (
             f"out of memory: tried to allocate {format_bytes(self.requested_bytes)}; "

@@ -42,6 +42,8 @@ class DriverCallError(PrefectGPUError):
     code: int | None
     #: Why there was no answer.
     problem: str = ""
+    #: There was none because the driver process has ended.
+    ended: bool = False
 
     def __str__(self) -> str:
         if self.code is None:
@@ -100,7 +102,7 @@ class _Process:
                 self._calls[str(self._number)] = call
                 line = " ".join([str(self._number), step, str(pid), *words]) + "\n"
         if self._calls is None:
-            raise DriverCallError(step, None, "the process that calls the driver has ended")
+            raise DriverCallError(step, None, "the process that calls the driver has ended", True)
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line.encode())
@@ -111,7 +113,7 @@ class _Process:
         if not call.answered.wait(deadline_s):
             raise DriverCallError(step, None, f"no answer after {deadline_s:.1f}s")
         if call.code is None:
-            raise DriverCallError(step, None, "the process that calls the driver has ended")
+            raise DriverCallError(step, None, "the process that calls the driver has ended", True)
         if call.code:
             raise DriverCallError(step, call.code)
         return call.value

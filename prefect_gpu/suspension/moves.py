@@ -8,13 +8,15 @@ in time is lost: the driver does not say what is left of it. It must be killed.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from prefect_gpu.errors import PrefectGPUError
-from prefect_gpu.suspension.driver_calls import DriverCallError, DriverCalls
+from prefect_gpu.suspension.driver_calls import DriverCallError, DriverCalls, Step
 
 #: States of a process, as the driver numbers them.
 RUNNING, LOCKED, AWAY, FAILED = range(4)
@@ -28,8 +30,16 @@ SHORT_S: Final = 10.0
 #: A move is given `SHORT_S` and a second for so many bytes. The slowest that was measured is 1.7 GiB/s out.
 SLOWEST_BYTES_S: Final = 256 << 20
 
-#: Seconds between two looks at the state of a process after the driver process has ended within a call.
-_LOOK_S = 0.1
+#: The state that each call finds a process in, and the one in which it leaves it.
+_BEFORE_AND_AFTER: Final[Mapping[Step, tuple[int, int]]] = {
+    "lock": (RUNNING, LOCKED),
+    "checkpoint": (LOCKED, AWAY),
+    "restore": (AWAY, LOCKED),
+    "unlock": (LOCKED, RUNNING),
+}
+
+#: How often a call is made again because the driver process has ended within it.
+_MOST_AGAIN = 3
 
 
 @dataclass(eq=False)
@@ -80,14 +90,12 @@ def move_out(calls: DriverCalls, pid: int, used_bytes: int) -> float:
     """
     begun_s = time.monotonic()
     try:
-        _call(
-            calls, "lock", pid, str(round(1000 * LOCK_S)), deadline_s=LOCK_S + SHORT_S, then=LOCKED
-        )
+        _call(calls, "lock", pid, str(round(1000 * LOCK_S)), deadline_s=LOCK_S + SHORT_S)
     except DriverCallError as error:
-        _unlock(calls, pid, f"it could not be locked: {error}")
+        _unlock(calls, pid, str(error))
         raise NotSuspendedError(str(error)) from error
     try:
-        _call(calls, "checkpoint", pid, deadline_s=move_deadline_s(used_bytes), then=AWAY)
+        _call(calls, "checkpoint", pid, deadline_s=move_deadline_s(used_bytes))
     except DriverCallError as error:
         raise ProcessLostError(str(error)) from error
     return time.monotonic() - begun_s
@@ -115,50 +123,53 @@ def move_in(
     begun_s = time.monotonic()
     words = [uuid for pair in (onto or {}).items() for uuid in pair]
     try:
-        _call(calls, "restore", pid, *words, deadline_s=move_deadline_s(used_bytes), then=LOCKED)
+        _call(calls, "restore", pid, *words, deadline_s=move_deadline_s(used_bytes))
     except DriverCallError as error:
         raise ProcessLostError(str(error)) from error
-    _unlock(calls, pid, "it could not be unlocked")
+    _unlock(calls, pid, "it stays locked")
     return time.monotonic() - begun_s
 
 
 def _unlock(calls: DriverCalls, pid: int, why: str) -> None:
     """Let a locked process go on; one that is not locked does so already.
 
+    Args:
+        calls: Of the driver.
+        pid: Of the process.
+        why: What has happened, for the error.
+
     Raises:
         ProcessLostError: It stays locked.
     """
     try:
-        _call(calls, "unlock", pid, deadline_s=SHORT_S, then=RUNNING)
-    except DriverCallError:
-        try:
+        _call(calls, "unlock", pid, deadline_s=SHORT_S)
+    except DriverCallError as error:
+        with contextlib.suppress(DriverCallError):
             if calls.call("state", pid, deadline_s=SHORT_S) == RUNNING:
                 return
-        except DriverCallError as silent:
-            error = silent
-        raise ProcessLostError(f"{why}, and {error}") from error
+        raise ProcessLostError(f"{why}; {error}") from error
 
 
-def _call(
-    calls: DriverCalls, step: str, pid: int, *words: str, deadline_s: float, then: int
-) -> None:
-    """Make a call. If the driver process ends within it, look at what has become of the process.
+def _call(calls: DriverCalls, step: Step, pid: int, *words: str, deadline_s: float) -> None:
+    """Make a call; again, if the driver process has ended within it and the call had no effect.
 
-    The driver carries out a call in the process itself, so it may end well without the process that asked for it.
+    The driver carries out a call in the process itself, so it may end well without the process that asked for it, and
+    asking for the state waits for that (seen with driver 580.159.04, each step interrupted at once, after 0.05 and 0.5 s).
 
     Raises:
-        DriverCallError: The process has not reached the state `then` within the deadline.
+        DriverCallError: It failed, or did not end within the deadline.
     """
     until_s = time.monotonic() + deadline_s
-    try:
-        calls.call(step, pid, *words, deadline_s=deadline_s)  # type: ignore[arg-type]
-        return
-    except DriverCallError as error:
-        if error.code is not None:
-            raise
-        first = error
-    while time.monotonic() < until_s:
-        if calls.call("state", pid, deadline_s=SHORT_S) == then:
+    before, after = _BEFORE_AND_AFTER[step]
+    for again in itertools.count():
+        try:
+            calls.call(step, pid, *words, deadline_s=until_s - time.monotonic())
             return
-        time.sleep(_LOOK_S)
-    raise first
+        except DriverCallError as error:
+            if not error.ended or again == _MOST_AGAIN:
+                raise
+            state = calls.call("state", pid, deadline_s=until_s - time.monotonic())
+            if state == after:
+                return
+            if state != before:
+                raise

@@ -1,10 +1,10 @@
 """GPU memory of running processes goes to the host and comes back, twenty times, and nothing in them notices.
 
-    python -m tests.gpu.check_suspension [--only NAME...] [--turns 20]
+    python -m tests.gpu.check_suspension [--only NAME...] [--turns 20] [--between-devices]
 
 Each program of `suspension_bodies` runs twice: once undisturbed, once while its memory is moved out and in. Seen are
 the memory that NVML shows for the process while it is away, the seconds of each move, and that both computed the same,
-bit for bit. Some run side by side, so the seconds are those of a device that others use too.
+bit for bit. With `--between-devices` each comes back on the other of two devices. Some run side by side, so the seconds are those of a device that others use too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pynvml
@@ -55,6 +55,18 @@ def used_bytes(pid: int) -> int:
     return total
 
 
+def devices_of(pid: int) -> tuple[int, ...]:
+    """The indices of the devices on which NVML shows a process."""
+    return tuple(
+        index
+        for index in range(pynvml.nvmlDeviceGetCount())
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(
+            pynvml.nvmlDeviceGetHandleByIndex(index)
+        )
+        if process.pid == pid
+    )
+
+
 class Program:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -81,13 +93,16 @@ class Program:
         raise RuntimeError(f"it ended with {self.process.returncode}: {errors[-600:]}")
 
 
-def try_one(calls: DriverCalls, name: str, turns: int) -> Found:
+def try_one(
+    calls: DriverCalls, name: str, turns: int, onto: Mapping[str, str] | None = None
+) -> Found:
     found = Found(name)
     moved, other = Program(name), Program(name)
     try:
         moved.ready()
         other.ready()
         pid = moved.process.pid
+        where = {devices_of(pid)}
         for _ in range(turns):
             time.sleep(BETWEEN_S)
             if moved.process.poll() is not None:
@@ -96,10 +111,13 @@ def try_one(calls: DriverCalls, name: str, turns: int) -> Found:
             found.used = max(found.used, used)
             found.out_s.append(move_out(calls, pid, used))
             found.away = max(found.away, used_bytes(pid))
-            found.in_s.append(move_in(calls, pid, used))
+            found.in_s.append(move_in(calls, pid, used, onto))
+            where.add(devices_of(pid))
             found.turns += 1
         if moved.digest() != other.digest():
             found.problem = "it computed something else"
+        elif len(where) != (2 if onto else 1):
+            found.problem = f"it was on the devices {where}"
         elif found.away:
             found.problem = "memory was left on the device"
     except Exception as error:
@@ -115,8 +133,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=[*BODIES], default=[*BODIES])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--beside", type=int, default=4, help="programs that are moved at a time")
+    parser.add_argument("--between-devices", action="store_true", help="needs two of one model")
     options = parser.parse_args(arguments)
     pynvml.nvmlInit()
+    onto: dict[str, str] | None = None
+    if options.between_devices:
+        first, second = (
+            pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in (0, 1)
+        )
+        onto = {first: second, second: first}
     device = pynvml.nvmlDeviceGetHandleByIndex(0)
     say(f"{pynvml.nvmlDeviceGetName(device)}, driver {pynvml.nvmlSystemGetDriverVersion()}")
     calls = DriverCalls()
@@ -128,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{name}: not installed")
     with concurrent.futures.ThreadPoolExecutor(options.beside) as threads:
         rows = []
-        for found in threads.map(lambda name: try_one(calls, name, options.turns), names):
+        for found in threads.map(lambda name: try_one(calls, name, options.turns, onto), names):
             say(f"{found.name}: {found.turns} turns {found.problem}")
             rows.append(found)
     table(

@@ -433,7 +433,7 @@ def test_a_node_that_does_not_answer_gets_no_task(
         try:
             # Longer than the silence after which a node is left out.
             time.sleep(3.0)
-            small = work.with_options(tags=gpu(memory="4GiB"))
+            small = work.with_options(tags=gpu(memory="3GiB"))
             after = [small.submit(i, str(second)) for i in range(4)]
             placed = meet(second, 4)
         finally:

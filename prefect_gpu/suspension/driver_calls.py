@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -74,10 +75,13 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            bufsize=0,
             # Ctrl-C in a terminal is not meant for it.
             start_new_session=True,
             cwd="/",
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         start_thread(self._read, "prefect-gpu-driver-calls")
 
     @property
@@ -97,19 +101,15 @@ class _Process:
     def call(self, step: str, pid: int, words: Sequence[str], deadline_s: float) -> int:
         call = _Call()
         with self._lock:
-            if self._calls is not None:
+            if self._calls is None:
+                call.answered.set()
+            else:
                 self._number += 1
                 self._calls[str(self._number)] = call
                 line = " ".join([str(self._number), step, str(pid), *words]) + "\n"
-        if self._calls is None:
-            raise DriverCallError(step, None, "the process that calls the driver has ended", True)
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
-        except OSError:
-            # Its end answers all calls.
-            pass
+                # Its end answers all calls, also one that it does not take.
+                with contextlib.suppress(OSError):
+                    os.write(self._stdin.fileno(), line.encode())
         if not call.answered.wait(deadline_s):
             raise DriverCallError(step, None, f"no answer after {deadline_s:.1f}s")
         if call.code is None:
@@ -119,8 +119,7 @@ class _Process:
         return call.value
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._stdout:
             try:
                 number, code, value = line.decode().split()
                 with self._lock:
@@ -133,8 +132,10 @@ class _Process:
                 continue
         with self._lock:
             unanswered, self._calls = self._calls or {}, None
+            self._stdin.close()
         for call in unanswered.values():
             call.answered.set()
+        self._stdout.close()
         self._process.wait()
 
     def close(self) -> None:
@@ -142,9 +143,10 @@ class _Process:
 
     def forget(self) -> None:
         """Close the pipe in a fork of the flow, or the driver process would not see the flow end."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            os.close(pipe.fileno())
+        # Without their locks, which a thread of the flow may have held.
+        for pipe in (self._stdin, self._stdout):
+            with contextlib.suppress(OSError, ValueError):
+                os.close(pipe.fileno())
         self._process.returncode = 0
 
 

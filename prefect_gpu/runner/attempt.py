@@ -74,7 +74,7 @@ from prefect_gpu.scheduling.ladder import Cause, Evidence, Rung
 from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.suspension.eligibility import Candidate
 from prefect_gpu.suspension.moves import ProcessLostError
-from prefect_gpu.suspension.suspended import REFUSED, Suspender, Suspension, lost_tasks
+from prefect_gpu.suspension.suspended import MOVING_IN, REFUSED, Suspender, Suspension, lost_tasks
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: Seconds between two readings of a framework's counters in the child. The reading takes
@@ -728,7 +728,7 @@ class _Suspended:
         attempt._broker.show_suspension(self._ticket, state, refused)
         if refused:
             attempt._run.say(f"{state[0].upper()}{state[1:]}")
-        elif state:
+        elif state and state != MOVING_IN:
             attempt._messages.put(Awaits(f"prefect-gpu resume: its memory is {state}"))
 
     def begun(self) -> None:

@@ -444,6 +444,37 @@ class Broker:
             self._note_neighbours(ticket.devices)
             return tuple(ticket.neighbours)
 
+    def show_suspension(self, ticket: Ticket, state: str, refused: bool = False) -> None:
+        """Show in the ledger how far the suspension of a request's process is.
+
+        Args:
+            ticket: Of the request.
+            state: As text for a person; empty: it runs.
+            refused: It is not suspended, and not asked for any more.
+        """
+        with self._changed:
+            if refused:
+                ticket.held_back = False
+        self._ledger.set_suspension(ticket.request.id, state, False if refused else None)
+
+    def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
+        """Return the bytes that a device has free at a new reading; `None`: none came, or it has failed.
+
+        Args:
+            device: Of this broker.
+            patience_s: Seconds to wait for the reading.
+        """
+        asked_s = self._clock.now()
+        self.refresh()
+        with self._changed:
+            if not self._wait_for_reading(asked_s, patience_s):
+                return None
+            reading = self._view.reading
+            for snapshot in () if reading is None or reading.error else reading.snapshots:
+                if snapshot.device.key == device.key and not snapshot.error:
+                    return snapshot.free_bytes
+            return None
+
     def mark_running(self, ticket: Ticket) -> None:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
         self._ledger.mark_running(ticket.request.id)
@@ -763,6 +794,7 @@ class Broker:
             return
         self._states()
         self._write_held_bytes()
+        self._tell_held_back()
         self._note_neighbours(self.devices)
         for request_id, ticket in self._placed.items():
             if ticket.pid is not None and ticket.on_measured is not None:
@@ -810,6 +842,18 @@ class Broker:
             told = entry.held_bytes or (0,) * len(taken)
             if any(abs(new - old) >= HELD_STEP_BYTES for new, old in zip(taken, told, strict=True)):
                 self._calls.append(partial(self._ledger.set_held_bytes, request_id, taken))
+
+    def _tell_held_back(self) -> None:
+        """Pass on which processes a person wants to have suspended, or to go on."""
+        if not self._shares or self.reader.remote:
+            return
+        for request_id, ticket in self._placed.items():
+            entry = self._ledger.entry(request_id)
+            if entry is None or ticket.on_held_back is None or ticket.pid is None:
+                continue
+            if entry.held_back != ticket.held_back:
+                ticket.held_back = entry.held_back
+                self._calls.append(partial(ticket.on_held_back, entry.held_back))
 
     def _release_all(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:

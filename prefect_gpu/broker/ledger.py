@@ -57,6 +57,10 @@ class Entry:
     running: bool = False
     #: Hot standbys only: a task needs its memory, so it should end.
     reclaimed: bool = False
+    #: A person wants its memory to be on the host.
+    held_back: bool = False
+    #: How far that is, as text for a person; empty: its memory is on its devices.
+    suspension: str = ""
 
     @property
     def origin(self) -> str:
@@ -381,6 +385,29 @@ class Ledger:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
         with self._lock:
             self._change(request_id, running=True)
+
+    def hold_back(self, request_id: str, away: bool) -> None:
+        """Ask that the memory of a request's process goes to the host, or comes back; its own flow does it."""
+        with self._lock:
+            self._change(request_id, held_back=away)
+
+    def set_suspension(self, request_id: str, state: str, held_back: bool | None = None) -> None:
+        """Set how far the suspension of a request's process is; see `Entry.suspension`.
+
+        Args:
+            request_id: Of the request.
+            state: As text for a person.
+            held_back: What is asked from now on; `None`: as before.
+        """
+        with self._lock:
+            asked = {} if held_back is None else {"held_back": held_back}
+            self._change(request_id, suspension=state, **asked)
+
+    def holding(self) -> dict[str, Entry]:
+        """Return the entries that hold devices, of all processes, by request id."""
+        with self._lock:
+            self._look()
+            return dict(self._holding)
 
     def release(self, request_id: str) -> None:
         """Remove a request and call the watchers; unknown ids are ignored."""

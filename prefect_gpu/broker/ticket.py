@@ -54,6 +54,10 @@ class Ticket:
     on_measured: Callable[[float, tuple[Measured, ...]], None] | None = None
     #: Called with the bytes that did not come back (`None`: not known), once.
     on_recovered: Callable[[int | None], None] | None = None
+    #: Called when a person wants its memory on the host (`True`), or back.
+    on_held_back: Callable[[bool], None] | None = None
+    #: What it was called with last.
+    held_back: bool = False
     #: What others' processes held on its devices when it was placed, in bytes.
     foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
     #: Bytes that no process held on its devices when it was placed, and what others leaked there since.

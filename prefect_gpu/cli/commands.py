@@ -30,6 +30,7 @@ from cyclopts.validators import Number
 
 from prefect_gpu.cli.run_commands import list_histories, recommend, reset_histories, show_report
 from prefect_gpu.cli.simulate_command import simulate_command
+from prefect_gpu.cli.suspend_command import resume, suspend
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.live.table import table_lines
 from prefect_gpu.policy import GPUPolicy, is_gpu_tag, near_miss, parse_tags
@@ -332,6 +333,8 @@ def _device_json(snapshot: DeviceSnapshot) -> dict[str, Any]:
 for _command, _name in (
     (_devices, "devices"),
     (_status, "status"),
+    (suspend, "suspend"),
+    (resume, "resume"),
     (_doctor, "doctor"),
     (_check, "check"),
     (show_report, "report"),

@@ -131,4 +131,4 @@ def _ended_at(report: TaskReport) -> float:
 
 def _result_at(report: TaskReport) -> float:
     """Return when its result came, in seconds since the epoch. Its process ends a moment later."""
-    return report.placed_at + report.start_s + report.run_s
+    return report.placed_at + report.start_s + report.run_s + report.suspended_s

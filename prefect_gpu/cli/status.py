@@ -55,7 +55,7 @@ class TaskStatus:
     """A task that has devices, or a standby with a CUDA context of its own."""
 
     task: str
-    #: `runs`, `starts` (its process is not ready yet) or `standby`.
+    #: `runs`, `starts` (its process is not ready yet), `standby`, or how far it is suspended.
     state: str
     devices: tuple[HeldBy, ...]
     #: Seconds since it got its devices; `None`: not known any more.
@@ -193,7 +193,8 @@ def _task(
     owner = found.owners.get(entry.owner, Owner())
     return TaskStatus(
         task=entry.request.task_name,
-        state="standby" if entry.standby else "runs" if entry.running else "starts",
+        state=entry.suspension
+        or ("standby" if entry.standby else "runs" if entry.running else "starts"),
         devices=tuple(held_by(r) for r in entry.reservations if r.device_key in index_of),
         seconds=None if placed_s is None else found.now_s - placed_s,
         pid=entry.pid if entry.namespace == found.namespace else None,

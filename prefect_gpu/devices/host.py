@@ -160,6 +160,15 @@ def read_host_available_bytes() -> int:
     return read_host_memory().available_bytes
 
 
+def mps_runs() -> bool:
+    """Return whether CUDA's Multi-Process Service seems to run for this user.
+
+    Its control daemon has a pipe where `CUDA_MPS_PIPE_DIRECTORY` says, by default in `/tmp/nvidia-mps`.
+    """
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    return os.path.exists(os.path.join(folder, "control"))
+
+
 def read_oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed for lack of memory, as a sum of counters.
 

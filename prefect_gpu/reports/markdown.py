@@ -228,7 +228,17 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
                 )
             ),
         ),
+        *([("Suspended", _suspension_words(report))] if report.suspensions else []),
     ]
+
+
+def _suspension_words(report: TaskReport) -> str:
+    """Return each time in which it did not run because its memory was on the host."""
+    return "; ".join(
+        f"{format_seconds(each.seconds)}, {format_bytes(each.moved_bytes)} to host memory in "
+        f"{format_seconds(each.out_s)} and back in {format_seconds(each.in_s)}"
+        for each in report.suspensions
+    )
 
 
 def _cap_words(report: TaskReport) -> str:

@@ -59,6 +59,20 @@ class ProcessPeak:
 
 
 @dataclass(frozen=True, slots=True)
+class SuspensionFacts:
+    """A time in which a process did not run, because its memory was on the host."""
+
+    #: Seconds from the placement to its beginning, and its length with both moves.
+    at_s: float
+    seconds: float
+    #: Seconds of the moves to the host and back.
+    out_s: float
+    in_s: float
+    #: Bytes that were moved.
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TaskReport:
     """Everything that is known about one process of one task run."""
 
@@ -148,6 +162,13 @@ class TaskReport:
     refused_bytes: int | None = None
     #: The end of what it wrote to its stderr, if it died. Empty: nothing.
     stderr_tail: str = ""
+    #: When it did not run because its memory was on the host. `run_s` is without it.
+    suspensions: tuple[SuspensionFacts, ...] = ()
+
+    @property
+    def suspended_s(self) -> float:
+        """Seconds for which its memory was on the host, the moves included."""
+        return sum(each.seconds for each in self.suspensions)
 
     @property
     def node(self) -> str:
@@ -176,7 +197,7 @@ class TaskReport:
     def held_s(self) -> float:
         """Seconds for which it held its reservation, as far as the report knows."""
         last_s = self.samples[-1].at_s if self.samples else 0.0
-        return max(self.start_s + self.run_s, last_s)
+        return max(self.start_s + self.run_s + self.suspended_s, last_s)
 
     @property
     def reserved_byte_seconds(self) -> float:
@@ -241,6 +262,7 @@ class TaskReport:
             "held_s": f"{self.held_s:.3f}",
             "wanted_bytes": known(self.wanted_bytes),
             "counted_out": str(self.counted_out),
+            **({"suspended_s": f"{self.suspended_s:.3f}"} if self.suspensions else {}),
             **(_step_texts(self.steps) if self.steps else {}),
             **{f"metric_{name}": f"{value:.12g}" for name, value in self.metrics[:20]},
         }

@@ -166,13 +166,21 @@ def task_timeline_svg(report: TaskReport) -> str:
         canvas.text(x, y, words, fill=MUTED, anchor="middle", halo=True)
     if refused is not None:
         held, request = refused
-        x, y = min(x_of(report.start_s + report.run_s), right - 1), y_of(held + request)
+        ended_s = report.start_s + report.run_s + report.suspended_s
+        x, y = min(x_of(ended_s), right - 1), y_of(held + request)
         x = max(left, x - 13)
         canvas.rect(x, y, 14, y_of(held) - y, REFUSED, stroke=REFUSED, opacity=0.15, dash="4 3")
         words = f"refused: {format_bytes(request)}"
         # Below the budget's line, whose own label is above it.
         y = min(y_of(held) + 16, bottom - 6)
         canvas.text(x - 6, y, words, fill=REFUSED, anchor="end", bold=True, halo=True)
+    for each in report.suspensions:
+        x, end_x = x_of(each.at_s), x_of(each.at_s + each.seconds)
+        canvas.rect(x, top, max(1.0, end_x - x), bottom - top, MUTED, opacity=0.15)
+        if end_x - x > 66:
+            canvas.text(
+                (x + end_x) / 2, (top + bottom) / 2, "suspended", fill=MUTED, anchor="middle"
+            )
     if start_x - left > 58:
         x, y = (left + start_x) / 2, (top + bottom) / 2
         canvas.text(x, y, "starting", fill=MUTED, anchor="middle")

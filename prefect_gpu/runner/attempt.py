@@ -18,12 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
 from prefect_gpu.broker.ticket import Measured
-from prefect_gpu.devices.host import read_oom_kills
+from prefect_gpu.devices.host import mps_runs, read_host_available_bytes, read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.errors import (
     BudgetExceededError,
@@ -72,7 +72,10 @@ from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause, Evidence, Rung
 from prefect_gpu.scheduling.model import Placement, Request
-from prefect_gpu.units import format_bytes
+from prefect_gpu.suspension.eligibility import Candidate
+from prefect_gpu.suspension.moves import ProcessLostError
+from prefect_gpu.suspension.suspended import MOVING_IN, REFUSED, Suspender, Suspension, lost_tasks
+from prefect_gpu.units import format_bytes, format_seconds
 
 #: Seconds between two readings of a framework's counters in the child. The reading takes
 #: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
@@ -81,6 +84,10 @@ COUNTERS_INTERVAL_S = 0.1
 
 #: Stands for a message that did not come in time.
 _TIME_UP = object()
+
+#: Put into its messages when the process is suspended, and when it runs again.
+_PAUSED: Final = object()
+_RESUMED: Final = object()
 
 
 class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
@@ -126,6 +133,8 @@ class Attempt:
         self._cancelled = threading.Event()
         self._handle: ChildHandle | None = None
         self._launched = threading.Event()
+        #: Once there is a process.
+        self._suspender: Suspender | None = None
         #: Once it was placed.
         self._record: ProcessRecord | None = None
         #: Written by the engine's thread alone, and not after `close`.
@@ -246,6 +255,9 @@ class Attempt:
             expected_s=self._grant.expected_s,
             nodes=policy.nodes,
             standby=self._call.standby,
+            task_run_id=str(self._run.task_run.id),
+            task_run_name=clean_name(self._run.task_run.name),
+            flow_run_id=str(self._run.task_run.flow_run_id or ""),
         )
         self._ticket = ticket = self._broker.submit(request, self._call.hot)
         ticket.on_recovered = self._take_recovery
@@ -359,6 +371,7 @@ class Attempt:
             ChildTimeoutError: The body ran too long.
             BudgetExceededError: It took more than its budget, and `gpu:enforce=kill` says to end it.
             ResultError: The call or the value cannot be pickled.
+            ProcessLostError: The driver lost it when its memory was moved.
             CancelledByRunner: `cancel` was called.
             BaseException: What the body raised.
         """
@@ -388,28 +401,39 @@ class Attempt:
         """Take the child's messages until its value, or its end."""
         ended: BodyEnded | None = None
         reason: BaseException | None = None
-        deadline: float | None = None
+        limit = TimeLimit()
         while True:
-            message = self._next(deadline)
+            message = self._next(limit.left_s(time.monotonic()))
             if message is _TIME_UP:
                 assert self._plan.timeout_s is not None
                 reason = ChildTimeoutError(self._plan.task_name, self._plan.timeout_s)
-                deadline = None
+                limit.lift()
                 self._kill("timeout")
             elif message is None:
                 reason = CancelledByRunner()
-                deadline = None
+                limit.lift()
                 self._kill("cancelled")
             elif isinstance(message, BudgetExceededError):
                 reason = self._take_overshoot(message) or reason
+            elif isinstance(message, ProcessLostError):
+                reason = message
+                limit.lift()
+                self._kill("died")
+            elif message is _PAUSED:
+                limit.pause(time.monotonic())
+            elif message is _RESUMED:
+                limit.resume(time.monotonic())
+                self._run.show_running()
+            elif isinstance(message, Awaits):
+                self._run.show_awaiting(message.reason)
             elif isinstance(message, BodyStarted):
                 self._run.show_running()
                 started_s = self._learned.started_s
                 if self._plan.timeout_s is not None and started_s is not None:
-                    deadline = started_s + self._plan.timeout_s
+                    limit.set(started_s + self._plan.timeout_s)
             elif isinstance(message, BodyEnded):
                 ended = message
-                deadline = None
+                limit.lift()
             elif isinstance(message, ValueArrived) and ended is not None and reason is None:
                 # The value is kept whatever becomes of the process; it ends by itself.
                 return self._open_value(ended, message.data)
@@ -426,15 +450,13 @@ class Attempt:
             elif isinstance(message, EventEmitted):
                 self._run.forward_event(message.event)
 
-    def _next(self, deadline: float | None) -> Any:
-        if deadline is None:
-            return self._messages.get()
+    def _next(self, left_s: float | None) -> Any:
         try:
-            return self._messages.get(timeout=max(0.0, deadline - time.monotonic()))
+            return self._messages.get(timeout=left_s)
         except queues.Empty:
             return _TIME_UP
 
-    def _kill(self, outcome: Literal["timeout", "cancelled", "oom"]) -> None:
+    def _kill(self, outcome: Literal["timeout", "cancelled", "oom", "died"]) -> None:
         """End the process. Its outcome is noted first, before the process can end."""
         self._verdict = Verdict(outcome)
         assert self._handle is not None
@@ -516,6 +538,8 @@ class Attempt:
         assert self._ticket is not None
         self._broker.attach(self._ticket, pid)
         self._memory.attach(pid)
+        self._suspender = Suspender(pid, _Suspended(self))
+        self._ticket.on_held_back = self._suspender.ask
 
     def _answer(self, question: Asked) -> None:
         try:
@@ -537,6 +561,10 @@ class Attempt:
 
     def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
         """Take a reading of the process's devices, on the broker's thread."""
+        if self._suspender is not None and self._suspender.away:
+            # On its way it holds a part, which says nothing of what it needs.
+            self._learned.add_absence(at_s)
+            return
         sizes_bytes = tuple(each.total_bytes for each in measured)
         over = self._learned.add_reading(at_s, sizes_bytes, self._memory.live_bytes())
         self._learned.add_processes([each.by_pid for each in measured])
@@ -550,6 +578,8 @@ class Attempt:
     def _end(self) -> None:
         """Release the devices at the broker: the process has ended, or was never started."""
         assert self._ticket is not None
+        if self._suspender is not None:
+            self._suspender.end()
         if self._learned.pid is not None:
             peaks = self._memory.detach()
             if peaks is not None:
@@ -619,6 +649,106 @@ class Attempt:
                 take_report(report)
             finally:
                 self.finished.set()
+
+
+class TimeLimit:
+    """When a body's time is over. Time in which its process is suspended does not count."""
+
+    def __init__(self) -> None:
+        self._at_s: float | None = None
+        #: Seconds that were left when the process was suspended; `None`: it runs, or there is no limit.
+        self._paused_s: float | None = None
+
+    def set(self, at_s: float) -> None:
+        """Set when it is over, in monotonic seconds."""
+        self._at_s = at_s
+
+    def lift(self) -> None:
+        """Let there be no limit from now on."""
+        self._at_s = self._paused_s = None
+
+    def pause(self, now_s: float) -> None:
+        """Note that the process is suspended."""
+        if self._at_s is not None:
+            self._paused_s = self._at_s - now_s
+            self._at_s = None
+
+    def resume(self, now_s: float) -> None:
+        """Note that the process runs again."""
+        if self._paused_s is not None:
+            self._at_s, self._paused_s = now_s + self._paused_s, None
+
+    def left_s(self, now_s: float) -> float | None:
+        """Return the seconds that are left, at least 0; `None`: there is no limit now."""
+        return None if self._at_s is None else max(0.0, self._at_s - now_s)
+
+
+@dataclass(frozen=True)
+class Awaits:
+    """A message to the engine's thread: what the suspended process waits for."""
+
+    reason: str
+
+
+class _Suspended:
+    """The process of an attempt, as `suspension.suspended` sees it: a `Subject`.
+
+    Args:
+        attempt: It has a process.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+
+    @property
+    def _ticket(self) -> Ticket:
+        ticket = self._attempt._ticket
+        assert ticket is not None, "it was placed"
+        return ticket
+
+    def candidate(self) -> Candidate:
+        attempt, broker = self._attempt, self._attempt._broker
+        held = attempt._learned.held_bytes
+        return Candidate(
+            kind=broker.kind,
+            device_uuids=tuple(device.uuid for device in self._ticket.devices),
+            used_bytes=sum(held.values()),
+            processes=len(held),
+            frameworks=attempt._learned.used_frameworks,
+            host_available_bytes=read_host_available_bytes(),
+            remote=broker.reader.remote,
+            mps=mps_runs(),
+            lost_before=attempt._plan.task_key in lost_tasks(),
+        )
+
+    def free_bytes(self) -> int | None:
+        return self._attempt._broker.free_bytes(self._ticket.devices[0])
+
+    def tell(self, state: str) -> None:
+        attempt, refused = self._attempt, state.startswith(REFUSED)
+        attempt._broker.show_suspension(self._ticket, state, refused)
+        if refused:
+            attempt._run.say(f"{state[0].upper()}{state[1:]}")
+        elif state and state != MOVING_IN:
+            attempt._messages.put(Awaits(f"prefect-gpu resume: its memory is {state}"))
+
+    def begun(self) -> None:
+        self._attempt._messages.put(_PAUSED)
+
+    def ended(self, suspension: Suspension | None) -> None:
+        attempt = self._attempt
+        if suspension is not None:
+            attempt._learned.add_suspension(suspension)
+            attempt._run.say(
+                f"Goes on after {format_seconds(suspension.seconds)}, in which "
+                f"{format_bytes(suspension.moved_bytes)} were in host memory "
+                f"(out in {format_seconds(suspension.out_s)}, back in {format_seconds(suspension.in_s)})"
+            )
+        attempt._messages.put(_RESUMED)
+
+    def lost(self, why: str) -> None:
+        lost_tasks().add(self._attempt._plan.task_key)
+        self._attempt._messages.put(ProcessLostError(why))
 
 
 def _caps(frameworks: tuple[str, ...], policy: FrameworkPolicy) -> tuple[int, ...] | None:

@@ -19,11 +19,19 @@ from prefect_gpu.frameworks.registry import SEEN_BY_LOOKING
 from prefect_gpu.measurements import Mark, MarkKeeper, Sample, SeriesBuilder, StepFacts, largest
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.markup import clean_name
-from prefect_gpu.reports.model import BudgetSource, Outcome, ProcessPeak, Source, TaskReport
+from prefect_gpu.reports.model import (
+    BudgetSource,
+    Outcome,
+    ProcessPeak,
+    Source,
+    SuspensionFacts,
+    TaskReport,
+)
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
+from prefect_gpu.suspension.suspended import Suspension
 
 #: Processes of a body whose memory is noted one by one, times the devices that they use.
 MOST_PROCESSES = 256
@@ -85,6 +93,7 @@ class ProcessRecord:
         self._peak_live_bytes: int | None = None
         self._peak_reserved_bytes: int | None = None
         self._used: tuple[str, ...] = ()
+        self._suspensions: tuple[Suspension, ...] = ()
         #: Most that each process held of each device, in bytes, by the device's place and process id.
         self._processes: dict[tuple[int, int], int] = {}
         #: Most that all of them held of each device.
@@ -105,6 +114,8 @@ class ProcessRecord:
         self.known_contexts: Mapping[str, int] = {}
         #: Bytes that its devices last showed for it; `None`: no reading has come.
         self.seen_bytes: int | None = None
+        #: Bytes that each of its processes last held, by process id; those that hold none are left out.
+        self.held_bytes: Mapping[int, int] = {}
         #: What its steps show so far; `None`: there was none.
         self.steps: StepFacts | None = None
         #: Monotonic seconds of the body's first line and of its end; `None`: not yet.
@@ -129,6 +140,11 @@ class ProcessRecord:
         with self._lock:
             samples = self._series.samples
         return next((s.process_bytes for s in samples[::-1] if s.process_bytes), None)
+
+    @property
+    def used_frameworks(self) -> tuple[str, ...]:
+        """Frameworks that it has used so far, as its last counters say."""
+        return self._used
 
     def set_caps(
         self, cap_bytes: int | None, context_bytes: int, known_contexts: Mapping[str, int]
@@ -173,9 +189,21 @@ class ProcessRecord:
                     return size, budget
         return None
 
+    def add_absence(self, at_s: float) -> None:
+        """Note that its memory is on the host, or on the way, at a reading (monotonic seconds)."""
+        with self._lock:
+            self.seen_bytes = 0
+            self._add(at_s, 0, None, None)
+
+    def add_suspension(self, suspension: Suspension) -> None:
+        """Note that it was suspended, and runs again."""
+        with self._lock:
+            self._suspensions = (*self._suspensions, suspension)
+
     def add_processes(self, by_pid: Sequence[Mapping[int, int]]) -> None:
         """Note what each of its processes holds: on each device, in the placement's order, by process id."""
         with self._lock:
+            self.held_bytes = {pid: size for held in by_pid for pid, size in held.items() if size}
             for device, held in enumerate(by_pid):
                 for pid, held_bytes in held.items():
                     key = device, pid
@@ -302,7 +330,17 @@ class ProcessRecord:
                 leaked_bytes=leaked_bytes,
                 queued_s=self._queued_s,
                 start_s=started_s - self._placed_s,
-                run_s=max(0.0, ended_s - started_s),
+                run_s=max(0.0, ended_s - started_s - sum(s.seconds for s in self._suspensions)),
+                suspensions=tuple(
+                    SuspensionFacts(
+                        max(0.0, s.begun_s - self._placed_s),
+                        s.seconds,
+                        s.out_s,
+                        s.in_s,
+                        s.moved_bytes,
+                    )
+                    for s in self._suspensions
+                ),
                 placed_at=self._placed_at,
                 samples=series.samples,
                 sample_count=series.count,

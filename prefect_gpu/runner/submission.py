@@ -68,6 +68,7 @@ from prefect_gpu.scheduling.ladder import (
     needed_bytes,
     next_rung,
 )
+from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.units import format_seconds
 
 #: Seconds after which a task asks again for a device that its node has refused: readings come every 0.25 s.
@@ -199,7 +200,7 @@ class BodyRun:
                 number = next(self._numbers)
             attempt: Attempt | None = None
             rung: Rung | None = None
-            go_on = refused = False
+            go_on = refused = lost = False
             began_s = time.monotonic()
             cause: Cause | Literal[""] = ""
             wanted_bytes: int | None = None
@@ -231,6 +232,10 @@ class BodyRun:
                 # What ran out is what went wrong; that there is no more is why it ends.
                 add_note(shortage, str(error))
                 raise shortage from None
+            except ProcessLostError as error:
+                # None of this task is moved again, so it comes at most once for each that is moved now.
+                self._call.run.warn(f"The process was lost in a move: {error}; the body runs again")
+                lost = go_on = True
             except Exception as error:
                 evidence = None if attempt is None else attempt.evidence()
                 if attempt is None or evidence is None:
@@ -251,6 +256,10 @@ class BodyRun:
                 else:
                     attempt.close(take, cause, wanted_bytes, rung)
             assert attempt is not None
+            if lost:
+                attempt.finished.wait(ENDING_S)
+                grant = replace(grant, waited_s=0.0)
+                continue
             if rung is None:
                 # A node has refused it: it waits on.
                 self._over.wait(REFUSED_S)

@@ -183,6 +183,10 @@ class Request:
     nodes: tuple[str, ...] = ()
     #: Kind of the standbys that suit it, by which a node of a cluster is preferred; empty: none does.
     standby: str = ""
+    #: Which task run it is of, for people, and its flow run; empty: not known.
+    task_run_id: str = ""
+    task_run_name: str = ""
+    flow_run_id: str = ""
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all that it has free."""

@@ -8,7 +8,7 @@
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler sessions escapes sharing several-devices
 #   run_all.sh FOLDER libraries changing-sizes jax-context ways reports
-#   run_all.sh FOLDER cluster leaks spawned torch-tools reset profile-training least-memory many-flows
+#   run_all.sh FOLDER cluster leaks spawned torch-tools reset profile-training least-memory many-flows suspension suspend-by-hand
 # and two more for `tests` and for `chaos`, which are five minutes each. A name such as `test_steps_on_gpu` is one
 # file of tests. `cluster` needs Ray, and two devices as `several-devices` does; `libraries` and `changing-sizes` need what they name: timm, torchvision, transformers, lightning,
 # accelerate, torch-geometric, flax, optax. What is missing is left out, and said. `libraries=timm,flax` tries these two only.
@@ -23,7 +23,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/
 flows="profile-training"
 runs="chaos least-memory"
 modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler sessions escapes sharing several-devices cluster"
-modules+=" libraries changing-sizes jax-context ways reports leaks spawned torch-tools reset many-flows"
+modules+=" libraries changing-sizes jax-context ways reports leaks spawned torch-tools reset many-flows suspension suspend-by-hand"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
   [[ " $modules $flows $runs tests " == *" ${name%%=*} "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }

@@ -1,0 +1,143 @@
+"""The driver process: a small process that makes the CUDA driver's checkpoint calls for a flow.
+
+The flow's own process never loads the CUDA driver, and a call that hangs must not hang the flow. This file is the
+driver process itself: it runs as a script, with the standard library only and the flags `-I -S`. `driver_calls` starts it.
+
+It reads lines `ID STEP PID WORD…` from standard input and writes a line `ID CODE VALUE` for each, in the order in which
+the calls end: each call has a thread. `CODE` is a `CUresult` of the driver: 0 is success. The first line that it writes
+has the id 0, the result of `cuInit`, and 1 if the driver has the calls (570 and later), else 0. It ends when standard
+input closes, whatever is under way.
+
+| step | words | value |
+|---|---|---|
+| `state` | | 0 running, 1 locked, 2 checkpointed, 3 failed |
+| `lock` | milliseconds | 0 |
+| `checkpoint` | | 0 |
+| `restore` | UUIDs of devices in pairs, old and new; none: where it was | 0 |
+| `unlock` | | 0 |
+
+Source of names, structures and values: `cuda.h` of CUDA 13, section "CUDA checkpointing".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Protocol
+
+    class Driver(Protocol):
+        """What is asked of the driver."""
+
+        def start(self) -> tuple[int, int]:
+            """Return the result of `cuInit`, and 1 if the driver has the calls."""
+            ...
+
+        def call(self, step: str, pid: int, words: Sequence[str]) -> tuple[int, int]:
+            """Make one call; return its result and its value."""
+            ...
+
+
+#: `CUDA_ERROR_INVALID_VALUE`, `CUDA_ERROR_NOT_FOUND`: also what is answered where there is no driver.
+INVALID, NOT_FOUND = 1, 500
+
+#: Bytes of each structure of arguments, padding included.
+_ARGS_BYTES = 64
+
+
+class CudaDriver:
+    """The real driver, through `ctypes`.
+
+    Args:
+        library: Name of the driver's library.
+    """
+
+    def __init__(self, library: str = "libcuda.so.1") -> None:
+        self._name = library
+        self._library: ctypes.CDLL | None = None
+
+    def start(self) -> tuple[int, int]:
+        """Load and initialise the driver. No context is made, so no device memory is taken."""
+        try:
+            self._library = ctypes.CDLL(self._name)
+        except OSError:
+            return NOT_FOUND, 0
+        return self._library.cuInit(0), int(hasattr(self._library, "cuCheckpointProcessLock"))
+
+    def call(self, step: str, pid: int, words: Sequence[str]) -> tuple[int, int]:
+        """Make one call; return its result and its value."""
+        driver = self._library
+        if driver is None or not hasattr(driver, "cuCheckpointProcessLock"):
+            return NOT_FOUND, 0
+        if step == "state":
+            state = ctypes.c_int()
+            return driver.cuCheckpointProcessGetState(pid, ctypes.byref(state)), state.value
+        if step == "lock":
+            arguments = (ctypes.c_ubyte * _ARGS_BYTES)()
+            ctypes.c_uint.from_buffer(arguments).value = int(words[0])
+            return driver.cuCheckpointProcessLock(pid, arguments), 0
+        if step == "checkpoint":
+            return driver.cuCheckpointProcessCheckpoint(pid, None), 0
+        if step == "restore" and words:
+            # `{CUcheckpointGpuPair *gpuPairs; unsigned int gpuPairsCount; …}`, a pair is two UUIDs of 16 bytes.
+            pairs = ctypes.create_string_buffer(b"".join(map(_uuid_bytes, words)))
+            arguments = (ctypes.c_ubyte * _ARGS_BYTES)()
+            ctypes.c_void_p.from_buffer(arguments).value = ctypes.addressof(pairs)
+            ctypes.c_uint.from_buffer(arguments, 8).value = len(words) // 2
+            return driver.cuCheckpointProcessRestore(pid, arguments), 0
+        if step == "restore":
+            return driver.cuCheckpointProcessRestore(pid, None), 0
+        if step == "unlock":
+            return driver.cuCheckpointProcessUnlock(pid, None), 0
+        return INVALID, 0
+
+
+def _uuid_bytes(uuid: str) -> bytes:
+    """Return the 16 bytes of `GPU-…`.
+
+    Raises:
+        ValueError: It is no UUID.
+    """
+    found = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
+    if len(found) != 16:
+        raise ValueError(uuid)
+    return found
+
+
+def main(driver: Driver) -> None:
+    """Carry out the lines of standard input until it closes.
+
+    Args:
+        driver: Makes the calls.
+    """
+    writes = threading.Lock()
+
+    def answer(call: str, code: int, value: int) -> None:
+        line = f"{call} {code} {value}\n".encode()
+        with writes:
+            os.write(1, line)
+
+    def carry_out(call: str, step: str, pid: str, words: Sequence[str]) -> None:
+        try:
+            code, value = driver.call(step, int(pid), words)
+        except (ValueError, IndexError):
+            code, value = INVALID, 0
+        answer(call, code, value)
+
+    answer("0", *driver.start())
+    with open(0, encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            call, step, pid, *words = line.split()
+            threading.Thread(target=carry_out, args=(call, step, pid, words), daemon=True).start()
+    # Without waiting for a call that hangs.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(CudaDriver())
+    sys.exit(0)

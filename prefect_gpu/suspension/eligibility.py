@@ -1,0 +1,81 @@
+"""Which processes may be suspended. Pure.
+
+The driver does not say what is left of a process when a checkpoint fails, so it is decided before one is begun, from what
+was shown to hold. `tests.gpu.check_suspension` shows it, with the output in `docs/evidence/gpu-suspension.txt`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefect_gpu.scheduling.model import DeviceKind
+from prefect_gpu.units import GIB, format_bytes
+
+#: Frameworks whose processes went on unharmed after twenty moves.
+SHOWN_FRAMEWORKS = frozenset({"torch", "cupy"})
+
+#: Kinds of devices whose memory the driver moves.
+MOVED_KINDS: frozenset[DeviceKind] = frozenset({"nvml"})
+
+#: Bytes of the machine's own memory that stay free beside what was moved there.
+HOST_MARGIN_BYTES = GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What is known of a process that somebody wants to suspend."""
+
+    kind: DeviceKind
+    #: UUIDs of its devices.
+    device_uuids: tuple[str, ...]
+    #: Bytes that it holds there, with what it has started.
+    used_bytes: int
+    #: Processes of the task that hold device memory.
+    processes: int
+    #: Frameworks that it has used so far.
+    frameworks: tuple[str, ...]
+    #: Bytes of the machine's memory that processes could still use.
+    host_available_bytes: int
+    #: Its device is on another machine, or on another node of a cluster.
+    remote: bool = False
+    #: CUDA's Multi-Process Service runs on the machine.
+    mps: bool = False
+    #: A process of the same task was lost in a move before.
+    lost_before: bool = False
+
+
+def refusal(candidate: Candidate) -> str:
+    """Return why a process is not suspended, as text for a person; empty: it may be."""
+    if candidate.remote:
+        return "tasks on a cluster are not suspended"
+    if candidate.kind not in MOVED_KINDS:
+        return (
+            f"only memory of NVIDIA GPUs can be moved, and its device is of kind {candidate.kind}"
+        )
+    if any(uuid.startswith("MIG-") for uuid in candidate.device_uuids):
+        return "its device is a MIG instance, whose memory the driver does not move"
+    if len(candidate.device_uuids) > 1:
+        return "it is on several devices, and what NCCL shares between them cannot be moved"
+    if candidate.lost_before:
+        return "a process of this task was lost by the driver in a move before"
+    if candidate.mps:
+        return "CUDA's Multi-Process Service runs here, and its clients cannot be moved"
+    if not candidate.used_bytes or not candidate.processes:
+        return "it holds no device memory yet"
+    if candidate.processes > 1:
+        return f"{candidate.processes} of its processes hold device memory, and only one alone is moved"
+    if not candidate.frameworks:
+        return "none of the frameworks that are known to be unharmed has device memory in it"
+    unknown = sorted(set(candidate.frameworks) - SHOWN_FRAMEWORKS)
+    if unknown:
+        return (
+            f"it uses {', '.join(unknown)}; known to be unharmed are processes of "
+            f"{', '.join(sorted(SHOWN_FRAMEWORKS))}"
+        )
+    room_bytes = candidate.host_available_bytes - HOST_MARGIN_BYTES
+    if candidate.used_bytes > room_bytes:
+        return (
+            f"its {format_bytes(candidate.used_bytes)} do not fit into the machine's own memory: "
+            f"{format_bytes(max(0, room_bytes))} can be used"
+        )
+    return ""

@@ -1,0 +1,220 @@
+"""Suspends one task's process and resumes it, as it is asked.
+
+    asked ─▶ eligible? ─▶ moving out ─▶ away ─▶ room? ─▶ moving in ─▶ running
+
+A thread runs for as long as there is something to do. What it knows of the process, and what is to be done with the news,
+is a `Subject`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
+from prefect_gpu.suspension.driver_calls import DriverCalls
+from prefect_gpu.suspension.eligibility import Candidate, refusal
+from prefect_gpu.suspension.moves import NotSuspendedError, ProcessLostError, move_in, move_out
+from prefect_gpu.units import MIB, format_bytes, format_seconds
+
+logger = logging.getLogger(__name__)
+
+#: Bytes that a device must have free beside what comes back to it: a restore without room loses the process.
+ROOM_MARGIN_BYTES = 512 * MIB
+
+#: Seconds between two looks at whether there is room.
+ROOM_S = 0.25
+
+#: What `Subject.tell` is told while memory is on its way.
+MOVING_OUT, MOVING_IN = "moving to the host", "moving back"
+
+
+#: What `Subject.tell` is told begins so if the process is not suspended; the reason follows.
+REFUSED = "not suspended: "
+
+
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """One suspension of a process."""
+
+    #: Monotonic seconds at which it was begun, and at which the process went on.
+    begun_s: float
+    ended_s: float
+    #: Seconds of the moves to the host and back.
+    out_s: float
+    in_s: float
+    #: Bytes that were moved.
+    moved_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which the process did not run."""
+        return self.ended_s - self.begun_s
+
+
+class Subject(Protocol):
+    """A task's process, as its runner knows it. Called on the suspension's thread."""
+
+    def candidate(self) -> Candidate:
+        """Return what decides whether it may be suspended."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that its device has free at a new reading; `None`: it does not answer."""
+        ...
+
+    def tell(self, state: str) -> None:
+        """Show how far it is, as text for a person; empty: it runs."""
+        ...
+
+    def begun(self) -> None:
+        """Note that it does not run from now on."""
+        ...
+
+    def ended(self, suspension: Suspension | None) -> None:
+        """Note that it runs again; `None`: it was not suspended after all."""
+        ...
+
+    def lost(self, why: str) -> None:
+        """Kill it: the driver has lost its state."""
+        ...
+
+
+def lost_tasks() -> set[str]:
+    """Return the keys of the tasks of this process of which a process was lost: none of theirs is moved again."""
+    return PROCESS_RESOURCES.get("tasks lost in a move", set[str])
+
+
+def shared_calls() -> DriverCalls:
+    """Return the driver's calls that all tasks of this process share."""
+    return PROCESS_RESOURCES.get("driver calls", DriverCalls)
+
+
+class Suspender:
+    """Suspends one process and resumes it. Safe to use from several threads.
+
+    Args:
+        pid: Of the process.
+        subject: The process.
+        calls: Returns the driver's calls, once something is asked; `None`: those that all tasks share.
+    """
+
+    def __init__(
+        self, pid: int, subject: Subject, calls: Callable[[], DriverCalls] | None = None
+    ) -> None:
+        self._pid = pid
+        self._subject = subject
+        self._calls = calls or (lambda: shared_calls())
+        self._changed = threading.Condition()
+        self._wanted = False
+        self._away = False
+        self._gone = False
+        self._thread: threading.Thread | None = None
+        #: While it is away.
+        self._begun_s = self._out_s = 0.0
+        self._moved_bytes = 0
+
+    @property
+    def away(self) -> bool:
+        """Whether its memory is on the host, or on the way."""
+        return self._away
+
+    def ask(self, away: bool) -> None:
+        """Ask that its memory goes to the host, or comes back; the last word counts."""
+        with self._changed:
+            self._wanted = away
+            self._changed.notify_all()
+            if self._thread is None and not self._gone and self._wanted != self._away:
+                self._thread = start_thread(self._run, "prefect-gpu-suspend")
+
+    def end(self) -> None:
+        """Note that the process is gone, or about to be killed."""
+        with self._changed:
+            self._gone = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._gone or self._wanted == self._away:
+                    self._thread = None
+                    return
+                out = self._wanted
+            try:
+                if out:
+                    self._suspend()
+                else:
+                    self._resume()
+            except ProcessLostError as error:
+                self._lose(str(error))
+            except Exception as error:
+                logger.exception("a GPU task could not be suspended or resumed")
+                self._lose(str(error))
+
+    def _lose(self, why: str) -> None:
+        with self._changed:
+            gone, self._gone = self._gone, True
+        # A process that has ended meanwhile answers no call either.
+        if not gone:
+            self._subject.lost(why)
+
+    def _suspend(self) -> None:
+        calls = self._calls()
+        candidate = self._subject.candidate()
+        problem = refusal(candidate) or calls.unsupported()
+        if problem:
+            self._refuse(problem)
+            return
+        self._subject.tell(MOVING_OUT)
+        self._begun_s = time.monotonic()
+        self._away = True
+        self._subject.begun()
+        try:
+            self._out_s = move_out(calls, self._pid, candidate.used_bytes)
+        except NotSuspendedError as error:
+            self._away = False
+            self._subject.ended(None)
+            self._refuse(str(error))
+            return
+        self._moved_bytes = candidate.used_bytes
+        moved, took = format_bytes(self._moved_bytes), format_seconds(self._out_s)
+        self._subject.tell(f"away: {moved} in host memory, moved in {took}")
+
+    def _refuse(self, problem: str) -> None:
+        with self._changed:
+            self._wanted = False
+        self._subject.tell(f"{REFUSED}{problem}")
+
+    def _resume(self) -> None:
+        if not self._wait_for_room():
+            return
+        self._subject.tell(MOVING_IN)
+        in_s = move_in(self._calls(), self._pid, self._moved_bytes)
+        self._away = False
+        done = Suspension(self._begun_s, time.monotonic(), self._out_s, in_s, self._moved_bytes)
+        self._subject.ended(done)
+        self._subject.tell("")
+
+    def _wait_for_room(self) -> bool:
+        """Wait until its device shows the room; return whether it is still to come back."""
+        need_bytes = self._moved_bytes + ROOM_MARGIN_BYTES
+        told = ""
+        while True:
+            free_bytes = self._subject.free_bytes()
+            if free_bytes is not None and free_bytes >= need_bytes:
+                return True
+            free = "its device does not answer"
+            if free_bytes is not None:
+                free = "others have taken its device's memory"
+            if free != told:
+                told = free
+                self._subject.tell(f"away, waits for {format_bytes(need_bytes)}: {free}")
+            with self._changed:
+                if not self._gone and not self._wanted:
+                    self._changed.wait(ROOM_S)
+                if self._gone or self._wanted:
+                    return False

@@ -49,7 +49,7 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES
 logger = logging.getLogger(__name__)
 
 #: Version of the tables and of `Entry`. Releases with different ones do not share a ledger.
-SCHEMA = 2
+SCHEMA = 1
 
 #: Seconds that a call waits for another process to finish its write, which takes less than a millisecond. A
 #: process that was stopped in the middle of one may keep the file for ever.

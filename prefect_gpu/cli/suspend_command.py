@@ -54,8 +54,7 @@ def suspend(run: str) -> int:
 
     Examples:
         prefect-gpu suspend train-4f1
-        prefect-gpu status
-        prefect-gpu resume train-4f1
+        prefect-gpu suspend 0198f3c1
     """
     return _ask(run, away=True)
 

@@ -456,10 +456,10 @@ def test_the_locks_of_processes_that_wrote_nothing_are_removed(tmp_path: Path) -
 ROW_1 = (
     '{"request":{"id":"a","task_name":"train","sequence":7,"submitted_s":1.5,"memory":6442450944,"count":1,'
     '"devices":["SIM-0"],"exclusive":true,"priority":5,"host_bytes":3,"expected_s":60.0,"origin":"","nodes":[],'
-    '"standby":""},"owner":"0123","node":"node-1","broker":1,"reservations":[{"request_id":"a","machine":"node","device_uuid":'
+    '"standby":"","task_run_id":"5f","task_run_name":"train-1","flow_run_id":"6e"},"owner":"0123","node":"node-1","broker":1,"reservations":[{"request_id":"a","machine":"node","device_uuid":'
     '"SIM-0","reserved_bytes":6442450944,"exclusive":true,"task_name":"train","ends_s":90.0,"standby":false}],'
     '"devices":[["node","SIM-0"]],"status":[2,1.0,[["node","SIM-0"]],3.0,4.0],"max_processes":8,"pid":42,'
-    '"namespace":"pid:[1]","held_bytes":[1024],"running":true,"reclaimed":false}'
+    '"namespace":"pid:[1]","held_bytes":[1024],"running":true,"reclaimed":false,"held_back":true,"suspension":"away"}'
 )
 
 
@@ -467,7 +467,12 @@ def test_releases_with_one_schema_read_and_write_the_same_rows() -> None:
     read = host_ledger._row(1, "a", 1, ROW_1).entry
     assert read == Entry(
         Request(
-            "a", "train", 7, 1.5, 6 << 30, 1, ("SIM-0",), True, 5, host_bytes=3, expected_s=60.0
+            *("a", "train", 7, 1.5, 6 << 30, 1, ("SIM-0",), True, 5),
+            host_bytes=3,
+            expected_s=60.0,
+            task_run_id="5f",
+            task_run_name="train-1",
+            flow_run_id="6e",
         ),
         owner="0123",
         node="node-1",
@@ -480,11 +485,13 @@ def test_releases_with_one_schema_read_and_write_the_same_rows() -> None:
         namespace="pid:[1]",
         held_bytes=(1024,),
         running=True,
+        held_back=True,
+        suspension="away",
     )
     assert host_ledger._ENTRY.dump_json(read).decode() == ROW_1
     assert host_ledger.SCHEMA == 1
-    older = ROW_1.replace(',"nodes":[],"standby":""', "")
-    assert host_ledger._row(1, "a", 1, older).entry == read
+    older = ROW_1.replace(',"nodes":[],"standby":""', "").replace(',"held_back":true', "")
+    assert host_ledger._row(1, "a", 1, older).entry == replace(read, held_back=False)
     newer = ROW_1.replace('"owner"', '"added later":[1],"owner"')
     assert host_ledger._row(1, "a", 1, newer).entry == read
 

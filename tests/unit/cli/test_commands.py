@@ -234,8 +234,8 @@ def test_simulate_names_what_is_wrong_with_its_input(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        pytest.param([], "a COMMAND is required; accepted: devices, status, doctor, check, report, recommend, simulate, version, history (see prefect-gpu --help)", id="no command"),
-        pytest.param(["list"], 'Unknown command "list". Available commands: devices, status, doctor, check, report, recommend, simulate, version, history', id="unknown command"),
+        pytest.param([], "a COMMAND is required; accepted: devices, status, suspend, resume, doctor, check, report, recommend, simulate, version, history (see prefect-gpu --help)", id="no command"),
+        pytest.param(["list"], 'Unknown command "list". Available commands: devices, status, suspend, resume, doctor, check, report, recommend, simulate, version, history', id="unknown command"),
         pytest.param(["check"], 'Command "check" parameter TAGS requires an argument', id="no tag"),
         pytest.param(["version", "now"], "nothing is expected here: now", id="more than is expected"),
         pytest.param(["devices", "--jsn"], "Unknown option: --jsn. Did you mean --json?; accepted: --address, --devices, --json, --help", id="unknown option"),

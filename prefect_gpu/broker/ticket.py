@@ -54,6 +54,8 @@ class Ticket:
     on_measured: Callable[[float, tuple[Measured, ...]], None] | None = None
     #: Called with the bytes that did not come back (`None`: not known), once.
     on_recovered: Callable[[int | None], None] | None = None
+    #: Called if it is a probe that shares a device and should end for the others there, with that device, once.
+    on_short: Callable[[Device], None] | None = None
     #: What others' processes held on its devices when it was placed, in bytes.
     foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
     #: Bytes that no process held on its devices when it was placed, and what others leaked there since.

@@ -65,6 +65,10 @@ class Grant:
     after_oom: bool = False
     #: Bytes that are enough for past runs, their first steps included, by device name.
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: As `Request.probe_fraction`.
+    probe_fraction: float = 0.0
+    #: Why a probe has a device to itself, for the log; empty: it is no probe, or shares one.
+    alone_because: str = ""
 
 
 class ProbeGate:
@@ -139,6 +143,8 @@ class BudgetBook:
         self._recent = recent
         #: What the store had when a key was read last: replaced as a whole, by any thread.
         self._kept: dict[HistoryKey, Sequence[PastRun]] = {}
+        #: By history: what its probes that share a device are told.
+        self._probes: dict[HistoryKey, list[Callable[[str, int], None]]] = {}
         self._lock = threading.Lock()
         self._told = False
 
@@ -154,6 +160,7 @@ class BudgetBook:
         limit_s: float | None,
         on_waiting: Callable[[str], None],
         cancelled: Callable[[], bool],
+        probe_fraction: float = 0.0,
     ) -> Grant | None:
         """Return what a process of a task gets; wait for a probe where that is not known.
 
@@ -167,6 +174,8 @@ class BudgetBook:
             limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
             on_waiting: Called with the reason for the wait; an exception of it ends the wait.
             cancelled: Called after every change; see `wake`.
+            probe_fraction: As `Request.probe_fraction`, for a probe of it. Above 0 other tasks wait until that one is
+                placed, not until it has ended, and probes of other flows are not waited for.
 
         Returns:
             `None`: it was cancelled.
@@ -190,7 +199,9 @@ class BudgetBook:
                 lessons = {name: _placeable(past) for name, past in runs.items()}
                 unknown = [identity.on(name) for name, lesson in lessons.items() if lesson is None]
                 claimed = self._gate.claim(unknown)
-                claims = frozenset(key for key in claimed if self._store.claim(key))
+                claims = claimed
+                if not probe_fraction:
+                    claims = frozenset(key for key in claimed if self._store.claim(key))
                 elsewhere = claimed - claims
                 looked = looked or bool(elsewhere)
                 if claims or len(unknown) < len(names):
@@ -206,7 +217,16 @@ class BudgetBook:
                     grant = self._from_lessons(
                         identity, lessons, claims, capacity_bytes, waited_s, roomy >= count
                     )
-                    return replace(grant, expected_s=_longest_s(runs))
+                    # A lesson that asks for a whole device is no probe.
+                    whole = grant.source == "learned" and any(
+                        lesson is not None and lesson.budget_bytes >= capacity_bytes.get(name, 0)
+                        for name, lesson in lessons.items()
+                    )
+                    return replace(
+                        grant,
+                        expected_s=_longest_s(runs),
+                        probe_fraction=probe_fraction if claims and not whole else 0.0,
+                    )
                 waited_s = time.monotonic() - began_s
                 if limit_s is not None and waited_s >= limit_s:
                     raise PlacementTimeoutError(
@@ -238,6 +258,31 @@ class BudgetBook:
         run = replace(run, floor_bytes=known_floor_bytes(known) or None)
         self._recent.add(key, run)
         self._store.add(key, run)
+        lesson = _placeable(known)
+        with self._lock:
+            probes = [] if lesson is None else [*self._probes.get(key, ())]
+        for learns in probes:
+            assert lesson is not None
+            learns(key.device_name, lesson.budget_bytes)
+
+    def begin_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
+        """Pass what is learned from now on, with the model of the device, to a probe that shares one.
+
+        Args:
+            keys: Its histories.
+            learns: Gets the model and a budget in bytes, on any thread. It must not raise.
+        """
+        with self._lock:
+            for key in keys:
+                self._probes.setdefault(key, []).append(learns)
+
+    def end_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
+        """End what `begin_probe` began."""
+        with self._lock:
+            for key in keys:
+                left = [each for each in self._probes.pop(key, ()) if each != learns]
+                if left:
+                    self._probes[key] = left
 
     def release(self, grant: Grant) -> None:
         """End the claims of a process whose run was kept: others may use it, or probe."""
@@ -258,7 +303,7 @@ class BudgetBook:
         self._gate.release(keys)
 
     def wake(self) -> None:
-        """Wake all tasks that wait for probes, to check whether they were cancelled."""
+        """Wake all tasks that wait for probes, to check whether they were cancelled, or what they need is known."""
         self._gate.release()
 
     @staticmethod

@@ -42,7 +42,13 @@ from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
-from prefect_gpu.runner.attempt import Attempt, ChildTraceback, first_line
+from prefect_gpu.runner.attempt import (
+    Attempt,
+    ChildTraceback,
+    NeedLearned,
+    ProbeEnded,
+    first_line,
+)
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
@@ -58,6 +64,7 @@ from prefect_gpu.runner.prefect_engine import (
 )
 from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import (
     Cause,
     Climb,
@@ -121,6 +128,8 @@ class BodyRun:
         #: In order; at most `ladder.MOST_PROCESSES`.
         self._attempts: list[Attempt] = []
         self._over = threading.Event()
+        #: Histories for which its process probes beside other tasks.
+        self._probed: frozenset[HistoryKey] = frozenset()
 
     def cancel(self) -> None:
         """End it, wherever it is. From any thread; `run` then raises `CancelledByRunner`."""
@@ -199,20 +208,33 @@ class BodyRun:
                 number = next(self._numbers)
             attempt: Attempt | None = None
             rung: Rung | None = None
-            go_on = refused = False
+            go_on = refused = again = learned = False
             began_s = time.monotonic()
             cause: Cause | Literal[""] = ""
             wanted_bytes: int | None = None
             try:
                 attempt = self._new_attempt(self._call, grant, number, self._broker, self._launcher)
                 self._add(attempt)
+                self._book.begin_probe(self._probed, attempt.learn_need)
                 placement = attempt.place()
                 # A probe on one model says nothing of others.
                 grant = self._book.keep(grant, placement.devices[0].name)
+                if attempt.shares:
+                    # The next of its kind may ask now.
+                    self._book.release(grant)
+                    grant = replace(grant, claims=frozenset())
                 whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
                 return attempt.run()
             except PlacementTimeoutError:
                 raise
+            except NeedLearned:
+                learned = True
+            except ProbeEnded:
+                go_on = again = True
+                self._call.run.warn(
+                    "Ended, since first runs beside it grow and its device runs short of memory; it runs again with "
+                    "a device to itself"
+                )
             except NodeRefusedError as error:
                 # It goes back to its place in the queue, and what the node says is known by the next reading.
                 waited_s = grant.waited_s + time.monotonic() - began_s
@@ -244,6 +266,8 @@ class BodyRun:
                 self._call.run.warn(f"Out of memory: {rung.reason} ({said})")
                 shortage, go_on = error, True
             finally:
+                if attempt is not None:
+                    self._book.end_probe(self._probed, attempt.learn_need)
                 # The grant goes on to the next process, if there is one.
                 take = functools.partial(self._take_report, grant, not (go_on or refused))
                 if attempt is None:
@@ -251,6 +275,21 @@ class BodyRun:
                 else:
                     attempt.close(take, cause, wanted_bytes, rung)
             assert attempt is not None
+            if learned:
+                with self._lock:
+                    self._attempts.remove(attempt)
+                waited_s = grant.waited_s + time.monotonic() - began_s
+                grant = replace(self._first_grant(), waited_s=waited_s)
+                # It has had no process.
+                refused = True
+                continue
+            if again:
+                self._probed = frozenset()
+                attempt.finished.wait(ENDING_S)
+                grant = replace(
+                    grant, waited_s=0.0, probe_fraction=0.0, alone_because="it was ended once"
+                )
+                continue
             if rung is None:
                 # A node has refused it: it waits on.
                 self._over.wait(REFUSED_S)
@@ -260,7 +299,13 @@ class BodyRun:
                 continue
             # Reports come in the order of the processes, of which Prefect shows the newest.
             attempt.finished.wait(ENDING_S)
-            grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0, after_oom=True)
+            grant = replace(
+                grant,
+                memory=rung.budget_bytes,
+                waited_s=0.0,
+                after_oom=True,
+                probe_fraction=0.0,
+            )
             self.climb = rung.climb
 
     def _add(self, attempt: Attempt) -> None:
@@ -284,11 +329,15 @@ class BodyRun:
             limit_s=policy.wait_s,
             on_waiting=self._call.run.show_awaiting,
             cancelled=lambda: self._cancelled,
+            probe_fraction=self._call.plan.probe_fraction,
         )
         if grant is None:
             raise CancelledByRunner
+        self._probed = grant.claims if grant.probe_fraction else frozenset()
+        if grant.source == "probe":
+            grant = replace(grant, alone_because=self._call.plan.alone_because)
         if self.climb.whole_device:
-            return replace(grant, memory=None, after_oom=True)
+            return replace(grant, memory=None, after_oom=True, probe_fraction=0.0)
         if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
             # An earlier call has found that it needs more.
             return replace(grant, memory=self.climb.reached_bytes, after_oom=True)
@@ -314,7 +363,8 @@ class BodyRun:
         capacity = max(sizes, default=min(capacities.values()))
         alike = len({device.name for device in capacities}) == 1
         rung = next_rung(climb, cause, evidence, capacity, whole_bytes, alike)
-        if isinstance(rung, Rung) and policy.oom != "fail":
+        # A probe beside others was not given what its tag lets it fail with.
+        if isinstance(rung, Rung) and (policy.oom != "fail" or evidence.shared_probe):
             return rung
         add_note(error, last_words(cause, evidence, rung))
         return None
@@ -327,6 +377,9 @@ class BodyRun:
         finally:
             if release:
                 self._book.release(grant)
+            if report is not None and grant.probe_fraction:
+                # Tasks like it wait until one of them is placed, and may know their need now.
+                self._book.wake()
             if report is not None:
                 self._report(report)
 

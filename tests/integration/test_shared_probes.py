@@ -134,7 +134,8 @@ def test_the_newest_is_ended_when_the_device_runs_short_and_runs_again_alone(
     # No retry of Prefect's was used.
     run = api.task_run(futures[1].task_run_id)
     assert run.run_count == 1 and run.flow_run_id is not None
-    api.logs(run.flow_run_id, ["Ended, since first runs beside it grow and its device runs short"])
+    said = "Ended, since first runs beside it grow and its device runs short of memory; it runs again with a device to itself"
+    api.logs(run.flow_run_id, [said])
 
 
 def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_runs_again_alone(

@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,11 +83,15 @@ class ProbeGate:
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._claimed: set[HistoryKey] = set()
+        #: Histories whose probes have ended and are not in them yet, and how many.
+        self._ending = Counter[HistoryKey]()
 
     def claim(self, keys: Iterable[HistoryKey]) -> frozenset[HistoryKey]:
         """Claim the histories that have no probe, and return them."""
         with self._changed:
-            free = frozenset(key for key in keys if key not in self._claimed)
+            free = frozenset(
+                key for key in keys if key not in self._claimed and not self._ending[key]
+            )
             self._claimed |= free
             return free
 
@@ -101,10 +106,24 @@ class ProbeGate:
         with self._changed:
             self._claimed.difference_update(keys)
 
+    def begin_end(self, keys: Iterable[HistoryKey]) -> None:
+        """Note that a probe of some histories has ended: there is no other before its run was kept."""
+        with self._changed:
+            self._ending.update(keys)
+
+    def end(self, keys: Iterable[HistoryKey]) -> None:
+        """Note that the run of such a probe was kept, and wake all tasks that wait."""
+        with self._changed:
+            self._ending.subtract(keys)
+            self._changed.notify_all()
+
     def holds(self, keys: Iterable[HistoryKey]) -> bool:
         """Return whether all of some histories have a probe."""
         with self._changed:
-            return self._claimed.issuperset(keys)
+            return self._hold(keys)
+
+    def _hold(self, keys: Iterable[HistoryKey]) -> bool:
+        return all(key in self._claimed or self._ending[key] for key in keys)
 
     def wait(
         self, keys: Iterable[HistoryKey], timeout_s: float | None, cancelled: Callable[[], bool]
@@ -112,7 +131,7 @@ class ProbeGate:
         """Wait until a claim ends, if all of some histories are claimed; at most `timeout_s` seconds."""
         with self._changed:
             # A claim that ended, or a cancellation, before this lock was taken has woken nothing.
-            if not cancelled() and self._claimed.issuperset(keys):
+            if not cancelled() and self._hold(keys):
                 self._changed.wait(timeout_s)
 
 
@@ -276,6 +295,14 @@ class BudgetBook:
             for key in keys:
                 self._probes.setdefault(key, []).append(learns)
 
+    def begin_end(self, keys: Iterable[HistoryKey]) -> None:
+        """Have tasks of some histories wait for the run of a probe that has ended, until `end`."""
+        self._gate.begin_end(keys)
+
+    def end(self, keys: Iterable[HistoryKey]) -> None:
+        """Note that the run was kept, or that there was none."""
+        self._gate.end(keys)
+
     def end_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
         """End what `begin_probe` began."""
         with self._lock:
@@ -303,7 +330,7 @@ class BudgetBook:
         self._gate.release(keys)
 
     def wake(self) -> None:
-        """Wake all tasks that wait for probes, to check whether they were cancelled, or what they need is known."""
+        """Wake all tasks that wait for probes, to check whether they were cancelled."""
         self._gate.release()
 
     @staticmethod

@@ -269,7 +269,10 @@ class BodyRun:
                 if attempt is not None:
                     self._book.end_probe(self._probed, attempt.learn_need)
                 # The grant goes on to the next process, if there is one.
-                take = functools.partial(self._take_report, grant, not (go_on or refused))
+                ended = self._probed if attempt is not None and attempt.shares else frozenset()
+                # Those like it wait for its run, which is kept once its memory is back.
+                self._book.begin_end(ended)
+                take = functools.partial(self._take_report, grant, not (go_on or refused), ended)
                 if attempt is None:
                     take(None)
                 else:
@@ -369,17 +372,28 @@ class BodyRun:
         add_note(error, last_words(cause, evidence, rung))
         return None
 
-    def _take_report(self, grant: Grant, release: bool, report: TaskReport | None) -> None:
-        """Take the report of a process, `None` if there was none, and hand it on."""
+    def _take_report(
+        self,
+        grant: Grant,
+        release: bool,
+        ended: frozenset[HistoryKey],
+        report: TaskReport | None,
+    ) -> None:
+        """Take the report of a process, `None` if there was none, and hand it on.
+
+        Args:
+            grant: What the process got.
+            release: Whether no other process of the task run has that.
+            ended: Histories that it was a probe for beside other tasks.
+            report: Of the process.
+        """
         try:
             if report is not None:
                 self._book.take(self._call.identity, report)
         finally:
             if release:
                 self._book.release(grant)
-            if report is not None and grant.probe_fraction:
-                # Tasks like it wait until one of them is placed, and may know their need now.
-                self._book.wake()
+            self._book.end(ended)
             if report is not None:
                 self._report(report)
 

@@ -445,18 +445,22 @@ class Broker:
             return tuple(ticket.neighbours)
 
     def learn_need(self, ticket: Ticket, budgets: Mapping[str, int]) -> None:
-        """Count a probe that runs at a budget from now on, for it is known what its task needs.
+        """Count a probe that shares its devices at a budget from now on, for it is known what its task needs.
+
+        On a cluster it has no effect: the node counts it at its cap, and would refuse what is started beside it.
 
         Args:
             ticket: A placed one.
             budgets: Bytes on a device, by its model. Where a model is not named, nothing changes.
         """
         placement = ticket.placement
-        if placement is None:
+        if placement is None or self.reader.remote:
             return
         names = {device.key: device.name for device in placement.devices}
         lowered = tuple(
-            replace(
+            each
+            if each.probe is None
+            else replace(
                 each,
                 reserved_bytes=min(
                     each.reserved_bytes, budgets.get(names[each.device_key], each.reserved_bytes)

@@ -389,6 +389,8 @@ class DeviceView:
             return {}
         grown = {i: observe(before.get(i), now_s, measured.get(i, 0)) for i in probes}
         self._growths[key] = {i: each for i, each in grown.items() if each is not None}
+        if not self._growths[key]:
+            del self._growths[key]
         return {i: counted_bytes(r, grown[i], now_s) for i, r in probes.items()}
 
     def probes_to_end(self) -> dict[str, Device]:
@@ -400,12 +402,11 @@ class DeviceView:
         if reading is None or reading.error:
             return {}
         found = {}
-        for key, growths in self._growths.items():
-            state = self._states[self._keys.index(key)] if growths else None
-            if state is not None:
-                ended = choose_ended(state, growths, reading.at_s, self._headroom_bytes)
-                if ended is not None:
-                    found[ended] = state.device
+        for key, state in zip(self._keys, self._states, strict=True) if self._growths else ():
+            growths = self._growths.get(key, {})
+            ended = choose_ended(state, growths, reading.at_s, self._headroom_bytes)
+            if ended is not None:
+                found[ended] = state.device
         return found
 
     def measured_bytes(self, request_id: str, device: Device) -> int:

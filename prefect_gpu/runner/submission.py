@@ -287,7 +287,6 @@ class BodyRun:
                 refused = True
                 continue
             if again:
-                self._probed = frozenset()
                 attempt.finished.wait(ENDING_S)
                 grant = replace(
                     grant, waited_s=0.0, probe_fraction=0.0, alone_because="it was ended once"
@@ -300,6 +299,7 @@ class BodyRun:
                     self._attempts.remove(attempt)
                 grant = replace(grant, waited_s=grant.waited_s + time.monotonic() - began_s)
                 continue
+            self._probed = frozenset()
             # Reports come in the order of the processes, of which Prefect shows the newest.
             attempt.finished.wait(ENDING_S)
             grant = replace(

@@ -6,7 +6,7 @@ import pytest
 
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.reports.model import past_run
-from prefect_gpu.scheduling.history import PastRun
+from prefect_gpu.scheduling.history import PastRun, learn
 from prefect_gpu.units import GIB
 from tests.fakes.reports import device, task_report
 
@@ -88,3 +88,14 @@ def test_held_memory_stands_for_the_live_peak_of_a_framework_without_one() -> No
         framework="cupy", peak_live_bytes=GIB, peak_reserved_bytes=3 * GIB, steps=None
     )
     assert past_run(report).live_bytes == 3 * GIB
+
+
+def test_what_a_probe_was_given_beside_others_is_not_kept() -> None:
+    given = {"outcome": "oom", "cause": "own_cap", "cap_bytes": 5 * GIB, "budget_bytes": 6 * GIB}
+    shared = past_run(task_report(budget_source="probe", **given))
+    assert (shared.budget_bytes, shared.cap_bytes) == (0, None)
+    # So a later run learns what it would have learned had the probe been alone.
+    done = past_run(task_report(budget_source="probe", peak_live_bytes=5 * GIB))
+    assert learn([shared, done]) == learn([done])
+    budget = past_run(task_report(budget_source="learned", **given))
+    assert (budget.budget_bytes, budget.cap_bytes) == (6 * GIB, 5 * GIB)

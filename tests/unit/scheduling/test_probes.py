@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from prefect_gpu.scheduling.backfill import ready_s, spare_bytes
 from prefect_gpu.scheduling.memory import DeviceState, device_state
 from prefect_gpu.scheduling.model import ModelBudgets, Placement, Probe, Request, Reservation
 from prefect_gpu.scheduling.placement import Board, describe_wait, fits_now
@@ -203,3 +204,10 @@ def test_which_probe_is_ended_for_the_others(
     on: DeviceState, growths: dict[str, Growth], now_s: float, ended: str | None
 ) -> None:
     assert choose_ended(on, growths, now_s, 0) == ended
+
+
+def test_a_device_that_is_held_back_for_a_probe_is_so_until_its_quarter_is_free() -> None:
+    full = state(0, 24, [replace(reserved(0, 12, "a"), ends_s=50.0), reserved(0, 12, "b")])
+    assert ready_s(probe(), full, 0.0, 99) == 50.0
+    assert ready_s(request(), full, 0.0, 99) is None
+    assert spare_bytes(full, probe(), 50.0, 99) == 6 * GIB

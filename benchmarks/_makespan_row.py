@@ -123,8 +123,8 @@ def measure_flow(
         runner: Any = _common.ray_runner(1)
     else:
         runner = GPUTaskRunner(devices="nvml" if on_gpu else "host", **settings)
-    # One name, so that what the exclusive row learns is known to the learned one.
-    work = task(_evaluations.evaluate, name="evaluate")
+    # One name, so that what the exclusive row learns is known to the learned one. The row "first" knows none of it.
+    work = task(_evaluations.evaluate, name="evaluate-first" if row == "first" else "evaluate")
     seen: dict[str, Any] = {}
 
     def submit(job: _evaluations.Evaluation) -> Any:

@@ -2,7 +2,7 @@
 
 Peers: a process for each model one after another (plain `multiprocessing`, no Prefect), the device to one
 task at a time (`gpu:exclusive`), Ray with the fraction of the GPU's memory that a task needs, ours with
-budgets from tags, and ours with budgets learned in the exclusive row.
+budgets from tags, ours with budgets learned in the exclusive row, and ours with neither budgets nor histories.
 
     python benchmarks/makespan.py --out makespan.json             # sequential, ours, what has time
     python benchmarks/makespan.py --costs makespan.json --rows exclusive learned ray
@@ -54,19 +54,23 @@ ROWS = {
     "ray": "RayTaskRunner, fractions of memory",
     "exclusive": "GPUTaskRunner, gpu:exclusive",
     "learned": "GPUTaskRunner, learned budgets",
+    "first": "GPUTaskRunner, no budgets, empty histories",
 }
 
 MIB, GIB = _devices.MIB, 2**30
 
 #: Expected duration of a row as a fraction of the sequential row, to skip rows that would not end
 #: within the budget.
-EXPECTED_FRACTION = {"ours": 0.15, "learned": 0.2, "ray": 0.35, "exclusive": 1.1}
+EXPECTED_FRACTION = {"ours": 0.15, "learned": 0.2, "ray": 0.35, "exclusive": 1.1, "first": 0.35}
 
 #: Seconds that the process of a sequential task takes beyond its work.
 PROCESS_START_S = 2.5
 
 #: Seconds that a row takes before and after: imports, flow run, reports.
 ROW_OVERHEAD_S = 12.0
+
+#: Most seconds of the row without budgets and histories, as a multiple of those of the row with learned budgets.
+MOST_ABOVE_LEARNED = 1.5
 
 #: Targets.
 LEAST_SPEEDUP = 4.0
@@ -405,6 +409,16 @@ class Benchmark:
                             "MiB",
                         )
                     )
+            learned = self._rows.get("learned")
+            if row == "first" and learned and self._on_gpu:
+                checks += [
+                    _bound.Check("first: failed tasks", found["failed"], 0),
+                    _bound.Check(
+                        "first: times the row with learned budgets",
+                        seconds / learned["makespan_s"],
+                        MOST_ABOVE_LEARNED,
+                    ),
+                ]
         print()
         _common.print_table(
             [

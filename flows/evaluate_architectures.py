@@ -7,7 +7,7 @@ downloaded. Each is one GPU task that runs batches without gradients and reports
     python flows/evaluate_architectures.py --small --devices host
     python flows/evaluate_architectures.py --memory 6GiB --batch 512 --only timm torchvision
 
-Without `--memory` the first run of each has a device to itself, and later runs get what it was measured to need. One
+Without `--memory` first runs share a device while it has room, and later runs get what was measured. One
 that runs out of memory runs again with more, and fails at last; the others go on. It prints what the reports say, and
 publishes the leaderboards `gpu-leaderboard-images` and `-tokens`. A library that is not installed is left out.
 Needs torch (`pip install prefect-gpu[torch] timm torchvision transformers`).

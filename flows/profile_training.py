@@ -268,7 +268,7 @@ def profile_training(
     device_memory: str | None, batch: int, hidden: int, vocabulary: int, length: int
 ) -> dict[str, Any]:
     """Train in one GPU task, whose report says what is allocated at each moment."""
-    # Without a budget the first run has a device to itself, and later ones what that run showed.
+    # Without a budget the first run may take what the device has free, and later ones get what it has shown.
     tags = gpu(memory=device_memory, framework="torch")
     return train.with_options(tags=tags).submit(batch, hidden, vocabulary, length).result()
 

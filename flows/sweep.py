@@ -5,8 +5,8 @@ A small network learns scikit-learn's handwritten digits, with each combination 
     python flows/sweep.py
     python flows/sweep.py --devices host --widths 32 64 --rates 0.01 --dropouts 0.0 --epochs 2
 
-No task has a memory tag. Memory depends on the width, so each width has a history of its own (`gpu:learn_by`): its
-first task has a device to itself, and the others run side by side with the budget that it needed. It prints the best
+No task has a memory tag. Memory depends on the width, so each width has a history of its own (`gpu:learn_by`): first
+tasks run side by side while a device has room, and the others with the budget that these needed. It prints the best
 combination, and the budget of each task. The artifact `gpu-leaderboard` has the order, with seconds and memory.
 Needs scikit-learn and torch (`pip install prefect-gpu[examples]`).
 """

@@ -54,6 +54,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             memory. `None`: nothing is recorded.
         address: Of a Ray cluster, whose devices are used in place of this machine's: `"auto"`, `"host:port"`
             or `"ray://host:port"`. `None`: this machine.
+        probes: First runs of tasks without a budget: `"shared"` starts them side by side while a device has room, each
+            capped at what is free beside the budgets of others; `"alone"` gives each a device to itself.
         num_gpus: On a cluster: GPUs of each node to reserve in Ray's own count, and to use. `None`: none are
             reserved, and all devices of the nodes are used.
 
@@ -76,6 +78,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         memory_snapshots: str | Path | None = None,
         address: str | None = None,
         num_gpus: float | None = None,
+        probes: Literal["shared", "alone"] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if sys.platform == "win32":
@@ -94,6 +97,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             "memory_snapshots": memory_snapshots,
             "address": address,
             "num_gpus": num_gpus,
+            "probes": probes,
         }
         given = {name: value for name, value in given.items() if value is not None}
         settings = read_settings(**given)
@@ -112,6 +116,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             settings.num_gpus,
             settings.live_view,
             settings.progress,
+            settings.probes,
         )
         if settings.start_method == "forkserver" and not sys.platform.startswith("linux"):
             raise DeviceError(

@@ -475,6 +475,35 @@ class Broker:
                     return snapshot.free_bytes
             return None
 
+    def learn_need(self, ticket: Ticket, budgets: Mapping[str, int]) -> None:
+        """Count a probe that shares its devices at a budget from now on, for it is known what its task needs.
+
+        On a cluster it has no effect: the node counts it at its cap, and would refuse what is started beside it.
+
+        Args:
+            ticket: A placed one.
+            budgets: Bytes on a device, by its model. Where a model is not named, nothing changes.
+        """
+        placement = ticket.placement
+        if placement is None or self.reader.remote:
+            return
+        names = {device.key: device.name for device in placement.devices}
+        lowered = tuple(
+            each
+            if each.probe is None
+            else replace(
+                each,
+                reserved_bytes=min(
+                    each.reserved_bytes, budgets.get(names[each.device_key], each.reserved_bytes)
+                ),
+            )
+            for each in placement.reservations
+        )
+        if lowered != placement.reservations:
+            self._ledger.lower(ticket.request.id, lowered)
+            with self._changed:
+                self._wake()
+
     def mark_running(self, ticket: Ticket) -> None:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
         self._ledger.mark_running(ticket.request.id)
@@ -806,6 +835,11 @@ class Broker:
                     for device in ticket.devices
                 )
                 self._calls.append(partial(ticket.on_measured, reading.at_s, measured))
+        for request_id, device in self._view.probes_to_end().items():
+            probe = self._placed.get(request_id)
+            if probe is not None and probe.on_short is not None:
+                self._calls.append(partial(probe.on_short, device))
+                probe.on_short = None
         for device, why in self._view.warn(reading):
             self._calls += [partial(call, device, why) for call in self._fault_watchers]
         self._release_all(self._recovery.check(reading, self._placed.values()))

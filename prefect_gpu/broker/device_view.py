@@ -35,6 +35,7 @@ from prefect_gpu.scheduling.model import (
     Reservation,
 )
 from prefect_gpu.scheduling.placement import check_possible, select_devices
+from prefect_gpu.scheduling.probes import Growth, choose_ended, counted_bytes, observe
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -246,6 +247,8 @@ class DeviceView:
         self._came_s = 0.0
         #: By device: the bytes that each request's process holds.
         self._measured: dict[DeviceKey, Mapping[str, int]] = {}
+        #: By device: how the memory of each probe there has grown, by request id.
+        self._growths: dict[DeviceKey, dict[str, Growth]] = {}
         #: By device and child process: the bytes of that process and of those that it started, by process id.
         self._by_root: dict[DeviceKey, dict[int, dict[int, int]]] = {}
         #: Monotonic seconds when the states of all devices were last dropped.
@@ -270,6 +273,7 @@ class DeviceView:
             self.devices = devices
             there = set(self._keys)
             self._measured = {key: each for key, each in self._measured.items() if key in there}
+            self._growths = {key: each for key, each in self._growths.items() if key in there}
         # On a cluster most devices have the snapshot that they had: nothing was heard of them.
         if keys != self._keys or self._came_s - self._all_s >= KEPT_S:
             before, self._all_s, self._by_root = (), self._came_s, {}
@@ -364,11 +368,46 @@ class DeviceView:
             key, snapshot = self._keys[at], reading.snapshots[at]
             parents = [r for r in self._held_by_parent if r.device_key == key]
             self._measured[key] = measured = _measure(snapshot, view, tickets, other, parents)
+            counts = self._count_probes(key, held[at], measured, reading.at_s)
             self._states[at] = device_state(
-                snapshot, (*held[at], *parents), measured, self._headroom_bytes
+                snapshot, (*held[at], *parents), measured, self._headroom_bytes, counts
             )
         self._computed_for = held
         return list(self._states)
+
+    def _count_probes(
+        self,
+        key: DeviceKey,
+        held: Iterable[Reservation],
+        measured: Mapping[str, int],
+        now_s: float,
+    ) -> dict[str, int]:
+        """Note how the probes of a device have grown, and return at how many bytes each counts for another one."""
+        probes = {r.request_id: r for r in held if r.probe is not None}
+        before = self._growths.get(key, {})
+        if not probes and not before:
+            return {}
+        grown = {i: observe(before.get(i), now_s, measured.get(i, 0)) for i in probes}
+        self._growths[key] = {i: each for i, each in grown.items() if each is not None}
+        if not self._growths[key]:
+            del self._growths[key]
+        return {i: counted_bytes(r, grown[i], now_s) for i, r in probes.items()}
+
+    def probes_to_end(self) -> dict[str, Device]:
+        """Return the probes that should end for the others, of all brokers, by request id, and the device that is short.
+
+        Of the states that `states` has last returned.
+        """
+        reading = self.reading
+        if reading is None or reading.error:
+            return {}
+        found = {}
+        for key, state in zip(self._keys, self._states, strict=True) if self._growths else ():
+            growths = self._growths.get(key, {})
+            ended = choose_ended(state, growths, reading.at_s, self._headroom_bytes)
+            if ended is not None:
+                found[ended] = state.device
+        return found
 
     def measured_bytes(self, request_id: str, device: Device) -> int:
         """Return what a request's process holds of a device, as `states` has last found."""

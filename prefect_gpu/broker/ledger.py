@@ -381,6 +381,12 @@ class Ledger:
         with self._lock:
             self._change(request_id, held_bytes=held_bytes)
 
+    def lower(self, request_id: str, reservations: tuple[Reservation, ...]) -> None:
+        """Replace the reservations of a request that holds devices by smaller ones of the same devices."""
+        with self._lock:
+            self._change(request_id, reservations=reservations)
+        self._call_watchers()
+
     def mark_running(self, request_id: str) -> None:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
         with self._lock:

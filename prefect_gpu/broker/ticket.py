@@ -58,6 +58,8 @@ class Ticket:
     on_held_back: Callable[[bool], None] | None = None
     #: What it was called with last.
     held_back: bool = False
+    #: Called if it is a probe that shares a device and should end for the others there, with that device, once.
+    on_short: Callable[[Device], None] | None = None
     #: What others' processes held on its devices when it was placed, in bytes.
     foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
     #: Bytes that no process held on its devices when it was placed, and what others leaked there since.

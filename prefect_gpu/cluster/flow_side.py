@@ -58,6 +58,7 @@ from prefect_gpu.scheduling.model import (
     NodeReading,
     Request,
 )
+from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
 from prefect_gpu.units import format_seconds
 
 logger = logging.getLogger(__name__)
@@ -481,6 +482,12 @@ class ClusterLauncher:
         exclusive = any(r.exclusive for r in placement.reservations)
         # Whole devices of one model may have different sizes free. What each has more than the least is not asked
         # for: no other task may be there.
+        held = placement.reservations[0]
+        probe_fraction = 0.0
+        if held.probe is not None:
+            # What takes its cap at once counts at it.
+            at_once = held.probe.counts_bytes >= held.reserved_bytes
+            probe_fraction = AT_ONCE_FRACTION if at_once else 1.0
         choose = min if exclusive else max
         by_model: dict[str, int] = {}
         for device, size in zip(placement.devices, placement.budget_bytes, strict=True):
@@ -495,6 +502,8 @@ class ClusterLauncher:
             devices=tuple(device.uuid for device in placement.devices),
             exclusive=exclusive,
             host_bytes=spec.host_bytes,
+            probe_fraction=probe_fraction,
+            confirms_probe=held.probe is not None,
         )
         launch = Launch(
             child,

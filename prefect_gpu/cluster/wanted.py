@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from prefect_gpu.scheduling.model import Device, Request
+from prefect_gpu.scheduling.probes import ALLOWANCE
 
 #: GPUs in Ray's count of each node that a flow uses, by Ray's id of the node.
 NodeGPUs: TypeAlias = Mapping[str, float]
@@ -34,7 +35,8 @@ def count_bundles(
     """Estimate the devices that requests need which wait.
 
     Requests with a known need share devices of the smallest size there is; where no device is known, all of them share
-    one. Each other request has its devices to itself. A request that names nodes, or devices of a node, waits for
+    one. Of requests whose need is not known, so many share one as may start at once. Each other request has its devices to
+    itself. A request that names nodes, or devices of a node, waits for
     those: no new node would help it.
 
     Args:
@@ -55,10 +57,14 @@ def count_bundles(
             break
         most_tasks -= number
         need_bytes = 0 if smallest is None else request.need_bytes(smallest)
-        if request.memory is None or request.exclusive or request.count > 1 or need_bytes is None:
+        shares = request.probe_fraction > 0 and not request.exclusive
+        known = request.memory is not None and need_bytes is not None
+        if request.exclusive or request.count > 1 or not (known or shares):
             bundles[request.count] += number
             continue
         fit = max_tasks or sys.maxsize
+        if not known:
+            fit = min(fit, int(1 / ALLOWANCE))
         if smallest is not None and need_bytes:
             fit = min(fit, max(1, capacities[smallest] // need_bytes))
         shared = (shared or 0.0) + number / fit

@@ -155,6 +155,8 @@ class FrameworkPolicy:
     context_bytes: Mapping[str, int] = field(default_factory=dict)
     #: "limit": cap at budget − context. "growth": no cap. "all": take the budget at start.
     allocation: AllocationMode = "growth"
+    #: Under a cap, frameworks take memory as they need it, where they can: the cap is not what the task needs.
+    on_demand: bool = False
     #: PyTorch allocator options, `{"max_split_size_mb": "128"}`.
     allocator_options: Mapping[str, str] = field(default_factory=dict)
     #: `False`: PyTorch's caching allocator is switched off.

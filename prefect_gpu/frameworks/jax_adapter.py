@@ -56,7 +56,9 @@ class JaxAdapter(FrameworkAdapter):
             variables["NPROC"] = str(policy.cpus)
         return {
             **variables,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false" if caps is None else "true",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false"
+            if caps is None or policy.on_demand
+            else "true",
             FRACTION: None if fraction is None else f"{min(1.0, fraction):.6f}",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": None,
         }

@@ -46,7 +46,9 @@ def device_status(state: DeviceState) -> DeviceStatus:
         name=device.name,
         total_bytes=device.total_bytes,
         used_bytes=None if snapshot.error else snapshot.used_bytes,
-        reserved_bytes=sum(each.reserved_bytes for each in state.reservations),
+        reserved_bytes=min(
+            device.total_bytes, sum(each.reserved_bytes for each in state.reservations)
+        ),
         free_bytes=None if snapshot.error else max(0, state.free_bytes),
         busy_fraction=snapshot.busy_fraction,
         error=snapshot.error,

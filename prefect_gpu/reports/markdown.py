@@ -77,7 +77,7 @@ _SOURCE_WORDS: dict[Source, str] = {
 _BUDGET_WORDS: dict[BudgetSource, str] = {
     "tag": "from its tag",
     "learned": "learned from earlier runs",
-    "probe": "a probe: the first run has the device to itself",
+    "probe": "a probe: a first run may take what its device has free",
 }
 
 _HEADLINES: dict[Outcome, str] = {
@@ -167,7 +167,7 @@ def _headline(report: TaskReport) -> str:
     if report.outcome == "oom":
         return f"{head}: it had taken {peak} of its {budget} budget ({share})."
     if report.budget_source == "probe":
-        return f"{head}: it took {peak}, with the whole device ({budget}) to itself."
+        return f"{head}: it took {peak} of the {budget} that its device had free for it."
     verb = "needed" if report.outcome == "completed" else "had taken"
     several = f" on {len(report.devices)} devices together" if len(report.devices) > 1 else ""
     return f"{head}: it {verb} {peak} of its {budget} budget{several} ({share})."
@@ -521,7 +521,9 @@ def _flow_waste(reports: Sequence[TaskReport]) -> str:
     if any(report.budget_source == "probe" for report in reports):
         rest = [report for report in reports if report.budget_source != "probe"]
         without = f"; without them: {_unused_percent(rest)}" if rest else ""
-        text += f" First runs have a device to themselves, to find out what they need{without}."
+        text += (
+            f" First runs reserve what their device has free, to find out what they need{without}."
+        )
     return text
 
 

@@ -437,12 +437,14 @@ def past_run(report: TaskReport) -> PastRun:
     live = report.peak_live_bytes if report.counted_out else None
     if report.counted_out and not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
         live = largest(live, report.peak_reserved_bytes)
+    # What a probe was given beside others says nothing of what it needs.
+    shared_probe = report.budget_source == "probe" and report.cap_bytes is not None
     return PastRun(
         ended_at=report.placed_at + report.held_s,
         outcome=report.outcome,
         cause=report.cause,
-        budget_bytes=report.budget_bytes,
-        cap_bytes=report.cap_bytes,
+        budget_bytes=0 if shared_probe else report.budget_bytes,
+        cap_bytes=None if shared_probe else report.cap_bytes,
         live_bytes=each_known(live),
         steady_live_bytes=each_known(steps.steady_live_bytes) if steps and steps.alike else None,
         process_bytes=each(peak) if measured else None,

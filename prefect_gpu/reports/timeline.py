@@ -406,7 +406,8 @@ def _reserved(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:
         # The next reservation may begin where this one ends.
         end_s = max(bar.at_s, bar.at_s + bar.report.held_s - EPOCH_PRECISION_S)
         changes += [(bar.at_s, size), (end_s, -size)]
-    return _sum_up(changes)
+    # Probes that share a device have caps that add up to more.
+    return [(at_s, min(size, device.total_bytes)) for at_s, size in _sum_up(changes)]
 
 
 def _used(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:

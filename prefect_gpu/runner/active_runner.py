@@ -99,6 +99,8 @@ class Configuration:
     live_view: bool = False
     #: Whether there is a progress artifact, if there are reports.
     progress: bool = False
+    #: Whether tasks of unknown need share a device: "shared" or "alone".
+    probes: str = "shared"
 
 
 class ActiveRunner:
@@ -141,7 +143,9 @@ class ActiveRunner:
         #: By task run: those that failed, which may have had no process.
         self._unstarted: dict[UUID, UnstartedRun] = {}
         self._book: BudgetBook | None = None
-        self._plans = PlanMaker(configuration.memory_snapshots)
+        self._plans = PlanMaker(
+            configuration.memory_snapshots, shares=configuration.probes == "shared"
+        )
         #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
         self.flow: FlowRunContext | None = None
         #: Around the first submit: events about devices are emitted in it.
@@ -445,6 +449,7 @@ class ActiveRunner:
             memory_snapshots=None,
             live_view=False,
             progress=False,
+            probes="shared",
         )
         folder = read_settings().ledger
         return PROCESS_RESOURCES.get(("broker", key, folder), lambda: _make_broker(given, folder))

@@ -63,7 +63,7 @@ from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.processes.transport import ReceivedValue
 from prefect_gpu.reports.events import ended_events, placed_event
 from prefect_gpu.reports.markup import clean_name
-from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.reports.model import BudgetSource, TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
@@ -71,7 +71,7 @@ from prefect_gpu.runner.process_record import ProcessRecord, Verdict
 from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause, Evidence, Rung
-from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.suspension.eligibility import Candidate
 from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.suspension.suspended import MOVING_IN, REFUSED, Suspender, Suspension, lost_tasks
@@ -88,6 +88,22 @@ _TIME_UP = object()
 #: Put into its messages when the process is suspended, and when it runs again.
 _PAUSED: Final = object()
 _RESUMED: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _EndProbe:
+    """Ends a probe that shares a device."""
+
+    #: The device that is short of memory, as messages name it.
+    where: str
+
+
+class ProbeEnded(Exception):  # noqa: N818  # not an error: the body runs again
+    """A probe that shared a device was ended for the others there."""
+
+
+class NeedLearned(Exception):  # noqa: N818  # not an error: it asks again
+    """While a probe waited for a device, another run has shown what it needs."""
 
 
 class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
@@ -131,6 +147,8 @@ class Attempt:
         self._memory = ProcessMemory(broker.kind)
         self._kills_before = 0
         self._cancelled = threading.Event()
+        #: It waits no longer as a probe.
+        self._need_learned = False
         self._handle: ChildHandle | None = None
         self._launched = threading.Event()
         #: Once there is a process.
@@ -161,10 +179,32 @@ class Attempt:
             # The engine's thread has returned the value; the process may linger at its exit.
             handle.kill()
 
+    def learn_need(self, device_name: str, budget_bytes: int) -> None:
+        """Take what another run has shown that a probe needs. From any thread.
+
+        Args:
+            device_name: Model of the device that this is known of.
+            budget_bytes: What a later process gets there.
+        """
+        ticket = self._ticket
+        if ticket is None:
+            return
+        self._need_learned = True
+        if not self._broker.withdraw(ticket):
+            self._broker.learn_need(ticket, {device_name: budget_bytes})
+
+    @property
+    def shares(self) -> bool:
+        """Whether it was placed as a probe that shares its devices."""
+        placement = None if self._ticket is None else self._ticket.placement
+        return placement is not None and any(r.probe for r in placement.reservations)
+
     @property
     def whole_device(self) -> bool:
         """Whether it was given all that its devices had free."""
         ticket = self._ticket
+        if self.shares:
+            return False
         return ticket is not None and any(
             ticket.request.need_bytes(device) is None for device in ticket.devices
         )
@@ -218,6 +258,7 @@ class Attempt:
             foreign_growth_bytes=self._broker.foreign_growth_bytes(ticket),
             says_own_cap=seen.says_own_cap,
             alone=any(r.exclusive for r in placement.reservations),
+            shared_probe=self.shares,
         )
 
     # Before there is a process.
@@ -228,6 +269,7 @@ class Attempt:
         Raises:
             PlacementError: No device can hold it, or none was free in time.
             CancelledByRunner: `cancel` was called.
+            NeedLearned: `learn_need` was called before it was placed.
         """
         try:
             return self._place()
@@ -258,6 +300,7 @@ class Attempt:
             task_run_id=str(self._run.task_run.id),
             task_run_name=clean_name(self._run.task_run.name),
             flow_run_id=str(self._run.task_run.flow_run_id or ""),
+            probe_fraction=self._grant.probe_fraction,
         )
         self._ticket = ticket = self._broker.submit(request, self._call.hot)
         ticket.on_recovered = self._take_recovery
@@ -269,11 +312,13 @@ class Attempt:
                 ticket, policy.wait_s, self._run.show_awaiting, waited_s=self._grant.waited_s
             )
         except Withdrawn:
+            if self._need_learned and not self._cancelled.is_set():
+                raise NeedLearned from None
             raise CancelledByRunner from None
         # What it waited for another's probe, too.
         queued_s = self._grant.waited_s + ticket.placed_s - ticket.request.submitted_s
         self._run.show_placed(placed_line(placement, self._grant, self.whole_device, queued_s))
-        self._run.emit(placed_event(placement, self._grant.source, self._number, queued_s))
+        self._run.emit(placed_event(placement, self._source, self._number, queued_s))
         # With a device to itself and no stated memory there is no budget to keep to.
         alone = any(reservation.exclusive for reservation in placement.reservations)
         self._record = ProcessRecord(
@@ -289,7 +334,18 @@ class Attempt:
         )
         self._kills_before = read_oom_kills()
         ticket.on_measured = self._take_measurement
+        if self.shares:
+            ticket.on_short = self._end_probe
         return placement
+
+    @property
+    def _source(self) -> BudgetSource:
+        """Where its budget comes from. A task that is known on one model may probe on another."""
+        return "probe" if self.shares else self._grant.source
+
+    def _end_probe(self, device: Device) -> None:
+        """Have it ended for the others on a device, on the broker's thread."""
+        self._messages.put(_EndProbe(device.label))
 
     def _choose_allocation(self) -> AllocationMode:
         """Return what frameworks do with the budget: they are capped to one that is known."""
@@ -305,6 +361,7 @@ class Attempt:
             total_bytes=tuple(device.total_bytes for device in placement.devices),
             budget_bytes=placement.budget_bytes,
             allocation=self._allocation,
+            on_demand=self.shares,
             snapshot_path=self._snapshot_path(),
         )
         frameworks = self._plan.frameworks
@@ -325,7 +382,9 @@ class Attempt:
             context = context or max((contexts.get(name, 0) for name in frameworks), default=0)
         caps = self._memory.cap_bytes or _caps(frameworks, policy)
         cap = min(caps) if caps else None
-        self._learned.set_caps(cap, context, contexts)
+        # Where nothing holds a probe to its cap (the host), its report says all the same that it had one.
+        noted = min(placement.budget_bytes) if cap is None and self.shares else cap
+        self._learned.set_caps(noted, context, contexts)
         allocation = Allocation(
             budget_bytes=min(placement.budget_bytes),
             cap_bytes=cap,
@@ -413,6 +472,16 @@ class Attempt:
                 reason = CancelledByRunner()
                 limit.lift()
                 self._kill("cancelled")
+            elif isinstance(message, _EndProbe):
+                if reason is None and ended is None:
+                    reason = ProbeEnded()
+                    limit.lift()
+                    self._kill("cancelled")
+                    self._verdict = replace(
+                        self._verdict,
+                        error=f"ended for other first runs on {message.where}, which ran short of memory",
+                        next_words="it gets a device to itself",
+                    )
             elif isinstance(message, BudgetExceededError):
                 reason = self._take_overshoot(message) or reason
             elif isinstance(message, ProcessLostError):
@@ -633,7 +702,7 @@ class Attempt:
                     self._call,
                     self._broker.kind,
                     self._number,
-                    self._grant.source,
+                    self._source,
                     tuple(name for name in self._plan.named if name != registry.NO_FRAMEWORK),
                     self._verdict,
                     self._leaked_bytes,

@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -65,6 +66,10 @@ class Grant:
     after_oom: bool = False
     #: Bytes that are enough for past runs, their first steps included, by device name.
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: As `Request.probe_fraction`.
+    probe_fraction: float = 0.0
+    #: Why a probe has a device to itself, for the log; empty: it is no probe, or shares one.
+    alone_because: str = ""
 
 
 class ProbeGate:
@@ -78,11 +83,15 @@ class ProbeGate:
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._claimed: set[HistoryKey] = set()
+        #: Histories whose probes have ended and are not in them yet, and how many.
+        self._ending = Counter[HistoryKey]()
 
     def claim(self, keys: Iterable[HistoryKey]) -> frozenset[HistoryKey]:
         """Claim the histories that have no probe, and return them."""
         with self._changed:
-            free = frozenset(key for key in keys if key not in self._claimed)
+            free = frozenset(
+                key for key in keys if key not in self._claimed and not self._ending[key]
+            )
             self._claimed |= free
             return free
 
@@ -97,10 +106,24 @@ class ProbeGate:
         with self._changed:
             self._claimed.difference_update(keys)
 
+    def begin_end(self, keys: Iterable[HistoryKey]) -> None:
+        """Note that a probe of some histories has ended: there is no other before its run was kept."""
+        with self._changed:
+            self._ending.update(keys)
+
+    def end(self, keys: Iterable[HistoryKey]) -> None:
+        """Note that the run of such a probe was kept, and wake all tasks that wait."""
+        with self._changed:
+            self._ending.subtract(keys)
+            self._changed.notify_all()
+
     def holds(self, keys: Iterable[HistoryKey]) -> bool:
         """Return whether all of some histories have a probe."""
         with self._changed:
-            return self._claimed.issuperset(keys)
+            return self._hold(keys)
+
+    def _hold(self, keys: Iterable[HistoryKey]) -> bool:
+        return all(key in self._claimed or self._ending[key] for key in keys)
 
     def wait(
         self, keys: Iterable[HistoryKey], timeout_s: float | None, cancelled: Callable[[], bool]
@@ -108,7 +131,7 @@ class ProbeGate:
         """Wait until a claim ends, if all of some histories are claimed; at most `timeout_s` seconds."""
         with self._changed:
             # A claim that ended, or a cancellation, before this lock was taken has woken nothing.
-            if not cancelled() and self._claimed.issuperset(keys):
+            if not cancelled() and self._hold(keys):
                 self._changed.wait(timeout_s)
 
 
@@ -139,6 +162,8 @@ class BudgetBook:
         self._recent = recent
         #: What the store had when a key was read last: replaced as a whole, by any thread.
         self._kept: dict[HistoryKey, Sequence[PastRun]] = {}
+        #: By history: what its probes that share a device are told.
+        self._probes: dict[HistoryKey, list[Callable[[str, int], None]]] = {}
         self._lock = threading.Lock()
         self._told = False
 
@@ -154,6 +179,7 @@ class BudgetBook:
         limit_s: float | None,
         on_waiting: Callable[[str], None],
         cancelled: Callable[[], bool],
+        probe_fraction: float = 0.0,
     ) -> Grant | None:
         """Return what a process of a task gets; wait for a probe where that is not known.
 
@@ -167,6 +193,8 @@ class BudgetBook:
             limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
             on_waiting: Called with the reason for the wait; an exception of it ends the wait.
             cancelled: Called after every change; see `wake`.
+            probe_fraction: As `Request.probe_fraction`, for a probe of it. Above 0 other tasks wait until that one is
+                placed, not until it has ended, and probes of other flows are not waited for.
 
         Returns:
             `None`: it was cancelled.
@@ -190,7 +218,9 @@ class BudgetBook:
                 lessons = {name: _placeable(past) for name, past in runs.items()}
                 unknown = [identity.on(name) for name, lesson in lessons.items() if lesson is None]
                 claimed = self._gate.claim(unknown)
-                claims = frozenset(key for key in claimed if self._store.claim(key))
+                claims = claimed
+                if not probe_fraction:
+                    claims = frozenset(key for key in claimed if self._store.claim(key))
                 elsewhere = claimed - claims
                 looked = looked or bool(elsewhere)
                 if claims or len(unknown) < len(names):
@@ -206,7 +236,16 @@ class BudgetBook:
                     grant = self._from_lessons(
                         identity, lessons, claims, capacity_bytes, waited_s, roomy >= count
                     )
-                    return replace(grant, expected_s=_longest_s(runs))
+                    # A lesson that asks for a whole device is no probe.
+                    whole = grant.source == "learned" and any(
+                        lesson is not None and lesson.budget_bytes >= capacity_bytes.get(name, 0)
+                        for name, lesson in lessons.items()
+                    )
+                    return replace(
+                        grant,
+                        expected_s=_longest_s(runs),
+                        probe_fraction=probe_fraction if claims and not whole else 0.0,
+                    )
                 waited_s = time.monotonic() - began_s
                 if limit_s is not None and waited_s >= limit_s:
                     raise PlacementTimeoutError(
@@ -238,6 +277,39 @@ class BudgetBook:
         run = replace(run, floor_bytes=known_floor_bytes(known) or None)
         self._recent.add(key, run)
         self._store.add(key, run)
+        lesson = _placeable(known)
+        with self._lock:
+            probes = [] if lesson is None else [*self._probes.get(key, ())]
+        for learns in probes:
+            assert lesson is not None
+            learns(key.device_name, lesson.budget_bytes)
+
+    def begin_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
+        """Pass what is learned from now on, with the model of the device, to a probe that shares one.
+
+        Args:
+            keys: Its histories.
+            learns: Gets the model and a budget in bytes, on any thread. It must not raise.
+        """
+        with self._lock:
+            for key in keys:
+                self._probes.setdefault(key, []).append(learns)
+
+    def begin_end(self, keys: Iterable[HistoryKey]) -> None:
+        """Have tasks of some histories wait for the run of a probe that has ended, until `end`."""
+        self._gate.begin_end(keys)
+
+    def end(self, keys: Iterable[HistoryKey]) -> None:
+        """Note that the run was kept, or that there was none."""
+        self._gate.end(keys)
+
+    def end_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
+        """End what `begin_probe` began."""
+        with self._lock:
+            for key in keys:
+                left = [each for each in self._probes.pop(key, ()) if each != learns]
+                if left:
+                    self._probes[key] = left
 
     def release(self, grant: Grant) -> None:
         """End the claims of a process whose run was kept: others may use it, or probe."""

@@ -32,18 +32,22 @@ def placed_line(placement: Placement, grant: Grant, whole: bool, waited_s: float
         whole: It has all that its devices had free.
         waited_s: Seconds that the task run waited for it.
     """
+    shares = any(r.probe for r in placement.reservations)
     where = ", ".join(device.label for device in placement.devices)
     budget = format_bytes(min(placement.budget_bytes))
     budget += " on each" if len(placement.devices) > 1 else ""
     if grant.after_oom:
         why = "after an out-of-memory"
-    elif grant.source == "probe":
+    elif grant.source == "probe" or shares:
         why = "no earlier run has shown what it needs"
+        why += f"; {grant.alone_because}" if grant.alone_because else ""
     else:
         why = (
             "learned from earlier runs" if grant.source == "learned" else "from its tag gpu:memory"
         )
     how = f"alone on {where} with all that is free, " if whole else f"on {where} with a budget of "
+    if shares:
+        how = f"on {where}, where other first runs may be, with at most "
     waited = f" after {format_seconds(waited_s)}" if waited_s >= LEAST_WAIT_S else ""
     return f"Placed{waited} {how}{budget} ({why})"
 

@@ -42,7 +42,13 @@ from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
-from prefect_gpu.runner.attempt import Attempt, ChildTraceback, first_line
+from prefect_gpu.runner.attempt import (
+    Attempt,
+    ChildTraceback,
+    NeedLearned,
+    ProbeEnded,
+    first_line,
+)
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
@@ -58,6 +64,7 @@ from prefect_gpu.runner.prefect_engine import (
 )
 from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import (
     Cause,
     Climb,
@@ -122,6 +129,8 @@ class BodyRun:
         #: In order; at most `ladder.MOST_PROCESSES`.
         self._attempts: list[Attempt] = []
         self._over = threading.Event()
+        #: Histories for which its process probes beside other tasks.
+        self._probed: frozenset[HistoryKey] = frozenset()
 
     def cancel(self) -> None:
         """End it, wherever it is. From any thread; `run` then raises `CancelledByRunner`."""
@@ -200,20 +209,33 @@ class BodyRun:
                 number = next(self._numbers)
             attempt: Attempt | None = None
             rung: Rung | None = None
-            go_on = refused = lost = False
+            go_on = refused = lost = again = learned = False
             began_s = time.monotonic()
             cause: Cause | Literal[""] = ""
             wanted_bytes: int | None = None
             try:
                 attempt = self._new_attempt(self._call, grant, number, self._broker, self._launcher)
                 self._add(attempt)
+                self._book.begin_probe(self._probed, attempt.learn_need)
                 placement = attempt.place()
                 # A probe on one model says nothing of others.
                 grant = self._book.keep(grant, placement.devices[0].name)
+                if attempt.shares:
+                    # The next of its kind may ask now.
+                    self._book.release(grant)
+                    grant = replace(grant, claims=frozenset())
                 whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
                 return attempt.run()
             except PlacementTimeoutError:
                 raise
+            except NeedLearned:
+                learned = True
+            except ProbeEnded:
+                go_on = again = True
+                self._call.run.warn(
+                    "Ended, since first runs beside it grow and its device runs short of memory; it runs again with "
+                    "a device to itself"
+                )
             except NodeRefusedError as error:
                 # It goes back to its place in the queue, and what the node says is known by the next reading.
                 waited_s = grant.waited_s + time.monotonic() - began_s
@@ -249,8 +271,13 @@ class BodyRun:
                 self._call.run.warn(f"Out of memory: {rung.reason} ({said})")
                 shortage, go_on = error, True
             finally:
+                if attempt is not None:
+                    self._book.end_probe(self._probed, attempt.learn_need)
                 # The grant goes on to the next process, if there is one.
-                take = functools.partial(self._take_report, grant, not (go_on or refused))
+                ended = self._probed if attempt is not None and attempt.shares else frozenset()
+                # Those like it wait for its run, which is kept once its memory is back.
+                self._book.begin_end(ended)
+                take = functools.partial(self._take_report, grant, not (go_on or refused), ended)
                 if attempt is None:
                     take(None)
                 else:
@@ -260,6 +287,20 @@ class BodyRun:
                 attempt.finished.wait(ENDING_S)
                 grant = replace(grant, waited_s=0.0)
                 continue
+            if learned:
+                with self._lock:
+                    self._attempts.remove(attempt)
+                waited_s = grant.waited_s + time.monotonic() - began_s
+                grant = replace(self._first_grant(), waited_s=waited_s)
+                # It has had no process.
+                refused = True
+                continue
+            if again:
+                attempt.finished.wait(ENDING_S)
+                grant = replace(
+                    grant, waited_s=0.0, probe_fraction=0.0, alone_because="it was ended once"
+                )
+                continue
             if rung is None:
                 # A node has refused it: it waits on.
                 self._over.wait(REFUSED_S)
@@ -267,9 +308,16 @@ class BodyRun:
                     self._attempts.remove(attempt)
                 grant = replace(grant, waited_s=grant.waited_s + time.monotonic() - began_s)
                 continue
+            self._probed = frozenset()
             # Reports come in the order of the processes, of which Prefect shows the newest.
             attempt.finished.wait(ENDING_S)
-            grant = replace(grant, memory=rung.budget_bytes, waited_s=0.0, after_oom=True)
+            grant = replace(
+                grant,
+                memory=rung.budget_bytes,
+                waited_s=0.0,
+                after_oom=True,
+                probe_fraction=0.0,
+            )
             self.climb = rung.climb
 
     def _add(self, attempt: Attempt) -> None:
@@ -293,11 +341,15 @@ class BodyRun:
             limit_s=policy.wait_s,
             on_waiting=self._call.run.show_awaiting,
             cancelled=lambda: self._cancelled,
+            probe_fraction=self._call.plan.probe_fraction,
         )
         if grant is None:
             raise CancelledByRunner
+        self._probed = grant.claims if grant.probe_fraction else frozenset()
+        if grant.source == "probe":
+            grant = replace(grant, alone_because=self._call.plan.alone_because)
         if self.climb.whole_device:
-            return replace(grant, memory=None, after_oom=True)
+            return replace(grant, memory=None, after_oom=True, probe_fraction=0.0)
         if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
             # An earlier call has found that it needs more.
             return replace(grant, memory=self.climb.reached_bytes, after_oom=True)
@@ -323,19 +375,34 @@ class BodyRun:
         capacity = max(sizes, default=min(capacities.values()))
         alike = len({device.name for device in capacities}) == 1
         rung = next_rung(climb, cause, evidence, capacity, whole_bytes, alike)
-        if isinstance(rung, Rung) and policy.oom != "fail":
+        # A probe beside others was not given what its tag lets it fail with.
+        if isinstance(rung, Rung) and (policy.oom != "fail" or evidence.shared_probe):
             return rung
         add_note(error, last_words(cause, evidence, rung))
         return None
 
-    def _take_report(self, grant: Grant, release: bool, report: TaskReport | None) -> None:
-        """Take the report of a process, `None` if there was none, and hand it on."""
+    def _take_report(
+        self,
+        grant: Grant,
+        release: bool,
+        ended: frozenset[HistoryKey],
+        report: TaskReport | None,
+    ) -> None:
+        """Take the report of a process, `None` if there was none, and hand it on.
+
+        Args:
+            grant: What the process got.
+            release: Whether no other process of the task run has that.
+            ended: Histories that it was a probe for beside other tasks.
+            report: Of the process.
+        """
         try:
             if report is not None:
                 self._book.take(self._call.identity, report)
         finally:
             if release:
                 self._book.release(grant)
+            self._book.end(ended)
             if report is not None:
                 self._report(report)
 

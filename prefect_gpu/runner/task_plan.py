@@ -33,6 +33,10 @@ from prefect_gpu.runner.prefect_engine import EngineRun, without_flow_parameters
 from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import DeviceKind
+from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
+
+#: Frameworks that take their whole cap when they start: TensorFlow knows a cap or growth, not both.
+TAKES_AT_ONCE = frozenset({"tensorflow"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,10 @@ class TaskPlan:
     sequence: int
     #: Folder for PyTorch's memory snapshots; `None`: it records nothing for them.
     snapshots: Path | None = None
+    #: As `Request.probe_fraction`, where its need is not known.
+    probe_fraction: float = 0.0
+    #: Why that is 0, for the log; empty: it is not.
+    alone_because: str = ""
 
     @property
     def host_bytes(self) -> int:
@@ -102,6 +110,22 @@ class TaskPlan:
         return HistoryKey(self.task_name, qualified_name, learn_by=digest, learn_by_words=words)
 
 
+def why_alone(policy: GPUPolicy) -> str:
+    """Return why a task without a budget must have a device to itself; empty: it may share one.
+
+    A task that cannot be capped has none beside it, nor one that takes all that it may have.
+    """
+    if policy.exclusive:
+        return "gpu:exclusive"
+    if "allocation" in policy.stated and policy.allocation != "limit":
+        return f"gpu:allocation={policy.allocation} leaves no room for others"
+    if not policy.caching:
+        return "gpu:caching=off has no cap"
+    if {share.name for share in policy.frameworks} == {NO_FRAMEWORK}:
+        return "gpu:framework=none has no cap"
+    return ""
+
+
 class PlanMaker:
     """Makes the plans of a runner's tasks. Safe to use from several threads.
 
@@ -109,9 +133,11 @@ class PlanMaker:
 
     Args:
         snapshots: As in the plans; a relative one is of the folder that the flow runs in now.
+        shares: Whether tasks of unknown need may share a device.
     """
 
-    def __init__(self, snapshots: Path | None = None) -> None:
+    def __init__(self, snapshots: Path | None = None, shares: bool = True) -> None:
+        self._shares = shares
         self._snapshots = None if snapshots is None else snapshots.expanduser().absolute()
         #: By the identity of a function, which is kept so that the identity stays its own.
         self._found: dict[int, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {}
@@ -126,17 +152,22 @@ class PlanMaker:
         """
         named = tuple(share.name for share in policy.frameworks)
         found, sharing = ((), ()) if named else self._detect(task.fn)
+        frameworks = tuple(name for name in named or found if name != NO_FRAMEWORK)
+        alone_because = why_alone(policy) if self._shares else "probes is 'alone'"
+        fraction = AT_ONCE_FRACTION if TAKES_AT_ONCE.intersection(frameworks) else 1.0
         return TaskPlan(
             task_name=clean_name(task.name),
             task_key=task.task_key,
             function=task.fn,
             policy=policy,
             named=named,
-            frameworks=tuple(name for name in named or found if name != NO_FRAMEWORK),
+            frameworks=frameworks,
             sharing=sharing,
             timeout_s=task.timeout_seconds,
             sequence=sequence,
             snapshots=self._snapshots,
+            probe_fraction=0.0 if alone_because else fraction,
+            alone_because=alone_because,
         )
 
     def _detect(self, function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

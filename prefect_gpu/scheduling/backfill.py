@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.scheduling.placement import Board, Named, least_whole_bytes, need_bytes
+from prefect_gpu.scheduling.placement import Board, Named, least_whole_bytes, need_bytes, shares
+from prefect_gpu.scheduling.probes import allowance_bytes
 
 #: Seconds after which devices to keep are looked for again, for a request for which there were none.
 RETRY_S = 5.0
@@ -88,7 +89,7 @@ def ready_s(request: Request, state: DeviceState, now_s: float, max_tasks: float
     Returns:
         `None`: not known, or never as far as is known.
     """
-    need = need_bytes(request, state)
+    need = allowance_bytes(state) if shares(request, state) else need_bytes(request, state)
     alone = need is None or request.exclusive
     least = least_whole_bytes(state) if need is None else need
     free = state.free_bytes
@@ -124,7 +125,7 @@ def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks
     Returns:
         Bytes; less than 0: not even a request for 0 bytes may be there.
     """
-    need = need_bytes(blocked, state)
+    need = allowance_bytes(state) if shares(blocked, state) else need_bytes(blocked, state)
     if need is None or blocked.exclusive:
         return -1
     free = state.free_bytes

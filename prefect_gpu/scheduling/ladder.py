@@ -66,6 +66,8 @@ class Evidence:
     says_own_cap: bool | None = None
     #: No other GPU task was on the device.
     alone: bool = False
+    #: Its need was not known, and its budget was what its device had free beside other tasks.
+    shared_probe: bool = False
 
 
 def classify(evidence: Evidence) -> Cause:
@@ -166,6 +168,8 @@ def next_rung(
     if cause == "own_cap":
         if climb.whole_device or evidence.budget_bytes >= capacity_bytes:
             return f"a whole device was not enough, {budget}{wanted}"
+        if evidence.shared_probe:
+            return _give_whole(climb, capacity_bytes, alike, _shortage(cause, evidence))
         more = max(
             int(evidence.budget_bytes * OOM_FACTOR), int((needed or 0) * WANTED_FACTOR), whole_bytes
         )
@@ -174,6 +178,8 @@ def next_rung(
             more = capacity_bytes
         grown = replace(climb, shared=0)
         return _give(grown, more, capacity_bytes, alike, _shortage(cause, evidence))
+    if evidence.shared_probe:
+        return _give_whole(climb, capacity_bytes, alike, _shortage(cause, evidence))
     shared = climb.shared + 1
     if shared > MOST_SHARED:
         return f"the device ran full {shared} times though the task was within its {budget}{wanted}"
@@ -183,6 +189,10 @@ def next_rung(
         # Other people's processes may fill a whole device too: it may be another device next time.
         return _give(grown, capacity_bytes, capacity_bytes, alike, reason)
     return _give(grown, evidence.budget_bytes, capacity_bytes, alike, reason)
+
+
+def _give_whole(climb: Climb, capacity_bytes: int, alike: bool, reason: str) -> Rung:
+    return _give(replace(climb, shared=0), capacity_bytes, capacity_bytes, alike, reason)
 
 
 def _shortage(cause: Cause, evidence: Evidence) -> str:

@@ -9,6 +9,9 @@ Pure arithmetic over one snapshot. The formula:
 Hot standbys are processes of this package, and count as if they were gone: they are ended before a task
 that needs their memory starts (`standbys`).
 
+Probes that share a device are reserved for at their caps, which may add up to more than the device has. For one more probe
+they count at less (`probes`), unless a task with a budget is on the device.
+
 Which device a task gets is decided in `placement`.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Reservation
 from prefect_gpu.units import MIB
@@ -50,6 +54,23 @@ class DeviceState:
     reservations: tuple[Reservation, ...] = ()
     #: Hot standbys on it.
     standbys: tuple[StandbyHold, ...] = ()
+    #: Bytes free for one more probe; `None`: as `free_bytes`.
+    probe_bytes: int | None = None
+
+    @property
+    def free_for_probes_bytes(self) -> int:
+        """Bytes free for one more probe, by what the others on the device count for it."""
+        return self.free_bytes if self.probe_bytes is None else self.probe_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes free for a task of either kind: with a budget, or a probe."""
+        return max(self.free_bytes, self.free_for_probes_bytes)
+
+    @property
+    def has_budgets(self) -> bool:
+        """Whether a task that is no shared probe is on it."""
+        return any(reservation.probe is None for reservation in self.reservations)
 
     @property
     def device(self) -> Device:
@@ -63,6 +84,9 @@ class DeviceState:
 
     def after(self, reservation: Reservation) -> DeviceState:
         """Return the state once `reservation` is made."""
+        probe_bytes = None
+        if reservation.probe is not None and not self.has_budgets:
+            probe_bytes = self.free_for_probes_bytes - reservation.probe.counts_bytes
         return DeviceState(
             self.snapshot,
             self.free_bytes - reservation.reserved_bytes,
@@ -70,6 +94,7 @@ class DeviceState:
             self.capacity_bytes,
             (*self.reservations, reservation),
             self.standbys,
+            probe_bytes,
         )
 
 
@@ -121,6 +146,7 @@ def device_state(
     reservations: Sequence[Reservation],
     measured: Mapping[str, int],
     headroom_bytes: int,
+    probe_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> DeviceState:
     """Compute what one device has free.
 
@@ -129,12 +155,16 @@ def device_state(
         reservations: All on this device.
         measured: Bytes on this device by request id, from `measure`.
         headroom_bytes: Kept free for what is not counted.
+        probe_counts: Request id to the bytes at which a shared probe counts for other probes (`probes.counted_bytes`);
+            one that is missing counts at its cap.
     """
     counted, driver_free = sum(measured.values()), snapshot.free_bytes
     usable = snapshot.usable_bytes
     foreign = max(0, snapshot.used_bytes - counted)
     staying: list[Reservation] = []
     standbys: list[StandbyHold] = []
+    #: By how much less probes count for another probe.
+    less_bytes, budgets = 0, False
     for reservation in reservations:
         held = measured.get(reservation.request_id, 0)
         if reservation.standby:
@@ -143,15 +173,26 @@ def device_state(
             most = max(reservation.reserved_bytes, held)
             standbys.append(StandbyHold(reservation.request_id, most))
         else:
-            counted += max(0, reservation.reserved_bytes - held)
+            most = max(reservation.reserved_bytes, held)
+            counted += most - held
             staying.append(reservation)
+            if reservation.probe is None:
+                budgets = True
+            else:
+                count = probe_counts.get(reservation.request_id, reservation.reserved_bytes)
+                less_bytes += most - max(count, held)
+
+    def free(counted_bytes: int) -> int:
+        return min(driver_free, usable - foreign - counted_bytes) - headroom_bytes
+
     return DeviceState(
         snapshot,
-        min(driver_free, usable - foreign - counted) - headroom_bytes,
+        free(counted),
         foreign,
         max(0, usable - headroom_bytes),
         tuple(staying),
         tuple(standbys),
+        None if budgets else free(counted - less_bytes),
     )
 
 

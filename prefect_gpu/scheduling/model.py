@@ -187,6 +187,11 @@ class Request:
     task_run_id: str = ""
     task_run_name: str = ""
     flow_run_id: str = ""
+    #: Where its need is not known: it may share a device with other tasks, capped at this part (0 to 1] of what the
+    #: device offers; see `probes`. 0: it has a device to itself.
+    probe_fraction: float = 0.0
+    #: It asks for the caps in `memory`, which another broker has decided for a probe.
+    confirms_probe: bool = False
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all that it has free."""
@@ -197,6 +202,16 @@ class Request:
         if isinstance(self.memory, float):
             return int(self.memory * device.total_bytes)
         return self.memory
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What makes a reservation that of a task whose need is not known, and which shares its device."""
+
+    #: Monotonic seconds when it was placed.
+    since_s: float
+    #: Bytes at which it counts for other probes, at least, until its growth has settled.
+    counts_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +232,9 @@ class Reservation:
     ends_s: float | None = None
     #: It is of a hot standby's context, which ends as soon as a task needs the memory.
     standby: bool = False
+    #: `None`: the need of its task is known, or it has the device to itself. Otherwise `reserved_bytes` is the most
+    #: that its process can take, and reservations of several such tasks may add up to more than the device has.
+    probe: Probe | None = None
 
     @property
     def device_key(self) -> DeviceKey:

@@ -26,6 +26,7 @@ from typing import Literal, TypeAlias
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, ModelBudgets, Placement, Request, Reservation
+from prefect_gpu.scheduling.probes import allowance_bytes, offered_bytes, probe_of
 from prefect_gpu.units import GIB, MIB, format_bytes
 
 #: A device that computes for more of the time than this is chosen only if no other fits: one more task
@@ -85,8 +86,8 @@ class Board:
         #: that are not busy, then those that are.
         self._open: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         for at, state in enumerate(self.states):
-            if state.free_bytes >= least_bytes and self._takes_more(state):
-                self._open[is_busy(state)].append((self._sign * state.free_bytes, at))
+            if state.room_bytes >= least_bytes and self._takes_more(state):
+                self._open[is_busy(state)].append((self._sign * state.room_bytes, at))
         for order in self._open:
             order.sort()
         #: Bytes that each device could give if it were empty, the largest first.
@@ -282,7 +283,7 @@ class Board:
             if (at in kept and not allows(at, request)) or not self.fits(request, at):
                 continue
             state = self.states[at]
-            left = state.free_bytes - (need_bytes(request, state) or 0)
+            left = state.room_bytes - (need_bytes(request, state) or 0)
             node = state.device.host
             rank = (is_busy(state), place, node not in ready, self._sign * left, at)
             by_node.setdefault(node, []).append(rank)
@@ -315,17 +316,25 @@ class Board:
         """
         ends_s = None if request.expected_s is None else now_s + request.expected_s
         reservations: list[Reservation] = []
+        # One cap for all devices of a probe: frameworks that take a fraction take the same of each.
+        caps = [
+            offered_bytes(request, self.states[at], least_whole_bytes(self.states[at]))
+            for at in chosen
+            if shares(request, self.states[at])
+        ]
         for at in chosen:
             state = self.states[at]
             need = need_bytes(request, state)
             device = state.snapshot.device
+            cap = min((each for each in caps if each is not None), default=None)
             reservation = Reservation(
                 request.id,
                 *device.key,
-                state.free_bytes if need is None else need,
-                request.exclusive or need is None,
+                cap if cap is not None else state.free_bytes if need is None else need,
+                request.exclusive or (need is None and cap is None),
                 request.task_name,
                 ends_s,
+                probe=None if cap is None else probe_of(request, state, cap, now_s),
             )
             reservations.append(reservation)
             self._book(at, reservation)
@@ -348,12 +357,12 @@ class Board:
     def _book(self, at: int, reservation: Reservation) -> None:
         state = self.states[at]
         order = self._open[is_busy(state)]
-        place = bisect.bisect_left(order, (self._sign * state.free_bytes, at))
+        place = bisect.bisect_left(order, (self._sign * state.room_bytes, at))
         if place < len(order) and order[place][1] == at:
             del order[place]
         self.states[at] = state = state.after(reservation)
-        if state.free_bytes >= self._least_bytes and self._takes_more(state):
-            bisect.insort(order, (self._sign * state.free_bytes, at))
+        if state.room_bytes >= self._least_bytes and self._takes_more(state):
+            bisect.insort(order, (self._sign * state.room_bytes, at))
 
     def _prefer(
         self,
@@ -616,10 +625,19 @@ def fits_now(request: Request, state: DeviceState) -> bool:
     """Return whether a device can hold a request now."""
     if not is_open(state):
         return False
+    if shares(request, state):
+        return offered_bytes(request, state, least_whole_bytes(state)) is not None
     need = need_bytes(request, state)
     if (need is None or request.exclusive) and state.reservations:
         return False
     return state.free_bytes >= (least_whole_bytes(state) if need is None else need)
+
+
+def shares(request: Request, state: DeviceState) -> bool:
+    """Return whether a request is that of a probe which may have other tasks beside it on a device."""
+    if not request.probe_fraction or request.exclusive:
+        return False
+    return request.confirms_probe or request.need_bytes(state.device) is None
 
 
 def least_whole_bytes(state: DeviceState) -> int:
@@ -663,8 +681,12 @@ def describe_wait(
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
     """
     needs = {need_bytes(request, state) for state in states}
+    probes = None in needs and any(shares(request, state) for state in states)
+    least = min((allowance_bytes(state) for state in states), default=0)
     amount = (
-        "a device to itself"
+        f"a first run beside others, for which {format_bytes(least)} must be free,"
+        if probes
+        else "a device to itself"
         if None in needs
         else " or ".join(format_bytes(need) for need in sorted(n for n in needs if n is not None))
     )
@@ -691,7 +713,7 @@ def describe_wait(
     ):
         tasks = "a task runs" if max_tasks == 1 else f"{max_tasks} tasks run"
         return f"{amount} on {where}; {tasks} on each, and max_tasks_per_device is {max_tasks}"
-    alone = None in needs or request.exclusive
+    alone = (None in needs and not probes) or request.exclusive
     if alone or not any(is_open(state) for state in states):
         holders = sorted({r.task_name for state in states for r in state.reservations})
         if holders:
@@ -700,9 +722,16 @@ def describe_wait(
             return f"{amount} on {where}; {there}: {named}"
     # Rounded to 64 MiB: a message that changes with every allocation of others says nothing more.
     step = 64 * MIB
-    emptiest = max(
-        (s for s in states if not s.snapshot.error), key=lambda state: state.free_bytes // step
-    )
-    most = max(0, emptiest.free_bytes)
+
+    def free(state: DeviceState) -> int:
+        return max(0, state.free_for_probes_bytes if probes else state.free_bytes)
+
+    emptiest = max((s for s in states if not s.snapshot.error), key=lambda s: free(s) // step)
+    most = free(emptiest)
     there = f" ({emptiest.device.label})" if device.in_cluster and len(states) > 1 else ""
-    return f"{amount} on {where}; most free {format_bytes(most - most % step)}{there}"
+    first = {r.task_name: None for s in states for r in s.reservations if r.probe is not None}
+    held = ""
+    if first and not probes:
+        others = " and others" if len(first) > 3 else ""
+        held = f" beside what first runs may take: {', '.join([*first][:3])}{others}"
+    return f"{amount} on {where}; most free {format_bytes(most - most % step)}{there}{held}"

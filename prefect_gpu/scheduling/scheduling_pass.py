@@ -53,6 +53,8 @@ class Shape(NamedTuple):
     #: The broker that it waits at.
     origin: str = ""
     nodes: tuple[str, ...] = ()
+    #: 0: no probe, or one that has its devices to itself.
+    probe_fraction: float = 0.0
 
     @classmethod
     def of(cls, request: Request) -> Shape:
@@ -66,6 +68,7 @@ class Shape(NamedTuple):
             None if request.expected_s is None else math.frexp(request.expected_s)[1],
             request.origin,
             request.nodes,
+            request.probe_fraction,
         )
 
 

@@ -423,7 +423,7 @@ def test_flows_of_one_process_share_devices_and_reservations() -> None:
     def inner() -> list[Any]:
         return big.map(["c", "d"]).result()
 
-    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False, probes="alone"))
     def outer() -> list[Any]:
         futures = [big.submit("a"), unsaid.submit("b")]
         return inner() + [future.result() for future in futures]

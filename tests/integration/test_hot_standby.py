@@ -98,7 +98,7 @@ def test_a_task_that_needs_the_device_has_it(name: str, tags: list[str]) -> None
         assert allocation is not None
         return allocation.budget_bytes
 
-    @flow(task_runner=runner())
+    @flow(task_runner=runner(probes="alone"))
     def needs() -> tuple[tuple[int, ...], int]:
         where.submit().result()
         waiting = hot()

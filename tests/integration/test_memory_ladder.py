@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 def runner(devices: str = "1x16GiB") -> GPUTaskRunner:
-    return GPUTaskRunner(devices=SimulatedDevices(devices, context="512MiB"), headroom="0")
+    # First runs beside others are the subject of `test_shared_probes`.
+    simulated = SimulatedDevices(devices, context="512MiB")
+    return GPUTaskRunner(devices=simulated, headroom="0", probes="alone")
 
 
 def machine() -> SimulatedReader:
@@ -311,7 +313,7 @@ def train():
             step()
     return current_allocation().budget_bytes
 
-@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB"), headroom="0"))
+@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB"), headroom="0", probes="alone"))
 def learner():
     return train.submit().result()
 

@@ -81,7 +81,9 @@ def test_tasks_start_in_the_order_in_which_they_were_submitted(
             time.sleep(naps_s)
         return at_s
 
-    @flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x7GiB"), reports=False))
+    runner = GPUTaskRunner(devices=SimulatedDevices("1x7GiB"), reports=False, probes="alone")
+
+    @flow(task_runner=runner)
     def three() -> tuple[list[float], list[float]]:
         plain = began.map([0, 1, 2], 0.1).result()
         # All of them have their inputs at the same moment.

@@ -21,6 +21,7 @@ from prefect_gpu.scheduling.model import (
     Device,
     DeviceSnapshot,
     Placement,
+    Probe,
     Request,
     Reservation,
 )
@@ -152,14 +153,19 @@ def other_entry(
     )
 
 
-def place_on(*devices: Device, gib: Sequence[float] = (), exclusive: bool = False) -> Placement:
+def place_on(
+    *devices: Device,
+    gib: Sequence[float] = (),
+    exclusive: bool = False,
+    probe: Probe | None = None,
+) -> Placement:
     sizes = tuple(int(each * GIB) for each in gib or [2] * len(devices))
     return Placement(
         "r",
         devices,
         sizes,
         tuple(
-            Reservation("r", *device.key, size, exclusive)
+            Reservation("r", *device.key, size, exclusive, probe=probe)
             for device, size in zip(devices, sizes, strict=True)
         ),
     )

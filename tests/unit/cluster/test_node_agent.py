@@ -43,7 +43,7 @@ from prefect_gpu.processes.launch_spec import (
 )
 from prefect_gpu.processes.messages import Answered, Asked, BodyStarted
 from prefect_gpu.processes.transport import write_file
-from prefect_gpu.scheduling.model import Device, Request
+from prefect_gpu.scheduling.model import Device, Probe, Request
 from prefect_gpu.units import GIB
 from tests.unit.cluster.cluster_rig import FakeStore, Heard, place_on, spec_for
 from tests.unit.cluster.test_expected import KIND, POLICY, FakePool
@@ -181,6 +181,18 @@ def test_a_launch_is_confirmed_runs_and_is_released_after_its_end(scene: Scene) 
     assert heard.next() == ChildExited(0, "")
     wait_until(lambda: scene.held() == [])
     assert not scene.agent._hosted and heard.nothing
+
+
+def test_probes_whose_caps_add_up_to_more_than_the_device_are_confirmed(scene: Scene) -> None:
+    whole = scene.device.total_bytes / GIB
+    for part in (0.75, 0.5):
+        placement = place_on(scene.device, gib=[whole * part], probe=Probe(0.0, GIB))
+        scene.flow.start(spec_for(placement), Heard())
+        scene.next_child()
+    assert scene.held() == [("train", whole * 0.75), ("train", whole * 0.5)]
+    # A task with a budget must fit beside them.
+    heard, _ = scene.launch(whole * 0.1)
+    assert isinstance(heard.next(), ChildRefused)
 
 
 LARGE = "x" * (2 << 20)

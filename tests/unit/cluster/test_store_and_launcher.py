@@ -17,7 +17,7 @@ from prefect_gpu.cluster.wire import Kill, Launch
 from prefect_gpu.errors import NodeRefusedError
 from prefect_gpu.processes import transport
 from prefect_gpu.processes.launch_spec import ChildRefused
-from prefect_gpu.scheduling.model import Device, ModelBudgets, Request, Reservation
+from prefect_gpu.scheduling.model import Device, ModelBudgets, Probe, Request, Reservation
 from prefect_gpu.units import GIB
 from tests.unit.cluster.cluster_rig import (
     FakeStore,
@@ -253,6 +253,20 @@ def test_whole_devices_of_one_model_with_different_memory_free_can_be_confirmed(
         assert command.request.need_bytes(device) <= free
     assert isinstance(command.request.memory, ModelBudgets)
     assert command.budget_bytes is None
+
+
+@pytest.mark.parametrize(("counts_gib", "fraction"), [(2, 1.0), (8, 0.5)])
+def test_a_launch_of_a_probe_that_shares_its_device_has_its_cap_confirmed(
+    counts_gib: int, fraction: float
+) -> None:
+    nodes, (a,) = make_nodes("a")
+    (device,) = a.facts.devices
+    probe = Probe(1.0, counts_gib * GIB)
+    launch(nodes, spec_for(place_on(device, gib=[8], probe=probe)))
+    (command,) = agent_of(a).of(Launch)
+    request = command.request
+    assert request.confirms_probe and request.probe_fraction == fraction
+    assert request.need_bytes(device) == 8 * GIB and not request.exclusive
 
 
 def test_a_node_that_is_gone_refuses() -> None:

@@ -76,6 +76,12 @@ def test_tensorflow_has_growth_or_a_limit_and_never_both():
     assert name not in environment(allocation="limit")
 
 
+def test_jax_keeps_to_the_cap_of_a_probe_and_takes_memory_as_it_needs_it():
+    found = environment(allocation="limit", context_bytes={"jax": 2 * GIB}, on_demand=True)
+    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert found["XLA_CLIENT_MEM_FRACTION"] == "0.075000"
+
+
 @pytest.mark.parametrize(
     ("allocation", "preallocate", "fraction"),
     [("growth", "false", None), ("limit", "true", "0.075000"), ("all", "true", "0.075000")],

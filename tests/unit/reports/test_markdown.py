@@ -105,7 +105,10 @@ def test_a_task_report_has_a_table_a_chart_phases_and_raw_numbers() -> None:
         ({"outcome": "oom"}, "Ran out of memory after 41.2s: it had taken 5.5GiB of its 6GiB"),
         ({"outcome": "died", "run_s": 0.0}, "Died: it had taken 5.5GiB of its 6GiB budget (92%)."),
         ({"budget_bytes": 5 * GIB}, "it took 5.5GiB, 510MiB more than its budget of 5GiB."),
-        ({"budget_bytes": 99 * GIB, "budget_source": "probe"}, "with the whole device (99GiB)"),
+        (
+            {"budget_bytes": 99 * GIB, "budget_source": "probe"},
+            "of the 99GiB that its device had free",
+        ),
         ({"peak_process_bytes": 0}, "no memory was seen, of a budget of 6GiB."),
         (
             {"devices": (device(), device(1)), "budgets_bytes": (4 * GIB, 8 * GIB)},
@@ -355,7 +358,7 @@ def test_a_flow_report_lists_leaks_and_failures_first() -> None:
     assert text.count("| completed, recovered after 1 retry |") == 2
     assert "bert" not in text.partition("![Devices")[0], "it has recovered"
     assert len(pictures(text)) == 1
-    assert "First runs have a device to themselves" in text
+    assert "First runs reserve what their device has free" in text
 
 
 def test_a_flow_report_has_the_tags_to_write() -> None:

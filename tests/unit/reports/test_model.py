@@ -6,7 +6,7 @@ import pytest
 
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.reports.model import figure_values, past_run
-from prefect_gpu.scheduling.history import PastRun
+from prefect_gpu.scheduling.history import PastRun, learn
 from prefect_gpu.units import GIB
 from tests.fakes.reports import device, task_report
 
@@ -113,3 +113,14 @@ def test_published_figures_are_numbers_for_programs_and_words_stay_words() -> No
     assert found["device_total_bytes"] == [each.total_bytes for each in report.devices]
     assert found["run_s"] == report.run_s
     assert figure_values({"metric_loss": "nan"}) == {"metric_loss": "nan"}
+
+
+def test_what_a_probe_was_given_beside_others_is_not_kept() -> None:
+    given = {"outcome": "oom", "cause": "own_cap", "cap_bytes": 5 * GIB, "budget_bytes": 6 * GIB}
+    shared = past_run(task_report(budget_source="probe", **given))
+    assert (shared.budget_bytes, shared.cap_bytes) == (0, None)
+    # So a later run learns what it would have learned had the probe been alone.
+    done = past_run(task_report(budget_source="probe", peak_live_bytes=5 * GIB))
+    assert learn([shared, done]) == learn([done])
+    budget = past_run(task_report(budget_source="learned", **given))
+    assert (budget.budget_bytes, budget.cap_bytes) == (6 * GIB, 5 * GIB)

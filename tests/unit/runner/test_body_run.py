@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import submission
+from prefect_gpu.runner.attempt import NeedLearned, ProbeEnded
 from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.submission import BodyRun
@@ -55,13 +57,19 @@ class FakeAttempt:
         self._closed = closed
         self.finished = threading.Event()
         self.cancelled = threading.Event()
-        self.whole_device = grant.memory is None
+        self.shares = grant.memory is None and grant.probe_fraction > 0
+        self.whole_device = grant.memory is None and not self.shares
+        #: What it was told that it needs.
+        self.learned: list[tuple[str, int]] = []
         self._budget = grant.memory if isinstance(grant.memory, int) else CAPACITY
         self._report: TaskReport | None = None
         self._take: Callable[[TaskReport | None], None] | None = None
 
     def cancel(self) -> None:
         self.cancelled.set()
+
+    def learn_need(self, device_name: str, budget_bytes: int) -> None:
+        self.learned.append((device_name, budget_bytes))
 
     def evidence(self) -> Evidence | None:
         seen = self._ends
@@ -78,11 +86,12 @@ class FakeAttempt:
             free_bytes=seen.free_bytes,
             foreign_growth_bytes=self._foreign,
             says_own_cap=seen.says_own_cap,
-            alone=self.grant.memory is None,
+            alone=self.whole_device,
+            shared_probe=self.shares,
         )
 
     def place(self) -> Placement:
-        if isinstance(self._ends, PlacementError):
+        if isinstance(self._ends, (PlacementError, NeedLearned)):
             raise self._ends
         return Placement("1", (device(),), (self._budget,))
 
@@ -128,6 +137,7 @@ class Scene:
         late: bool = False,
         foreign: int = 0,
         climb: Climb | None = None,
+        probe_fraction: float = 0.0,
         **asks: Any,
     ) -> None:
         self.attempts: list[FakeAttempt] = []
@@ -153,7 +163,7 @@ class Scene:
         policy = GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks})
         self.run = SimpleNamespace(show_awaiting=lambda why: None, warn=self.told.append)
         call = SimpleNamespace(
-            plan=SimpleNamespace(policy=policy),
+            plan=SimpleNamespace(policy=policy, probe_fraction=probe_fraction, alone_because=""),
             identity=WHO,
             run=self.run,
             place=SubmitOrder().add(0),
@@ -369,6 +379,72 @@ def test_a_probe_holds_its_claim_until_its_report_is_in() -> None:
     assert not scene.gate.claim([WHO.on(device().name)])
     scene.attempts[0].hand_on()
     assert scene.gate.claim([WHO.on(device().name)])
+
+
+def test_a_probe_that_shares_a_device_leaves_its_claim_once_it_is_placed() -> None:
+    scene = Scene("wait", memory=None, allocation="growth", probe_fraction=1.0)
+
+    def run() -> None:
+        with contextlib.suppress(CancelledByRunner):
+            scene.call.run()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        while not scene.gate.claim([WHO.on(device().name)]) or not scene.attempts:
+            scene.gate.release([WHO.on(device().name)])
+        # What another run shows while it runs is told to it.
+        scene.book.take(WHO, task_report(outcome="completed", peak_live_bytes=GIB))
+        ((name, budget),) = scene.attempts[0].learned
+        assert name == device().name and GIB < budget < 3 * GIB
+    finally:
+        scene.call.cancel()
+        thread.join(DEADLOCK_S)
+    scene.book.take(WHO, task_report(outcome="completed", peak_live_bytes=GIB))
+    assert len(scene.attempts[0].learned) == 1
+
+
+def test_a_probe_that_was_ended_for_others_runs_again_with_a_device_to_itself() -> None:
+    scene = Scene(ProbeEnded(), 7, memory=None, allocation="growth", probe_fraction=1.0)
+    assert scene.call.run() == 7
+    assert [attempt.shares for attempt in scene.attempts] == [True, False]
+    assert [attempt.whole_device for attempt in scene.attempts] == [False, True]
+    assert scene.numbers == [1, 2]
+    assert "it runs again with a device to itself" in scene.told[0]
+
+
+@pytest.mark.parametrize("asks", [{}, {"oom": "fail"}], ids=["escalate", "fail"])
+@pytest.mark.parametrize("ends", [own_cap(), device_full()], ids=["own cap", "crowded"])
+def test_a_probe_that_ran_out_of_memory_beside_others_runs_again_alone(
+    ends: OutOfMemory, asks: dict[str, Any]
+) -> None:
+    scene = Scene(ends, 7, memory=None, allocation="growth", probe_fraction=1.0, **asks)
+    monkeyed = FakeAttempt.__init__
+
+    def smaller(self: FakeAttempt, *args: Any) -> None:
+        monkeyed(self, *args)
+        self._budget = 6 * GIB
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeAttempt, "__init__", smaller)
+        assert scene.call.run() == 7
+    assert [attempt.whole_device for attempt in scene.attempts] == [False, True]
+    assert "it gets a device to itself" in scene.told[0]
+
+
+def test_a_probe_asks_again_once_another_run_has_shown_what_it_needs() -> None:
+    scene = Scene(NeedLearned(), 7, memory=None, allocation="growth", probe_fraction=1.0)
+    first = scene.book.grant
+
+    def grant(*args: Any, **others: Any) -> Grant | None:
+        if scene.attempts:
+            scene.book.take(WHO, task_report(outcome="completed", peak_live_bytes=GIB))
+        return first(*args, **others)
+
+    scene.book.grant = grant  # type: ignore[method-assign]
+    assert scene.call.run() == 7
+    assert [attempt.grant.source for attempt in scene.attempts] == ["probe", "learned"]
+    assert scene.numbers == [1, 1]
 
 
 def test_it_can_be_cancelled_while_a_process_runs() -> None:

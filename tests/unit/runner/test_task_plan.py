@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prefect import task
 
-from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.policy import FrameworkShare, GPUPolicy
 from prefect_gpu.runner.task_plan import PlanMaker
 
 
@@ -27,3 +27,35 @@ def test_a_relative_folder_for_snapshots_is_in_the_folder_that_the_flow_starts_i
 
 def test_a_task_records_for_no_snapshots_by_default() -> None:
     assert PlanMaker().make(body, GPUPolicy(), 0).snapshots is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "fraction", "because"),
+    [
+        pytest.param(GPUPolicy(), 1.0, "", id="what can be capped shares"),
+        pytest.param(GPUPolicy(exclusive=True), 0.0, "gpu:exclusive", id="exclusive"),
+        pytest.param(
+            GPUPolicy(allocation="all", stated=frozenset({"allocation"})),
+            0.0,
+            "gpu:allocation=all leaves no room for others",
+            id="all",
+        ),
+        pytest.param(GPUPolicy(caching=False), 0.0, "gpu:caching=off has no cap", id="no cap"),
+        pytest.param(
+            GPUPolicy(frameworks=(FrameworkShare("none"),)),
+            0.0,
+            "gpu:framework=none has no cap",
+            id="no framework",
+        ),
+        pytest.param(
+            GPUPolicy(frameworks=(FrameworkShare("tensorflow"),)), 0.5, "", id="takes its cap whole"
+        ),
+    ],
+)
+def test_which_tasks_of_unknown_need_may_share_a_device(
+    policy: GPUPolicy, fraction: float, because: str
+) -> None:
+    plan = PlanMaker().make(body, policy, 0)
+    assert (plan.probe_fraction, plan.alone_because) == (fraction, because)
+    alone = PlanMaker(shares=False).make(body, policy, 0)
+    assert (alone.probe_fraction, alone.alone_because) == (0.0, "probes is 'alone'")

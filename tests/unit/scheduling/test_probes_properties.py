@@ -1,0 +1,220 @@
+"""An hour of first runs beside tasks with budgets, in virtual time: what holds whatever they need.
+
+The rules of `scheduling.probes` and of the scheduling pass decide; processes grow as hypothesis says. A process that
+would pass its cap, or finds its device full, runs out of memory, and the ladder's answer for a shared probe follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefect_gpu.scheduling.memory import DeviceState, device_state
+from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.scheduling.placement import Board
+from prefect_gpu.scheduling.probes import (
+    AT_ONCE_FRACTION,
+    Growth,
+    choose_ended,
+    counted_bytes,
+    observe,
+)
+from prefect_gpu.scheduling.scheduling_pass import RequestQueue, decide
+from prefect_gpu.units import GIB, MIB
+from tests.unit.scheduling.values import host, snapshot
+
+#: GiB of the device, and what is left free on it.
+DEVICE_GIB, HEADROOM_BYTES = 24, GIB // 4
+
+STEP_S = 1.0
+
+
+class Job(NamedTuple):
+    """One task."""
+
+    #: Needed, in MiB.
+    need: int
+    #: Asked for in a tag; otherwise its need is not known.
+    known: bool
+    #: It takes its whole cap when it starts, as TensorFlow does.
+    at_once: bool
+    #: Seconds until it takes what it needs, and until it ends after that.
+    grows_s: int
+    runs_s: int
+    arrives_s: int
+    #: A first taste, in MiB: less than what it needs.
+    taste: int
+
+
+JOBS = st.lists(
+    st.builds(
+        Job,
+        need=st.integers(64, 23 * 1024),
+        known=st.booleans(),
+        at_once=st.booleans(),
+        grows_s=st.integers(0, 20),
+        runs_s=st.integers(1, 60),
+        arrives_s=st.integers(0, 60),
+        taste=st.integers(1, 512),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@dataclass
+class Running:
+    """A process."""
+
+    placement: Placement
+    began_s: float
+    held: int = 0
+    growth: Growth | None = None
+
+    @property
+    def cap(self) -> int:
+        return self.placement.budget_bytes[0]
+
+    @property
+    def shares(self) -> bool:
+        return self.placement.reservations[0].probe is not None
+
+
+class Machine:
+    """One device, and the tasks that want it."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self.queue = RequestQueue()
+        self.running: dict[str, Running] = {}
+        self.done: set[str] = set()
+        #: How often each was ended or ran out of memory beside others.
+        self.again: dict[str, int] = {}
+        self.now_s = 0.0
+        self.log: list[str] = []
+
+    def submit(self, number: int, fraction: float) -> None:
+        job, name = self.jobs[number], f"j{number:02}"
+        # What a learned budget leaves: a little above the need.
+        memory = job.need * MIB + MIB if job.known else None
+        asked = Request(name, name, number, self.now_s, memory=memory, probe_fraction=fraction)
+        self.queue.add(asked)
+
+    def state(self) -> DeviceState:
+        held = {name: each.held for name, each in self.running.items()}
+        reservations = [r for each in self.running.values() for r in each.placement.reservations]
+        counts = {
+            name: counted_bytes(each.placement.reservations[0], each.growth, self.now_s)
+            for name, each in self.running.items()
+            if each.shares
+        }
+        taken = snapshot(0, DEVICE_GIB, used_gib=sum(held.values()) / GIB)
+        return device_state(taken, reservations, held, HEADROOM_BYTES, counts)
+
+    def schedule(self) -> None:
+        before = self.state()
+        decisions = decide(self.queue, Board([before]), host(), now_s=self.now_s)
+        self.queue.statuses.update(decisions.statuses)
+        assert not decisions.refusals
+        for request, placement in decisions.placements:
+            self.queue.remove(request)
+            self.running[request.id] = Running(placement, self.now_s)
+            self.log.append(f"{self.now_s} {request.id} {placement.budget_bytes[0]}")
+        self.check()
+
+    def check(self) -> None:
+        """Whatever the probes do: budgets are safe while all take their caps."""
+        capacity = DEVICE_GIB * GIB - HEADROOM_BYTES
+        caps = sum(each.cap for each in self.running.values())
+        if any(not each.shares for each in self.running.values()):
+            assert caps <= capacity
+        assert all(each.cap <= capacity for each in self.running.values())
+        assert sum(each.held for each in self.running.values()) <= DEVICE_GIB * GIB
+
+    def run_again(self, name: str) -> None:
+        """As `BodyRun` does after a probe was ended or ran out of memory: alone."""
+        del self.running[name]
+        self.again[name] = self.again.get(name, 0) + 1
+        self.log.append(f"{self.now_s} {name} again")
+        self.submit(int(name[1:]), 0.0)
+
+    def step(self) -> None:
+        self.now_s += STEP_S
+        for name, each in list(self.running.items()):
+            job = self.jobs[int(name[1:])]
+            age_s = self.now_s - each.began_s
+            wants = job.need * MIB if age_s > job.grows_s else min(job.taste, job.need) * MIB
+            if job.at_once and each.shares:
+                wants = max(wants, each.cap)
+            if wants > each.cap:
+                # Its own cap; only a probe that was given less than the device.
+                assert each.shares, (name, each)
+                self.run_again(name)
+                continue
+            free = DEVICE_GIB * GIB - sum(other.held for other in self.running.values())
+            if wants - each.held > free:
+                # The device is full: that may happen to probes among themselves.
+                assert each.shares, (name, each)
+                self.run_again(name)
+                continue
+            each.held = wants
+            each.growth = observe(each.growth, self.now_s, each.held)
+            if age_s > job.grows_s + job.runs_s:
+                self.done.add(name)
+                del self.running[name]
+        growths = {n: r.growth for n, r in self.running.items() if r.shares and r.growth}
+        ended = choose_ended(self.state(), growths, self.now_s, HEADROOM_BYTES)
+        if ended is not None:
+            assert self.running[ended].shares and len(self.running) > 1
+            newest = max(r.began_s for r in self.running.values())
+            assert self.running[ended].began_s == newest
+            self.run_again(ended)
+        self.check()
+
+    def run(self) -> list[str]:
+        arrivals = sorted(range(len(self.jobs)), key=lambda n: (self.jobs[n].arrives_s, n))
+        while len(self.done) < len(self.jobs):
+            assert self.now_s < 3600, "something starves"
+            while arrivals and self.jobs[arrivals[0]].arrives_s <= self.now_s:
+                number = arrivals.pop(0)
+                at_once = self.jobs[number].at_once
+                self.submit(number, AT_ONCE_FRACTION if at_once else 1.0)
+            self.schedule()
+            self.step()
+        return self.log
+
+
+@settings(max_examples=60, deadline=None)
+@given(JOBS)
+def test_budgets_are_kept_nothing_starves_and_each_runs_again_once_at_most(
+    jobs: list[Job],
+) -> None:
+    machine = Machine(jobs)
+    log = machine.run()
+    assert all(count == 1 for count in machine.again.values())
+    assert not any(jobs[int(name[1:])].known for name in machine.again)
+    # The same values give the same decisions.
+    assert Machine(jobs).run() == log
+
+
+def test_eight_small_ones_are_side_by_side_within_seconds() -> None:
+    machine = Machine([Job(1536, False, False, 1, 60, 0, 256)] * 8)
+    for number in range(8):
+        machine.submit(number, 1.0)
+    for _ in range(20):
+        machine.schedule()
+        machine.step()
+    assert len(machine.running) == 8 and not machine.again
+
+
+def test_a_known_task_behind_probes_starts_when_their_caps_leave_room() -> None:
+    jobs = [Job(1024, False, False, 0, 5, 0, 64), Job(2048, True, False, 0, 5, 0, 64)]
+    machine = Machine(jobs)
+    starts = [line.split() for line in machine.run()]
+    # The first may take all of the device, so the second waits for its end.
+    assert [name for _, name, _ in starts] == ["j00", "j01"]
+    assert float(starts[1][0]) > 5

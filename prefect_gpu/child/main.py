@@ -20,7 +20,7 @@ from typing import Any
 
 from prefect_gpu import in_task
 from prefect_gpu.child import exit as process_exit
-from prefect_gpu.child import spawned, warm_up
+from prefect_gpu.child import late_prefect, spawned, warm_up
 from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.child.recorder import LiveSampler, Recorder
@@ -118,7 +118,7 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
         # No name for the value: its memory is freed as soon as it is read.
         call = values.load_call(channel.receive_value())
         spawned.install(call.function)
-        with _surroundings(call, channel):
+        with _run_of(call, channel):
             sampler.start()
             # The bootstrap switched it off for the imports. The first pass visits every object that they
             # made (0.1 s with PyTorch): not in the body's time.
@@ -150,6 +150,12 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
     host_peak_bytes = read_own_bytes("VmHWM")
     ended = BodyEnded(raised, shortage, text, *sampler.last(), host_peak_bytes, recorder.metrics)
     channel.send_with_value(ended, data)
+
+
+def _run_of(call: Call, channel: Channel) -> contextlib.AbstractContextManager[None]:
+    if call.context is None:
+        return contextlib.nullcontext()
+    return late_prefect.body_of_run(call, channel.send)
 
 
 def run_body(call: Call) -> Any:
@@ -193,15 +199,6 @@ def calibrate(framework: str) -> None:
     channel = current_channel()
     assert channel is not None
     channel.ask("calibrated", reserved_bytes=reserved_bytes)
-
-
-def _surroundings(call: Call, channel: Channel) -> contextlib.AbstractContextManager[None]:
-    # Imported late: a calibration, or a call without Prefect, need not take a second to import it.
-    if call.context is None:
-        return contextlib.nullcontext()
-    from prefect_gpu.child import prefect_context
-
-    return prefect_context.child_context(call.context, call.log_prints, channel.send)
 
 
 def _format_traceback(error: BaseException) -> str:

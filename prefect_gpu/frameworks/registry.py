@@ -138,6 +138,49 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
     return tuple(name for name in found if name)
 
 
+def uses_prefect(fn: Any) -> bool:
+    """Return whether the process of a task is known to import Prefect: its function does, or what it refers to.
+
+    The function of a decorated task travels by value, so that its own module is imported only if it refers to more
+    of it. An import that is not found here is none the less followed by all that an import of Prefect is.
+
+    Args:
+        fn: As for `detect_frameworks`.
+    """
+    reached = list(_Walk(whole_modules=False, with_names=True).modules(fn))
+    inner = _innermost(fn)
+    own, name = getattr(inner, "__module__", None), getattr(inner, "__qualname__", None)
+    if isinstance(inner, FunctionType) and look_at(_text(own), _text(name)) is not inner:
+        reached = reached[1:]
+    return any(map(brings_prefect, reached))
+
+
+def brings_prefect(entry: str) -> bool:
+    """Return whether an import is one of Prefect, or of a loaded module of the user's that has something of Prefect.
+
+    Args:
+        entry: As from `needed_modules`.
+    """
+    module = entry.partition(":")[0]
+    if module.partition(".")[0] == "prefect":
+        return True
+    if module == "__main__" or module not in sys.modules or not is_users(module):
+        return False
+    return any(
+        _text(_home(value)).partition(".")[0] == "prefect"
+        for value in list(object.__getattribute__(sys.modules[module], "__dict__").values())
+    )
+
+
+def _home(value: Any) -> Any:
+    """Return the module that a module, function, class or object belongs to, by its name."""
+    if isinstance(value, ModuleType):
+        return object.__getattribute__(value, "__dict__").get("__name__")
+    if isinstance(value, (FunctionType, type)):
+        return value.__module__
+    return type(value).__module__
+
+
 def _innermost(fn: Any) -> Any:
     while isinstance(fn, functools.partial):
         fn = fn.func

@@ -1,0 +1,197 @@
+"""Prefect in a child that has not imported it: the body's run is there as soon as it does.
+
+To import Prefect takes a second of CPU, and many bodies never use it. A child therefore imports Prefect
+before the body only where the parent says so (`Call.at_once`), or where the call has imported it already.
+Otherwise it is imported by the body, by what the body imports, or by the first log record that Prefect's
+console shows. Right after that import, and before the `import` statement returns, the context of the task
+run is entered. What is entered is in `prefect_context`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import Context, ContextVar
+from typing import Any
+
+from prefect_gpu.frameworks.hooks import AfterImport
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes.messages import Call
+
+#: `True` in the context of the body and in all copies of it: those of its coroutines, of `asyncio.to_thread`
+#: and of threads that were given one. In these Prefect's own variables have the values of the task run.
+_is_body: ContextVar[bool] = ContextVar("prefect_gpu_is_body", default=False)
+
+
+@contextlib.contextmanager
+def body_of_run(call: Call, send: Callable[[Any], None]) -> Iterator[None]:
+    """Make the caller's `with` block a part of the parent's task run, once Prefect is imported.
+
+    Args:
+        call: With the context of the task run.
+        send: Sends a message to the parent.
+
+    Raises:
+        Exception: Prefect was imported already, and the context cannot be entered.
+    """
+    run = _Run(call, send)
+    token = _is_body.set(True)
+    try:
+        AfterImport({"prefect": run.enter}).install()
+        if call.at_once:
+            importlib.import_module("prefect")
+        run.begin_logging()
+        yield
+    finally:
+        _is_body.reset(token)
+        run.leave()
+
+
+class _Run:
+    """The parent's task run, as the body finds it. Entered by the thread that imports Prefect."""
+
+    def __init__(self, call: Call, send: Callable[[Any], None]) -> None:
+        self._call = call
+        self._send = send
+        self._lock = threading.RLock()
+        self._left = False
+        #: Holds the values of Prefect's variables. Prefect may be imported in any thread, in a context that
+        #: is not the body's, so they are set in none of those.
+        self._context = Context()
+        self._stack = contextlib.ExitStack()
+        self._stand_ins: list[_StandIn] = []
+        PROCESS_RESOURCES.after_fork(self, _Run._renew_lock)
+
+    def _renew_lock(self) -> None:
+        # Another thread may have held it, which does not exist in the fork.
+        self._lock = threading.RLock()
+
+    def enter(self) -> None:
+        """Enter the run: Prefect has just been imported.
+
+        Raises:
+            Exception: The context cannot be read or entered here.
+        """
+        with self._lock:
+            if self._left:
+                return
+            with _as_the_body_set_it(self._stand_ins):
+                from prefect_gpu.child import prefect_context
+            self._context.run(
+                self._stack.enter_context,
+                prefect_context.child_context(
+                    self._call.read_context(), self._call.log_prints, self._send
+                ),
+            )
+            prefect_context.share(self._context, _is_body.get)
+            for stand_in in self._stand_ins:
+                stand_in.is_relieved = True
+
+    def begin_logging(self) -> None:
+        """Let the first record that Prefect would show import it, unless it is imported."""
+        with self._lock:
+            if "prefect" in sys.modules:
+                return
+            prefect = logging.getLogger("prefect")
+            if prefect.level == logging.NOTSET:
+                # As Prefect's default is; another level means `at_once`.
+                prefect.setLevel(logging.INFO)
+            for name in ("", "prefect_gpu"):
+                self._stand_ins.append(_StandIn(logging.getLogger(name)))
+
+    def leave(self) -> None:
+        """Leave the run, if it was entered: the body has ended."""
+        with self._lock:
+            self._left = True
+            self._context.run(self._stack.close)
+
+
+class _StandIn(logging.Handler):
+    """Stands where Prefect has its handlers once it is imported, and imports it for its first record.
+
+    While it is there, `logging.basicConfig` does as much as it does beside Prefect's handlers: nothing.
+
+    Args:
+        logger: Gets this handler.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self.logger = logger
+        #: Handlers that existed before Prefect's.
+        self.others: list[logging.Handler] = []
+        #: Prefect's handlers are there.
+        self.is_relieved = False
+        logger.addHandler(self)
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Import Prefect and hand the record to the handlers that come with it."""
+        # Without the handler's lock: a thread that imports Prefect may log, too.
+        with contextlib.suppress(Exception):
+            importlib.import_module("prefect")
+        if not self.is_relieved:
+            # Prefect cannot be imported, or the record is of this very import.
+            if logging.lastResort is not None:
+                logging.lastResort.handle(record)
+            return True
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None:
+            for handler in logger.handlers:
+                if handler not in self.others and record.levelno >= handler.level:
+                    handler.handle(record)
+            # Above its own logger, `logging` itself finds Prefect's handlers in place of another stand-in.
+            logger = logger.parent if logger is not self.logger and logger.propagate else None
+        return True
+
+
+@contextlib.contextmanager
+def _as_the_body_set_it(stand_ins: list[_StandIn]) -> Iterator[None]:
+    """Set Prefect's logging up as if that had been done before the body; import the rest of it in a `with` block.
+
+    Prefect uses `logging.config.dictConfig`, which sets levels and handlers anew and closes each handler that
+    exists. What the body has changed in `logging` until now is kept.
+    """
+    if not stand_ins:
+        # No body has begun.
+        yield
+        return
+    root = logging.getLogger()
+    found = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    before = {each: (each.level, each.propagate, each.disabled) for each in (root, *found)}
+    handlers = {each: [*each.handlers] for each in before}
+    # Not in the list that there is: `logging` may be going through it, and nothing must be added to that. Beside
+    # handlers that have a format, Prefect would leave the root logger alone.
+    root.handlers = [handler for handler in root.handlers if handler in stand_ins]
+    for stand_in in stand_ins:
+        stand_in.logger.handlers = [*stand_in.logger.handlers]
+    known: Any = logging
+    in_order, by_name = [*known._handlerList], dict(known._handlers)
+    known._handlerList.clear()
+    try:
+        importlib.import_module("prefect.logging.configuration").ensure_logging_setup()
+    finally:
+        known._handlerList[:0] = in_order
+        known._handlers.update(by_name)
+        for stand_in in stand_ins:
+            stand_in.others = [handler for find in in_order if (handler := find()) is not None]
+        for logger, had in handlers.items():
+            of_prefect = [each for each in logger.handlers if each not in had]
+            # What has removed a stand-in would have removed Prefect's handlers.
+            if logger is root and not any(each in stand_ins for each in had):
+                of_prefect = []
+            logger.handlers = [*of_prefect, *(each for each in had if each not in stand_ins)]
+    yield
+    # Not before: Prefect sets levels again when the rest of it is imported.
+    for logger, (level, propagate, disabled) in before.items():
+        if level not in (logging.NOTSET, _DEFAULT_LEVELS.get(logger.name)):
+            logger.setLevel(level)
+        logger.propagate = logger.propagate and propagate
+        logger.disabled = disabled
+
+
+#: Levels that loggers have where the body has set none, by name.
+_DEFAULT_LEVELS = {"root": logging.WARNING, "prefect": logging.INFO}

@@ -14,7 +14,7 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context, ContextVar
 from typing import Any
 
@@ -64,6 +64,8 @@ class _Run:
         self._context = Context()
         self._stack = contextlib.ExitStack()
         self._stand_ins: list[_StandIn] = []
+        #: Levels that the body has not set.
+        self._defaults = {logging.getLogger(): logging.WARNING}
         PROCESS_RESOURCES.after_fork(self, _Run._renew_lock)
 
     def _renew_lock(self) -> None:
@@ -79,7 +81,7 @@ class _Run:
         with self._lock:
             if self._left:
                 return
-            with _as_the_body_set_it(self._stand_ins):
+            with _as_the_body_set_it(self._stand_ins, self._defaults):
                 from prefect_gpu.child import prefect_context
             self._context.run(
                 self._stack.enter_context,
@@ -98,8 +100,8 @@ class _Run:
                 return
             prefect = logging.getLogger("prefect")
             if prefect.level == logging.NOTSET:
-                # As Prefect's default is; another level means `at_once`.
-                prefect.setLevel(logging.INFO)
+                prefect.setLevel(self._call.log_level)
+                self._defaults[prefect] = prefect.level
             for name in ("", "prefect_gpu"):
                 self._stand_ins.append(_StandIn(logging.getLogger(name)))
 
@@ -149,7 +151,9 @@ class _StandIn(logging.Handler):
 
 
 @contextlib.contextmanager
-def _as_the_body_set_it(stand_ins: list[_StandIn]) -> Iterator[None]:
+def _as_the_body_set_it(
+    stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]
+) -> Iterator[None]:
     """Set Prefect's logging up as if that had been done before the body; import the rest of it in a `with` block.
 
     Prefect uses `logging.config.dictConfig`, which sets levels and handlers anew and closes each handler that
@@ -187,11 +191,7 @@ def _as_the_body_set_it(stand_ins: list[_StandIn]) -> Iterator[None]:
     yield
     # Not before: Prefect sets levels again when the rest of it is imported.
     for logger, (level, propagate, disabled) in before.items():
-        if level not in (logging.NOTSET, _DEFAULT_LEVELS.get(logger.name)):
+        if level not in (logging.NOTSET, defaults.get(logger)):
             logger.setLevel(level)
         logger.propagate = logger.propagate and propagate
         logger.disabled = disabled
-
-
-#: Levels that loggers have where the body has set none, by name.
-_DEFAULT_LEVELS = {"root": logging.WARNING, "prefect": logging.INFO}

@@ -8,7 +8,6 @@ to the parent.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import importlib
@@ -167,6 +166,9 @@ def run_body(call: Call) -> Any:
     """
     result = call.function(*call.args, **call.kwargs)
     if inspect.isawaitable(result) or inspect.isasyncgen(result):
+        # Not before: it takes 25 ms to import.
+        import asyncio
+
         return asyncio.run(_finish(result))
     if inspect.isgenerator(result):
         return list(result)

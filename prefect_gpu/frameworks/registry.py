@@ -11,7 +11,6 @@ import contextlib
 import dis
 import functools
 import glob
-import importlib.metadata
 import inspect
 import os
 import re
@@ -93,6 +92,9 @@ def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
 @functools.cache
 def framework_version(framework: str) -> str:
     """Read the installed version from package metadata, importing nothing; empty: unknown."""
+    # Not before: it takes 15 ms to import, and a child does not ask.
+    import importlib.metadata
+
     for distribution in DISTRIBUTIONS.get(framework, ()):
         try:
             return importlib.metadata.version(distribution)

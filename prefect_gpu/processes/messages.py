@@ -124,6 +124,8 @@ class Call:
     flow_parameters: Mapping[str, Any] = field(default_factory=dict)
     #: `print` goes to the run's log.
     log_prints: bool = False
+    #: Of Prefect's loggers, until Prefect is imported.
+    log_level: str = "INFO"
     #: Prefect is imported before the body; else when it is first needed.
     at_once: bool = False
 

@@ -713,13 +713,12 @@ def without_flow_parameters(context: dict[str, Any]) -> tuple[dict[str, Any], di
 def logs_need_prefect(task: Task[..., Any]) -> bool:
     """Return whether what a task's body logs or prints needs Prefect from the body's first line.
 
-    Without Prefect a child knows only the levels that loggers have by default. For the thread that submits the task.
+    Without Prefect a child has the levels of Prefect's default configuration. For the thread that submits the task.
     """
     logs = get_current_settings().logging
     return (
         should_log_prints(task)
         or bool(logs.extra_loggers)
-        or logs.level != "INFO"
         or logs.config_path.exists()
         # Prefect reads levels, handlers and `propagate` of loggers from these.
         or any(
@@ -727,6 +726,11 @@ def logs_need_prefect(task: Task[..., Any]) -> bool:
             for name in os.environ
         )
     )
+
+
+def prefect_log_level() -> str:
+    """Return the level of Prefect's loggers, as the settings of this thread have it."""
+    return get_current_settings().logging.level
 
 
 class _AsTheyAre(SettingsContext):

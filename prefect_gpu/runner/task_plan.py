@@ -37,6 +37,7 @@ from prefect_gpu.runner.learn_by import describe_values, digest_values
 from prefect_gpu.runner.prefect_engine import (
     EngineRun,
     logs_need_prefect,
+    prefect_log_level,
     without_flow_parameters,
 )
 from prefect_gpu.runner.submit_order import Place
@@ -203,6 +204,7 @@ class TaskCall:
             values.Apart.of(context, "call", "context"),
             parameters,
             log_prints,
+            prefect_log_level(),
             at_once=self.plan.with_prefect or log_prints,
         )
         try:

@@ -125,7 +125,10 @@ def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]
 
 
 def needed_modules(fn: Any) -> tuple[str, ...]:
-    """Return what a function imports, by reading it: its own module first.
+    """Return what unpickling a function and calling it imports, by reading it: its own module first.
+
+    The function of a decorated task travels by value, since its module has the task under its name. Its own module is
+    then imported only if the function refers to more of it.
 
     Args:
         fn: As for `detect_frameworks`.
@@ -134,27 +137,25 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
         `package.module`, and `package:name,name` for `from package import name, name` inside
         functions, where a name may be a module. They need not be importable.
     """
-    own = getattr(_innermost(fn), "__module__", None)
-    found = dict.fromkeys([own] if isinstance(own, str) else [])
-    found.update(dict.fromkeys(_Walk(whole_modules=False, with_names=True).modules(fn)))
-    return tuple(name for name in found if name)
+    inner = _innermost(fn)
+    own, name = _text(getattr(inner, "__module__", None)), getattr(inner, "__qualname__", "")
+    reached = list(_Walk(whole_modules=False, with_names=True).modules(fn))
+    if _home(look_at(own, _text(name))) == "prefect.tasks":
+        # Once for the function itself.
+        reached.remove(own)
+        own = ""
+    return tuple(entry for entry in dict.fromkeys([own, *reached]) if entry)
 
 
 def uses_prefect(fn: Any) -> bool:
     """Return whether the process of a task is known to import Prefect: its function does, or what it refers to.
 
-    The function of a decorated task travels by value, so that its own module is imported only if it refers to more
-    of it. An import that is not found here is none the less followed by all that an import of Prefect is.
+    An import that is not found here is none the less followed by all that an import of Prefect is.
 
     Args:
         fn: As for `detect_frameworks`.
     """
-    reached = list(_Walk(whole_modules=False, with_names=True).modules(fn))
-    inner = _innermost(fn)
-    own, name = getattr(inner, "__module__", None), getattr(inner, "__qualname__", None)
-    if isinstance(inner, FunctionType) and look_at(_text(own), _text(name)) is not inner:
-        reached = reached[1:]
-    return any(map(brings_prefect, reached))
+    return any(map(brings_prefect, needed_modules(fn)))
 
 
 def brings_prefect(entry: str) -> bool:

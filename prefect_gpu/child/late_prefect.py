@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context, ContextVar
@@ -27,89 +26,88 @@ from prefect_gpu.processes.messages import Call
 _is_body: ContextVar[bool] = ContextVar("prefect_gpu_is_body", default=False)
 
 
-@contextlib.contextmanager
-def body_of_run(call: Call, send: Callable[[Any], None]) -> Iterator[None]:
-    """Make the caller's `with` block a part of the parent's task run, once Prefect is imported.
+class LatePrefect:
+    """Prefect in this process: made before any module of the user's is imported, which may set logging up.
 
-    Args:
-        call: With the context of the task run.
-        send: Sends a message to the parent.
-
-    Raises:
-        Exception: Prefect was imported already, and the context cannot be entered.
+    Prefect may be imported in any thread. That thread then sets its logging up, and enters the run if there is one.
     """
-    run = _Run(call, send)
-    token = _is_body.set(True)
-    try:
-        AfterImport({"prefect": run.enter}).install()
-        if call.at_once:
-            importlib.import_module("prefect")
-        run.begin_logging()
-        yield
-    finally:
-        _is_body.reset(token)
-        run.leave()
 
-
-class _Run:
-    """The parent's task run, as the body finds it. Entered by the thread that imports Prefect."""
-
-    def __init__(self, call: Call, send: Callable[[Any], None]) -> None:
-        self._call = call
-        self._send = send
+    def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._left = False
-        #: Holds the values of Prefect's variables. Prefect may be imported in any thread, in a context that
-        #: is not the body's, so they are set in none of those.
-        self._context = Context()
-        self._stack = contextlib.ExitStack()
-        self._stand_ins: list[_StandIn] = []
-        #: Levels that the body has not set.
+        self._is_imported = False
+        #: Enters the run; `None`: it has not begun, or is over.
+        self._enter: Callable[[], None] | None = None
+        #: Levels that nobody but this object has set.
         self._defaults = {logging.getLogger(): logging.WARNING}
-        PROCESS_RESOURCES.after_fork(self, _Run._renew_lock)
+        self._stand_ins: list[_StandIn] = []
+        PROCESS_RESOURCES.after_fork(self, LatePrefect._renew_lock)
+        AfterImport({"prefect": self._take_import}).install()
+        if not self._is_imported:
+            self._stand_ins += [_StandIn(logging.getLogger(n)) for n in ("", "prefect_gpu")]
 
     def _renew_lock(self) -> None:
         # Another thread may have held it, which does not exist in the fork.
         self._lock = threading.RLock()
 
-    def enter(self) -> None:
-        """Enter the run: Prefect has just been imported.
-
-        Raises:
-            Exception: The context cannot be read or entered here.
-        """
+    def _take_import(self) -> None:
         with self._lock:
-            if self._left:
-                return
-            with _as_the_body_set_it(self._stand_ins, self._defaults):
-                from prefect_gpu.child import prefect_context
-            self._context.run(
-                self._stack.enter_context,
-                prefect_context.child_context(
-                    self._call.read_context(), self._call.log_prints, self._send
-                ),
-            )
-            prefect_context.share(self._context, _is_body.get)
+            with _as_it_was(self._stand_ins, self._defaults):
+                importlib.import_module("prefect_gpu.child.prefect_context")
+            self._is_imported = True
+            if self._enter is not None:
+                self._enter()
             for stand_in in self._stand_ins:
                 stand_in.is_relieved = True
 
-    def begin_logging(self) -> None:
-        """Let the first record that Prefect would show import it, unless it is imported."""
-        with self._lock:
-            if "prefect" in sys.modules:
-                return
-            prefect = logging.getLogger("prefect")
-            if prefect.level == logging.NOTSET:
-                prefect.setLevel(self._call.log_level)
-                self._defaults[prefect] = prefect.level
-            for name in ("", "prefect_gpu"):
-                self._stand_ins.append(_StandIn(logging.getLogger(name)))
+    @contextlib.contextmanager
+    def run(self, call: Call, send: Callable[[Any], None]) -> Iterator[None]:
+        """Make the caller's `with` block a part of the parent's task run, once Prefect is imported.
 
-    def leave(self) -> None:
-        """Leave the run, if it was entered: the body has ended."""
+        Args:
+            call: Its context is that of the task run; without one, Prefect has no part in this process.
+            send: Sends a message to the parent.
+
+        Raises:
+            Exception: Prefect is imported already, and the context cannot be entered.
+        """
+        # Prefect may be imported in a thread whose context is not the body's, so its variables are set in neither.
+        context, stack = Context(), contextlib.ExitStack()
+
+        def enter() -> None:
+            from prefect_gpu.child import prefect_context
+
+            read = call.read_context()
+            context.run(
+                stack.enter_context, prefect_context.child_context(read, call.log_prints, send)
+            )
+            prefect_context.share(context, _is_body.get)
+
+        if call.context is None:
+            for stand_in in self._stand_ins:
+                stand_in.logger.removeHandler(stand_in)
+            yield
+            return
+        token = _is_body.set(True)
+        try:
+            self._begin(call, enter)
+            yield
+        finally:
+            _is_body.reset(token)
+            with self._lock:
+                self._enter = None
+                context.run(stack.close)
+
+    def _begin(self, call: Call, enter: Callable[[], None]) -> None:
         with self._lock:
-            self._left = True
-            self._context.run(self._stack.close)
+            prefect = logging.getLogger("prefect")
+            if not self._is_imported and prefect.level == logging.NOTSET:
+                prefect.setLevel(call.log_level)
+                self._defaults[prefect] = prefect.level
+            self._enter = enter
+            if self._is_imported:
+                enter()
+        if call.at_once:
+            importlib.import_module("prefect")
 
 
 class _StandIn(logging.Handler):
@@ -151,16 +149,14 @@ class _StandIn(logging.Handler):
 
 
 @contextlib.contextmanager
-def _as_the_body_set_it(
-    stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]
-) -> Iterator[None]:
-    """Set Prefect's logging up as if that had been done before the body; import the rest of it in a `with` block.
+def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]) -> Iterator[None]:
+    """Set Prefect's logging up as if that had been done first; import the rest of Prefect in a `with` block.
 
     Prefect uses `logging.config.dictConfig`, which sets levels and handlers anew and closes each handler that
-    exists. What the body has changed in `logging` until now is kept.
+    exists. What the body and its modules have changed in `logging` until now is kept.
     """
     if not stand_ins:
-        # No body has begun.
+        # Prefect was imported before this process was forked.
         yield
         return
     root = logging.getLogger()

@@ -127,8 +127,8 @@ def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]
 def needed_modules(fn: Any) -> tuple[str, ...]:
     """Return what unpickling a function and calling it imports, by reading it: its own module first.
 
-    The function of a decorated task travels by value, since its module has the task under its name. Its own module is
-    then imported only if the function refers to more of it.
+    The function of a decorated task travels by value, since its module has the task under its name; so does a
+    function inside another one. Its own module is then imported only if the function refers to more of it.
 
     Args:
         fn: As for `detect_frameworks`.
@@ -138,13 +138,21 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
         functions, where a name may be a module. They need not be importable.
     """
     inner = _innermost(fn)
-    own, name = _text(getattr(inner, "__module__", None)), getattr(inner, "__qualname__", "")
+    own = _text(getattr(inner, "__module__", None))
     reached = list(_Walk(whole_modules=False, with_names=True).modules(fn))
-    if _home(look_at(own, _text(name))) == "prefect.tasks":
+    if isinstance(inner, FunctionType) and own in sys.modules and not _is_in_its_module(inner):
         # Once for the function itself.
         reached.remove(own)
         own = ""
     return tuple(entry for entry in dict.fromkeys([own, *reached]) if entry)
+
+
+def _is_in_its_module(fn: FunctionType) -> bool:
+    first, *others = fn.__qualname__.split(".")
+    found = look_at(_text(fn.__module__), first)
+    for name in others:
+        found = inspect.getattr_static(found, name, None)
+    return found is fn or getattr(found, "__func__", None) is fn
 
 
 def uses_prefect(fn: Any) -> bool:

@@ -257,11 +257,11 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
 
 def test_prefect_sets_its_logging_up_as_a_child_without_prefect_expects() -> None:
     config = load_logging_config(DEFAULT_LOGGING_SETTINGS_PATH)
-    assert config["root"] == {"level": "WARNING", "handlers": ["console"]}, "see late_prefect._Run"
+    assert config["root"] == {"level": "WARNING", "handlers": ["console"]}, "see LatePrefect"
     level = prefect_engine.prefect_log_level()
     assert config["loggers"]["prefect"] == {"level": level}, "see _Run.begin_logging"
     assert "setup_logging()" in Path(prefect.main.__file__).read_text()
-    # The second time it sets levels alone: see late_prefect._as_the_body_set_it.
+    # The second time it sets levels alone: see late_prefect._as_it_was.
     assert list(inspect.signature(ensure_logging_setup).parameters) == []
     assert "incremental" in inspect.getsource(setup_logging)
 

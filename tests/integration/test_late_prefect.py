@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.runner import task_plan
 from tests.integration import engine_api as api
+from tests.process.rig import eventually
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -184,6 +187,24 @@ def test_a_body_that_takes_prefects_handlers_away_keeps_its_own(late: bool) -> N
     assert run(configure)[0] == ["StreamHandler"]
 
 
+def test_a_module_that_sets_logging_up_as_it_is_imported_does_so_beside_prefects_handlers(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_prefect_module.py").write_text(
+        "import logging\n"
+        "logging.basicConfig(level=logging.DEBUG)\n"
+        "def look():\n"
+        "    names = [type(each).__name__ for each in logging.getLogger().handlers]\n"
+        "    import prefect.main\n"
+        "    return names, [type(each).__name__ for each in logging.getLogger().handlers], logging.root.level\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    look = importlib.import_module("late_prefect_module").look
+    before, after, level = run(look)[0]
+    assert before == ["_StandIn" if late else "PrefectConsoleHandler"]
+    assert (after, level) == (["PrefectConsoleHandler"], 30)
+
+
 def test_settings_of_logging_hold_from_the_first_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +336,26 @@ def test_a_body_may_call_tasks_and_flows_and_use_variables_and_blocks(late: bool
     inner, parent, *values = seen
     assert inner != str(task_run_id) and parent == flow_run_id
     assert values == ["value", "hidden", str(task_run_id)]
+
+
+def test_a_standby_imports_prefect_for_tasks_that_use_it(late: bool) -> None:
+    def look() -> tuple[int, bool]:
+        import os
+        import sys
+
+        return os.getpid(), "prefect" in sys.modules
+
+    work = task(tags=SMALL)(look)
+
+    @flow(task_runner=GPUTaskRunner(devices="host", standby=1, reports=False))
+    def two() -> Any:
+        work.submit().result()
+        assert eventually(lambda: standby_pool().ready == 1)
+        (waiting,) = standby_pool().pids
+        return waiting, *work.submit().result()
+
+    waiting, pid, imported = two()
+    assert waiting == pid and imported is not late
 
 
 def test_errors_and_values_of_prefects_classes_come_back(late: bool) -> None:

@@ -172,7 +172,9 @@ def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]
     in_order, by_name = [*known._handlerList], dict(known._handlers)
     known._handlerList.clear()
     try:
-        importlib.import_module("prefect.logging.configuration").ensure_logging_setup()
+        configuration = importlib.import_module("prefect.logging.configuration")
+        if not configuration.PROCESS_LOGGING_CONFIG:
+            configuration.setup_logging()
     finally:
         known._handlerList[:0] = in_order
         known._handlers.update(by_name)

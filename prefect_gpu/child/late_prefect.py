@@ -80,7 +80,8 @@ class LatePrefect:
             context.run(
                 stack.enter_context, prefect_context.child_context(read, call.log_prints, send)
             )
-            prefect_context.share(context, _is_body.get)
+            # A copy: what the body has started, as Prefect's own thread for events, may outlive the run.
+            prefect_context.share(context.copy(), _is_body.get)
 
         if call.context is None:
             for stand_in in self._stand_ins:

@@ -3,7 +3,8 @@
 Ours cold (`standby=0`), with processes that wait with the framework imported (the default) and with
 processes that have CUDA running too (`standby="hot"`), beside what else a user has: plain
 `multiprocessing` (spawn, a process for each task, no Prefect), Prefect's `ProcessPoolTaskRunner`, its
-`ThreadPoolTaskRunner`, and `RayTaskRunner` of prefect-ray with a tenth of a GPU.
+`ThreadPoolTaskRunner`, and `RayTaskRunner` of prefect-ray with a tenth of a GPU. The module of the task's
+function does not import Prefect, except in the rows that say so: it is imported with the function.
 
     python benchmarks/dispatch.py --out dispatch.json          # under four minutes
     python benchmarks/dispatch.py --frameworks tensorflow --rows standby hot spawn
@@ -26,6 +27,7 @@ then everything again, until `--repeats` or `--budget` is reached. What had no t
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import random
@@ -33,7 +35,6 @@ import statistics
 import time
 from typing import Any
 
-import _bodies
 import _bound
 import _common
 import _devices
@@ -43,6 +44,9 @@ ROWS = {
     "hot": "GPUTaskRunner, they are hot",
     "cold": "GPUTaskRunner, cold",
     "spawn": "multiprocessing spawn, no Prefect",
+    "standby-prefect": "GPUTaskRunner, processes stand by; module imports Prefect",
+    "cold-prefect": "GPUTaskRunner, cold; module imports Prefect",
+    "spawn-prefect": "multiprocessing spawn; module imports Prefect",
     "pool": "ProcessPoolTaskRunner",
     "threads": "ThreadPoolTaskRunner",
     "ray": "RayTaskRunner, num_gpus=0.1",
@@ -81,7 +85,7 @@ def unavailable_reason(row: str, framework: str, on_gpu: bool) -> str:
         return "not installed: prefect-ray"
     if row == "hot" and not on_gpu:
         return "no GPU"
-    return _common.runner_lacks("standby") if row in ("standby", "hot") else ""
+    return _common.runner_lacks("standby") if row.startswith(("standby", "hot")) else ""
 
 
 def make_runner(row: str, framework: str, on_gpu: bool) -> tuple[Any, list[str]]:
@@ -110,16 +114,20 @@ class Row:
 
     def __init__(self, row: str, framework: str, on_gpu: bool) -> None:
         self._row, self._framework, self._on_gpu = row, framework, on_gpu
+        self._kind, _, more = row.partition("-")
+        self._bodies = importlib.import_module("_bodies_prefect" if more else "_bodies")
         self._arguments = (framework, on_gpu, GPU_BYTES if on_gpu else HOST_BYTES)
 
     def measure(self, later: int, burst: int, pause_s: float) -> None:
         """Run the first task, later ones and the burst."""
-        if self._row == "spawn":
+        if self._kind == "spawn":
             context = multiprocessing.get_context("spawn")
 
             def start() -> Any:
                 queue = context.SimpleQueue()
-                process = context.Process(target=_bodies.spawned, args=(queue, *self._arguments))
+                process = context.Process(
+                    target=self._bodies.spawned, args=(queue, *self._arguments)
+                )
                 process.start()
 
                 def result() -> dict[str, float]:
@@ -133,8 +141,8 @@ class Row:
             return
         from prefect import flow, task
 
-        runner, tags = make_runner(self._row, self._framework, self._on_gpu)
-        work = task(_bodies.first_use, name="work", tags=tags)
+        runner, tags = make_runner(self._kind, self._framework, self._on_gpu)
+        work = task(self._bodies.first_use, name="work", tags=tags)
 
         def submit() -> Any:
             if self._row != "ray":
@@ -149,7 +157,7 @@ class Row:
         dispatch()
 
     def _run(self, start: Any, later: int, burst: int, pause_s: float) -> None:
-        if self._row not in ("standby", "hot"):
+        if self._kind not in ("standby", "hot"):
             # Nothing gets ready there; Ray's own processes are never quite idle.
             pause_s = min(pause_s, OTHERS_PAUSE_S)
         before, used_before = _devices.held_bytes(self._on_gpu), _devices.used_bytes()
@@ -379,7 +387,7 @@ def print_rows(
                 _common.spread(back, 2),
                 _common.spread(left, 0),
                 # With processes that stand by: how long the next one takes to be ready.
-                _common.spread(idle, 1) if row in ("standby", "hot") else "",
+                _common.spread(idle, 1) if row.startswith(("standby", "hot")) else "",
             ]
         )
     print(f"{framework}\n")

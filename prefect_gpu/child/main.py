@@ -8,8 +8,6 @@ to the parent.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import gc
 import importlib
 import inspect
@@ -22,6 +20,7 @@ from prefect_gpu import in_task
 from prefect_gpu.child import exit as process_exit
 from prefect_gpu.child import spawned, warm_up
 from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
+from prefect_gpu.child.late_prefect import LatePrefect
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.child.shortage import find_shortage
@@ -52,6 +51,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
         forked: The process was forked and shares its memory, which must not be walked through.
     """
     channel = Channel(descriptor)
+    late_prefect = LatePrefect()
     try:
         prepare = _wait_for_task(channel, warm)
         if prepare.late is not None:
@@ -64,7 +64,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
         set_current_channel(channel)
         in_task.set_current_allocation(prepare.allocation)
         channel.send(Accepted())
-        _run(channel, prepare, made_for_it=not forked and warm is None)
+        _run(channel, prepare, late_prefect, made_for_it=not forked and warm is None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone. The guardian ends the rest.
         os._exit(1)
@@ -93,7 +93,7 @@ def _report(channel: Channel, done: Warmed | Heated) -> None:
         os._exit(0)
 
 
-def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
+def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for_it: bool) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
     adapters = registry.adapters_for(prepare.policy)
     names = [adapter.name for adapter in adapters]
@@ -118,7 +118,7 @@ def _run(channel: Channel, prepare: Prepare, made_for_it: bool) -> None:
         # No name for the value: its memory is freed as soon as it is read.
         call = values.load_call(channel.receive_value())
         spawned.install(call.function)
-        with _surroundings(call, channel):
+        with late_prefect.run(call, channel.send):
             sampler.start()
             # The bootstrap switched it off for the imports. The first pass visits every object that they
             # made (0.1 s with PyTorch): not in the body's time.
@@ -161,6 +161,9 @@ def run_body(call: Call) -> Any:
     """
     result = call.function(*call.args, **call.kwargs)
     if inspect.isawaitable(result) or inspect.isasyncgen(result):
+        # Not before: it takes 25 ms to import.
+        import asyncio
+
         return asyncio.run(_finish(result))
     if inspect.isgenerator(result):
         return list(result)
@@ -193,15 +196,6 @@ def calibrate(framework: str) -> None:
     channel = current_channel()
     assert channel is not None
     channel.ask("calibrated", reserved_bytes=reserved_bytes)
-
-
-def _surroundings(call: Call, channel: Channel) -> contextlib.AbstractContextManager[None]:
-    # Imported late: a calibration, or a call without Prefect, need not take a second to import it.
-    if call.context is None:
-        return contextlib.nullcontext()
-    from prefect_gpu.child import prefect_context
-
-    return prefect_context.child_context(call.context, call.log_prints, channel.send)
 
 
 def _format_traceback(error: BaseException) -> str:

@@ -1,7 +1,8 @@
 """Prefect's context in a child: the body runs as a part of the parent's task run.
 
-Logs, prints, runtime ids, artifacts and nested flows of the body belong to that run. Every name of
-Prefect outside its documented API that the child needs is here; the parent's are in
+Logs, prints, runtime ids, artifacts and nested flows of the body belong to that run. Importing this module
+imports Prefect; when that happens is decided in `late_prefect`. Every name of Prefect outside its documented
+API that the child needs is here, but for the set-up of its logging; the parent's are in
 `prefect_gpu.runner.prefect_engine`. Checked against Prefect 3.8.8; `tests/integration/test_bridge.py`
 says which change of Prefect broke which function.
 """
@@ -12,13 +13,17 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextvars import Context, ContextVar, Token
 from typing import Any, cast
 
+from prefect import context as prefect_variables
+
+# Of `prefect.main`, which sets logging up when it is imported. That must be done before the body goes on.
+from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import hydrated_context
 from prefect.events import Event
 from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
-from prefect.logging import get_run_logger
 from prefect.logging.handlers import set_api_log_sink
 from prefect.logging.loggers import patch_print
 from prefect.plugins import load_prefect_collections
@@ -96,6 +101,58 @@ def _log_on_the_run() -> Iterator[None]:
     finally:
         logger.propagate = propagate
         logger.removeHandler(handler)
+
+
+def share(run: Context, is_body: Callable[[], bool]) -> None:
+    """Give Prefect's context variables the values of a run, wherever the body's own context is or was copied.
+
+    Prefect may have been imported in a thread or a coroutine of the body, and what is set there is seen neither
+    by the body nor by its other coroutines.
+
+    Args:
+        run: Where they are set.
+        is_body: Returns whether the caller's context is the body's, or a copy of it.
+    """
+    module = vars(prefect_variables)
+    for name, held in list(module.items()):
+        variable = getattr(held, "__var__", held) if isinstance(held, type) else held
+        if not isinstance(variable, ContextVar) or variable not in run:
+            continue
+        shared = _SharedVariable(variable, run, is_body)
+        if variable is held:
+            module[name] = shared
+        else:
+            cast(Any, held).__var__ = shared
+
+
+class _SharedVariable:
+    """Stands for a `ContextVar`. Where the body's context has no value, it has that of the run."""
+
+    def __init__(
+        self, variable: ContextVar[Any], run: Context, is_body: Callable[[], bool]
+    ) -> None:
+        self._variable = variable
+        self._run = run
+        self._is_body = is_body
+
+    def get(self, *default: Any) -> Any:
+        """See `ContextVar.get`."""
+        value = self._variable.get(_NOTHING)
+        if value is _NOTHING and self._is_body():
+            value = self._run.get(self._variable, _NOTHING)
+        return self._variable.get(*default) if value is _NOTHING else value
+
+    def set(self, value: Any) -> Token[Any]:
+        """See `ContextVar.set`."""
+        return self._variable.set(value)
+
+    def reset(self, token: Token[Any]) -> None:
+        """See `ContextVar.reset`."""
+        self._variable.reset(token)
+
+
+#: Stands for no value.
+_NOTHING = object()
 
 
 def rehearse() -> None:

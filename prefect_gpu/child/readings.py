@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from prefect_gpu.child.cuda_driver import PrimaryContexts
+from prefect_gpu.devices.cuda_driver import PrimaryContexts
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, EndTrace, FrameworkAdapter, FrameworkPolicy

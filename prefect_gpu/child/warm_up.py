@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prefect_gpu import in_task as inside
-from prefect_gpu.child import cuda_driver
+from prefect_gpu.devices import cuda_driver
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.process_resources import read_own_bytes, read_status

@@ -1,15 +1,16 @@
 """In the child: apply each adapter right after its framework's first import, and read all of them.
 
 A framework that is not imported costs nothing. What is applied is in the adapters; which adapters a
-child has is chosen by `registry`.
+child has is chosen by `registry`. What follows the first import of Prefect is in `child.late_prefect`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import _LazyModule  # type: ignore[attr-defined]
 from types import ModuleType
@@ -21,17 +22,28 @@ from prefect_gpu.frameworks.registry import ADAPTERS
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the modules of adapters that are not yet applied, through the other finders.
+    """Finds the modules whose first import an action follows, through the other finders.
 
     It uses the loader that another finder returns and hooks `exec_module` of that one object, so that
     resources, sources and submodules are found as usual. Python's lock on each module makes "first
-    import" exact when threads import at once.
+    import" exact when threads import at once: the others wait until the action has ended.
+
+    Args:
+        actions: By the name of the module, which is no submodule.
     """
 
-    def __init__(self, adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> None:
-        self._pending = {adapter.module: adapter for adapter in adapters}
-        self._failed: dict[str, FrameworkError] = {}
-        self._policy = policy
+    def __init__(self, actions: Mapping[str, Callable[[], object]]) -> None:
+        self._pending = dict(actions)
+        self._failed: dict[str, Exception] = {}
+
+    def install(self) -> None:
+        """Become the first finder of `sys.meta_path`; act now for modules that are imported already.
+
+        Raises:
+            Exception: What an action raised.
+        """
+        sys.meta_path.insert(0, self)
+        self._act_on_loaded()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -47,15 +59,14 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self._hook(spec)
         return spec
 
-    def apply_loaded(self) -> None:
-        """Apply the adapters whose frameworks are imported already."""
+    def _act_on_loaded(self) -> None:
         for name in list(self._pending):
             module = sys.modules.get(name)
             if _is_lazy(module):
                 # It is imported when its first attribute is used.
                 self._hook(object.__getattribute__(module, "__spec__"))
             elif name in sys.modules:
-                self._apply(name)
+                self._act(name)
 
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
@@ -77,21 +88,17 @@ class AfterImport(importlib.abc.MetaPathFinder):
             # The modules of a zip share a loader.
             if module.__name__ == spec.name and spec.name in self._pending:
                 vars(loader).pop("exec_module", None)
-                self._apply(spec.name)
+                self._act(spec.name)
 
         loader.exec_module = exec_module
 
-    def _apply(self, module: str) -> None:
-        adapter = self._pending.pop(module)
+    def _act(self, module: str) -> None:
+        action = self._pending.pop(module)
         try:
-            adapter.apply(self._policy)
-        except FrameworkError as error:
+            action()
+        except Exception as error:
             self._failed[module] = error
             raise
-        except Exception as error:
-            problem = f"could not apply the policy: {type(error).__name__}: {error}"
-            self._failed[module] = FrameworkError(adapter.name, problem)
-            raise self._failed[module] from error
 
 
 def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> AfterImport:
@@ -112,10 +119,19 @@ def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> Af
     chosen = tuple(adapters)
     for adapter in chosen:
         adapter.cap_subprocesses(policy, os.environ)
-    finder = AfterImport(chosen, policy)
-    sys.meta_path.insert(0, finder)
-    finder.apply_loaded()
+    finder = AfterImport({a.module: functools.partial(_apply, a, policy) for a in chosen})
+    finder.install()
     return finder
+
+
+def _apply(adapter: FrameworkAdapter, policy: FrameworkPolicy) -> None:
+    try:
+        adapter.apply(policy)
+    except FrameworkError:
+        raise
+    except Exception as error:
+        problem = f"could not apply the policy: {type(error).__name__}: {error}"
+        raise FrameworkError(adapter.name, problem) from error
 
 
 def frameworks_in_use() -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import contextlib
 import dis
 import functools
 import glob
-import importlib.metadata
 import inspect
 import os
 import re
@@ -93,6 +92,9 @@ def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
 @functools.cache
 def framework_version(framework: str) -> str:
     """Read the installed version from package metadata, importing nothing; empty: unknown."""
+    # Not before: it takes 15 ms to import, and a child does not ask.
+    import importlib.metadata
+
     for distribution in DISTRIBUTIONS.get(framework, ()):
         try:
             return importlib.metadata.version(distribution)
@@ -123,7 +125,10 @@ def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]
 
 
 def needed_modules(fn: Any) -> tuple[str, ...]:
-    """Return what a function imports, by reading it: its own module first.
+    """Return what unpickling a function and calling it imports, by reading it: its own module first.
+
+    The function of a decorated task travels by value, since its module has the task under its name; so does a
+    function inside another one. Its own module is then imported only if the function refers to more of it.
 
     Args:
         fn: As for `detect_frameworks`.
@@ -132,10 +137,59 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
         `package.module`, and `package:name,name` for `from package import name, name` inside
         functions, where a name may be a module. They need not be importable.
     """
-    own = getattr(_innermost(fn), "__module__", None)
-    found = dict.fromkeys([own] if isinstance(own, str) else [])
-    found.update(dict.fromkeys(_Walk(whole_modules=False, with_names=True).modules(fn)))
-    return tuple(name for name in found if name)
+    inner = _innermost(fn)
+    own = _text(getattr(inner, "__module__", None))
+    reached = list(_Walk(whole_modules=False, with_names=True).modules(fn))
+    if isinstance(inner, FunctionType) and own in sys.modules and not _is_in_its_module(inner):
+        # Once for the function itself.
+        reached.remove(own)
+        own = ""
+    return tuple(entry for entry in dict.fromkeys([own, *reached]) if entry)
+
+
+def _is_in_its_module(fn: FunctionType) -> bool:
+    first, *others = fn.__qualname__.split(".")
+    found = look_at(_text(fn.__module__), first)
+    for name in others:
+        found = inspect.getattr_static(found, name, None)
+    return found is fn or getattr(found, "__func__", None) is fn
+
+
+def uses_prefect(fn: Any) -> bool:
+    """Return whether the process of a task is known to import Prefect: its function does, or what it refers to.
+
+    An import that is not found here is none the less followed by all that an import of Prefect is.
+
+    Args:
+        fn: As for `detect_frameworks`.
+    """
+    return any(map(brings_prefect, needed_modules(fn)))
+
+
+def brings_prefect(entry: str) -> bool:
+    """Return whether an import is one of Prefect, or of a loaded module of the user's that has something of Prefect.
+
+    Args:
+        entry: As from `needed_modules`.
+    """
+    module = entry.partition(":")[0]
+    if module.partition(".")[0] == "prefect":
+        return True
+    if module == "__main__" or module not in sys.modules or not is_users(module):
+        return False
+    return any(
+        _text(_home(value)).partition(".")[0] == "prefect"
+        for value in list(object.__getattribute__(sys.modules[module], "__dict__").values())
+    )
+
+
+def _home(value: Any) -> Any:
+    """Return the module that a module, function, class or object belongs to, by its name."""
+    if isinstance(value, ModuleType):
+        return object.__getattribute__(value, "__dict__").get("__name__")
+    if isinstance(value, (FunctionType, type)):
+        return value.__module__
+    return type(value).__module__
 
 
 def _innermost(fn: Any) -> Any:

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
@@ -375,6 +375,9 @@ def _cap_devices(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
 
 def _installed_version() -> tuple[int, ...]:
     """Return the first two numbers of PyTorch's version, importing nothing; empty: it is not installed."""
+    # Not before: it takes 15 ms to import.
+    from importlib import metadata
+
     loaded = sys.modules.get("torch")
     try:
         text = metadata.version("torch") if loaded is None else loaded.__version__

@@ -26,6 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -377,7 +378,8 @@ class ForkServerPool:
 
     def announce(self, kind: Kind) -> ForkLauncher:
         """Start the server for tasks of a kind, if there is none, since one will come."""
-        kind = kind.without_users()
+        # Whether its tasks use Prefect makes no difference: each server has it.
+        kind = replace(kind, always=tuple(m for m in kind.always if m not in _ALWAYS), users=())
         self.server(kind)
         return ForkLauncher(self, self._launcher, kind)
 

@@ -44,7 +44,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
@@ -102,6 +102,14 @@ class Heat(Message):
     environment: Mapping[str, str | None]
 
 
+class PickledApart(Protocol):
+    """A value that is unpickled only where it is asked for; see `values.Apart`."""
+
+    def load(self) -> Any:
+        """Unpickle it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """The task's body and its arguments; travels as a value, pickled by `values`."""
@@ -109,10 +117,28 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: Prefect's serialised context; `None`: run without Prefect.
-    context: dict[str, Any] | None = None
+    #: Prefect's serialised context, without the flow's parameters, not unpickled yet: that imports Prefect.
+    #: `None`: run without Prefect.
+    context: PickledApart | None = None
+    #: The flow's parameters in that context. They may be what the task's arguments are, and travel once.
+    flow_parameters: Mapping[str, Any] = field(default_factory=dict)
     #: `print` goes to the run's log.
     log_prints: bool = False
+    #: Of Prefect's loggers, until Prefect is imported.
+    log_level: str = "INFO"
+    #: Prefect is imported before the body; else when it is first needed.
+    at_once: bool = False
+
+    def read_context(self) -> dict[str, Any]:
+        """Return Prefect's serialised context; empty if there is none.
+
+        Raises:
+            Exception: It cannot be unpickled here.
+        """
+        context: dict[str, Any] = {} if self.context is None else self.context.load()
+        if context.get("flow_run_context"):
+            context["flow_run_context"]["parameters"] = dict(self.flow_parameters)
+        return context
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from prefect_gpu.scheduling.standbys import KindDemand
 
 logger = logging.getLogger(__name__)
 
-#: What every task's process imports before its body: Prefect, and what puts the process into its run.
+#: What a task's process imports before a body that uses Prefect: Prefect, and what puts the process into its run.
 OWN_MODULES = ("prefect_gpu.child.prefect_context", "prefect_gpu.task_runner")
 
 #: Stands for a framework where devices are simulated: there is a context, and nothing to start.
@@ -115,6 +115,7 @@ def kind_of(
     size_bytes: int,
     environ: Mapping[str, str] | None = None,
     hot: bool = False,
+    with_prefect: bool = True,
 ) -> Kind:
     """Return what can be done ahead for a task.
 
@@ -125,13 +126,18 @@ def kind_of(
         size_bytes: Host memory that such a process takes, roughly.
         environ: The parent's environment; `None`: this process's.
         hot: The framework is to be started ahead, where that can be done.
+        with_prefect: The task is known to use Prefect. Its modules may import it in any case.
     """
     environ = os.environ if environ is None else environ
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
-    always = [*OWN_MODULES, *(registry.ADAPTERS[name].module for name in names)]
+    always = [registry.ADAPTERS[name].module for name in names]
+    users = _users_modules(fn, always, names)
+    # Before them: what libraries make is frozen, and what comes with the user's modules is not.
+    if with_prefect or any(map(registry.brings_prefect, users)):
+        always = [*OWN_MODULES, *always]
     return Kind(
         always=tuple(name for name in always if _can_import(name)),
-        users=tuple(_users_modules(fn, always, names)),
+        users=tuple(users),
         environment=standby_changes(policy, environ),
         cpus_stated=policy.cpus_stated,
         cpus=policy.cpus,

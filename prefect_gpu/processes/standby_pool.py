@@ -138,6 +138,8 @@ class StandbyPool:
         self._shared: SharedFolder | None = None
         #: All that no task has.
         self._standbys: list[Standby] = []
+        #: Tasks that have a process.
+        self._running = 0
         #: Those that were given a task whose body has not begun, and the task's kind.
         self._beginning: dict[Standby, Kind] = {}
         self._records: dict[Kind, KindRecord] = {}
@@ -220,8 +222,10 @@ class StandbyPool:
     ) -> ChildHandle:
         """See `Announcement.start`. No standby is kept for the task from now on."""
         kind, environment = announcement.kind, environment_with(spec.environment)
+        listener = self._counted(listener)
         with self._changed:
             self._announced.pop(announcement, None)
+            self._running += 1
             if self._owners:
                 self._record(kind).last_used = next(self._uses)
             found, misfits = choose_standby(self._standbys, kind, environment, spec.standby)
@@ -231,7 +235,28 @@ class StandbyPool:
             if found is not None:
                 return self._give(*found, kind, spec, listener)
             self._check_soon()
-        return self._launcher.start(spec, listener)
+        try:
+            return self._launcher.start(spec, listener)
+        except BaseException:
+            self._count_end()
+            raise
+
+    def _counted(self, listener: Listener) -> Listener:
+        """Return a listener that counts the end of a task's process, once, and calls another one."""
+        ended = False
+
+        def listen(message: Any) -> None:
+            nonlocal ended
+            if isinstance(message, (ChildExited, ChildRefused)) and not ended:
+                ended = True
+                self._count_end()
+            listener(message)
+
+        return listen
+
+    def _count_end(self) -> None:
+        with self._changed:
+            self._running -= 1
 
     @property
     def ready(self) -> int:
@@ -357,7 +382,8 @@ class StandbyPool:
                 available_bytes,
                 promised_bytes,
                 RESERVE_BYTES,
-                self._cores,
+                # A plan lets half of them import.
+                2 * self._imports_at_once(),
                 max(most for most, _ in self._owners.values()),
             )
             self._end_hung(now)
@@ -425,7 +451,7 @@ class StandbyPool:
             return True
         most = max(most for most, _ in self._owners.values())
         try:
-            standby.import_place = self._shared.hold_one("import", most_imports(self._cores))
+            standby.import_place = self._shared.hold_one("import", self._imports_at_once())
             if standby.import_place is not None:
                 standby.place = self._shared.hold_one("standby", most)
         except OSError as error:
@@ -434,6 +460,11 @@ class StandbyPool:
         if standby.place is None:
             standby.leave()
         return standby.place is not None
+
+    def _imports_at_once(self) -> int:
+        """Return how many may import at a time: half the cores; for a burst of tasks, all cores that no task has."""
+        half = most_imports(self._cores)
+        return max(half, min(len(self._announced), self._cores - self._running))
 
     def _take_refusal(self, error: Exception) -> None:
         """No process can be started: leave to tasks what the system still allows."""

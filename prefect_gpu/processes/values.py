@@ -25,6 +25,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -201,6 +202,43 @@ def load_call(data: PackedValue | ReceivedValue) -> Call:
         raise ResultError("call", "it", REBUILT, short_text(error)) from error
     _from_parent.update(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
     return call
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A value inside another one that is unpickled only where it is asked for."""
+
+    stream: bytes
+    #: Beside the stream.
+    buffers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any, what: str, name: str) -> Apart:
+        """Pickle a value.
+
+        Args:
+            value: Anything.
+            what: As in `dumps`.
+            name: As in `dumps`.
+
+        Raises:
+            ResultError: As in `dumps`.
+        """
+        output = check(value, what, name)
+        return cls(b"".join(output.stream), tuple(map(pickle.PickleBuffer, output.buffers)))
+
+    def load(self) -> Any:
+        """Unpickle it. What it has of the parent's classes counts as if it had come with the call.
+
+        Raises:
+            Exception: It cannot be rebuilt here.
+        """
+        known = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
+        # The body may have pickled classes of its own by now.
+        before = set(known)
+        value = pickle.loads(self.stream, buffers=self.buffers)
+        _from_parent.update(set(known) - before)
+        return value
 
 
 def dumps(

@@ -390,7 +390,10 @@ class ActiveRunner:
     def _kind(self, plan: TaskPlan, broker: Broker) -> Kind:
         policy = plan.framework_policy(broker.kind, broker.processes)
         known = self._kinds.get(id(plan.function))
-        if known is not None and known[0].policy == plan.policy:
+        if known is not None and (known[0].policy, known[0].with_prefect) == (
+            plan.policy,
+            plan.with_prefect,
+        ):
             return replace(known[1], cpus=policy.cpus)
         wants_hot = self._configuration.standby == "hot" and plan.policy.count == 1
         kind = kind_of(
@@ -399,6 +402,7 @@ class ActiveRunner:
             replace(policy, detected=plan.frameworks),
             size_bytes=plan.host_bytes,
             hot=wants_hot,
+            with_prefect=plan.with_prefect,
         )
         if wants_hot and not kind.hot and not self._told_not_hot:
             self._told_not_hot = True

@@ -401,7 +401,12 @@ class Attempt:
         return LaunchSpec(
             task_name=self._plan.task_name,
             environment=environment,
-            prepare=Prepare(policy, allocation, COUNTERS_INTERVAL_S, libraries=OWN_MODULES),
+            prepare=Prepare(
+                policy,
+                allocation,
+                COUNTERS_INTERVAL_S,
+                libraries=OWN_MODULES if self._plan.with_prefect else (),
+            ),
             # Not before there is a device: the arguments of waiting tasks are not held twice.
             call=self._call.pack(),
             cwd=working_folder(),

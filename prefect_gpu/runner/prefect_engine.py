@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import os
 import random
 import sys
 import textwrap
@@ -43,10 +44,11 @@ from prefect.events.worker import EventsWorker
 from prefect.exceptions import CancelledRun, CrashedRun, MissingContextError, TerminationSignal
 from prefect.logging.handlers import emit_api_log
 from prefect.logging.loggers import flow_run_logger
+from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed, Failed, Pending, Running
 from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
 from prefect.utilities.asyncutils import run_coro_as_sync
-from prefect.utilities.engine import emit_task_run_state_change_event
+from prefect.utilities.engine import emit_task_run_state_change_event, should_log_prints
 from prefect.utilities.urls import url_for
 
 from prefect_gpu.in_task import current_allocation
@@ -724,10 +726,36 @@ def _runs_elsewhere(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("this copy only names the run; call the task or flow itself")
 
 
-def without_flow_parameters(context: dict[str, Any]) -> dict[str, Any]:
-    """Return a child's context without the flow's own parameters, which cannot be pickled."""
-    flow_run_context = {**context.get("flow_run_context", {}), "parameters": {}}
-    return {**context, "flow_run_context": flow_run_context}
+def without_flow_parameters(context: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a child's context without the flow's own parameters, and these."""
+    flow_run_context = context.get("flow_run_context") or {}
+    parameters = flow_run_context.get("parameters") or {}
+    if not parameters:
+        return context, {}
+    return {**context, "flow_run_context": {**flow_run_context, "parameters": {}}}, parameters
+
+
+def logs_need_prefect(task: Task[..., Any]) -> bool:
+    """Return whether what a task's body logs or prints needs Prefect from the body's first line.
+
+    Without Prefect a child has the levels of Prefect's default configuration. For the thread that submits the task.
+    """
+    logs = get_current_settings().logging
+    return (
+        should_log_prints(task)
+        or bool(logs.extra_loggers)
+        or logs.config_path.exists()
+        # Prefect reads levels, handlers and `propagate` of loggers from these.
+        or any(
+            name.startswith(("PREFECT_LOGGING_ROOT_", "PREFECT_LOGGING_LOGGERS_"))
+            for name in os.environ
+        )
+    )
+
+
+def prefect_log_level() -> str:
+    """Return the level of Prefect's loggers, as the settings of this thread have it."""
+    return get_current_settings().logging.level
 
 
 class _AsTheyAre(SettingsContext):

@@ -20,7 +20,12 @@ from prefect import Task
 from prefect_gpu.devices.host import count_cores
 from prefect_gpu.errors import NO_ROOM, PrefectGPUError, ResultError
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
-from prefect_gpu.frameworks.registry import NO_FRAMEWORK, detect_frameworks, host_bytes_of
+from prefect_gpu.frameworks.registry import (
+    NO_FRAMEWORK,
+    detect_frameworks,
+    host_bytes_of,
+    uses_prefect,
+)
 from prefect_gpu.frameworks.torch_adapter import reduce_large
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes import values
@@ -29,7 +34,12 @@ from prefect_gpu.processes.transport import PackedValue
 from prefect_gpu.processes.values import Share
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.runner.learn_by import describe_values, digest_values
-from prefect_gpu.runner.prefect_engine import EngineRun, without_flow_parameters
+from prefect_gpu.runner.prefect_engine import (
+    EngineRun,
+    logs_need_prefect,
+    prefect_log_level,
+    without_flow_parameters,
+)
 from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import DeviceKind
@@ -60,6 +70,8 @@ class TaskPlan:
     timeout_s: float | None
     #: Place in the order of arrival: a retry does not go to the end.
     sequence: int
+    #: Its process imports Prefect before the body, which is known to use it. Else it does when it is first needed.
+    with_prefect: bool = True
     #: Folder for PyTorch's memory snapshots; `None`: it records nothing for them.
     snapshots: Path | None = None
     #: As `Request.probe_fraction`, where its need is not known.
@@ -141,6 +153,8 @@ class PlanMaker:
         self._snapshots = None if snapshots is None else snapshots.expanduser().absolute()
         #: By the identity of a function, which is kept so that the identity stays its own.
         self._found: dict[int, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {}
+        #: Whether functions use Prefect, as above.
+        self._use_prefect: dict[int, tuple[Any, bool]] = {}
 
     def make(self, task: Task[..., Any], policy: GPUPolicy, sequence: int) -> TaskPlan:
         """Return the plan of a task.
@@ -165,10 +179,17 @@ class PlanMaker:
             sharing=sharing,
             timeout_s=task.timeout_seconds,
             sequence=sequence,
+            with_prefect=logs_need_prefect(task) or self._uses_prefect(task.fn),
             snapshots=self._snapshots,
             probe_fraction=0.0 if alone_because else fraction,
             alone_because=alone_because,
         )
+
+    def _uses_prefect(self, function: Any) -> bool:
+        known = self._use_prefect.get(id(function))
+        if known is None:
+            known = self._use_prefect[id(function)] = function, uses_prefect(function)
+        return known[1]
 
     def _detect(self, function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         known = self._found.get(id(function))
@@ -206,7 +227,17 @@ class TaskCall:
             ResultError: Something in it cannot be pickled; the error names the argument.
         """
         context, log_prints = self.run.context_for_child()
-        call = Call(self.plan.function, self.args, self.kwargs, context, log_prints)
+        context, parameters = without_flow_parameters(context)
+        call = Call(
+            self.plan.function,
+            self.args,
+            self.kwargs,
+            values.Apart.of(context, "call", "context"),
+            parameters,
+            log_prints,
+            prefect_log_level(),
+            at_once=self.plan.with_prefect or log_prints,
+        )
         try:
             return values.dumps(call, "call", "call", _reducers(), self.share.pack)
         except ResultError as error:
@@ -215,8 +246,8 @@ class TaskCall:
             named = self._explain(error)
             if named is not error:
                 raise named from error
-        # It is in the context. A flow's own parameters may be of use to the flow alone.
-        call = replace(call, context=without_flow_parameters(context))
+        # They may be of use to the flow alone.
+        call = replace(call, flow_parameters={})
         return values.dumps(call, "call", "call", _reducers(), self.share.pack)
 
     def _explain(self, error: ResultError) -> PrefectGPUError:

@@ -9,15 +9,20 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, ContextVar, copy_context
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import prefect.main
 import pytest
-from prefect import flow, flow_engine, task
+from prefect import context as variables_of_prefect
+from prefect import flow, flow_engine, tags, task
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.context import (
     FlowRunContext,
+    SettingsContext,
     SyncClientContext,
     TagsContext,
     TaskRunContext,
@@ -28,8 +33,13 @@ from prefect.context import (
 from prefect.events import Event
 from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
 from prefect.exceptions import TerminationSignal
+from prefect.logging.configuration import (
+    DEFAULT_LOGGING_SETTINGS_PATH,
+    load_logging_config,
+    setup_logging,
+)
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, Settings, temporary_settings
 from prefect.states import Completed
 from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
 from prefect.utilities.engine import emit_task_run_state_change_event
@@ -229,7 +239,8 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     assert inside.on_failure_hooks, "the task itself was changed"
     assert context["flow_run_context"]["flow"].fn is prefect_engine._runs_elsewhere
     assert context["flow_run_context"]["parameters"] == {"held": 3}
-    assert prefect_engine.without_flow_parameters(context)["flow_run_context"]["parameters"] == {}
+    without, parameters = prefect_engine.without_flow_parameters(context)
+    assert without["flow_run_context"]["parameters"] == {} and parameters == {"held": 3}
     assert "kept" in context["tags_context"]["current_tags"]
     assert not any(t.startswith("gpu") for t in context["tags_context"]["current_tags"])
     assert seen["flow"][0] == "around" and seen["flow"][1] == seen["run"].flow_run_id
@@ -241,6 +252,74 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
         assert "kept" in TagsContext.get().current_tags
         # The runner of a child's copy ends while its flow goes on.
         assert prefect_engine.flow_run_goes_on(flow_context, flow_context.task_runner)
+
+
+def test_prefect_sets_its_logging_up_as_a_child_without_prefect_expects() -> None:
+    config = load_logging_config(DEFAULT_LOGGING_SETTINGS_PATH)
+    assert config["root"] == {"level": "WARNING", "handlers": ["console"]}, "see LatePrefect"
+    level = prefect_engine.prefect_log_level()
+    assert config["loggers"]["prefect"] == {"level": level}, "see _Run.begin_logging"
+    assert "setup_logging()" in Path(prefect.main.__file__).read_text()
+    # The second time it sets levels alone.
+    source = inspect.getsource(setup_logging)
+    assert "incremental" in source and "PROCESS_LOGGING_CONFIG" in source, (
+        "see late_prefect._as_it_was"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PREFECT_LOGGING_ROOT_LEVEL", "INFO"),
+        ("PREFECT_LOGGING_LOGGERS_PREFECT_LEVEL", "DEBUG"),
+        ("PREFECT_LOGGING_EXTRA_LOGGERS", "mine"),
+        ("PREFECT_LOGGING_SETTINGS_PATH", __file__),
+        ("PREFECT_LOGGING_LOG_PRINTS", "true"),
+    ],
+)
+def test_a_task_needs_prefect_for_logging_that_is_not_the_default(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def needs() -> bool:
+        with SettingsContext(profile=profile, settings=Settings()):
+            return prefect_engine.logs_need_prefect(task(lambda: None))
+
+    profile = get_settings_context().profile
+    assert not needs()
+    monkeypatch.setenv(name, value)
+    assert needs()
+
+
+def test_a_body_and_what_it_starts_see_the_values_of_its_run_and_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each is put back as it was.
+    for name, held in list(vars(variables_of_prefect).items()):
+        if isinstance(held, type) and hasattr(held, "__var__"):
+            monkeypatch.setattr(held, "__var__", held.__var__)
+        monkeypatch.setattr(variables_of_prefect, name, held)
+    run, is_body = Context(), ContextVar("is_body", default=False)
+    run.run(TagsContext(current_tags={"of the run"}).__enter__)
+    run.run(variables_of_prefect._deployment_parameters.set, {"x": 1})
+    prefect_context.share(run, is_body.get)
+
+    def tags_now() -> set[str]:
+        return set(TagsContext.get().current_tags)
+
+    def parameters_now() -> Any:
+        return variables_of_prefect._deployment_parameters.get()
+
+    assert tags_now() == set() and parameters_now() is None
+    is_body.set(True)
+    assert tags_now() == {"of the run"} and parameters_now() == {"x": 1}
+    with tags("inner"):
+        assert tags_now() == {"of the run", "inner"}
+    assert tags_now() == {"of the run"}
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(tags_now).result() == set()
+        assert pool.submit(copy_context().run, tags_now).result() == {"of the run"}
+    assert asyncio.run(asyncio.to_thread(tags_now)) == {"of the run"}
+    assert FlowRunContext.get() is None
 
 
 @pytest.mark.usefixtures("prefect_server")

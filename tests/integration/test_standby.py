@@ -257,9 +257,12 @@ def test_a_module_that_starts_tensorflow_is_not_imported_ahead(place: Workplace)
         from prefect_gpu import gpu
         ONE = tf.ones([1])
 
+        def one():
+            return float(ONE[0])
+
         @task(tags=gpu(memory="64MiB", framework="tensorflow", cpus=1))
         def work():
-            return os.getpid(), float(ONE[0])
+            return os.getpid(), one()
         """)
     )
     place.write(

@@ -130,6 +130,11 @@ def touch(path: str) -> None:
     os.rename(path + ".part", path)
 
 
+def wait_for_file(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
 def wait_long(path: str) -> None:
     touch(path)
     time.sleep(FOREVER_S)

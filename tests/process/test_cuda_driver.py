@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_gpu.child.cuda_driver import DRIVER_LIBRARY
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.devices.cuda_driver import DRIVER_LIBRARY
 
 #: Two devices. `create` and `destroy` are for the test; everything else is the driver's.
 _DRIVER = """
@@ -77,7 +77,7 @@ def _report(folder: Path, lines: list[str], *options: str) -> str:
     )
     program = [
         "import ctypes",
-        "from prefect_gpu.child.cuda_driver import PrimaryContexts",
+        "from prefect_gpu.devices.cuda_driver import PrimaryContexts",
         "contexts = PrimaryContexts(2)",
         "see = contexts.read",
         "assert not see()",

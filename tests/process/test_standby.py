@@ -498,8 +498,8 @@ def test_imports_of_all_flows_are_counted(
     module(importable, "test_standby_waits", wait)
     (tmp_path / "ledger").mkdir()
     one, other = (make_warm(most=4, shared=SharedFolder(tmp_path / "ledger")) for _ in range(2))
-    # Four cores: two import at a time.
-    for _ in range(3):
+    # Four cores: two import at a time for two tasks.
+    for _ in range(2):
         one.announce(kind_with("test_standby_waits"))
     assert eventually(lambda: len(one.pool.pids) == 2)
     other.announce()
@@ -507,8 +507,37 @@ def test_imports_of_all_flows_are_counted(
     other.wait_checks()
     assert (len(one.pool.pids), other.pool.pids) == (2, ())
     go_on.touch()
-    one.wait_ready(3)
+    one.wait_ready(2)
     other.wait_ready(1)
+
+
+@pytest.mark.parametrize(("running", "importing"), [(0, 4), (1, 3), (4, 2)])
+def test_a_burst_of_tasks_is_met_with_imports_on_all_cores_that_no_task_has(
+    make_warm: Callable[..., Warm], importable: str, tmp_path: Path, running: int, importing: int
+) -> None:
+    go_on = tmp_path / "go on"
+    wait = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)"
+    module(importable, "test_standby_burst", wait)
+    # It has four cores.
+    warm, kind = make_warm(most=8), kind_with("test_standby_burst")
+    tasks = [
+        warm.run(warm.announce(), spec_of(bodies.wait_for_file, str(go_on))) for _ in range(running)
+    ]
+    for child in tasks:
+        child.until(BodyStarted)
+
+    def count() -> int:
+        return sum(standby.kind == kind for standby in warm.pool._standbys)
+
+    announced = [warm.announce(kind) for _ in range(6)]
+    assert eventually(lambda: count() == importing)
+    warm.wait_checks()
+    assert count() == importing
+    go_on.touch()
+    assert eventually(lambda: count() == len(announced))
+    for child in tasks:
+        child.exit()
+    assert eventually(lambda: warm.pool._running == 0)
 
 
 def test_a_kind_whose_standbys_died_is_tried_again_after_a_while(

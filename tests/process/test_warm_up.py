@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from prefect_gpu.child import cuda_driver, warm_up
+from prefect_gpu.child import warm_up
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.devices import cuda_driver
 from prefect_gpu.process_resources import read_own_bytes
 
 _DRIVER = """

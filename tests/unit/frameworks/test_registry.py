@@ -11,6 +11,7 @@ from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import adapters_for, detect_frameworks, framework_version
 from tests.unit.frameworks.policies import policy
+from tests.unit.processes import kind_bodies, task_bodies
 
 
 def user_module(source, name="their_module", **given):
@@ -115,6 +116,33 @@ def test_detection_imports_nothing_and_wakes_no_lazy_module():
     module = user_module("def f():\n import jax\n return L.x", L=Lazy("tensorflow"))
     assert detect_frameworks(module.f) == ("jax", "tensorflow")
     assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    ("fn", "uses"),
+    [
+        (task_bodies.alone.fn, False),
+        (task_bodies.uses_another_module.fn, False),
+        (kind_bodies.plain, False),
+        (user_module("def f():\n from prefect import get_client").f, True),
+        (task_bodies.logs.fn, True),
+        (task_bodies.submits.fn, True),
+        (task_bodies.with_helper.fn, True),
+        (task_bodies.plain, True),
+    ],
+    ids=[
+        "not: a task that refers to nothing of its module",
+        "not: a task that refers to a module without Prefect",
+        "not: a function of a module without Prefect",
+        "an import in the body",
+        "a function of Prefect",
+        "another task",
+        "a function of a module that has tasks",
+        "a function that is imported from such a module",
+    ],
+)
+def test_whether_a_process_will_import_prefect(fn, uses):
+    assert registry.uses_prefect(fn) is uses
 
 
 def test_version_comes_from_metadata():

@@ -16,6 +16,7 @@ import pytest
 
 from prefect_gpu.errors import ResultError
 from prefect_gpu.processes import transport, values
+from prefect_gpu.processes.messages import Call
 
 SOURCE = """
 import threading
@@ -276,3 +277,33 @@ def test_an_exception_that_cannot_travel_arrives_as_its_description(
 def test_bytes_that_are_no_value_are_an_error() -> None:
     with pytest.raises(ResultError, match="cannot be rebuilt"):
         values.loads(transport.pack([memoryview(b"nonsense")], ()), "return value")
+
+
+def test_what_travels_apart_is_read_when_it_is_asked_for_and_its_buffers_travel_beside_the_stream() -> (
+    None
+):
+    large = pytest.importorskip("numpy").arange(100_000)
+    apart = values.Apart.of({"large": large, "it": Unreadable()}, "call", "context")
+    call = values.loads(values.dumps(Call(len, (), {}, apart), "call", "call"), "call")
+    with pytest.raises(LookupError, match="it is read"):
+        call.read_context()
+    apart = values.Apart.of({"large": large}, "call", "context")
+    assert len(apart.stream) < 10_000
+    call = values.loads(values.dumps(Call(len, (), {}, apart), "call", "call"), "call")
+    assert (call.read_context()["large"] == large).all()
+
+
+def test_a_context_gets_the_parameters_of_its_flow_back() -> None:
+    apart = values.Apart.of({"flow_run_context": {"parameters": {}}}, "call", "context")
+    call = Call(len, (), {}, apart, {"x": 1})
+    assert call.read_context() == {"flow_run_context": {"parameters": {"x": 1}}}
+    assert Call(len, (), {}).read_context() == {}
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return _read, ()
+
+
+def _read() -> None:
+    raise LookupError("it is read")

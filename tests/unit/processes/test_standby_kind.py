@@ -11,7 +11,7 @@ import pytest
 
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.standby_kind import OWN_MODULES, SIMULATED, kind_of
-from tests.unit.processes import kind_bodies
+from tests.unit.processes import kind_bodies, task_bodies
 
 NVML = FrameworkPolicy("nvml", (), (), (), cpus=3, frameworks=("torch",))
 
@@ -39,6 +39,24 @@ def test_a_function_that_travels_by_value_brings_no_module(
         if name != "__main__":
             monkeypatch.setitem(sys.modules, name, module)
         assert kind(module.f).users == ("colorsys",)
+
+
+def test_the_function_of_a_decorated_task_brings_its_module_only_if_it_refers_to_more_of_it() -> (
+    None
+):
+    assert kind(task_bodies.alone.fn).users == ("colorsys",)
+    assert task_bodies.__name__ in kind(task_bodies.with_helper.fn).users
+
+
+def test_prefect_is_imported_ahead_for_tasks_that_use_it() -> None:
+    def always(fn: Any, **changes: Any) -> Any:
+        return kind(fn, with_prefect=False, **changes).always
+
+    assert always(kind_bodies.imports_inside) == ("torch",)
+    assert kind(kind_bodies.imports_inside).always == (*OWN_MODULES, "torch")
+    # It comes with a module of the user's. What it makes is frozen only if it comes before that.
+    assert always(task_bodies.with_helper.fn) == (*OWN_MODULES, "torch")
+    assert always(task_bodies.alone.fn) == ("torch",)
 
 
 def test_what_is_not_installed_is_not_tried() -> None:

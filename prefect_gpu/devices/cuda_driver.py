@@ -1,7 +1,7 @@
 """What the CUDA driver says of this process, where something else has loaded it.
 
 Nothing here loads or initialises the driver, or creates a context. What a device has free is read in
-`prefect_gpu.devices`.
+`nvml`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,196 @@
+"""Prefect in a child that has not imported it: the body's run is there as soon as it does.
+
+To import Prefect takes a second of CPU, and many bodies never use it. A child therefore imports Prefect
+before the body only where the parent says so (`Call.at_once`), or where the call has imported it already.
+Otherwise it is imported by the body, by what the body imports, or by the first log record that Prefect's
+console shows. Right after that import, and before the `import` statement returns, the context of the task
+run is entered. What is entered is in `prefect_context`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import Context, ContextVar
+from typing import Any
+
+from prefect_gpu.frameworks.hooks import AfterImport
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes.messages import Call
+
+#: `True` in the context of the body and in all copies of it: those of its coroutines, of `asyncio.to_thread`
+#: and of threads that were given one. In these Prefect's own variables have the values of the task run.
+_is_body: ContextVar[bool] = ContextVar("prefect_gpu_is_body", default=False)
+
+
+class LatePrefect:
+    """Prefect in this process: made before any module of the user's is imported, which may set logging up.
+
+    Prefect may be imported in any thread. That thread then sets its logging up, and enters the run if there is one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._is_imported = False
+        #: Enters the run; `None`: it has not begun, or is over.
+        self._enter: Callable[[], None] | None = None
+        #: Levels that nobody but this object has set.
+        self._defaults = {logging.getLogger(): logging.WARNING}
+        self._stand_ins: list[_StandIn] = []
+        PROCESS_RESOURCES.after_fork(self, LatePrefect._renew_lock)
+        AfterImport({"prefect": self._take_import}).install()
+        if not self._is_imported:
+            self._stand_ins += [_StandIn(logging.getLogger(n)) for n in ("", "prefect_gpu")]
+
+    def _renew_lock(self) -> None:
+        # Another thread may have held it, which does not exist in the fork.
+        self._lock = threading.RLock()
+
+    def _take_import(self) -> None:
+        with self._lock:
+            with _as_it_was(self._stand_ins, self._defaults):
+                importlib.import_module("prefect_gpu.child.prefect_context")
+            self._is_imported = True
+            if self._enter is not None:
+                self._enter()
+            for stand_in in self._stand_ins:
+                stand_in.is_relieved = True
+
+    @contextlib.contextmanager
+    def run(self, call: Call, send: Callable[[Any], None]) -> Iterator[None]:
+        """Make the caller's `with` block a part of the parent's task run, once Prefect is imported.
+
+        Args:
+            call: Its context is that of the task run; without one, Prefect has no part in this process.
+            send: Sends a message to the parent.
+
+        Raises:
+            Exception: Prefect is imported already, and the context cannot be entered.
+        """
+        # Prefect may be imported in a thread whose context is not the body's, so its variables are set in neither.
+        context, stack = Context(), contextlib.ExitStack()
+
+        def enter() -> None:
+            from prefect_gpu.child import prefect_context
+
+            read = call.read_context()
+            context.run(
+                stack.enter_context, prefect_context.child_context(read, call.log_prints, send)
+            )
+            # A copy: what the body has started, as Prefect's own thread for events, may outlive the run.
+            prefect_context.share(context.copy(), _is_body.get)
+
+        if call.context is None:
+            for stand_in in self._stand_ins:
+                stand_in.logger.removeHandler(stand_in)
+            yield
+            return
+        token = _is_body.set(True)
+        try:
+            self._begin(call, enter)
+            yield
+        finally:
+            _is_body.reset(token)
+            with self._lock:
+                self._enter = None
+                context.run(stack.close)
+
+    def _begin(self, call: Call, enter: Callable[[], None]) -> None:
+        with self._lock:
+            prefect = logging.getLogger("prefect")
+            if not self._is_imported and prefect.level == logging.NOTSET:
+                prefect.setLevel(call.log_level)
+                self._defaults[prefect] = prefect.level
+            self._enter = enter
+            if self._is_imported:
+                enter()
+        if call.at_once:
+            importlib.import_module("prefect")
+
+
+class _StandIn(logging.Handler):
+    """Stands where Prefect has its handlers once it is imported, and imports it for its first record.
+
+    While it is there, `logging.basicConfig` does as much as it does beside Prefect's handlers: nothing.
+
+    Args:
+        logger: Gets this handler.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self.logger = logger
+        #: Handlers that existed before Prefect's.
+        self.others: list[logging.Handler] = []
+        #: Prefect's handlers are there.
+        self.is_relieved = False
+        logger.addHandler(self)
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Import Prefect and hand the record to the handlers that come with it."""
+        # Without the handler's lock: a thread that imports Prefect may log, too.
+        with contextlib.suppress(Exception):
+            importlib.import_module("prefect")
+        if not self.is_relieved:
+            # Prefect cannot be imported, or the record is of this very import.
+            if logging.lastResort is not None:
+                logging.lastResort.handle(record)
+            return True
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None:
+            for handler in logger.handlers:
+                if handler not in self.others and record.levelno >= handler.level:
+                    handler.handle(record)
+            # Above its own logger, `logging` itself finds Prefect's handlers in place of another stand-in.
+            logger = logger.parent if logger is not self.logger and logger.propagate else None
+        return True
+
+
+@contextlib.contextmanager
+def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]) -> Iterator[None]:
+    """Set Prefect's logging up as if that had been done first; import the rest of Prefect in a `with` block.
+
+    Prefect uses `logging.config.dictConfig`, which sets levels and handlers anew and closes each handler that
+    exists. What the body and its modules have changed in `logging` until now is kept.
+    """
+    if not stand_ins:
+        # Prefect was imported before this process was forked.
+        yield
+        return
+    root = logging.getLogger()
+    found = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    before = {each: (each.level, each.propagate, each.disabled) for each in (root, *found)}
+    handlers = {each: [*each.handlers] for each in before}
+    # Not in the list that there is: `logging` may be going through it, and nothing must be added to that. Beside
+    # handlers that have a format, Prefect would leave the root logger alone.
+    root.handlers = [handler for handler in root.handlers if handler in stand_ins]
+    for stand_in in stand_ins:
+        stand_in.logger.handlers = [*stand_in.logger.handlers]
+    known: Any = logging
+    in_order, by_name = [*known._handlerList], dict(known._handlers)
+    known._handlerList.clear()
+    try:
+        configuration = importlib.import_module("prefect.logging.configuration")
+        if not configuration.PROCESS_LOGGING_CONFIG:
+            configuration.setup_logging()
+    finally:
+        known._handlerList[:0] = in_order
+        known._handlers.update(by_name)
+        for stand_in in stand_ins:
+            stand_in.others = [handler for find in in_order if (handler := find()) is not None]
+        for logger, had in handlers.items():
+            of_prefect = [each for each in logger.handlers if each not in had]
+            # What has removed a stand-in would have removed Prefect's handlers.
+            if logger is root and not any(each in stand_ins for each in had):
+                of_prefect = []
+            logger.handlers = [*of_prefect, *(each for each in had if each not in stand_ins)]
+    yield
+    # Not before: Prefect sets levels again when the rest of it is imported.
+    for logger, (level, propagate, disabled) in before.items():
+        if level not in (logging.NOTSET, defaults.get(logger)):
+            logger.setLevel(level)
+        logger.propagate = logger.propagate and propagate
+        logger.disabled = disabled

@@ -61,8 +61,8 @@ def test_it_prints_every_moment_of_its_report(place: Workplace) -> None:
     headline = next(line for line in lines if line.startswith("Completed in "))
     assert headline.endswith("%).") and "of its 1GiB budget" in headline
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
-    sizes = ["allocated", "peak allocated", "reserved", "peak reserved", "process"]
-    assert cells[0] == ["step", "phase", *sizes]
+    # No framework counts what PyTorch allocates on a processor, and columns of nothing are left out.
+    assert cells[0] == ["step", "phase"]
     parts = [("step 1", TRAINING), ("step 2", TRAINING), ("evaluation", EVALUATION)]
     moments = [
         f"epoch {epoch}, {part}: {moment}"
@@ -75,8 +75,6 @@ def test_it_prints_every_moment_of_its_report(place: Workplace) -> None:
         *moments,
         "after empty_cache",
     ]
-    # No framework counts what PyTorch allocates on a processor, and it is not made up.
-    assert {size for row in cells[2:] for size in row[2:6]} == {"unknown"}
     assert any("No GPU took part" in line for line in lines)
     for what, count in (("step", 4), ("evaluation", 2)):
         losses = next(line for line in lines if line.startswith(f"loss by {what}: "))

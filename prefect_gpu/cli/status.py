@@ -55,6 +55,9 @@ class TaskStatus:
     """A task that has devices, or a standby with a CUDA context of its own."""
 
     task: str
+    #: Name and id of its task run; empty: it is of none.
+    task_run: str
+    task_run_id: str
     #: `runs`, `starts` (its process is not ready yet), `standby`, or how far it is suspended.
     state: str
     devices: tuple[HeldBy, ...]
@@ -84,6 +87,9 @@ class WaitingStatus:
     """A task that waits. The order of these is the order of the queue."""
 
     task: str
+    #: Name and id of its task run.
+    task_run: str
+    task_run_id: str
     priority: int
     #: Seconds since it was submitted.
     seconds: float
@@ -193,6 +199,8 @@ def _task(
     owner = found.owners.get(entry.owner, Owner())
     return TaskStatus(
         task=entry.request.task_name,
+        task_run=entry.request.task_run_name,
+        task_run_id=entry.request.task_run_id,
         state=entry.suspension
         or ("standby" if entry.standby else "runs" if entry.running else "starts"),
         devices=tuple(held_by(r) for r in entry.reservations if r.device_key in index_of),
@@ -230,6 +238,8 @@ def _waiting(
     return tuple(
         WaitingStatus(
             task=entry.request.task_name,
+            task_run=entry.request.task_run_name,
+            task_run_id=entry.request.task_run_id,
             priority=entry.request.priority,
             seconds=found.now_s - entry.request.submitted_s,
             reason=reason(entry),
@@ -318,7 +328,7 @@ def _plural(items: Sequence[Any], word: str, ending: str = "s") -> str:
 
 def _task_rows(task: TaskStatus) -> list[Row]:
     """Return a row for each device; what all have in common is in the first."""
-    first: Row = (task.task, task.state)
+    first: Row = (task.task_run or task.task, task.state)
     last: Row = (_seconds(task.seconds), _pid(task.pid), _pid(task.flow_pid), task.user)
     rows: list[Row] = []
     for held in task.devices:
@@ -332,7 +342,7 @@ def _waiting_row(at: int, waiting: WaitingStatus) -> Row:
     reason = waiting.reason
     if waiting.priority:
         reason = f"priority {waiting.priority}: {reason}"
-    place = (str(at), waiting.task, _seconds(waiting.seconds))
+    place = (str(at), waiting.task_run or waiting.task, _seconds(waiting.seconds))
     return (*place, _pid(waiting.flow_pid), waiting.user, reason)
 
 

@@ -122,7 +122,7 @@ def test_a_task_is_suspended_and_resumed_by_hand(
         assert run.status() == psutil.STATUS_STOPPED
         turns = run.read("turns")
         _, shown = command("status", "--devices", run.devices)
-        assert re.search(r"count\s+away: 3GiB in host memory", shown), shown
+        assert re.search(rf"{run.name}\s+away: 3GiB in host memory", shown), shown
         code, said = command("suspend", run.id[:8])
         assert code == 0, said
         assert run.read("turns") == turns

@@ -249,7 +249,7 @@ def test_the_next_run_gets_what_its_steps_needed_and_more_where_that_pinched() -
                     # There is room, so it is taken: autotuning.
                     allocate("8GiB").free()
                 with allocate("1GiB"):
-                    time.sleep(0.1 if pinches else 0.02)
+                    time.sleep(0.3 if pinches else 0.02)
                 if pinches and index == 2:
                     note_allocation_retry()
                 step()

@@ -490,9 +490,12 @@ class Attempt:
             elif isinstance(message, BudgetExceededError):
                 reason = self._take_overshoot(message) or reason
             elif isinstance(message, ProcessLostError):
-                reason = message
-                limit.lift()
-                self._kill("died")
+                # One that is being ended for another reason answers no call of the driver either.
+                if reason is None:
+                    reason = message
+                    lost_tasks().add(self._plan.task_key)
+                    limit.lift()
+                    self._kill("died")
             elif message is _PAUSED:
                 limit.pause(time.monotonic())
             elif message is _RESUMED:
@@ -821,7 +824,6 @@ class _Suspended:
         attempt._messages.put(_RESUMED)
 
     def lost(self, why: str) -> None:
-        lost_tasks().add(self._attempt._plan.task_key)
         self._attempt._messages.put(ProcessLostError(why))
 
 

@@ -1,0 +1,170 @@
+"""Suspending one process and resuming it, with a driver and a process that are fakes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.suspension import suspended
+from prefect_gpu.suspension.driver_calls import DriverCallError
+from prefect_gpu.suspension.eligibility import HOST_MARGIN_BYTES, Candidate
+from prefect_gpu.suspension.suspended import MOVING_IN, MOVING_OUT, Suspender, Suspension
+from prefect_gpu.units import GIB
+
+
+class FakeCalls:
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.fails: dict[str, int] = {}
+        self.old = ""
+
+    def unsupported(self) -> str:
+        return self.old
+
+    def call(self, step: str, pid: int, *words: str, deadline_s: float) -> int:
+        self.made.append(step)
+        if step in self.fails:
+            raise DriverCallError(step, self.fails[step])
+        return 0
+
+
+class FakeSubject:
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.changed = threading.Condition()
+        self.free: int | None = 80 * GIB
+        self.frameworks: tuple[str, ...] = ("torch",)
+
+    def candidate(self) -> Candidate:
+        return Candidate(
+            "nvml", ("GPU-1",), 8 * GIB, 1, self.frameworks, 8 * GIB + HOST_MARGIN_BYTES
+        )
+
+    def free_bytes(self) -> int | None:
+        return self.free
+
+    def _hear(self, what: Any) -> None:
+        with self.changed:
+            self.heard.append(what)
+            self.changed.notify_all()
+
+    def tell(self, state: str) -> None:
+        self._hear(state)
+
+    def begun(self) -> None:
+        self._hear("begun")
+
+    def ended(self, suspension: Suspension | None) -> None:
+        self._hear(suspension)
+
+    def lost(self, why: str) -> None:
+        self._hear(f"lost: {why}")
+
+    def until(self, condition: Callable[[list[Any]], bool]) -> list[Any]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: condition(self.heard), DEADLOCK_S), self.heard
+            return [*self.heard]
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.calls, self.subject = FakeCalls(), FakeSubject()
+        calls: Any = self.calls
+        self.suspender = Suspender(42, self.subject, lambda: calls)
+
+    def suspend(self) -> list[Any]:
+        self.suspender.ask(True)
+        return self.subject.until(lambda heard: str(heard[-1:]).startswith("['away"))
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr(suspended, "ROOM_S", 0.001)
+    return Scene()
+
+
+def test_it_is_moved_out_and_back(scene: Scene) -> None:
+    assert scene.suspend()[:2] == [MOVING_OUT, "begun"]
+    assert scene.suspender.away
+    scene.suspender.ask(False)
+    *_, moving, suspension, state = scene.subject.until(lambda heard: heard[-1] == "")
+    assert (moving, state) == (MOVING_IN, "")
+    assert suspension.moved_bytes == 8 * GIB and suspension.seconds > 0
+    assert scene.calls.made == ["lock", "checkpoint", "restore", "unlock"]
+    assert not scene.suspender.away
+
+
+@pytest.mark.parametrize("why", ["framework", "driver"])
+def test_what_is_refused_is_not_touched(scene: Scene, why: str) -> None:
+    if why == "framework":
+        scene.subject.frameworks = ("numba",)
+    else:
+        scene.calls.old = "the NVIDIA driver is older than 570"
+    scene.suspender.ask(True)
+    (state,) = scene.subject.until(bool)
+    assert state.startswith("not suspended: ")
+    assert not scene.calls.made
+    # It can be asked for again.
+    scene.subject.frameworks, scene.calls.old = ("torch",), ""
+    scene.suspend()
+
+
+def test_a_process_that_cannot_be_locked_goes_on(scene: Scene) -> None:
+    scene.calls.fails["lock"] = 600
+    scene.suspender.ask(True)
+    *_, none, state = scene.subject.until(lambda heard: "not suspended" in str(heard[-1:]))
+    assert none is None and "not in time" in state
+    assert not scene.suspender.away
+
+
+def test_it_waits_for_room_and_says_so_once(scene: Scene) -> None:
+    scene.suspend()
+    scene.subject.free = 8 * GIB
+    scene.suspender.ask(False)
+    heard = scene.subject.until(lambda heard: "waits for 8.5GiB" in str(heard[-1]))
+    assert "others have taken" in heard[-1]
+    scene.subject.free = None
+    heard = scene.subject.until(lambda heard: "does not answer" in str(heard[-1]))
+    assert "restore" not in scene.calls.made
+    assert sum("others have taken" in str(each) for each in heard) == 1
+    scene.subject.free = 80 * GIB
+    scene.subject.until(lambda heard: heard[-1] == "")
+
+
+def test_it_stays_away_if_that_is_asked_for_while_it_waits(scene: Scene) -> None:
+    scene.suspend()
+    scene.subject.free = 0
+    scene.suspender.ask(False)
+    scene.subject.until(lambda heard: "waits for" in str(heard[-1]))
+    scene.suspender.ask(True)
+    scene.subject.free = 80 * GIB
+    scene.suspender.ask(True)
+    assert scene.suspender.away
+    assert "restore" not in scene.calls.made
+
+
+def test_a_process_that_is_lost_is_given_up(scene: Scene) -> None:
+    scene.calls.fails["restore"] = 2
+    scene.suspend()
+    scene.suspender.ask(False)
+    heard = scene.subject.until(lambda heard: str(heard[-1]).startswith("lost"))
+    assert "out of memory" in heard[-1]
+    made = [*scene.calls.made]
+    scene.suspender.ask(True)
+    assert scene.calls.made == made
+
+
+def test_a_process_that_has_ended_is_not_lost(scene: Scene) -> None:
+    scene.suspend()
+    scene.subject.free = 0
+    scene.suspender.ask(False)
+    scene.subject.until(lambda heard: "waits for" in str(heard[-1]))
+    thread = scene.suspender._thread
+    scene.suspender.end()
+    if thread is not None:
+        thread.join(DEADLOCK_S)
+    assert not any(str(each).startswith("lost") for each in scene.subject.heard)

@@ -124,21 +124,36 @@ def owner_of(folder: Path, pid: int) -> str:
     return next((owner for owner, about in owners if json.loads(about)["pid"] == pid), "")
 
 
-def start_three(place: Workplace, count: int, devices: str) -> list[subprocess.Popen[str]]:
-    """Start three flows, and let them submit their tasks at the same moment."""
+def start_three(place: Workplace, count: int, devices: str) -> dict[str, subprocess.Popen[str]]:
+    """Start three flows, and let them submit their tasks at the same moment.
+
+    Their log goes to files: it is more than a pipe holds that nobody reads.
+    """
     place.write("shared.py", PROGRAM)
-    flows = [
-        place.start("shared.py", name, str(count), devices, stdin=subprocess.PIPE)
-        for name in ("a", "b", "c")
-    ]
-    for each in flows:
+    flows = {}
+    for name in ("a", "b", "c"):
+        with _log_of(place, name).open("wb") as log:
+            flows[name] = place.start(
+                "shared.py", name, str(count), devices, stdin=subprocess.PIPE, stderr=log
+            )
+    for name, each in flows.items():
         assert each.stdout is not None
-        assert any("READY" in line for line in each.stdout)
-    for each in flows:
+        assert any("READY" in line for line in each.stdout), _log_of(place, name).read_text()
+    for each in flows.values():
         assert each.stdin is not None
         each.stdin.write("go\n")
         each.stdin.flush()
     return flows
+
+
+def check_end(place: Workplace, name: str, flow: subprocess.Popen[str]) -> None:
+    """Wait for the end of a flow, and check that it is a good one."""
+    output, _ = flow.communicate(timeout=LIMIT_S)
+    assert flow.returncode == 0 and "ENDED" in output, _log_of(place, name).read_text()
+
+
+def _log_of(place: Workplace, name: str) -> Path:
+    return place.folder / f"{name}.log"
 
 
 def check_capacity(log: list[Row], capacity_bytes: int) -> int:
@@ -211,9 +226,8 @@ def test_three_flows_share_two_devices(
     place: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flows = start_three(place, 200, "simulated:2x24GiB@shared")
-    for each in flows:
-        output, errors = each.communicate(timeout=LIMIT_S)
-        assert each.returncode == 0 and "ENDED" in output, errors
+    for name, each in flows.items():
+        check_end(place, name, each)
     log = read_log(place.folder / "ledger")
     most = check_capacity(log, 24 * GIB)
     waits = waits_s(log)
@@ -243,7 +257,8 @@ def test_a_flow_that_is_killed_leaves_its_memory_to_the_others(
     flows = start_three(place, 200, "simulated:2x24GiB@killed")
     folder = place.folder / "ledger"
 
-    owner = owner_of(folder, flows[0].pid)
+    killed = flows.pop("a")
+    owner = owner_of(folder, killed.pid)
 
     def all_run() -> bool:
         """Return whether each flow has placed half of its tasks, and the first holds memory now."""
@@ -253,12 +268,11 @@ def test_a_flow_that_is_killed_leaves_its_memory_to_the_others(
         return min(placed) > 100 and any(row.held for row in last.values())
 
     wait_for(all_run)
-    os.kill(flows[0].pid, signal.SIGKILL)
+    os.kill(killed.pid, signal.SIGKILL)
     killed_s = time.monotonic()
-    flows[0].communicate()
-    for each in flows[1:]:
-        output, errors = each.communicate(timeout=LIMIT_S)
-        assert each.returncode == 0 and "ENDED" in output, errors
+    killed.communicate()
+    for name, each in flows.items():
+        check_end(place, name, each)
     log = read_log(folder)
     check_capacity(log, 24 * GIB)
     freed_s = max(row.at_s for row in log if row.owner == owner) - killed_s

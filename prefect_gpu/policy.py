@@ -228,6 +228,8 @@ class GPUPolicy:
     enforce: Enforcement = "warn"
     #: Tasks of a higher priority start first.
     priority: int = 0
+    #: It may be suspended for a task of a higher priority, and moved to another device to make room.
+    preemptible: bool = False
     #: Seconds in the queue after which the task fails. `None`: no limit.
     wait_s: float | None = None
     #: CPU threads that the frameworks may start. `None`: the runner's share of the cores.
@@ -332,6 +334,7 @@ def gpu(
     oom: OnOutOfMemory | None = None,
     enforce: Enforcement | None = None,
     priority: int | None = None,
+    preemptible: bool = False,
     wait: str | float | None = None,
     cpus: int | None = None,
     learn_by: str | Sequence[str] | None = None,
@@ -357,6 +360,8 @@ def gpu(
             fails.
         enforce: `"warn"` or `"kill"` when the process as a whole uses more than its budget.
         priority: Of the tasks that are ready, those of a higher priority start first.
+        preemptible: Its GPU memory may be moved to the host while a task of a higher priority needs the device, or to
+            another device to make room. It loses no step.
         wait: Fail if the task got no device after this long: `"10m"`, or a number of seconds.
         cpus: CPU threads that the frameworks may start.
         learn_by: Names of parameters; each combination of their values has a history of its own.
@@ -398,10 +403,11 @@ def gpu(
     for key, option in (alloc or {}).items():
         text = format_number(option) if isinstance(option, float) else str(option)
         tags.append(f"gpu:alloc.{key}={text}")
-    if exclusive is True:
-        tags.append("gpu:exclusive")
-    elif exclusive is not False:  # not a bool, such as "no": the parser refuses it
-        tags.append(f"gpu:exclusive={exclusive}")
+    for key, flag in {"exclusive": exclusive, "preemptible": preemptible}.items():
+        if flag is True:
+            tags.append(f"gpu:{key}")
+        elif flag is not False:  # not a bool, such as "no": the parser refuses it
+            tags.append(f"gpu:{key}={flag}")
     parse_tags(tags)
     return tags
 
@@ -542,6 +548,7 @@ _KEYS = (
     _Key("oom", "oom", word("escalate", "fail"), "escalate or fail"),
     _Key("enforce", "enforce", word("warn", "kill"), "warn or kill"),
     _Key("priority", "priority", whole(), "a whole number, as in gpu:priority=5"),
+    _Key("preemptible", "preemptible", lambda _: True, "gpu:preemptible", bare=True),
     _Key("wait", "wait_s", read_wait, DURATIONS_ACCEPTED),
     _Key("cpus", "cpus", whole(1), "a whole number from 1, as in gpu:cpus=4"),
     _Key(

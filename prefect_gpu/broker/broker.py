@@ -25,14 +25,21 @@ from time import thread_time
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
-from prefect_gpu.broker.ticket import Measured
+from prefect_gpu.broker.preempting import give_up, let_go, preempt
+from prefect_gpu.broker.ticket import BY_HAND, Measured
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.sampler import Sampler
-from prefect_gpu.errors import CapacityError, DeviceError, PlacementError, PlacementTimeoutError
+from prefect_gpu.errors import (
+    CapacityError,
+    DeviceError,
+    PlacementError,
+    PlacementTimeoutError,
+    PrefectGPUError,
+)
 from prefect_gpu.frameworks.context import fallback_context_bytes
 from prefect_gpu.process_resources import start_thread
 from prefect_gpu.scheduling.backfill import PATIENCE, BlockedStatus, Patience
@@ -48,6 +55,7 @@ from prefect_gpu.scheduling.model import (
     Reservation,
 )
 from prefect_gpu.scheduling.placement import Board, PlacementStyle, select_devices
+from prefect_gpu.scheduling.preemption import aged_priority
 from prefect_gpu.scheduling.scheduling_pass import (
     ClusterState,
     Decisions,
@@ -57,6 +65,7 @@ from prefect_gpu.scheduling.scheduling_pass import (
     explain,
 )
 from prefect_gpu.scheduling.standbys import Settled, in_the_way, settle
+from prefect_gpu.suspension.suspended import Stage
 from prefect_gpu.units import GIB, MIB, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -86,6 +95,15 @@ MOST_REST_S = 0.25
 #: Seconds for which a task that was placed on a node counts as taking a ready standby there. After that the node's own
 #: number is without it: the task has been sent there, and a reading has come.
 STANDBY_TAKEN_S = 1.0
+
+#: Waiting requests that are looked at in one pass to suspend others for them.
+MOST_BLOCKED = 32
+
+#: Seconds after which a task that could not be suspended for another may be asked again: it may hold memory by then.
+ASK_AGAIN_S = 10.0
+
+#: Seconds for which a task that has come back is left alone.
+REST_AFTER_S = 60.0
 
 #: Step in bytes in which the memory of a process is written to the ledger, for flows in other containers.
 HELD_STEP_BYTES = 64 * MIB
@@ -180,6 +198,8 @@ class Broker:
         self._unwritten: dict[str, Request] = {}
         #: By request id.
         self._placed: dict[str, Ticket] = {}
+        #: By request id: suspended ones that have no device and do not ask for one.
+        self._parked: dict[str, Ticket] = {}
         self._recovery = RecoveryWatch()
         self._view = DeviceView(
             devices,
@@ -383,7 +403,7 @@ class Broker:
             Whether it still waited.
         """
         with self._changed:
-            if self._remove(ticket.request) is None:
+            if ticket.pid is not None or self._remove(ticket.request) is None:
                 return False
             ticket.decide()
             # It may have blocked others.
@@ -395,8 +415,7 @@ class Broker:
         with self._changed:
             self._lost = why
             for ticket in tuple(self._waiting.values()):
-                self._remove(ticket.request)
-                ticket.decide(error=DeviceError(why))
+                self._refuse(ticket.request, DeviceError(why))
 
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Set which process holds what was reserved."""
@@ -444,18 +463,29 @@ class Broker:
             self._note_neighbours(ticket.devices)
             return tuple(ticket.neighbours)
 
-    def show_suspension(self, ticket: Ticket, state: str, refused: bool = False) -> None:
+    def show_suspension(self, ticket: Ticket, stage: Stage, text: str) -> None:
         """Show in the ledger how far the suspension of a request's process is.
 
         Args:
             ticket: Of the request.
-            state: As text for a person; empty: it runs.
-            refused: It is not suspended, and not asked for any more.
+            stage: How far it is.
+            text: The same for a person; empty: it runs.
         """
-        with self._changed:
-            if refused:
+        request_id, now_s = ticket.request.id, self._clock.now()
+        if stage == "refused":
+            rests = now_s + ASK_AGAIN_S
+            self._ledger.rewrite(
+                request_id,
+                lambda e: replace(let_go(e), suspension=text, held_back=False, rests_until_s=rests),
+            )
+            with self._changed:
                 ticket.held_back = False
-        self._ledger.set_suspension(ticket.request.id, state, False if refused else None)
+        elif stage == "running":
+            self._ledger.set_suspension(
+                request_id, text, away=False, rests_until_s=now_s + REST_AFTER_S
+            )
+        else:
+            self._ledger.set_suspension(request_id, text, away=stage == "away")
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
         """Return the bytes that a device has free at a new reading; `None`: none came, or it has failed.
@@ -485,7 +515,7 @@ class Broker:
             budgets: Bytes on a device, by its model. Where a model is not named, nothing changes.
         """
         placement = ticket.placement
-        if placement is None or self.reader.remote:
+        if placement is None or self.reader.remote or ticket.away_s is not None:
             return
         names = {device.key: device.name for device in placement.devices}
         lowered = tuple(
@@ -555,7 +585,11 @@ class Broker:
         """
         with self._changed:
             self._note_neighbours(ticket.devices)
-            if self._placed.pop(ticket.request.id, None) is None:
+            request_id = ticket.request.id
+            suspended = self._parked.pop(request_id, None)
+            if suspended is None and ticket.pid is not None:
+                suspended = self._remove(ticket.request)
+            if suspended is None and self._placed.pop(request_id, None) is None:
                 return
             # It may have ended before it had a process.
             self._call_later(self._hot.leave(ticket))
@@ -763,6 +797,7 @@ class Broker:
             self._attempt(self._ledger.poll)
             with self._changed:
                 self._attempt(self._schedule)
+                self._attempt(self._tell_held_back)
             self._make_calls()
             if self.reader.remote:
                 rest_s = min(MOST_REST_S, REST_FACTOR * (thread_time() - began_s))
@@ -772,7 +807,7 @@ class Broker:
         while (rest_s := self._rests_until_s - self._clock.now()) > 0:
             self._clock.wait(self._changed, rest_s)
         until_s: float | None = None
-        if self._shares and (self._waiting or self._hot.without_task):
+        if self._shares and (self._waiting or self._hot.without_task or self._may_be_suspended):
             until_s = self._clock.now() + POLL_S
         while not (self._arrived or self._dirty):
             times = [each for each in (until_s, self._recovery.poll_s) if each is not None]
@@ -823,7 +858,6 @@ class Broker:
             return
         self._states()
         self._write_held_bytes()
-        self._tell_held_back()
         self._note_neighbours(self.devices)
         for request_id, ticket in self._placed.items():
             if ticket.pid is not None and ticket.on_measured is not None:
@@ -877,17 +911,87 @@ class Broker:
             if any(abs(new - old) >= HELD_STEP_BYTES for new, old in zip(taken, told, strict=True)):
                 self._calls.append(partial(self._ledger.set_held_bytes, request_id, taken))
 
+    @property
+    def _may_be_suspended(self) -> bool:
+        """Whether another flow may ask for memory of a process of this broker, or wait for it to be away."""
+        return bool(self._parked) or any(t.request.preemptible for t in self._placed.values())
+
     def _tell_held_back(self) -> None:
-        """Pass on which processes a person wants to have suspended, or to go on."""
-        if not self._shares or self.reader.remote:
+        """Pass on whose memory is wanted on the host, by a person or for another request, and whose may come back."""
+        if self.reader.remote:
             return
         for request_id, ticket in self._placed.items():
             entry = self._ledger.entry(request_id)
             if entry is None or ticket.on_held_back is None or ticket.pid is None:
                 continue
-            if entry.held_back != ticket.held_back:
-                ticket.held_back = entry.held_back
-                self._calls.append(partial(ticket.on_held_back, entry.held_back))
+            if entry.suspended_for:
+                asker = self._ledger.entry(entry.suspended_for)
+                if asker is None or asker.reservations:
+                    # It waits no longer, or has found another device.
+                    self._calls.append(partial(self._ledger.rewrite, request_id, let_go))
+                    continue
+                ticket.held_back_for = f"task {asker.request.task_name!r}"
+            elif entry.held_back:
+                ticket.held_back_for = BY_HAND
+                if entry.shared and entry.away:
+                    devices = {device.key: device for device in self.devices}
+                    give = partial(give_up, devices=devices, now_s=self._clock.now())
+                    self._calls.append(partial(self._ledger.rewrite, request_id, give))
+                    continue
+            elif entry.reservations:
+                self._follow(ticket, entry)
+            away = entry.held_back or bool(entry.suspended_for)
+            if away != ticket.held_back:
+                ticket.held_back = away
+                self._calls.append(partial(ticket.on_held_back, away))
+        for ticket in tuple(self._waiting.values()):
+            if ticket.away_s is not None:
+                self._age(ticket, self._clock.now() - ticket.away_s)
+
+    def _follow(self, ticket: Ticket, entry: Entry) -> None:
+        """Note the device that the process of a request comes back on, if it is another one."""
+        reading = self._view.reading
+        keys = tuple(r.device_key for r in entry.reservations)
+        if reading is None or keys == tuple(device.key for device in ticket.devices):
+            return
+        by_key = {device.key: device for device in self.devices}
+        ticket.placement = Placement(
+            entry.request.id,
+            tuple(by_key[key] for key in keys),
+            tuple(r.reserved_bytes for r in entry.reservations),
+            entry.reservations,
+        )
+        self._recovery.take_baseline(ticket, reading)
+
+    def _age(self, ticket: Ticket, away_s: float) -> None:
+        """Raise the priority of a suspended process that has waited long for room."""
+        priority = aged_priority(replace(ticket.request, priority=ticket.priority), away_s)
+        if priority != ticket.request.priority:
+            self._queue.remove(ticket.request)
+            ticket.request = replace(ticket.request, priority=priority)
+            self._queue.add(ticket.request)
+            request = ticket.request
+            self._calls.append(
+                partial(self._ledger.rewrite, request.id, lambda e: replace(e, request=request))
+            )
+
+    def _take_suspended(self, ticket: Ticket, entry: Entry) -> None:
+        """Note that a suspended process has no device: it waits for room to come back to, unless a person holds it back."""
+        request_id = entry.request.id
+        if ticket.away_s is None:
+            ticket.away_s, ticket.priority = self._clock.now(), entry.request.priority
+            # No standby is of use to it.
+            ticket.kind = None
+        self._placed.pop(request_id, None)
+        self._parked.pop(request_id, None)
+        self._remove(ticket.request)
+        ticket.request = entry.request
+        if entry.held_back:
+            self._parked[request_id] = ticket
+        else:
+            self._waiting[request_id] = ticket
+            self._queue.add(ticket.request)
+        self._dirty = True
 
     def _release_all(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
@@ -926,25 +1030,29 @@ class Broker:
             self._take_changes(self._subscription.take())
             states = self._states(view)
             decisions, settled = self._decide(states, self._host_state(reading, view), view)
-            changes = self._changes_of(decisions, settled)
+            suspended: Changes = {}
+            if view.preemptible:
+                suspended, settled = self._preempt(decisions, settled, states, view)
+            changes = {**self._changes_of(decisions, settled), **suspended}
             if not changes or self._ledger.try_write(view.version, changes):
                 break
             # Another broker has added a reservation meanwhile.
         self._unwritten.clear()
+        if suspended:
+            self._calls.append(self._ledger.announce)
         self._queue.statuses.update(
             (i, status) for i, status in decisions.statuses.items() if i in self._waiting
         )
         self._calls += [partial(self._ledger.reclaim, each) for each in settled.given_up]
         for request, error in decisions.refusals:
-            ticket = self._remove(request)
-            if ticket is not None:
-                ticket.decide(error=error)
-                self._calls.append(partial(self._ledger.release, request.id))
+            self._refuse(request, error)
         foreign = {state.device.key: state.foreign_bytes for state in states}
         for request, placement, standby_id in settled.made:
             ticket = self._placed[request.id] = self._waiting[request.id]
             self._remove(request)
-            ticket.placed_s = self._clock.now()
+            if ticket.away_s is None:
+                ticket.placed_s = self._clock.now()
+            ticket.away_s = None
             ticket.placement = placement
             self._recovery.take_baseline(ticket, reading)
             ticket.foreign_before = {
@@ -957,10 +1065,17 @@ class Broker:
     def _take_changes(self, changes: Changes) -> None:
         """Apply changes of waiting requests in the ledger to the queue."""
         for request_id, entry in changes.items():
+            own = self._placed.get(request_id) or self._parked.get(request_id)
+            if own is not None:
+                if entry is not None:
+                    self._take_suspended(own, entry)
+                continue
             if request_id in self._waiting:
                 # Other brokers count how often they have passed it.
                 if entry is not None:
                     self._take_status(entry)
+                    if entry.held_back:
+                        self._take_suspended(self._waiting[request_id], entry)
                 continue
             known = self._elsewhere.pop(request_id, None)
             if known is not None:
@@ -980,6 +1095,9 @@ class Broker:
 
     def _seen_from_here(self, entry: Entry) -> Request | None:
         """Return another broker's request, restricted to the devices of this one; `None`: it uses none of them."""
+        if entry.held_back:
+            # A suspended process that does not ask for room.
+            return None
         usable = set(entry.devices)
         shared = [device.uuid for device in self.devices if device.key in usable]
         if not shared:
@@ -1015,7 +1133,10 @@ class Broker:
             if entry.devices is not self._device_keys and not set(keys) <= set(entry.devices):
                 # They came after the request.
                 entry = replace(entry, devices=tuple(dict.fromkeys((*entry.devices, *keys))))
-            changes[request.id] = replace(entry, reservations=placement.reservations)
+            placed_s = entry.placed_s or self._clock.now()
+            changes[request.id] = replace(
+                entry, reservations=placement.reservations, placed_s=placed_s
+            )
             if standby_id:
                 # The reservations replace those of the hot standby that is taken.
                 changes[standby_id] = None
@@ -1125,6 +1246,84 @@ class Broker:
             if ticket.request.standby in ready:
                 ready[ticket.request.standby][ticket.devices[0].host] -= 1
         return ready
+
+    def _preempt(
+        self,
+        decisions: Decisions,
+        settled: Settled,
+        states: Sequence[DeviceState],
+        view: LedgerView,
+    ) -> tuple[Changes, Settled]:
+        """Decide which running tasks are suspended for requests that must wait.
+
+        Returns:
+            What is written about those tasks, and what is placed with the requests for which they have made way.
+        """
+        reading = self._view.reading
+        host = None if reading is None else self._host_state(reading, view)
+        if reading is None or not isinstance(host, HostState) or host.full:
+            return {}, settled
+        decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
+        waits = (r for r in self._queue if r.id not in decided and not host.refuses(r))
+        entries = self._ledger.running()
+        by_key = {state.device.key: at for at, state in enumerate(states)}
+        after = list(states)
+        for _, placement in decisions.placements:
+            for reservation in placement.reservations:
+                at = by_key[reservation.device_key]
+                after[at] = after[at].after(reservation)
+        found = preempt(
+            tuple(itertools.islice(waits, MOST_BLOCKED)),
+            entries,
+            after,
+            self._view.measured_bytes,
+            host.left_bytes,
+            self._clock.now(),
+            self._max_tasks_per_device,
+            view.silent,
+        )
+        changes = dict(found.changes)
+        if decisions.placements:
+            # What is free where they have made way is seen once these are written.
+            self._dirty = self._dirty or bool(found.ready)
+            return changes, settled
+        for plan, left in found.ready[:1]:
+            gone = {
+                key: tuple(
+                    r
+                    for r in held
+                    if r.request_id not in left or r in left[r.request_id].reservations
+                )
+                for key, held in view.by_device.items()
+            }
+            board = Board(
+                self._states(replace(view, by_device=gone)),
+                self._style,
+                self._max_tasks_per_device,
+                self._held_by_parent,
+            )
+            request = self._waiting[plan.request_id].request
+            named = {by_key[key]: place for place, key in enumerate(plan.devices)}
+            chosen = board.choose(request, named)
+            if chosen is not None:
+                placement = board.place(request, chosen, self._clock.now())
+                settled = replace(settled, made=(*settled.made, (request, placement, "")))
+                changes.update(left)
+        return changes, settled
+
+    def _refuse(self, request: Request, error: PrefectGPUError) -> None:
+        """Give a waiting request up, which can never be placed."""
+        ticket = self._remove(request)
+        if ticket is None:
+            return
+        if ticket.pid is None:
+            ticket.decide(error=error)
+            self._calls.append(partial(self._ledger.release, request.id))
+            return
+        # A suspended process. It waits for its end.
+        self._parked[request.id] = ticket
+        if ticket.on_no_return is not None:
+            self._calls.append(partial(ticket.on_no_return, error))
 
     def _remove(self, request: Request) -> Ticket | None:
         """Remove a waiting request; return its ticket, `None`: it does not wait."""

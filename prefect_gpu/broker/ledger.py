@@ -59,8 +59,19 @@ class Entry:
     reclaimed: bool = False
     #: A person wants its memory to be on the host.
     held_back: bool = False
+    #: What that frees may be given to other requests.
+    shared: bool = False
+    #: The waiting request that its memory is wanted on the host for, by id; empty: none. Its first reservation is the one
+    #: that it gives up; a second one is of the device where it comes back at once.
+    suspended_for: str = ""
+    #: Its memory is on the host, all of it.
+    away: bool = False
     #: How far that is, as text for a person; empty: its memory is on its devices.
     suspension: str = ""
+    #: Monotonic seconds when it got its devices; 0: not known.
+    placed_s: float = 0.0
+    #: Monotonic seconds before which it is not suspended for another request.
+    rests_until_s: float = 0.0
 
     @property
     def origin(self) -> str:
@@ -71,6 +82,11 @@ class Entry:
     def standby(self) -> bool:
         """Whether it belongs to a hot standby."""
         return any(reservation.standby for reservation in self.reservations)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is of a task that has devices, or had them when it was suspended."""
+        return bool(self.reservations or self.away) and not self.standby
 
 
 def owner_of(origin: str) -> str:
@@ -233,6 +249,8 @@ class LedgerView:
     host_use: Mapping[DeviceKey, HostUse]
     #: See `Store.silent`. Their hot standbys do not end on demand, so their reservations count like those of tasks.
     silent: frozenset[str] = frozenset()
+    #: Requests that hold devices and may be suspended for others.
+    preemptible: int = 0
 
     @property
     def tasks(self) -> int:
@@ -392,28 +410,49 @@ class Ledger:
         with self._lock:
             self._change(request_id, running=True)
 
-    def hold_back(self, request_id: str, away: bool) -> None:
-        """Ask that the memory of a request's process goes to the host, or comes back; its own flow does it."""
-        with self._lock:
-            self._change(request_id, held_back=away)
+    def hold_back(self, request_id: str, away: bool, shared: bool = False) -> None:
+        """Ask that the memory of a request's process goes to the host, or comes back; its own flow does it.
 
-    def set_suspension(self, request_id: str, state: str, held_back: bool | None = None) -> None:
+        Args:
+            request_id: Of the request.
+            away: Whether it goes.
+            shared: Whether other requests may get what it frees.
+        """
+        with self._lock:
+            self._change(request_id, held_back=away, shared=shared)
+
+    def set_suspension(self, request_id: str, state: str, **fields: object) -> None:
         """Set how far the suspension of a request's process is; see `Entry.suspension`.
 
         Args:
             request_id: Of the request.
             state: As text for a person.
-            held_back: What is asked from now on; `None`: as before.
+            fields: Further fields of the entry, by name.
         """
         with self._lock:
-            asked = {} if held_back is None else {"held_back": held_back}
-            self._change(request_id, suspension=state, **asked)
+            self._change(request_id, suspension=state, **fields)
+        self._call_watchers()
 
-    def holding(self) -> dict[str, Entry]:
-        """Return the entries that hold devices, of all processes, by request id."""
+    def rewrite(self, request_id: str, change: Callable[[Entry], Entry]) -> None:
+        """Replace the entry of a request, if it is there, by what a function makes of it; it reserves no more than before."""
+        with self._lock:
+            while (entry := self._entries.get(request_id)) is not None:
+                changed = change(entry)
+                if changed == entry:
+                    return
+                if self._write({request_id: changed}, lambda row: row.request_id == request_id):
+                    break
+        self._call_watchers()
+
+    def announce(self) -> None:
+        """Call the watchers of this process: entries of its other brokers were changed."""
+        self._call_watchers()
+
+    def running(self) -> dict[str, Entry]:
+        """Return the entries of tasks that have devices or are suspended, of all processes, by request id."""
         with self._lock:
             self._look()
-            return dict(self._holding)
+            return {i: entry for i, entry in self._entries.items() if entry.runs}
 
     def release(self, request_id: str) -> None:
         """Remove a request and call the watchers; unknown ids are ignored."""
@@ -576,7 +615,10 @@ class Ledger:
             self._share_nothing(error)
 
     def _change(self, request_id: str, **fields: object) -> None:
-        while (entry := self._holding.get(request_id)) is not None:
+        while (entry := self._entries.get(request_id)) is not None:
+            if not entry.reservations and not entry.away:
+                # It waits, or is gone.
+                return
             changed = replace(entry, **fields)  # type: ignore[arg-type]
             if self._write({request_id: changed}, lambda row: row.request_id == request_id):
                 break
@@ -588,7 +630,7 @@ class Ledger:
             Row(
                 0,
                 request_id,
-                entry is not None and bool(entry.reservations) and request_id not in self._holding,
+                entry is not None and self._promises(request_id, entry),
                 entry
                 if entry is None or entry.owner
                 else replace(entry, owner=store.owner, node=store.node),
@@ -611,6 +653,12 @@ class Ledger:
         for at, row in enumerate(rows):
             self._apply(row.request_id, row.entry, row._replace(number=first + at))
         return True
+
+    def _promises(self, request_id: str, entry: Entry) -> bool:
+        """Return whether an entry reserves memory of a device of which its request has none."""
+        before = self._holding.get(request_id)
+        held = {r.device_key for r in before.reservations} if before is not None else set()
+        return any(r.device_key not in held for r in entry.reservations)
 
     def _take(self, rows: Iterable[Row]) -> None:
         """Apply rows of other processes."""
@@ -689,7 +737,7 @@ class Ledger:
         holding: dict[str, int] = {}
         processes: dict[str, int] = {}
         held_bytes: dict[str, Mapping[DeviceKey, int]] = {}
-        host_promised_bytes = 0
+        host_promised_bytes = preemptible = 0
         for request_id, entry in self._holding.items():
             if entry.pid is not None and entry.namespace == store.namespace:
                 processes[request_id] = entry.pid
@@ -697,6 +745,7 @@ class Ledger:
                 sizes = entry.held_bytes or (0,) * len(entry.devices)
                 held_bytes[request_id] = dict(zip(entry.devices, sizes, strict=True))
             if not entry.standby:
+                preemptible += entry.request.preemptible
                 holding[entry.origin] = holding.get(entry.origin, 0) + 1
                 host_promised_bytes += 0 if entry.running else entry.request.host_bytes
         return LedgerView(
@@ -708,6 +757,7 @@ class Ledger:
             host_promised_bytes,
             dict(self._host_use),
             self._silent,
+            preemptible,
         )
 
     # Without the lock.

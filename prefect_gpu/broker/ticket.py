@@ -14,6 +14,9 @@ from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
 
+#: For what a process is suspended that a person has suspended.
+BY_HAND = "prefect-gpu suspend"
+
 #: Names that a ticket keeps of tasks beside its own.
 MOST_NEIGHBOURS = 20
 
@@ -54,10 +57,18 @@ class Ticket:
     on_measured: Callable[[float, tuple[Measured, ...]], None] | None = None
     #: Called with the bytes that did not come back (`None`: not known), once.
     on_recovered: Callable[[int | None], None] | None = None
-    #: Called when a person wants its memory on the host (`True`), or back.
+    #: Called when its memory is wanted on the host (`True`), or may come back to its devices.
     on_held_back: Callable[[bool], None] | None = None
     #: What it was called with last.
     held_back: bool = False
+    #: For what it was called so, as text for a person.
+    held_back_for: str = ""
+    #: Called if its suspended process has no device to come back to, with the reason.
+    on_no_return: Callable[[PrefectGPUError], None] | None = None
+    #: Monotonic seconds since when its suspended process has no device; `None`: it has one.
+    away_s: float | None = None
+    #: Its priority before it was raised for the time away.
+    priority: int = 0
     #: Called if it is a probe that shares a device and should end for the others there, with that device, once.
     on_short: Callable[[Device], None] | None = None
     #: What others' processes held on its devices when it was placed, in bytes.

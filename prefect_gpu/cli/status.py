@@ -215,13 +215,19 @@ def _waiting(
     found: Found, entries: Mapping[str, Entry], states: Sequence[DeviceState]
 ) -> tuple[WaitingStatus, ...]:
     waiting = [entry for entry in entries.values() if not entry.reservations]
-    queue = RequestQueue(entry.request for entry in waiting)
+    queue = RequestQueue(entry.request for entry in waiting if not entry.held_back)
     queue.statuses = {e.request.id: e.status for e in waiting}
     holding = [e for e in entries.values() if e.reservations and not e.standby]
     promised_bytes = sum(0 if e.running else e.request.host_bytes for e in holding)
     of_origin = Counter(e.origin for e in holding)
 
     def reason(entry: Entry) -> str:
+        if entry.held_back:
+            return entry.suspension
+        waits = what_it_waits_for(entry)
+        return f"{entry.suspension}; {waits}" if entry.suspension else waits
+
+    def what_it_waits_for(entry: Entry) -> str:
         host = HostState(
             found.available_bytes,
             promised_bytes,

@@ -31,7 +31,7 @@ def find(entries: Mapping[str, Entry], run: str) -> dict[str, Entry]:
     """Return the tasks that a person means, by request id.
 
     Args:
-        entries: Of all requests that hold devices.
+        entries: Of all tasks that have devices or are suspended.
         run: Id of a flow run or a task run, or its beginning; or the name of a task run.
     """
 
@@ -40,23 +40,25 @@ def find(entries: Mapping[str, Entry], run: str) -> dict[str, Entry]:
         known = len(run) >= SHORTEST_ID and any(each.startswith(run.lower()) for each in ids)
         return known or run == entry.request.task_run_name
 
-    return {i: e for i, e in entries.items() if not e.standby and means(e)}
+    return {i: e for i, e in entries.items() if means(e)}
 
 
-def suspend(run: str) -> int:
+def suspend(run: str, *, share: bool = False) -> int:
     """Move the GPU memory of a running task to the host, so that its device is free for a while.
 
-    It holds until `prefect-gpu resume`, or the task's end. What is freed stays reserved: other GPU tasks do not get it.
-    The exit code is 1 if a task is not suspended; it then goes on as before, and the reason is printed.
+    It holds until `prefect-gpu resume`, or the task's end. What is freed stays reserved, so that other GPU tasks do not
+    get it, but for `--share`. The exit code is 1 if a task is not suspended; it then goes on as before, and the reason is
+    printed.
 
     Args:
         run: Id of a flow run or a task run, or its first eight characters or more; or the name of a task run.
+        share: Other GPU tasks may have what is freed. The task then comes back after `resume` when there is room for it.
 
     Examples:
         prefect-gpu suspend train-4f1
-        prefect-gpu suspend 0198f3c1
+        prefect-gpu suspend 0198f3c1 --share
     """
-    return _ask(run, away=True)
+    return _ask(run, away=True, share=share)
 
 
 def resume(run: str) -> int:
@@ -71,23 +73,21 @@ def resume(run: str) -> int:
     return _ask(run, away=False)
 
 
-def _ask(run: str, away: bool) -> int:
+def _ask(run: str, away: bool, share: bool = False) -> int:
     # Imported here because other commands need neither.
     from prefect_gpu.broker.host_ledger import HostStore
     from prefect_gpu.settings import read_settings
 
     ledger = Ledger(partial(HostStore, read_settings().ledger))
-    found = find(ledger.holding(), run)
+    found = find(ledger.running(), run)
     if ledger.problem:
         raise ReportError(f"the ledger of this machine cannot be read: {ledger.problem}")
     if not found:
-        names = sorted(
-            {e.request.task_run_name for e in ledger.holding().values() if not e.standby}
-        )
+        names = sorted({e.request.task_run_name for e in ledger.running().values()})
         running = f"these have devices: {', '.join(names)}" if names else "no GPU task has a device"
         raise SettingError(f"no GPU task on this machine is of the run {run!r}; {running}")
     for request_id in found:
-        ledger.hold_back(request_id, away)
+        ledger.hold_back(request_id, away, share)
     failed = [
         request_id
         for request_id, entry in found.items()
@@ -100,7 +100,7 @@ def _follow(ledger: Ledger, request_id: str, name: str, away: bool) -> bool:
     """Print how far a task is until it is there; return whether it is."""
     told, silent_s = None, 0.0
     while True:
-        entry = ledger.holding().get(request_id)
+        entry = ledger.running().get(request_id)
         if entry is None:
             print(f"{name}: has ended")
             return not away

@@ -29,6 +29,7 @@ from prefect_gpu.reports.model import (
     BudgetSource,
     Outcome,
     Source,
+    SuspensionFacts,
     TaskReport,
     UnstartedRun,
 )
@@ -234,11 +235,16 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
 
 def _suspension_words(report: TaskReport) -> str:
     """Return each time in which it did not run because its memory was on the host."""
-    return "; ".join(
-        f"{format_seconds(each.seconds)}, {format_bytes(each.moved_bytes)} to host memory in "
-        f"{format_seconds(each.out_s)} and back in {format_seconds(each.in_s)}"
-        for each in report.suspensions
-    )
+
+    def words(each: SuspensionFacts) -> str:
+        reason = f" for {escape(each.reason)}" if each.reason else ""
+        device = f" on {escape(each.device)}" if each.device else ""
+        return (
+            f"{format_seconds(each.seconds)}{reason}, {format_bytes(each.moved_bytes)} to host memory in "
+            f"{format_seconds(each.out_s)} and back{device} in {format_seconds(each.in_s)}"
+        )
+
+    return "; ".join(map(words, report.suspensions))
 
 
 def _cap_words(report: TaskReport) -> str:

@@ -70,6 +70,9 @@ class SuspensionFacts:
     in_s: float
     #: Bytes that were moved.
     moved_bytes: int
+    #: What it was suspended for, as text for a person, and the device on which it came back.
+    reason: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
-from prefect_gpu.broker.ticket import Measured
+from prefect_gpu.broker.ticket import BY_HAND, Measured
 from prefect_gpu.devices.host import mps_runs, read_host_available_bytes, read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.errors import (
@@ -37,6 +37,7 @@ from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy, chil
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.live.progress import RunningTask
 from prefect_gpu.live.table import device_label
+from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes import values
 from prefect_gpu.processes.crash_site import crashed_at
 from prefect_gpu.processes.interpreter import import_paths, working_folder
@@ -72,9 +73,9 @@ from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause, Evidence, Rung
 from prefect_gpu.scheduling.model import Device, Placement, Request
-from prefect_gpu.suspension.eligibility import Candidate
+from prefect_gpu.suspension.eligibility import MOVED_KINDS, Candidate
 from prefect_gpu.suspension.moves import ProcessLostError
-from prefect_gpu.suspension.suspended import MOVING_IN, REFUSED, Suspender, Suspension, lost_tasks
+from prefect_gpu.suspension.suspended import Stage, Suspender, Suspension, lost_tasks
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: Seconds between two readings of a framework's counters in the child. The reading takes
@@ -301,6 +302,7 @@ class Attempt:
             task_run_name=clean_name(self._run.task_run.name),
             flow_run_id=str(self._run.task_run.flow_run_id or ""),
             probe_fraction=self._grant.probe_fraction,
+            preemptible=policy.preemptible and self._can_be_suspended(),
         )
         self._ticket = ticket = self._broker.submit(request, self._call.hot)
         ticket.on_recovered = self._take_recovery
@@ -337,6 +339,19 @@ class Attempt:
         if self.shares:
             ticket.on_short = self._end_probe
         return placement
+
+    def _can_be_suspended(self) -> bool:
+        """Return whether the tag `gpu:preemptible` has an effect on these devices; if not, it is said once."""
+        why = ""
+        if self._broker.reader.remote:
+            why = "tasks on a cluster are not suspended"
+        elif self._broker.kind not in MOVED_KINDS:
+            why = f"devices of kind {self._broker.kind} are not suspended"
+        said = PROCESS_RESOURCES.get("said of gpu:preemptible", set[str])
+        if why and why not in said:
+            said.add(why)
+            self._run.warn(f"gpu:preemptible has no effect: {why}")
+        return not why
 
     @property
     def _source(self) -> BudgetSource:
@@ -615,7 +630,9 @@ class Attempt:
         assert self._ticket is not None
         self._broker.attach(self._ticket, pid)
         self._memory.attach(pid)
-        self._suspender = Suspender(pid, _Suspended(self))
+        suspended = _Suspended(self)
+        self._suspender = Suspender(pid, suspended)
+        self._ticket.on_no_return = suspended.lose
         self._ticket.on_held_back = self._suspender.ask
 
     def _answer(self, question: Asked) -> None:
@@ -776,6 +793,11 @@ class _Suspended:
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
+        #: Where it was when it was suspended, and for what that was.
+        self._device_uuid = ""
+        self._reason = ""
+        #: Why it was last refused.
+        self._refused = ""
 
     @property
     def _ticket(self) -> Ticket:
@@ -801,30 +823,50 @@ class _Suspended:
     def free_bytes(self) -> int | None:
         return self._attempt._broker.free_bytes(self._ticket.devices[0])
 
-    def tell(self, state: str) -> None:
-        attempt, refused = self._attempt, state.startswith(REFUSED)
-        attempt._broker.show_suspension(self._ticket, state, refused)
-        if refused:
-            attempt._run.say(f"{state[0].upper()}{state[1:]}")
-        elif state and state != MOVING_IN:
-            attempt._messages.put(Awaits(f"prefect-gpu resume: its memory is {state}"))
+    def onto(self) -> Mapping[str, str] | None:
+        was, now = self._device_uuid, self._ticket.devices[0].uuid
+        if was == now:
+            return None
+        others = (device.uuid for device in self._attempt._broker.devices)
+        return {**{uuid: uuid for uuid in others}, was: now, now: was}
+
+    def tell(self, stage: Stage, text: str) -> None:
+        attempt = self._attempt
+        attempt._broker.show_suspension(self._ticket, stage, text)
+        if stage == "refused" and text != self._refused:
+            # A task that may be suspended for others is asked again and again.
+            self._refused = text
+            attempt._run.say(f"{text[0].upper()}{text[1:]}")
+        elif stage in ("moving out", "away"):
+            reason = self._ticket.held_back_for
+            what = "prefect-gpu resume" if reason == BY_HAND else f"room, suspended for {reason}"
+            attempt._messages.put(Awaits(f"{what}: its memory is {text}"))
 
     def begun(self) -> None:
+        self._device_uuid = self._ticket.devices[0].uuid
+        self._reason = self._ticket.held_back_for
         self._attempt._messages.put(_PAUSED)
 
     def ended(self, suspension: Suspension | None) -> None:
         attempt = self._attempt
         if suspension is not None:
-            attempt._learned.add_suspension(suspension)
+            device = self._ticket.devices[0]
+            done = replace(suspension, reason=self._reason, device=device.label)
+            attempt._learned.add_suspension(done)
+            where = "" if device.uuid == self._device_uuid else f" on {device.label}"
             attempt._run.say(
-                f"Goes on after {format_seconds(suspension.seconds)}, in which "
-                f"{format_bytes(suspension.moved_bytes)} were in host memory "
-                f"(out in {format_seconds(suspension.out_s)}, back in {format_seconds(suspension.in_s)})"
+                f"Goes on{where} after {format_seconds(done.seconds)}, suspended for {done.reason}: "
+                f"{format_bytes(done.moved_bytes)} were in host memory "
+                f"(out in {format_seconds(done.out_s)}, back in {format_seconds(done.in_s)})"
             )
         attempt._messages.put(_RESUMED)
 
     def lost(self, why: str) -> None:
         self._attempt._messages.put(ProcessLostError(why))
+
+    def lose(self, error: PrefectGPUError) -> None:
+        """Give it up: there is no device for it any more. On the broker's thread."""
+        self.lost(f"it was suspended and cannot come back: {first_line(error)}")
 
 
 def _caps(frameworks: tuple[str, ...], policy: FrameworkPolicy) -> tuple[int, ...] | None:

@@ -338,6 +338,8 @@ class ProcessRecord:
                         s.out_s,
                         s.in_s,
                         s.moved_bytes,
+                        s.reason,
+                        s.device,
                     )
                     for s in self._suspensions
                 ),

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 from prefect_gpu.suspension.driver_calls import DriverCalls
@@ -29,12 +29,11 @@ ROOM_MARGIN_BYTES = 512 * MIB
 #: Seconds between two looks at whether there is room.
 ROOM_S = 0.25
 
-#: What `Subject.tell` is told while memory is on its way.
-MOVING_OUT, MOVING_IN = "moving to the host", "moving back"
-
-
-#: What `Subject.tell` is told begins so if the process is not suspended; the reason follows.
+#: What `Subject.tell` is told for a person begins so if the process is not suspended; the reason follows.
 REFUSED = "not suspended: "
+
+#: How far a process is.
+Stage = Literal["refused", "moving out", "away", "moving in", "running"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,9 @@ class Suspension:
     in_s: float
     #: Bytes that were moved.
     moved_bytes: int
+    #: What it was suspended for, as text for a person, and the device on which it came back.
+    reason: str = ""
+    device: str = ""
 
     @property
     def seconds(self) -> float:
@@ -67,8 +69,12 @@ class Subject(Protocol):
         """Return the bytes that its device has free at a new reading; `None`: it does not answer."""
         ...
 
-    def tell(self, state: str) -> None:
-        """Show how far it is, as text for a person; empty: it runs."""
+    def onto(self) -> Mapping[str, str] | None:
+        """Return the new device of each device that it can name, by UUID; `None`: it comes back where it was."""
+        ...
+
+    def tell(self, stage: Stage, text: str) -> None:
+        """Show how far it is, and the same as text for a person; empty: it runs."""
         ...
 
     def begun(self) -> None:
@@ -169,7 +175,7 @@ class Suspender:
         if problem:
             self._refuse(problem)
             return
-        self._subject.tell(MOVING_OUT)
+        self._subject.tell("moving out", "moving to the host")
         self._begun_s = time.monotonic()
         self._away = True
         self._subject.begun()
@@ -182,22 +188,22 @@ class Suspender:
             return
         self._moved_bytes = candidate.used_bytes
         moved, took = format_bytes(self._moved_bytes), format_seconds(self._out_s)
-        self._subject.tell(f"away: {moved} in host memory, moved in {took}")
+        self._subject.tell("away", f"away: {moved} in host memory, moved in {took}")
 
     def _refuse(self, problem: str) -> None:
         with self._changed:
             self._wanted = False
-        self._subject.tell(f"{REFUSED}{problem}")
+        self._subject.tell("refused", f"{REFUSED}{problem}")
 
     def _resume(self) -> None:
         if not self._wait_for_room():
             return
-        self._subject.tell(MOVING_IN)
-        in_s = move_in(self._calls(), self._pid, self._moved_bytes)
+        self._subject.tell("moving in", "moving back")
+        in_s = move_in(self._calls(), self._pid, self._moved_bytes, self._subject.onto())
         self._away = False
         done = Suspension(self._begun_s, time.monotonic(), self._out_s, in_s, self._moved_bytes)
         self._subject.ended(done)
-        self._subject.tell("")
+        self._subject.tell("running", "")
 
     def _wait_for_room(self) -> bool:
         """Wait until its device shows the room; return whether it is still to come back."""
@@ -212,7 +218,7 @@ class Suspender:
                 free = "others have taken its device's memory"
             if free != told:
                 told = free
-                self._subject.tell(f"away, waits for {format_bytes(need_bytes)}: {free}")
+                self._subject.tell("away", f"away, waits for {format_bytes(need_bytes)}: {free}")
             with self._changed:
                 if not self._gone and not self._wanted:
                     self._changed.wait(ROOM_S)

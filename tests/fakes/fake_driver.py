@@ -64,6 +64,8 @@ class FakeDriver:
         if step == "checkpoint":
             os.kill(pid, signal.SIGSTOP)
         elif step == "restore":
+            with (self.folder / f"{pid}-onto").open("a") as file:
+                file.write(" ".join(words) + "\n")
             os.kill(pid, signal.SIGCONT)
         with (self.folder / "calls").open("a") as file:
             file.write(f"{step} {' '.join(words)}".strip() + "\n")

@@ -1,0 +1,194 @@
+"""What a pass writes into the ledger about tasks that are suspended for others.
+
+    plan ─▶ asked ─▶ (its runner suspends it) ─▶ away ─▶ makes way ─▶ comes back, at once or through the queue
+
+A task that is asked keeps its reservation until all that go for the same request are away. Then one write gives the
+devices to that request, so no other request can take them, and none of the tasks comes back too early. Which tasks go is
+decided in `scheduling.preemption`, anew in each pass; a task that is no longer in the plan is let go.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.scheduling.memory import DeviceState
+from prefect_gpu.scheduling.model import Device, DeviceKey, Request
+from prefect_gpu.scheduling.preemption import Plan, Running, plan
+
+#: Major version of the driver from which a process can come back on another device.
+MOVES_DRIVER = 580
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """What is to be written about tasks that are suspended for others."""
+
+    #: Entries by request id.
+    changes: Mapping[str, Entry]
+    #: Plans of own requests for which all devices are left: the request can be placed there, and the entries of the
+    #: tasks that make way.
+    ready: Sequence[tuple[Plan, Mapping[str, Entry]]]
+
+
+def preempt(
+    blocked: Sequence[Request],
+    entries: Mapping[str, Entry],
+    states: Sequence[DeviceState],
+    measured_bytes: Callable[[str, Device], int],
+    host_room_bytes: int,
+    now_s: float,
+    max_tasks: int | None = None,
+    silent: Collection[str] = (),
+) -> Preemption:
+    """Return what becomes of the running tasks for the requests that wait.
+
+    Args:
+        blocked: Waiting requests of all brokers in the order of the queue. Those without an origin are the own ones.
+        entries: Of all tasks that have devices, by request id.
+        states: The devices, after the placements of the pass.
+        measured_bytes: Returns what the process of a request holds of a device.
+        host_room_bytes: Bytes of the machine's own memory that can be filled.
+        now_s: Monotonic seconds.
+        max_tasks: Most tasks on a device at a time; `None`: as many as fit.
+        silent: Owners that send no heartbeats: what they own is not suspended.
+    """
+    devices = {state.device.key: state.device for state in states}
+    running = {
+        request_id: _running(entry, devices, measured_bytes, silent)
+        for request_id, entry in entries.items()
+        if entry.reservations and not entry.standby
+    }
+    plans = {
+        each.request_id: each
+        for each in plan(blocked, states, running, host_room_bytes, now_s, max_tasks)
+    }
+    changes: dict[str, Entry] = {}
+    ready: list[tuple[Plan, Mapping[str, Entry]]] = []
+    for request in blocked:
+        if request.origin:
+            continue
+        asked = {i for i, entry in entries.items() if entry.suspended_for == request.id}
+        found = plans.get(request.id)
+        going = {} if found is None else found.going
+        for request_id in asked - set(going):
+            changes[request_id] = let_go(entries[request_id])
+        for request_id, onto in going.items():
+            if request_id not in asked:
+                changes[request_id] = _ask(entries[request_id], request.id, onto)
+        if found is not None and set(going) <= asked and all(entries[i].away for i in going):
+            left = {i: _make_way(entries[i], _homes(entries[i], devices), now_s) for i in going}
+            ready.append((found, left))
+    return Preemption(changes, ready)
+
+
+def let_go(entry: Entry) -> Entry:
+    """Return the entry of a task that is no longer wanted to be suspended for another: it has the device that it had."""
+    if not entry.suspended_for:
+        return entry
+    return replace(entry, suspended_for="", reservations=entry.reservations[:1])
+
+
+def give_up(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
+    """Return the entry of a suspended task that leaves its device to others: its request waits for room to come back to.
+
+    Args:
+        entry: Of the task, which has one device.
+        devices: Those that are there.
+        now_s: Monotonic seconds.
+    """
+    return _make_way(let_go(entry), _homes(let_go(entry), devices), now_s)
+
+
+def _running(
+    entry: Entry,
+    devices: Mapping[DeviceKey, Device],
+    measured_bytes: Callable[[str, Device], int],
+    silent: Collection[str],
+) -> Running:
+    request, own = entry.request, entry.reservations
+    if entry.suspended_for:
+        own = own[:1]
+    device = devices.get(own[0].device_key)
+    held_bytes = 0 if device is None else measured_bytes(request.id, device)
+    return Running(
+        request_id=request.id,
+        priority=request.priority,
+        preemptible=request.preemptible
+        and entry.pid is not None
+        and device is not None
+        and len(own) == 1
+        and own[0].probe is None
+        and not entry.held_back
+        and entry.owner not in silent,
+        reservations=entry.reservations,
+        devices=_homes(entry, devices),
+        moved_bytes=held_bytes or own[0].reserved_bytes,
+        since_s=entry.placed_s,
+        rests_until_s=entry.rests_until_s,
+        suspended_for=entry.suspended_for,
+        away=entry.away,
+    )
+
+
+def _homes(entry: Entry, devices: Mapping[DeviceKey, Device]) -> tuple[DeviceKey, ...]:
+    """Return the devices on which the process of a task can come back."""
+    device = devices.get(entry.reservations[0].device_key)
+    if device is None:
+        return ()
+    request = entry.request
+    if (request.devices and not request.returns) or not _can_move(device):
+        return (device.key,)
+    may_use = set(entry.devices)
+    return tuple(
+        key
+        for key, each in devices.items()
+        if key in may_use and (not request.returns or each.uuid in request.devices)
+        if (each.name, each.total_bytes, each.host)
+        == (device.name, device.total_bytes, device.host)
+    )
+
+
+def _can_move(device: Device) -> bool:
+    """Return whether a process can come back on another device than this one."""
+    found = re.match(r"\d+", device.driver)
+    return device.kind != "nvml" or (found is not None and int(found[0]) >= MOVES_DRIVER)
+
+
+def _ask(entry: Entry, request_id: str, onto: DeviceKey | None) -> Entry:
+    """Return the entry of a task whose memory is wanted on the host for a request."""
+    reservations = entry.reservations
+    if onto is not None:
+        machine, uuid = onto
+        reservations += (replace(reservations[0], machine=machine, device_uuid=uuid),)
+    return replace(entry, suspended_for=request_id, reservations=reservations)
+
+
+def _make_way(entry: Entry, homes: Iterable[DeviceKey], now_s: float) -> Entry:
+    """Return the entry of a task that is away and leaves its device to another request.
+
+    Args:
+        entry: Of the task.
+        homes: Devices that it may come back on, if none is reserved for it.
+        now_s: Monotonic seconds.
+    """
+    own, *onto = entry.reservations
+    if entry.suspended_for and onto:
+        return replace(entry, suspended_for="", reservations=tuple(onto))
+    request = replace(
+        entry.request,
+        returns=True,
+        memory=own.reserved_bytes,
+        exclusive=own.exclusive,
+        count=1,
+        devices=tuple(uuid for _, uuid in homes),
+        nodes=(),
+        # It runs already, and its body has what it needs of the machine.
+        host_bytes=0,
+        expected_s=None if own.ends_s is None else max(0.0, own.ends_s - now_s),
+        submitted_s=now_s,
+        standby="",
+    )
+    return replace(entry, request=request, suspended_for="", reservations=())

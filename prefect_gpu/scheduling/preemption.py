@@ -88,7 +88,11 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What goes so that one request can start."""
+    """What goes so that one request can start.
+
+    A plan may count on room that an earlier plan of the same pass leaves. It is carried out once all that goes is away
+    and the request fits.
+    """
 
     request_id: str
     #: Where the request is to start.
@@ -198,7 +202,7 @@ class _Way(NamedTuple):
 
 
 class _Machine:
-    """The devices, less what earlier plans take, and with what they free. As the arguments of `plan`."""
+    """The devices as they are once earlier plans are carried out. Its arguments are those of `plan`."""
 
     def __init__(
         self,
@@ -209,6 +213,8 @@ class _Machine:
         max_tasks: int | None,
     ) -> None:
         self._states = {state.device.key: state for state in states}
+        #: Until then: nothing is gone yet, and what is moved has its new place.
+        self._meanwhile = dict(self._states)
         self._running = running
         self._now_s = now_s
         self._most = math.inf if max_tasks is None else max_tasks
@@ -299,7 +305,7 @@ class _Machine:
         if len(keys) == 1:
             return self._cheapest(request, keys[0], keys, wait_s)
         trial = copy.copy(self)
-        trial._states = dict(self._states)
+        trial._states, trial._meanwhile = dict(self._states), dict(self._meanwhile)
         together = _Way({})
         for key in keys:
             way = trial._cheapest(request, key, keys, wait_s)
@@ -368,7 +374,7 @@ class _Machine:
         self, request: Request, tasks: Iterable[Running], taken: Collection[DeviceKey]
     ) -> _Way | None:
         """Return how some tasks go together; `None`: one of them has nowhere to go."""
-        states = dict(self._states)
+        states, meanwhile = dict(self._states), dict(self._meanwhile)
         total = _Way({})
         # The largest first: it has the fewest places.
         for task in sorted(tasks, key=lambda t: (-t.reservations[0].reserved_bytes, t.request_id)):
@@ -378,8 +384,8 @@ class _Machine:
                 to: DeviceKey | None = task.reservations[1].device_key
                 if to in taken:
                     return None
-            elif (to := self._destination(task, taken, states)) is not None:
-                states[to] = states[to].after(_at(task.reservations[0], to))
+            elif (to := self._destination(task, taken, states, meanwhile)) is not None:
+                _move(task, to, states, meanwhile)
             elif not lower:
                 return None
             way = _Way({task.request_id: to})
@@ -392,22 +398,33 @@ class _Machine:
         return total if total.host_bytes <= max(0, self._host_bytes) else None
 
     def _destination(
-        self, task: Running, taken: Collection[DeviceKey], states: Mapping[DeviceKey, DeviceState]
+        self,
+        task: Running,
+        taken: Collection[DeviceKey],
+        states: Mapping[DeviceKey, DeviceState],
+        meanwhile: Mapping[DeviceKey, DeviceState],
     ) -> DeviceKey | None:
         """Return the device where a task can come back at once, the fullest one; `None`: there is none."""
         held = task.reservations[0]
         source = states[held.device_key].device
-        fits: list[tuple[int, DeviceKey]] = []
-        for key in task.devices:
-            state = states.get(key)
-            if state is None or key == source.key or key in taken or key in self._kept:
-                continue
-            if (state.device.name, state.device.host) != (source.name, source.host):
-                continue
-            if not is_open(state) or (held.exclusive and state.reservations):
-                continue
-            if state.free_bytes >= held.reserved_bytes and len(state.reservations) < self._most:
-                fits.append((state.free_bytes, key))
+
+        def holds(state: DeviceState) -> bool:
+            return (
+                is_open(state)
+                and not (held.exclusive and state.reservations)
+                and state.free_bytes >= held.reserved_bytes
+                and len(state.reservations) < self._most
+            )
+
+        fits = [
+            (states[key].free_bytes, key)
+            for key in task.devices
+            if key in states
+            and key not in (source.key, *taken, *self._kept)
+            and (states[key].device.name, states[key].device.host) == (source.name, source.host)
+            and holds(states[key])
+            and holds(meanwhile[key])
+        ]
         return min(fits)[1] if fits else None
 
     def _go(self, way: _Way) -> None:
@@ -421,7 +438,7 @@ class _Machine:
             state = replace(state, reservations=left, free_bytes=free, probe_bytes=None)
             self._states[held.device_key] = state
             if to is not None and len(task.reservations) == 1:
-                self._states[to] = self._states[to].after(_at(held, to))
+                _move(task, to, self._states, self._meanwhile)
         self._host_bytes -= way.host_bytes
 
     def _book(self, request: Request, key: DeviceKey) -> None:
@@ -441,9 +458,11 @@ class _Machine:
         )
 
 
-def _at(reservation: Reservation, key: DeviceKey) -> Reservation:
-    """Return a reservation as it is on another device."""
-    return replace(reservation, machine=key[0], device_uuid=key[1])
+def _move(task: Running, to: DeviceKey, *maps: dict[DeviceKey, DeviceState]) -> None:
+    """Book a task where it comes back."""
+    held = replace(task.reservations[0], machine=to[0], device_uuid=to[1])
+    for states in maps:
+        states[to] = states[to].after(held)
 
 
 def _least_sets(

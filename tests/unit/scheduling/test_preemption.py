@@ -305,6 +305,22 @@ def test_a_move_under_way_keeps_its_destination() -> None:
     assert goes(urgent(name="other"), victim, full, fuller, devices=3) == []
 
 
+def test_room_that_is_still_to_be_left_is_no_place_to_move_to() -> None:
+    # 12 GiB of device 0 will be free once the first has started there; now 4 are.
+    tasks = [task("v", 20), task("w", 8, at=1, to=[0], priority=1), task("x", 8, at=1, preemptible=False)]  # fmt: skip
+    both = [urgent(8, name="first", devices=("0",)), urgent(16, name="second", devices=("1",))]
+    assert goes(both, *tasks, devices=2) == [("first", [0], {"v": None})]
+    # A request needs nothing to go for it where the room that will be left is enough.
+    both[1] = urgent(12, name="second")
+    assert goes(both, *tasks, devices=2) == [("first", [0], {"v": None})]
+    # Nor is more gone than is missing then.
+    tasks.append(task("y", 4))
+    both[1] = urgent(18, name="second", devices=("0",))
+    assert goes(both, *tasks, devices=2)[1:] == []
+    both[1] = urgent(16, name="second", devices=("0",))
+    assert goes(both, *tasks, devices=2)[1:] == [("second", [0], {"y": None})]
+
+
 def test_for_several_devices_the_cheapest_of_one_node_are_chosen() -> None:
     tasks = [task("a", 12), task("b", 4, at=1), task("c", 8, at=2)]
     assert goes(urgent(22, count=2), *tasks, devices=3) == [

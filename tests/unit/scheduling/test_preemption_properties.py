@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -98,7 +98,9 @@ class Task:
     on: tuple[DeviceKey, ...] = ()
     suspended_for: str = ""
     rests_until_s: float = 0.0
+    #: When it was last asked, and for which request.
     went_s: float = 0.0
+    went_for: str = ""
 
     @property
     def held_bytes(self) -> int:
@@ -300,7 +302,7 @@ class Machine:
             if task.job.refuses:
                 task.job = task.job._replace(preemptible=False)
                 return True
-            task.suspended_for = urgent.request.id
+            task.suspended_for = task.went_for = urgent.request.id
             if task.phase == "running":
                 task.phase, task.left_s = "out", task.until_s - self.now_s
                 task.until_s, task.went_s = self.now_s + out_s(task.held_bytes), self.now_s
@@ -338,6 +340,10 @@ class Machine:
             assert state.snapshot.free_bytes >= 0, "more is held than there is"
             if any(r.exclusive for r in state.reservations):
                 assert len(state.reservations) == 1
+        waiting = {request.id for request in self.queue if not request.returns}
+        for task in self.tasks.values():
+            if task.phase == "away" and not task.reservations:
+                assert task.went_for not in waiting, "its room went to another request"
         taken = sum(t.held_bytes for t in self.tasks.values() if t.on_host)
         assert taken <= self.host_gib * GIB, "the host is full"
 
@@ -417,7 +423,8 @@ def test_many_hours_of_suspensions_and_moves() -> None:
 LONG = Job(20, False, 1, 0, 3600, None, preemptible=True, movable=True)
 
 
-@settings(max_examples=5, deadline=None)
+# Three hours each: a smaller example is not worth the time that it takes to find.
+@settings(max_examples=5, deadline=None, phases=[Phase.generate])
 @given(st.integers(1, 3), st.integers(30, 300), st.booleans(), st.booleans())
 def test_while_tasks_of_higher_priority_go_on_to_come_a_suspended_one_comes_back_in_time(
     priority: int, runs_s: int, known: bool, preemptible: bool

@@ -10,6 +10,9 @@ pass it on any device that it could use: these devices drain.
 Kept devices stay kept: they are not chosen anew in each pass. Wrong expectations therefore delay a blocked
 request by what runs on its devices, but never for ever. The order of requests is not decided here but in
 `scheduling_pass`.
+
+The request of a suspended process that comes back is not passed on one device: the one where it is expected to start
+first, or, where ends are not known, the one with most free memory, which drains. The other devices stay open.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class BlockedStatus(NamedTuple):
     since_s: float | None = None
     #: Devices that are kept for it.
     kept: tuple[DeviceKey, ...] = ()
-    #: Monotonic seconds at which it is expected to start on them; `None`: none are kept.
+    #: Monotonic seconds at which it is expected to start on them; `None`: none are kept, or they drain for a process
+    #: that comes back.
     starts_s: float | None = None
     #: Monotonic seconds when devices to keep were last looked for; `None`: not yet.
     looked_s: float | None = None
@@ -225,9 +229,17 @@ class Backfill:
             else:
                 self._passable.append(_Passable(rank, request, named, unknown))
             return
-        if status is _NEW and rank >= self._patience.heads and self._patience.passes:
+        if (
+            status is _NEW
+            and rank >= self._patience.heads
+            and self._patience.passes
+            and not request.returns
+        ):
             # The most common case.
             self._passable.append(_Passable(rank, request, named))
+            return
+        if request.returns and self._patience.passes:
+            self._keep_for_return(rank, request, named, status)
             return
         over = status.is_over(self._patience, self._now_s)
         if status.kept and not over:
@@ -298,6 +310,31 @@ class Backfill:
             found[at] = _Kept(rank, request, status.starts_s)
         self.kept.update(found)
         return True
+
+    def _keep_for_return(
+        self, rank: int, request: Request, named: Named | None, status: BlockedStatus
+    ) -> None:
+        """Keep the devices where a suspended process can come back soonest: no more than it needs."""
+        if status.starts_s is not None and self._now_s < status.starts_s:
+            if self._keep(rank, request, status):
+                return
+        if self._keep_soonest(rank, request, named):
+            # No time is too long: the devices that it could use never drain all together.
+            self.statuses[request.id] = self.statuses[request.id]._replace(since_s=None)
+            return
+        states, positions = self._board.states, self._board.positions
+        before = {positions[key] for key in status.kept if key in positions}
+        usable = [
+            (at not in before, at in self.kept, -states[at].free_bytes, at)
+            for at in self._board.usable(request, named)
+            # Not those that drain for a request before it.
+            if not states[at].snapshot.error and self.kept.get(at, request) is not None
+        ]
+        best = self._first_on_one_node(request, [(0.0, at) for *_, at in sorted(usable)])
+        self.kept.update(dict.fromkeys(at for _, at in best))
+        self.all_drain = list(self.kept.values()).count(None) == len(states)
+        keys = tuple(states[at].device.key for _, at in best)
+        self.statuses[request.id] = self._status(request)._replace(kept=keys, starts_s=None)
 
     def _keep_soonest(self, rank: int, request: Request, named: Named | None) -> bool:
         """Keep the devices where a request is expected to start first; return whether any are known.

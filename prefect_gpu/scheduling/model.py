@@ -192,6 +192,10 @@ class Request:
     probe_fraction: float = 0.0
     #: It asks for the caps in `memory`, which another broker has decided for a probe.
     confirms_probe: bool = False
+    #: Its process may be suspended for a request of higher priority, or moved to another device; see `preemption`.
+    preemptible: bool = False
+    #: It is of a process that was suspended and waits for room to come back.
+    returns: bool = False
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all that it has free."""

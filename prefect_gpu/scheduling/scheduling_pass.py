@@ -55,6 +55,8 @@ class Shape(NamedTuple):
     nodes: tuple[str, ...] = ()
     #: 0: no probe, or one that has its devices to itself.
     probe_fraction: float = 0.0
+    #: A suspended process comes back; while it is blocked, a device is kept for it.
+    returns: bool = False
 
     @classmethod
     def of(cls, request: Request) -> Shape:
@@ -69,6 +71,7 @@ class Shape(NamedTuple):
             request.origin,
             request.nodes,
             request.probe_fraction,
+            request.returns,
         )
 
 
@@ -496,14 +499,14 @@ def _describe_status(
         text += f"; {status.passed} passed it"
     if status.is_over(patience, now_s):
         return text + "; no task may pass it any more, the devices that it could use drain for it"
-    if status.kept and status.starts_s is not None:
+    if status.kept:
         shown = status.kept[:3]
         labels = {s.device.key: s.device.label for s in states if s.device.key in shown}
         # A kept device may just have left.
         names = ", ".join(labels.get(key, key[1]) for key in shown)
         more = len(status.kept) - 3
         text += f"; {names}{f' and {more} more' if more > 0 else ''} kept for it"
-        if status.starts_s > now_s:
+        if status.starts_s is not None and status.starts_s > now_s:
             text += f", free in about {format_seconds(status.starts_s - now_s)}"
     return text
 

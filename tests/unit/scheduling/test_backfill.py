@@ -276,3 +276,60 @@ def test_what_is_done_for_a_blocked_request_is_said(
     queue.statuses.update({"head": standing})
     text = explain(head, queue, [HELD], host(), SHORT, now_s)
     assert text == "23GiB on device 0; most free 4GiB" + says
+
+
+# A suspended process that comes back.
+
+
+def returning(gib: float, **others: object) -> Request:
+    return request(gib, name="back", returns=True, **others)
+
+
+def test_one_device_is_kept_for_a_process_that_comes_back_and_no_more() -> None:
+    soon, late = state(0, held=[until(100.0, 20)]), state(1, held=[until(200.0, 20, 1)])
+    queue = RequestQueue([returning(23), request(4, name="a"), request(4, name="b")])
+    assert started(queue, [soon, late]) == [("a", [1])]
+    assert started(queue, [soon, late], 1.0) == [("b", [1])], (
+        "the device is kept, b may not have it"
+    )
+    queue.add(request(4, name="short", expected_s=50))
+    assert started(queue, [soon, state(1, held=[until(200.0, 24, 1)])], 2.0) == [("short", [0])]
+    # No number of others and no time changes what is kept.
+    for number in range(SHORT.passes + 2):
+        queue.add(request(4, name=f"c{number}"))
+        assert started(queue, [soon, late], 80.0) == [(f"c{number}", [1])]
+
+
+def test_a_device_whose_ends_are_not_known_drains_for_a_process_that_comes_back() -> None:
+    fuller = state(1, held=[until(None, 21, 1)])
+    queue = RequestQueue([returning(23), *(request(1, name=n) for n in "abc")])
+    assert [i for _, i in started(queue, [UNTOLD[0], fuller])] == [[1], [1], [1]]
+    # It goes on to drain, although the other has more free by now.
+    queue.add(request(1, name="d"))
+    assert started(queue, [UNTOLD[0], state(1, held=[until(None, 12, 1)])], 1.0) == [("d", [1])]
+    status = queue.statuses["back"]
+    assert [uuid for _, uuid in status.kept] == ["SIM-0"] and status.starts_s is None
+    text = explain(next(iter(queue)), queue, UNTOLD, host(), SHORT, 2.0)
+    assert text.endswith("; device 0 kept for it")
+    # Its only device: no later request starts at all.
+    assert started(RequestQueue([returning(23), request(1)]), UNTOLD[:1]) == []
+
+
+def test_two_that_come_back_keep_a_device_each() -> None:
+    queue = RequestQueue([returning(23), replace(returning(22), id="second"), request(1, name="a")])
+    three = [*UNTOLD, state(2, held=[until(None, 22, 2)])]
+    assert started(queue, three) == [("a", [2])]
+    assert started(queue, three[:2]) == []
+
+
+def test_a_request_of_higher_priority_has_the_device_of_one_that_comes_back() -> None:
+    queue = RequestQueue([returning(23, priority=1), request(4, name="urgent", priority=2)])
+    assert started(queue, [HELD]) == [("urgent", [0])]
+
+
+def test_a_process_that_comes_back_is_overdue_on_its_device_alone() -> None:
+    queue = RequestQueue([returning(24), request(1, name="a"), request(2, name="b", expected_s=1)])
+    late = state(1, held=[until(900.0, 20, 1)])
+    assert started(queue, [HELD, late], 98.0) == [("a", [1]), ("b", [0])]
+    queue.add(request(1, name="c", expected_s=1))
+    assert started(queue, [HELD, late], 101.0) == [("c", [1])]

@@ -63,6 +63,10 @@ class Subject(Protocol):
         """Return what decides whether it may be suspended."""
         ...
 
+    def trim(self) -> None:
+        """Have it return unused device memory, and read what is left; without effect if it does not answer soon."""
+        ...
+
     def free_bytes(self) -> int | None:
         """Return the bytes that its device has free at a new reading; `None`: it does not answer."""
         ...
@@ -166,6 +170,10 @@ class Suspender:
         calls = self._calls()
         candidate = self._subject.candidate()
         problem = refusal(candidate) or calls.unsupported()
+        if not problem:
+            self._subject.trim()
+            candidate = self._subject.candidate()
+            problem = refusal(candidate)
         if problem:
             self._refuse(problem)
             return

@@ -142,6 +142,8 @@ def test_an_answer_that_nothing_waits_for_is_no_request(pair: Pair) -> None:
 
 def test_a_parent_that_is_gone_requests_nothing(pair: Pair) -> None:
     pair.parent.sendall(messages.encode(ReleaseUnused(5.0))[:-1])
+    pair.parent.shutdown(socket.SHUT_WR)
+    assert pair.channel.take_request() is None
     pair.parent.close()
     assert pair.channel.take_request() is None
 

@@ -1,6 +1,6 @@
 """Suspends one task's process and resumes it, as it is asked.
 
-    asked ─▶ eligible? ─▶ moving out ─▶ away ─▶ room? ─▶ moving in ─▶ running
+    asked ─▶ eligible? ─▶ trimmed ─▶ moving out ─▶ away ─▶ room? ─▶ moving in ─▶ running
 
 A thread runs for as long as there is something to do. What it knows of the process, and what is to be done with the news,
 is a `Subject`.

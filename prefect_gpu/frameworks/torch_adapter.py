@@ -244,9 +244,9 @@ class TorchAdapter(FrameworkAdapter):
     def release_unused(self) -> None:
         """Child: empty the caching allocator's cache, unless a CUDA graph is being captured.
 
-        What `empty_cache` does during a capture on another thread depends on the release: it raised, then did nothing
-        (pytorch/pytorch#158152), and may come to look at the calling thread's stream alone (#175374). So captures are watched
-        here. Blocks that a captured graph refers to are in a pool of their own, which is not emptied. The other
+        What `empty_cache` does during a capture on another thread depends on the release: it raises, or does nothing
+        (pytorch/pytorch#158152, #182062), or may ask about the calling thread's stream alone (#175374). So captures are
+        watched here. Where it raises (also within `torch.cuda.use_mem_pool`), it has touched nothing. Blocks that a captured graph refers to are in a pool of their own, which is not emptied. The other
         allocator, `cudaMallocAsync`, waits for all of the device first, which invalidates any capture.
         """
         cuda = _started_cuda()

@@ -17,7 +17,7 @@ from prefect_gpu.errors import ProtocolError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes import guardian, messages, transport
 from prefect_gpu.processes.guardian import TOKEN_VARIABLE
-from prefect_gpu.processes.messages import Answered, Asked, Message
+from prefect_gpu.processes.messages import Answered, Asked, Message, ReleaseUnused
 from prefect_gpu.processes.transport import Frame, FrameReader, PackedValue, ReceivedValue
 
 
@@ -36,7 +36,10 @@ class Channel:
         self._identity = _identity(descriptor)
         self._frames = FrameReader()
         self._sending = threading.Lock()
+        #: Held by the thread that receives.
         self._asking = threading.Lock()
+        #: The last request of the parent that was received and not taken.
+        self._request: ReleaseUnused | None = None
         self._forked = False
         PROCESS_RESOURCES.after_fork(self, Channel.forget)
         # What is registered first is called last: until then any thread may send.
@@ -119,12 +122,43 @@ class Channel:
             )
         with self._asking:
             self.send(Asked(method, arguments))
-            answer = self.receive()
+            while isinstance(answer := self.receive(), ReleaseUnused):
+                self._request = answer
         if not isinstance(answer, Answered):
             raise ProtocolError(f"the parent answered {method!r} with {answer!r}")
         if answer.error is not None:
             raise answer.error
         return answer.result
+
+    def take_request(self) -> ReleaseUnused | None:
+        """Return a request of the parent that has come; `None`: there is none. Does not wait.
+
+        For one thread at a time. While another one waits for an answer, that one receives requests too.
+
+        Raises:
+            OSError: The body closed the stream.
+            ProtocolError: What was sent is no message.
+        """
+        if self._asking.acquire(blocking=False):
+            try:
+                self._check()
+                if self._has_input():
+                    message = self.receive()
+                    # An answer that its asker did not wait for is dropped.
+                    if isinstance(message, ReleaseUnused):
+                        self._request = message
+            except EOFError:
+                # See `end_with_parent`.
+                return None
+            finally:
+                self._asking.release()
+        request, self._request = self._request, None
+        return request
+
+    def _has_input(self) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return any(event == select.POLLIN for _, event in poll.poll(0))
 
     def end_with_parent(self) -> None:
         """Kill this process and all that it started if the parent is gone.

@@ -6,13 +6,14 @@ On GPUs the frameworks and the driver are asked, on simulated devices the tally 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from prefect_gpu.devices.cuda_driver import PrimaryContexts
+from prefect_gpu.devices.cuda_driver import PrimaryContexts, unbound_by_captures
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, EndTrace, FrameworkAdapter, FrameworkPolicy
@@ -45,6 +46,8 @@ class Readings:
         self._adapters = adapters
         self._snapshot_path = policy.snapshot_path
         self._simulated = policy.device_kind == "simulated"
+        #: Whether the task keeps unused memory on purpose.
+        self._keeps_unused = policy.allocation == "all"
         self._own = None
         if policy.device_kind == "nvml":
             self._own = own or OwnMemory(policy.device_uuids)
@@ -79,6 +82,19 @@ class Readings:
     def begin_trace(self) -> EndTrace | None:
         """Begin to trace what is allocated; `None`: no framework can be traced now."""
         return None if self._simulated else self._ask(hooks.begin_trace)
+
+    def release_unused(self) -> None:
+        """Have the frameworks return to the driver what they hold and do not use, where that is safe.
+
+        A task with `gpu:allocation=all` keeps it: another program could take it before the task needs it.
+        """
+        if self._own is None or self._keeps_unused or self._contexts.lost:
+            return
+        with unbound_by_captures() as unbound:
+            for adapter in self._adapters if unbound else ():
+                # What a framework refuses stays, and is moved.
+                with contextlib.suppress(Exception):
+                    adapter.release_unused()
 
     def memory_summary(self, framework: str) -> str:
         """Return a framework's own summary of its memory; empty: it has none."""

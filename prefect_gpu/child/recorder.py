@@ -34,7 +34,7 @@ from prefect_gpu.measurements import (
     largest,
 )
 from prefect_gpu.process_resources import PROCESS_RESOURCES
-from prefect_gpu.processes.messages import CountersRead
+from prefect_gpu.processes.messages import CountersRead, ReleasedUnused
 
 T = TypeVar("T")
 
@@ -317,6 +317,11 @@ class Recorder:
             self._take(live, counters.alloc_retries, reserved)
             return counters
 
+    def release_unused(self) -> None:
+        """Have the frameworks return unused memory to the driver; it may wait for the device."""
+        # Not under the lock: `mark` and `step` would wait too.
+        self._source.release_unused()
+
     def stop(self) -> None:
         """End the body, however it ended: nothing is traced from here on."""
         with self._lock:
@@ -451,7 +456,8 @@ END_S = 30.0
 class LiveSampler:
     """Takes samples every few milliseconds, from a thread of its own, and sends counters to the parent.
 
-    The thread also ends the process if the parent is gone.
+    The thread also ends the process if the parent is gone, and carries out what the parent asks for: the
+    body's own thread may be anywhere.
 
     Args:
         channel: To the parent.
@@ -505,6 +511,7 @@ class LiveSampler:
         vary = random.Random().uniform
         pause_s = SAMPLE_INTERVAL_S
         while not self._stopped.wait(pause_s * vary(1 - JITTER / 2, 1 + JITTER / 2)):
+            self._answer()
             began_s = time.thread_time()
             self._recorder.sample()
             if time.monotonic() >= due_s:
@@ -512,6 +519,12 @@ class LiveSampler:
                 self._channel.end_with_parent()
                 self._send()
             pause_s = max(SAMPLE_INTERVAL_S, SAMPLE_SHARE * (time.thread_time() - began_s))
+
+    def _answer(self) -> None:
+        request = self._channel.take_request()
+        if request is not None and time.monotonic() < request.until_s:
+            self._recorder.release_unused()
+            self._channel.send(ReleasedUnused(request.until_s))
 
     def _send(self) -> None:
         counters = self._recorder.counters()

@@ -6,11 +6,17 @@ Nothing here loads or initialises the driver, or creates a context. What a devic
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 
 #: The driver's library, by the name under which every program loads it.
 DRIVER_LIBRARY = "libcuda.so.1"
+
+#: The mode in which a thread's calls neither heed nor invalidate captures of other threads
+#: (`CU_STREAM_CAPTURE_MODE_RELAXED`).
+_RELAXED = 2
 
 #: What the driver returns before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
 _NOT_INITIALIZED = 3
@@ -30,6 +36,27 @@ def is_initialized() -> bool:
     driver = loaded_driver()
     count = ctypes.c_int()
     return driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED
+
+
+@contextlib.contextmanager
+def unbound_by_captures() -> Iterator[bool]:
+    """Let this thread free device memory while another one captures a CUDA graph.
+
+    By default a call such as `cudaFree`, on any thread and any device, fails during a capture of mode "global", which is
+    PyTorch's, and invalidates it. The mode belongs to the thread; its old one is restored at the end.
+
+    Yields:
+        Whether it may; `False`: there is no driver, or it does not know the mode.
+    """
+    driver, mode = loaded_driver(), ctypes.c_int(_RELAXED)
+    exchange = getattr(driver, "cuThreadExchangeStreamCaptureMode", None)
+    if exchange is None or exchange(ctypes.byref(mode)):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:

@@ -11,8 +11,18 @@ shows on real devices that these rules hold. The environment of this process is 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+import threading
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+)
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -227,6 +237,68 @@ class Counters:
 EndTrace: TypeAlias = Callable[[], int | None]
 
 
+class CaptureWatch:
+    """Counts the captures of CUDA graphs that one framework has under way, on any thread.
+
+    CUDA tells only whether a given stream is captured, and a framework does not name its streams. So the methods
+    that begin and end a capture are replaced by ones that count.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: a finalizer may run anywhere.
+        self._lock = threading.RLock()
+        self._watched: set[type] = set()
+        self._under_way = 0
+        #: Whether a capture was begun in this process, or cannot be watched.
+        self.begun = False
+
+    def watch(self, owner: type, begin: str, end: str) -> None:
+        """Watch a class, once. One that cannot be changed counts as if it captured for ever.
+
+        Args:
+            owner: The class.
+            begin: Name of its method that begins a capture.
+            end: Name of its method that ends one.
+        """
+        if owner in self._watched:
+            return
+        self._watched.add(owner)
+        try:
+            setattr(owner, begin, self._counted(getattr(owner, begin), begins=True))
+            setattr(owner, end, self._counted(getattr(owner, end), begins=False))
+        except (AttributeError, TypeError):
+            self._count(1)
+
+    @contextlib.contextmanager
+    def none_begins(self) -> Iterator[bool]:
+        """Keep captures from being begun meanwhile; yield whether none is under way."""
+        with self._lock:
+            yield self._under_way == 0
+
+    def _counted(self, method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if begins:
+                self._count(1)
+            try:
+                result = method(*args, **kwargs)
+            except BaseException:
+                if begins:
+                    self._count(-1)
+                # What a failed end leaves is not known, so it counts on.
+                raise
+            if not begins:
+                self._count(-1)
+            return result
+
+        return counted
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self.begun = True
+            self._under_way = max(0, self._under_way + change)
+
+
 class FrameworkAdapter:
     """One framework. Stateless; methods marked *Child* run in the child process only.
 
@@ -347,6 +419,16 @@ class FrameworkAdapter:
         """Child: return the memory that the allocator keeps for later to the driver.
 
         Does nothing before the framework used a device, or where it never returns memory.
+        """
+
+    def release_unused(self) -> None:
+        """Child: return to the driver what the allocator holds and does not use, without the body noticing.
+
+        Called on a thread of its own, inside `cuda_driver.unbound_by_captures`. Does nothing during the capture
+        of a CUDA graph, before the framework used a device, or where it never returns memory.
+
+        Raises:
+            Exception: It was refused; the rest stays.
         """
 
     def reduce_to_host(self, value: Any) -> Any:

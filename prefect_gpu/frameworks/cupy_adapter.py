@@ -7,12 +7,15 @@ from typing import Any
 
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import (
+    CaptureWatch,
     Counters,
     FrameworkAdapter,
     FrameworkPolicy,
     host_value,
     imported,
 )
+
+_captures = CaptureWatch()
 
 
 class CupyAdapter(FrameworkAdapter):
@@ -40,6 +43,7 @@ class CupyAdapter(FrameworkAdapter):
             return
         cupy = import_module("cupy")
         _check_devices(cupy, len(policy.device_uuids))
+        _watch_captures(cupy)
         caps = policy.cap_bytes(self.name)
         if caps is not None and policy.allocation == "all":
             _take_all(cupy, caps)
@@ -81,6 +85,18 @@ class CupyAdapter(FrameworkAdapter):
         if cupy is not None and _read_counters(cupy) is not None:
             _release(cupy)
 
+    def release_unused(self) -> None:
+        """Child: empty the default pool on the calling thread's device, unless a CUDA graph was ever captured.
+
+        The pool does not know what a graph refers to: a block that was used within a capture and freed is unused for it.
+        """
+        cupy = imported("cupy", "get_default_memory_pool")
+        if cupy is None or _read_counters(cupy) is None:
+            return
+        with _captures.none_begins():
+            if not _captures.begun:
+                cupy.get_default_memory_pool().free_all_blocks()
+
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce arrays to NumPy."""
         cupy = imported("cupy", "ndarray")
@@ -110,6 +126,13 @@ def _check_devices(cupy: Any, allotted: int) -> None:
             f"{allotted} GPU(s) allotted, {found} found{problem}; the likely reason is a cupy "
             f"package for another CUDA version than the driver's",
         )
+
+
+def _watch_captures(cupy: Any) -> None:
+    # A base of all streams has the method.
+    for owner in getattr(getattr(cupy.cuda, "Stream", None), "__mro__", ()):
+        if "begin_capture" in vars(owner):
+            _captures.watch(owner, "begin_capture", "end_capture")
 
 
 def _take_all(cupy: Any, caps: tuple[int, ...]) -> None:  # needs a GPU

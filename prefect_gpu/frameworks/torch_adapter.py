@@ -22,6 +22,7 @@ from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import (
     ALLOCATOR_VARIABLES,
     SUBPROCESS_CAP,
+    CaptureWatch,
     Counters,
     EndTrace,
     FrameworkAdapter,
@@ -58,6 +59,9 @@ BLOCK_BYTES = 512
 
 #: The functions in `torch._C` that switch recording on and off; every public way calls one of them.
 _SWITCHES = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
+
+
+_captures = CaptureWatch()
 
 
 class TorchAdapter(FrameworkAdapter):
@@ -116,6 +120,7 @@ class TorchAdapter(FrameworkAdapter):
         if policy.device_kind != "nvml":
             return
         self._check_devices(torch, len(policy.device_uuids))
+        _watch_captures(torch)
         if policy.snapshot_path:
             torch.cuda._lazy_call(lambda: record_history(torch))
         caps = policy.cap_bytes(self.name)
@@ -235,6 +240,21 @@ class TorchAdapter(FrameworkAdapter):
         cuda = _started_cuda()
         if cuda is not None:
             cuda.empty_cache()
+
+    def release_unused(self) -> None:
+        """Child: empty the caching allocator's cache, unless a CUDA graph is being captured.
+
+        What `empty_cache` does during a capture on another thread depends on the release: it raises, or does nothing
+        (pytorch/pytorch#158152, #182062), or may ask about the calling thread's stream alone (#175374). So captures are
+        watched here. Where it raises (also within `torch.cuda.use_mem_pool`), it has touched nothing. Blocks that a captured graph refers to are in a pool of their own, which is not emptied. The other
+        allocator, `cudaMallocAsync`, waits for all of the device first, which invalidates any capture.
+        """
+        cuda = _started_cuda()
+        if cuda is None or cuda.get_allocator_backend() != "native":
+            return
+        with _captures.none_begins() as none_is:
+            if none_is:
+                cuda.empty_cache()
 
     def reduce_to_host(self, value: Any) -> Any:
         """Child: copy a CUDA storage to the host; reduce a bare or a large one better than pickle.
@@ -364,6 +384,15 @@ def _bound_threads(torch: Any, cpus: int) -> None:
     except RuntimeError:
         # May be set once, and not after the first inter-op work: a user's own setting stands.
         pass
+
+
+def _watch_captures(torch: Any) -> None:
+    # 2.13 has the second class, which does not use the first.
+    owners = (torch.cuda, "CUDAGraph"), (getattr(torch, "accelerator", None), "Graph")
+    for module, name in owners:
+        owner = getattr(module, name, None)
+        if owner is not None:
+            _captures.watch(owner, "capture_begin", "capture_end")
 
 
 def _cap_devices(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU

@@ -18,6 +18,9 @@ One child, one stream socket, one task:
                                   ◀───    CountersRead, LogEmitted, EventEmitted: any number
                                   ◀───    Asked, which blocks the child until
     Answered                      ───▶
+    ReleaseUnused                 ───▶    at any time; answered by the sampler's thread, from
+                                          before `BodyStarted` until the body's end
+                                  ◀───    ReleasedUnused
                                   ◀───    BodyEnded
                                   ◀───    value frame: what was returned, or the exception
                                           the process ends
@@ -149,6 +152,17 @@ class Answered(Message):
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ReleaseUnused(Message):
+    """Have the frameworks return to the driver what their allocators hold and do not use.
+
+    Without effect on a child that reads it too late.
+    """
+
+    #: Monotonic seconds, which all processes of a machine share, until which it is to be begun.
+    until_s: float
+
+
 # Child to parent.
 
 
@@ -225,6 +239,14 @@ class Asked(Message):
 
     method: str
     arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedUnused(Message):
+    """Answer to a `ReleaseUnused`: it was carried out as far as that was safe."""
+
+    #: As in the request.
+    until_s: float
 
 
 @dataclass(frozen=True, slots=True)

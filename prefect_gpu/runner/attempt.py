@@ -11,6 +11,7 @@ It decides nothing about devices (`scheduling`), and nothing about what follows 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue as queues
 import signal
@@ -59,6 +60,8 @@ from prefect_gpu.processes.messages import (
     EventEmitted,
     LogEmitted,
     Prepare,
+    ReleasedUnused,
+    ReleaseUnused,
 )
 from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.processes.transport import ReceivedValue
@@ -82,6 +85,13 @@ from prefect_gpu.units import format_bytes, format_seconds
 #: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
 COUNTERS_INTERVAL_S = 0.1
 
+
+#: Seconds that a process has to return unused device memory before it is suspended without. Its thread for that looks every
+#: 5 ms, but a body that holds the interpreter's lock keeps it from looking.
+RELEASE_S = 0.5
+
+#: Seconds to wait for the reading of the devices that shows what is left to move.
+READING_S = 2.0
 
 #: Stands for a message that did not come in time.
 _TIME_UP = object()
@@ -154,6 +164,10 @@ class Attempt:
         self._launched = threading.Event()
         #: Once there is a process.
         self._suspender: Suspender | None = None
+        self._released: queues.SimpleQueue[ReleasedUnused] = queues.SimpleQueue()
+        #: Monotonic seconds of the last reading of its devices that was noted.
+        self._noted_s = 0.0
+        self._noted = threading.Condition()
         #: Once it was placed.
         self._record: ProcessRecord | None = None
         #: Written by the engine's thread alone, and not after `close`.
@@ -612,6 +626,8 @@ class Attempt:
             self._take_counters(message)
         elif isinstance(message, Asked):
             self._answer(message)
+        elif isinstance(message, ReleasedUnused):
+            self._released.put(message)
         elif isinstance(message, BodyEnded):
             self._learned.add_end(message)
         elif isinstance(message, ValueArrived):
@@ -662,6 +678,9 @@ class Attempt:
         sizes_bytes = tuple(each.total_bytes for each in measured)
         over = self._learned.add_reading(at_s, sizes_bytes, self._memory.live_bytes())
         self._learned.add_processes([each.by_pid for each in measured])
+        with self._noted:
+            self._noted_s = at_s
+            self._noted.notify_all()
         if over is not None:
             # The engine's thread notes it, and kills the process if it is to be killed.
             seen_bytes, budget_bytes = over
@@ -819,6 +838,24 @@ class _Suspended:
             mps=mps_runs(),
             lost_before=attempt._plan.task_key in lost_tasks(),
         )
+
+    def trim(self) -> None:
+        attempt, handle = self._attempt, self._attempt._handle
+        if handle is None or attempt._learned.started_s is None:
+            # Nothing in it listens yet.
+            return
+        request = ReleaseUnused(time.monotonic() + RELEASE_S)
+        handle.answer(request)
+        with contextlib.suppress(queues.Empty):
+            # What came too late for an earlier request is in the queue, too.
+            while attempt._released.get(
+                timeout=max(0.0, request.until_s - time.monotonic())
+            ) != ReleasedUnused(request.until_s):
+                pass
+        asked_s = time.monotonic()
+        attempt._broker.refresh()
+        with attempt._noted:
+            attempt._noted.wait_for(lambda: attempt._noted_s >= asked_s, READING_S)
 
     def free_bytes(self) -> int | None:
         return self._attempt._broker.free_bytes(self._ticket.devices[0])

@@ -1,6 +1,6 @@
 """Suspends one task's process and resumes it, as it is asked.
 
-    asked ─▶ eligible? ─▶ moving out ─▶ away ─▶ room? ─▶ moving in ─▶ running
+    asked ─▶ eligible? ─▶ trimmed ─▶ moving out ─▶ away ─▶ room? ─▶ moving in ─▶ running
 
 A thread runs for as long as there is something to do. What it knows of the process, and what is to be done with the news,
 is a `Subject`.
@@ -63,6 +63,10 @@ class Subject(Protocol):
 
     def candidate(self) -> Candidate:
         """Return what decides whether it may be suspended."""
+        ...
+
+    def trim(self) -> None:
+        """Have it return unused device memory, and read what is left; without effect if it does not answer soon."""
         ...
 
     def free_bytes(self) -> int | None:
@@ -172,6 +176,10 @@ class Suspender:
         calls = self._calls()
         candidate = self._subject.candidate()
         problem = refusal(candidate) or calls.unsupported()
+        if not problem:
+            self._subject.trim()
+            candidate = self._subject.candidate()
+            problem = refusal(candidate)
         if problem:
             self._refuse(problem)
             return

@@ -38,7 +38,7 @@ class FakeSource:
         self.traces: list[FakeTrace] = []
         self.traced = 0
         #: How often each was asked.
-        self.samples = self.readings = self.questions = 0
+        self.samples = self.readings = self.questions = self.releases = 0
         #: Called at each reading: it may take time.
         self.on_counters: Callable[[], None] = lambda: None
         self.on_sample: Callable[[], None] = lambda: None
@@ -77,6 +77,9 @@ class FakeSource:
             return Counters(
                 self.live, self.reserved, self.peak_live, self.peak_reserved, self.retries
             )
+
+    def release_unused(self) -> None:
+        self.releases += 1
 
     def begin_trace(self) -> FakeTrace | None:
         self.on_trace()

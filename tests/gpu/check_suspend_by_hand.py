@@ -3,8 +3,8 @@
     python -m tests.gpu.check_suspend_by_hand [--held 16]
 
 Two trainings of the same seed run, each in a flow of its own; one is suspended twice. While it is away the device is used by
-another program, at the second time also when it is to come back: then it waits and says so. Last, a flow is killed with -9
-while its task is away. Seen are the memory that NVML shows, the losses, which must be equal bit for bit, and what the
+another program, at the second time also when it is to come back: then it waits and says so. A third task has most of its
+memory in PyTorch's cache, which is not moved. Last, a flow is killed with -9 while its task is away. Seen are the memory that NVML shows, the losses, which must be equal bit for bit, and what the
 commands print.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from prefect import flow, task
 from prefect.runtime import task_run
 
 from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.units import parse_bytes
 from tests.gpu._checks import MIB, ROOT, nvml_handles, run, say, settle, used_bytes
 
 GIB = 1 << 30
@@ -61,10 +63,39 @@ def train(folder: str, held_gib: int, steps: int) -> str:
     return digest.hexdigest()
 
 
-def trains(devices: str, folder: str, held_gib: int, steps: int) -> str:
+@task
+def caches(folder: str, held_gib: int, steps: int) -> str:
+    """Hold 1 GiB and cache the rest, replay a graph, and at the end take the rest again."""
+    import torch
+
+    live = torch.full((GIB // 4,), 1.5, device="cuda")
+    # Freed at once: it stays in the cache.
+    torch.empty((held_gib - 1) * GIB, dtype=torch.uint8, device="cuda")
+    x = torch.ones(256, device="cuda")
+    # Its kernels are loaded before the capture.
+    y = x * 2 + 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2 + 1
+    # The context manager empties the cache first.
+    torch.empty((held_gib - 1) * GIB, dtype=torch.uint8, device="cuda")
+    seen = set()
+    for step in range(steps):
+        x.fill_(step)
+        graph.replay()
+        seen.add(float((y - 2 * step).mean()))
+        if step == 0:
+            Path(folder, "run").write_text(f"{task_run.name} {os.getpid()}")
+        time.sleep(0.02)
+    torch.empty((held_gib - 1) * GIB, dtype=torch.uint8, device="cuda")
+    return f"{seen} {float(live.mean())}"
+
+
+def trains(devices: str, folder: str, held_gib: int, steps: int, body: str) -> str:
     @flow(task_runner=GPUTaskRunner(devices=devices))
     def trains_once() -> str:
-        tagged = train.with_options(tags=gpu(memory=f"{held_gib + 2}GiB"))
+        chosen = {"train": train, "caches": caches}[body]
+        tagged = chosen.with_options(tags=gpu(memory=f"{held_gib + 2}GiB"))
         return str(tagged.submit(folder, held_gib, steps).result())
 
     return trains_once()
@@ -73,10 +104,18 @@ def trains(devices: str, folder: str, held_gib: int, steps: int) -> str:
 class Flow:
     """A flow in a process of its own."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, steps: int) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        steps: int,
+        body: str = "train",
+        held_gib: int | None = None,
+    ) -> None:
         self.folder = folder
         folder.mkdir()
-        words = [options.devices, str(folder), str(options.held), str(steps)]
+        held_gib = held_gib or options.held
+        words = [options.devices, str(folder), str(held_gib), str(steps), body]
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.gpu.check_suspend_by_hand", "--flow", *words],
@@ -143,6 +182,25 @@ def other_program() -> subprocess.Popen[str]:
     return process
 
 
+def check_cache(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Suspend a task that holds 1 GiB and caches 4."""
+    problems = []
+    cached = Flow(options, folder, 300, "caches", held_gib=5)
+    name, pid = cached.begun()
+    before = held_by(pid)
+    code, said = command("suspend", name)
+    match = re.search(r"away: (\S+) in host memory", said)
+    moved = parse_bytes(match[1]) if match else None
+    say(f"held before: {before / GIB:.1f} GiB, 4 of them cached; moved: {match and match[1]}")
+    if code or held_by(pid) or before < 5 * GIB or moved is None or moved >= 2 * GIB:
+        problems.append("what was cached was moved, or the task was not suspended")
+    if command("resume", name)[0]:
+        problems.append("it was not resumed")
+    if (digest := cached.digest()) != "{1.0} 1.5":
+        problems.append(f"it computed {digest}")
+    return problems
+
+
 def check(options: argparse.Namespace) -> list[str]:
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -193,6 +251,7 @@ def check(options: argparse.Namespace) -> list[str]:
         for line in (moved.folder / "log").read_text().splitlines():
             if "Goes on" in line or "Waiting for" in line:
                 say(f"  log: {line}")
+        problems += check_cache(options, Path(folder, "cached"))
         killed = Flow(options, Path(folder, "killed"), 10_000)
         name, pid = killed.begun()
         command("suspend", name)
@@ -213,8 +272,8 @@ def check(options: argparse.Namespace) -> list[str]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--flow"]:
-        devices, folder, held, steps = sys.argv[2:]
-        digest = trains(devices, folder, int(held), int(steps))
+        devices, folder, held, steps, body = sys.argv[2:]
+        digest = trains(devices, folder, int(held), int(steps), body)
         Path(folder, "digest").write_text(digest)
         return 0
     parser = argparse.ArgumentParser(description=__doc__)

@@ -120,6 +120,25 @@ def training(workers: int = 0, pinned: bool = False, graph: bool = False) -> Ite
     yield held[::1001].cpu().numpy().tobytes()
 
 
+def captures() -> Iterator[Any]:
+    """Capture a graph anew in each step, so that many a move begins within a capture."""
+    torch = torch_deterministic()
+    held = torch.rand(GIB // 4, device="cuda")
+    x = torch.rand(1 << 20, device="cuda")
+    # Its kernels are loaded before a capture.
+    x.copy_((x * 0.9).cos())
+    yield None
+    for _ in range(STEPS):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * 0.9
+            time.sleep(STEP_S)
+            x.copy_(y.cos())
+        graph.replay()
+        yield float(x.sum(dtype=torch.float64))
+    yield held[::1001].cpu().numpy().tobytes()
+
+
 def tensorflow_idle() -> Iterator[Any]:
     import tensorflow as tf
 
@@ -228,6 +247,7 @@ BODIES: dict[str, Body] = {
     "torch-loop": training,
     "torch-dataloader": lambda: training(workers=2),
     "torch-graphs": lambda: training(graph=True),
+    "torch-captures": captures,
     "torch-expandable": training,
     "torch-async": training,
     "torch-pinned": lambda: training(pinned=True),

@@ -480,3 +480,18 @@ def umask_and_files() -> tuple[int, int]:
     umask = os.umask(0)
     os.umask(umask)
     return umask, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def multiply_until(path: str) -> bool:
+    """Keep PyTorch and the interpreter busy until a file is there."""
+    import torch
+
+    a = torch.ones(64, 64)
+    while not os.path.exists(path):
+        a = (a @ a).clamp(max=1)
+    return bool(a.max() <= 1)
+
+
+def hold_interpreter(begun: str, end: str) -> int:
+    """Hold the interpreter's lock in one call, from when the first file can be opened until the second one can."""
+    return ctypes.PyDLL(None).system(f"echo > {begun}; read line < {end}".encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.devices.cuda_driver import DRIVER_LIBRARY
+from prefect_gpu.devices.cuda_driver import DRIVER_LIBRARY, loaded_driver, unbound_by_captures
 
 #: Two devices. `create` and `destroy` are for the test; everything else is the driver's.
 _DRIVER = """
@@ -26,6 +26,10 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
 int cuDevicePrimaryCtxRetain(void **context, int device) {
   if (!ids[device]) create(device); else users[device]++;
   *context = &ids[device]; return 0; }
+static __thread int mode;
+int mode_now() { return mode; }
+int cuThreadExchangeStreamCaptureMode(int *other) {
+  int before = mode; if (failing) return failing; mode = *other; *other = before; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { users[device]--; return 0; }
 #ifdef WITH_IDS
 int cuCtxGetId(void *context, unsigned long long *id) { *id = *(unsigned long long *)context; return 0; }
@@ -65,6 +69,31 @@ def test_a_context_that_was_destroyed_is_seen(tmp_path: Path, lines: list[str], 
 def test_a_driver_without_ids_says_nothing(tmp_path: Path) -> None:
     lines = ["d.create(0)", "see()", "d.destroy(0)", "see()"]
     assert _report(tmp_path, lines) == "False [1, 1]"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
+def test_a_thread_is_unbound_by_captures_for_a_while(tmp_path: Path) -> None:
+    lines = [
+        "from prefect_gpu.devices.cuda_driver import unbound_by_captures",
+        "seen = []",
+        "try:",
+        "    with unbound_by_captures() as unbound:",
+        "        seen += [unbound, d.mode_now()]",
+        "        raise ValueError",
+        "except ValueError: pass",
+        "seen.append(d.mode_now())",
+        "d.fail(1)",
+        "with unbound_by_captures() as unbound: seen += [unbound, d.mode_now()]",
+        "print(seen)",
+    ]
+    assert _report(tmp_path, lines).splitlines()[0] == "[True, 2, 0, False, 0]"
+
+
+def test_without_a_driver_a_thread_is_bound() -> None:
+    if loaded_driver() is not None:
+        pytest.skip("this process has loaded a driver")
+    with unbound_by_captures() as unbound:
+        assert unbound is False
 
 
 def _report(folder: Path, lines: list[str], *options: str) -> str:

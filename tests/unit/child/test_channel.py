@@ -13,7 +13,7 @@ from prefect_gpu.child import channel as channels
 from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import messages, transport, values
-from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted
+from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted, ReleaseUnused
 from prefect_gpu.processes.transport import Frame, FrameReader, PackedValue
 from tests.fakes.frames import feed
 
@@ -109,6 +109,45 @@ def test_another_message_in_place_of_the_answer_is_an_error(pair: Pair) -> None:
         pair.channel.ask("sum")
 
 
+def test_a_request_is_taken_once_and_without_waiting(pair: Pair) -> None:
+    assert pair.channel.take_request() is None
+    pair.parent.sendall(messages.encode(ReleaseUnused(5.0)))
+    assert pair.channel.take_request() == ReleaseUnused(5.0)
+    assert pair.channel.take_request() is None
+
+
+def test_a_request_that_comes_before_an_answer_is_kept(pair: Pair) -> None:
+    pair.parent.sendall(messages.encode(ReleaseUnused(5.0)) + messages.encode(Answered(result=3)))
+    assert pair.channel.ask("sum") == 3
+    assert pair.channel.take_request() == ReleaseUnused(5.0)
+
+
+def test_an_answer_that_is_waited_for_is_not_taken_for_a_request(pair: Pair) -> None:
+    answers: list[int] = []
+    thread = threading.Thread(target=lambda: answers.append(pair.channel.ask("sum")))
+    thread.start()
+    pair.heard()
+    pair.parent.sendall(messages.encode(Answered(result=3)))
+    pair.channel.take_request()
+    thread.join()
+    assert answers == [3]
+
+
+def test_an_answer_that_nothing_waits_for_is_no_request(pair: Pair) -> None:
+    pair.parent.sendall(messages.encode(Answered(result=3)))
+    assert pair.channel.take_request() is None
+    pair.parent.sendall(messages.encode(Answered(result=4)))
+    assert pair.channel.ask("sum") == 4
+
+
+def test_a_parent_that_is_gone_requests_nothing(pair: Pair) -> None:
+    pair.parent.sendall(messages.encode(ReleaseUnused(5.0))[:-1])
+    pair.parent.shutdown(socket.SHUT_WR)
+    assert pair.channel.take_request() is None
+    pair.parent.close()
+    assert pair.channel.take_request() is None
+
+
 def test_receiving_from_a_parent_that_is_gone_is_the_end_of_the_stream(pair: Pair) -> None:
     pair.parent.close()
     with pytest.raises(EOFError):
@@ -125,6 +164,8 @@ def test_a_channel_that_the_body_closed_is_an_error(pair: Pair) -> None:
     os.close(pair.descriptor)
     with pytest.raises(OSError, match="descriptor"):
         pair.channel.send(BodyStarted())
+    with pytest.raises(OSError, match="descriptor"):
+        pair.channel.take_request()
 
 
 def test_a_fork_of_the_child_sends_nothing(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.frameworks.adapter import Counters
-from prefect_gpu.processes.messages import CountersRead
+from prefect_gpu.processes.messages import CountersRead, ReleasedUnused, ReleaseUnused
 from tests.fakes.memory_source import FakeSource
 
 
@@ -20,6 +21,10 @@ class FakeChannel:
         self.sent: list[Any] = []
         self.came = threading.Semaphore(0)
         self.gone = False
+        self.requests: list[ReleaseUnused] = []
+
+    def take_request(self) -> ReleaseUnused | None:
+        return self.requests.pop(0) if self.requests else None
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
@@ -109,6 +114,18 @@ def test_steps_are_sent_without_counters_too() -> None:
     rig.sampler.stop()
     assert message.counters is None
     assert message.steps is not None and message.steps.count == 1
+
+
+def test_unused_memory_is_released_on_request_and_the_request_is_answered() -> None:
+    rig = Rig()
+    rig.source.touched = False
+    late, soon = ReleaseUnused(time.monotonic()), ReleaseUnused(time.monotonic() + DEADLOCK_S)
+    rig.channel.requests += [late, soon]
+    rig.sampler.start()
+    assert rig.channel.came.acquire(timeout=DEADLOCK_S)
+    rig.sampler.stop()
+    assert rig.channel.sent == [ReleasedUnused(soon.until_s)], "the late one has no effect"
+    assert rig.source.releases == 1
 
 
 def test_a_sampler_that_is_stopped_has_no_thread() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from prefect_gpu import testing
 from prefect_gpu.child.readings import Readings
+from prefect_gpu.devices.cuda_driver import PrimaryContexts
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
@@ -197,3 +199,49 @@ def test_what_is_counted_after_a_context_was_destroyed_is_left_out_and_said_once
     assert (asked.sample(), asked.counters(), asked.begin_trace()) == (None, None, None)
     (warning,) = caplog.messages
     assert "destroyed its CUDA context while torch held 7B in it" in warning
+
+
+class Releases:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.released = fails, 0
+
+    def release_unused(self) -> None:
+        if self.fails:
+            raise RuntimeError("a capture is under way")
+        self.released += 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "unbound", "released"),
+    [
+        pytest.param({}, True, 1, id="on GPUs"),
+        pytest.param({}, False, 0, id="the driver does not say that it disturbs no capture"),
+        pytest.param({"allocation": "all"}, True, 0, id="the task keeps all"),
+        pytest.param({"device_kind": "host"}, True, 0, id="on the host"),
+    ],
+)
+def test_unused_memory_is_released_where_that_is_safe(
+    changes: dict[str, Any], unbound: bool, released: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "prefect_gpu.child.readings.unbound_by_captures", lambda: contextlib.nullcontext(unbound)
+    )
+    own: Any = FakeOwn()
+    adapters: Any = (Releases(fails=True), Releases())
+    asked = Readings(replace(POLICY, **changes), adapters, own)
+    asked.release_unused()
+    assert adapters[1].released == released
+
+
+def test_nothing_is_released_once_the_body_destroyed_its_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "prefect_gpu.child.readings.unbound_by_captures", lambda: contextlib.nullcontext(True)
+    )
+    own: Any = FakeOwn()
+    contexts = PrimaryContexts(0)
+    contexts.lost = True
+    adapters: Any = (Releases(),)
+    Readings(POLICY, adapters, own, contexts).release_unused()
+    assert adapters[0].released == 0

@@ -3,14 +3,20 @@
 import contextlib
 import os
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 import prefect_gpu.in_task
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks import onnxruntime_adapter, tensorflow_adapter, torch_adapter
-from prefect_gpu.frameworks.adapter import Counters, child_environment
+from prefect_gpu.frameworks import (
+    cupy_adapter,
+    onnxruntime_adapter,
+    tensorflow_adapter,
+    torch_adapter,
+)
+from prefect_gpu.frameworks.adapter import CaptureWatch, Counters, child_environment
 from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
 from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.frameworks.torch_adapter import ALL_MARGIN_BYTES, fraction_for
@@ -215,6 +221,97 @@ def test_torch_empties_its_cache_once_cuda_has_started(torch):
     fake.start_cuda()
     ADAPTERS["torch"].release_cached()
     assert fake.log[-1] == "emptied"
+
+
+class FakeGraph:
+    fails = False
+
+    def capture_begin(self, pool=None):
+        if self.fails:
+            raise RuntimeError("on the default stream")
+
+    def capture_end(self):
+        if self.fails:
+            raise RuntimeError("on another stream")
+
+
+@pytest.fixture
+def graphs(torch, monkeypatch):
+    """A PyTorch that can capture graphs, with CUDA started, and the class of its graphs."""
+    fake = torch()
+    Graph = type("CUDAGraph", (FakeGraph,), {})
+    fake.cuda.CUDAGraph = Graph
+    monkeypatch.setattr(torch_adapter, "_captures", CaptureWatch())
+    for _ in range(2):
+        ADAPTERS["torch"].apply(policy())
+    return fake, Graph
+
+
+def emptied(fake):
+    before = len(fake.log)
+    ADAPTERS["torch"].release_unused()
+    return fake.log[before:] == ["emptied"]
+
+
+def test_torch_releases_what_it_does_not_use_but_not_during_a_capture(graphs):
+    fake, Graph = graphs
+    assert emptied(fake)
+    one, other = Graph(), Graph()
+    one.capture_begin(pool=1)
+    assert not emptied(fake)
+    # A thread's own capture is not the only one.
+    other.capture_begin()
+    one.capture_end()
+    assert not emptied(fake)
+    other.capture_end()
+    assert emptied(fake)
+
+
+def test_a_capture_that_does_not_begin_is_none_and_one_that_does_not_end_goes_on(graphs):
+    fake, Graph = graphs
+    graph = Graph()
+    graph.fails = True
+    with pytest.raises(RuntimeError, match="default stream"):
+        graph.capture_begin()
+    assert emptied(fake)
+    graph.fails = False
+    graph.capture_begin()
+    graph.fails = True
+    with pytest.raises(RuntimeError, match="another stream"):
+        graph.capture_end()
+    assert not emptied(fake)
+
+
+def test_no_capture_begins_while_torch_releases(graphs):
+    fake, Graph = graphs
+    graph, order = Graph(), []
+    begins = threading.Thread(target=lambda: (graph.capture_begin(), order.append("begun")))
+
+    def empty():
+        begins.start()
+        begins.join(0.002)
+        order.append("emptied")
+
+    fake.cuda.empty_cache = empty
+    ADAPTERS["torch"].release_unused()
+    begins.join()
+    assert order == ["emptied", "begun"]
+
+
+def test_torch_releases_nothing_before_cuda_or_with_another_allocator(torch):
+    fake = torch()
+    ADAPTERS["torch"].apply(policy(allocation="limit"))
+    assert not emptied(fake)
+    fake.start_cuda()
+    fake.backend = "cudaMallocAsync"
+    assert not emptied(fake)
+
+
+def test_a_class_whose_captures_cannot_be_watched_captures_for_ever():
+    watch = CaptureWatch()
+    watch.watch(int, "bit_length", "conjugate")
+    with watch.none_begins() as none_is:
+        assert not none_is
 
 
 def test_torch_growth_sets_no_cap(torch):
@@ -509,12 +606,38 @@ def test_cupy(monkeypatch):
     adapter.release_cached()
     # Plans hold blocks of the pool.
     assert fake.freed == ["plans", "device", "pinned"]
+    fake.freed.clear()
+    adapter.release_unused()
+    assert fake.freed == ["device"]
     use(devices=0)
     with pytest.raises(FrameworkError, match=r"0 found \(cudaErrorNoDevice\)"):
         adapter.apply(policy())
     use(room=GIB)
     with pytest.raises(FrameworkError, match="could not take"):
         adapter.apply(policy(allocation="all"))
+
+
+def test_cupy_releases_nothing_once_a_graph_was_captured(monkeypatch):
+    class Base:
+        def begin_capture(self, mode=None):
+            pass
+
+        def end_capture(self):
+            return "graph"
+
+    fake = FakeCupy(live=MIB, held=2 * MIB)
+    fake.cuda.Stream = type("Stream", (Base,), {})
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(cupy_adapter, "_captures", CaptureWatch())
+    ADAPTERS["cupy"].apply(policy())
+    ADAPTERS["cupy"].release_unused()
+    assert fake.freed == ["device"]
+    # Also streams that are made from another class.
+    stream = type("ExternalStream", (Base,), {})()
+    stream.begin_capture(mode=2)
+    assert stream.end_capture() == "graph"
+    ADAPTERS["cupy"].release_unused()
+    assert fake.freed == ["device"]
 
 
 @pytest.fixture
@@ -606,6 +729,7 @@ def test_plain_values_and_frameworks_that_are_not_imported_are_left_alone(adapte
     assert adapter.counters() is None
     assert adapter.sample() is None
     adapter.release_cached()
+    adapter.release_unused()
     assert adapter.module not in sys.modules
 
 

@@ -24,6 +24,7 @@ from prefect_gpu.processes.messages import (
     CountersRead,
     EventEmitted,
     LogEmitted,
+    ReleaseUnused,
     Warmed,
 )
 from prefect_gpu.processes.transport import Frame, FrameReader, frame_header
@@ -36,6 +37,7 @@ MIB = 1 << 20
     "message",
     [
         BodyStarted(),
+        ReleaseUnused(1.5),
         Asked("sum", {"a": 1}),
         CountersRead(Counters(1, 2, 3, 4, 5, freed_bytes=6), ("torch",)),
     ],

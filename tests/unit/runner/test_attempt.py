@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,11 +31,18 @@ from prefect_gpu.processes.launch_spec import (
     Listener,
     ValueArrived,
 )
-from prefect_gpu.processes.messages import Asked, BodyEnded, BodyStarted
+from prefect_gpu.processes.messages import (
+    Asked,
+    BodyEnded,
+    BodyStarted,
+    ReleasedUnused,
+    ReleaseUnused,
+)
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.events import LEAKED, PLACED, GPUEvent
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.runner.attempt import Attempt
+from prefect_gpu.runner import attempt
+from prefect_gpu.runner.attempt import Attempt, _Suspended
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.submit_order import SubmitOrder
@@ -397,3 +405,57 @@ def test_real_devices_give_no_memory_on_request() -> None:
     memory = HostReader().process_memory((), None)
     with pytest.raises(ProtocolError, match="for simulated devices; these are host"):
         memory.answer("simulated_allocate", {})
+
+
+def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, sizes = Scene(), []
+
+    def answer(message: Any) -> None:
+        scene.child.answers.append(message)
+        # One of an earlier request comes late.
+        scene.child._listener(ReleasedUnused(0.0))
+        scene.child._listener(ReleasedUnused(message.until_s))
+
+    def measure(size_bytes: int) -> None:
+        measured = (Measured(size_bytes, {PID: size_bytes}),)
+        scene.attempt._take_measurement(time.monotonic(), measured)
+
+    def running() -> None:
+        measure(5 * GIB)
+        subject = _Suspended(scene.attempt)
+        subject.trim()
+        sizes.append(subject.candidate().used_bytes)
+        scene.child.kill()
+
+    monkeypatch.setattr(scene.child, "answer", answer)
+    monkeypatch.setattr(scene.broker, "refresh", lambda: measure(GIB))
+    scene.child._when_killed = ended(1)
+    scene.run.on_running = running
+    scene.go()
+    assert sizes == [GIB]
+    assert [type(message) for message in scene.child.answers] == [ReleaseUnused]
+
+
+def test_a_process_that_does_not_answer_is_not_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "RELEASE_S", 0.001)
+    monkeypatch.setattr(attempt, "READING_S", 0.001)
+    scene, done = Scene(), []
+
+    def running() -> None:
+        _Suspended(scene.attempt).trim()
+        done.append(len(scene.child.answers))
+        scene.child.kill()
+
+    scene.child._when_killed = ended(1)
+    scene.run.on_running = running
+    scene.go()
+    assert done == [1]
+
+
+def test_a_process_whose_body_has_not_begun_is_not_asked_to_trim() -> None:
+    scene = Scene(ChildExited(1, ""))
+    scene.child._says = [ChildStarted(PID)]
+    scene.attempt.place()
+    scene.attempt._handle = scene.child.start(None, scene.attempt._hear)
+    _Suspended(scene.attempt).trim()
+    assert scene.child.answers == []

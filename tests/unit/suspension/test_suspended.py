@@ -37,12 +37,17 @@ class FakeSubject:
         self.heard: list[Any] = []
         self.changed = threading.Condition()
         self.free: int | None = 80 * GIB
+        self.used = self.used_trimmed = 8 * GIB
         self.frameworks: tuple[str, ...] = ("torch",)
 
     def candidate(self) -> Candidate:
         return Candidate(
-            "nvml", ("GPU-1",), 8 * GIB, 1, self.frameworks, 8 * GIB + HOST_MARGIN_BYTES
+            "nvml", ("GPU-1",), self.used, 1, self.frameworks, 8 * GIB + HOST_MARGIN_BYTES
         )
+
+    def trim(self) -> None:
+        self._hear("trimmed")
+        self.used = self.used_trimmed
 
     def free_bytes(self) -> int | None:
         return self.free
@@ -88,7 +93,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 def test_it_is_moved_out_and_back(scene: Scene) -> None:
-    assert scene.suspend()[:2] == [MOVING_OUT, "begun"]
+    assert scene.suspend()[:3] == ["trimmed", MOVING_OUT, "begun"]
     assert scene.suspender.away
     scene.suspender.ask(False)
     *_, moving, suspension, state = scene.subject.until(lambda heard: heard[-1] == "")
@@ -96,6 +101,23 @@ def test_it_is_moved_out_and_back(scene: Scene) -> None:
     assert suspension.moved_bytes == 8 * GIB and suspension.seconds > 0
     assert scene.calls.made == ["lock", "checkpoint", "restore", "unlock"]
     assert not scene.suspender.away
+
+
+def test_what_it_does_not_use_is_not_moved(scene: Scene) -> None:
+    scene.subject.used_trimmed = GIB
+    assert scene.suspend()[-1].startswith("away: 1GiB in host memory")
+    scene.subject.free = 2 * GIB
+    scene.suspender.ask(False)
+    *_, suspension, _ = scene.subject.until(lambda heard: heard[-1] == "")
+    assert suspension.moved_bytes == GIB
+
+
+def test_it_is_not_touched_if_it_ends_while_it_is_trimmed(scene: Scene) -> None:
+    scene.subject.used_trimmed = 0
+    scene.suspender.ask(True)
+    heard = scene.subject.until(lambda heard: "not suspended" in str(heard[-1:]))
+    assert heard == ["trimmed", "not suspended: it holds no device memory yet"]
+    assert not scene.calls.made
 
 
 @pytest.mark.parametrize("why", ["framework", "driver"])

@@ -485,7 +485,7 @@ class Broker:
                 request_id, text, away=False, rests_until_s=now_s + REST_AFTER_S
             )
         else:
-            self._ledger.set_suspension(request_id, text, away=stage == "away")
+            self._ledger.set_suspension(request_id, text, away=stage != "moving out")
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
         """Return the bytes that a device has free at a new reading; `None`: none came, or it has failed.
@@ -1020,9 +1020,8 @@ class Broker:
                     self._wants_reading = True
             elif not reading.error:
                 self._make_pass(reading)
-        self._sampler.set_active(
-            bool(self._waiting or self._placed or self._recovery.ending or self._watchers)
-        )
+        follows = self._waiting or self._placed or self._parked or self._recovery.ending
+        self._sampler.set_active(bool(follows or self._watchers))
 
     def _make_pass(self, reading: Reading) -> None:
         while True:

@@ -64,7 +64,7 @@ class Entry:
     #: The waiting request that its memory is wanted on the host for, by id; empty: none. Its first reservation is the one
     #: that it gives up; a second one is of the device where it comes back at once.
     suspended_for: str = ""
-    #: Its memory is on the host, all of it.
+    #: Its memory is on the host, all of it, or on its way back.
     away: bool = False
     #: How far that is, as text for a person; empty: its memory is on its devices.
     suspension: str = ""

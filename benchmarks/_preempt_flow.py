@@ -96,7 +96,7 @@ def _torch_training(budget_bytes: int, seed: int) -> Training:
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return float(loss.item())
 
     one_step(0)
     return one_step, torch.cuda.memory_allocated(), held
@@ -159,7 +159,8 @@ def main(devices: str, headroom: str, on_gpu: bool) -> None:
 
     from prefect_gpu import GPUTaskRunner, gpu
 
-    tasks = {"train": task(train), "evaluate": task(evaluate)}
+    tasks: dict[str, Any] = {"train": task(train), "evaluate": task(evaluate)}
+    runner: Any = GPUTaskRunner(devices=devices, headroom=headroom, reports=True)
 
     def tell_end(number: int, future: Any) -> None:
         value = future.result(raise_on_failure=False)
@@ -167,9 +168,7 @@ def main(devices: str, headroom: str, on_gpu: bool) -> None:
         words = {"error": f"{type(value).__name__}: {value}"[:500]} if failed else {"value": value}
         _tell(number=number, ended=time.time(), **words)
 
-    @flow(
-        name="preempt", task_runner=GPUTaskRunner(devices=devices, headroom=headroom, reports=True)
-    )
+    @flow(name="preempt", task_runner=runner)
     def submits() -> None:
         _tell(ready=str(flow_run.id))
         for line in sys.stdin:

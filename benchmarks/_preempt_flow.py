@@ -213,17 +213,23 @@ class FlowProcess:
         devices: As in `GPUTaskRunner`.
         headroom: Likewise.
         on_gpu: Whether tasks use PyTorch on a GPU.
+        log: File for what it logs: a training that is stopped is a failed task run, which is meant.
     """
 
-    def __init__(self, devices: str, headroom: str, on_gpu: bool) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", __file__, devices, headroom, *(["--on-gpu"] if on_gpu else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # A stopped training is a failed task run, which is meant.
-            env={**os.environ, "PREFECT_LOGGING_LEVEL": "CRITICAL"},
-        )
+    def __init__(self, devices: str, headroom: str, on_gpu: bool, log: Path) -> None:
+        self._log = log
+        with log.open("a") as file:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-u", __file__, devices, headroom),
+                    *(["--on-gpu"] if on_gpu else []),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env={**os.environ, "PREFECT_LOGGING_LEVEL": "INFO"},
+            )
         self._on_gpu = on_gpu
         self._asked = 0
         self._found: dict[tuple[int, str], dict[str, Any]] = {}
@@ -288,6 +294,10 @@ class FlowProcess:
         words = json.loads(text)
         for word in {"ended", "submitted"} & {*words}:
             self._found[words["number"], word] = words
+
+    def log(self) -> str:
+        """Return the end of what it has logged."""
+        return self._log.read_text()[-3000:]
 
     def kill(self) -> None:
         """End it as `kill -9` does."""

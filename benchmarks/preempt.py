@@ -186,18 +186,28 @@ class Row:
         self._tags: dict[str, Any] = {"memory": _size(self._held_bytes), "priority": 0}
         if row in PREEMPTIBLE:
             self._tags["preemptible"] = True
-        self._trainer, self._urgent = self._make_flow(), self._make_flow()
+        self._trainer, self._urgent = self._make_flow("trainer"), self._make_flow("urgent")
         self._turns = 0
 
-    def _make_flow(self) -> FlowProcess:
+    def _make_flow(self, name: str) -> FlowProcess:
+        log = Path(self._folder, f"{self._row}-{name}.log")
         if not self._on_gpu:
-            name = f"simulated:{self._count}x40GB@{self._folder.name}"
-            return FlowProcess(name, "256MiB", False)
+            devices = f"simulated:{self._count}x40GB@{self._folder.name}"
+            return FlowProcess(devices, "256MiB", False, log)
         kept_bytes = min(_devices.usable_bytes()) - USABLE_BYTES
-        return FlowProcess("nvml", _size(kept_bytes), True)
+        return FlowProcess("nvml", _size(kept_bytes), True, log)
 
     def measure(self) -> None:
-        """Measure all turns that there is time for."""
+        """Measure all turns that there is time for; print what the flows logged if one fails."""
+        try:
+            self._measure()
+        except Exception:
+            for each in (self._trainer, self._urgent):
+                print(each.log(), flush=True)
+                each.kill()
+            raise
+
+    def _measure(self) -> None:
         flows = (self._trainer, self._urgent)
         small = {"memory": "3GiB"}
         for task in [
@@ -287,10 +297,11 @@ class Row:
         if "error" in found:
             raise RuntimeError(f"the urgent task failed: {found['error']}")
         if row == "rerun":
-            self._trainer = self._make_flow()
+            self._trainer = self._make_flow("trainer")
             (training,) = trainings
             training.task = self._submit_training(training.path, training.seed)
         moved_to: list[list[int]] = []
+        logged = self._trainer.log()
         if row in PREEMPTIBLE:
             for training in trainings:
                 training.wait_for_steps(len(read_steps(training.path)) + AFTER_STEPS)
@@ -306,6 +317,8 @@ class Row:
         pauses = [longest_pause_s(each) for each in steps]
         # Of two, the one that stood still was moved.
         moved = max(range(len(trainings)), key=pauses.__getitem__)
+        if row in PREEMPTIBLE and not max(pauses):
+            print(f"nothing stood still:\n{logged}{self._urgent.log()}", flush=True)
         _common.tell(
             {
                 "row": row,
@@ -446,7 +459,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), help="default: all of one device")
     parser.add_argument("--turns", type=int, default=5, help="of the rows suspend and move")
     parser.add_argument("--seconds", type=float, default=None, help="of a training's steps")
-    parser.add_argument("--pause", type=float, default=15.0, help="most seconds for standbys")
+    parser.add_argument("--pause", type=float, default=6.0, help="most seconds for standbys")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     _common.add_arguments(parser, ROWS, budget_s=240.0, seed_of="nothing: all of it is fixed")
     given = parser.parse_args()

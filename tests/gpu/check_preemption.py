@@ -95,6 +95,8 @@ class Flow:
         self.folder = Path(options.folder)
         self.folder.mkdir()
         self._log = self.folder / "log"
+        # What it logs is in a file, and shown if something is wrong.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_LOGGING")}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [
@@ -104,6 +106,7 @@ class Flow:
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
+                env=environment,
             )
         self.started.append(self)
 
@@ -231,7 +234,10 @@ def check_chaos(options: argparse.Namespace, folder: Path) -> list[str]:
     if suspensions < LEAST_A_MINUTE * options.minutes:
         problems.append(f"only {suspensions} suspensions in {options.minutes:g} minutes")
     problems += look_for_rest(flows, host_before)
-    return problems + left("the chaos", before)
+    problems += left("the chaos", before)
+    for number, each in enumerate(flows if problems else []):
+        say(f"the end of the log of flow {number}:\n{each.log()}")
+    return problems
 
 
 def suspend_by_hand(
@@ -480,12 +486,16 @@ def check_faults(options: argparse.Namespace, folder: Path) -> list[str]:
         say(f"{fault.__name__.replace('_', ' ')}: {fault.__doc__}")
         before, host_before = used_bytes(), host_available_bytes()
         try:
-            problems += [f"{fault.__name__}: {p}" for p in fault(options, folder / fault.__name__)]
+            found = [f"{fault.__name__}: {p}" for p in fault(options, folder / fault.__name__)]
         except RuntimeError as error:
-            problems.append(f"{fault.__name__}: {error}")
+            found = [f"{fault.__name__}: {error}"]
+        problems += found
         for each in Flow.started:
             each.process.kill()
             each.process.wait()
+            if found:
+                say(f"the end of the log of {each.folder.name}:\n{each.log()}")
+        Flow.started.clear()
         problems += left(fault.__name__.replace("_", " "), before)
         say(f"  host memory: {(host_available_bytes() - host_before) / GIB:+.1f} GiB")
     return problems

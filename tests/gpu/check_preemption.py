@@ -279,6 +279,7 @@ def judge(
         for found in tasks
         if found["value"] != values[found["kind"]]
     ]
+    right = len(tasks) - len(wrong)
     reports = [
         report
         for each in read_processes(result["flow_run_id"], len(tasks)).values()
@@ -295,7 +296,7 @@ def judge(
     otherwise = [f"{count} {name}" for name, count in outcomes.items() if name != "completed"]
     suspended_s = [float(report["suspended_s"]) for report in away]
     row = [
-        *(str(number), str(len(tasks)), str(len(tasks) - len(wrong))),
+        *(str(number), str(len(tasks)), str(right)),
         str(sum(bool(found["error"]) for found in tasks)),
         *(str(len(reports)), ", ".join(otherwise) or "-", str(suspensions)),
         *(f"{sum(suspended_s):.0f}", f"{max(suspended_s, default=0.0):.0f}"),

@@ -54,7 +54,7 @@ HEADS = 4
 EXACT = 8
 
 #: Most combinations of devices of a node that are considered for a request for several.
-MOST_COMBINATIONS = 32
+MOST_COMBINATIONS = 16
 
 #: Seconds away that raise the priority of a return by one.
 AGING_S = 600.0
@@ -141,7 +141,8 @@ def plan(
         blocked: Requests of all brokers that wait for devices after a scheduling pass, in the order of the queue.
         states: All devices after the placements of the pass.
         running: Tasks that hold devices, by request id.
-        host_room_bytes: Bytes of the machine's memory that processes could use now.
+        host_room_bytes: Bytes of the machine's memory that processes could use now, less what is still to come of tasks
+            that were let go while their memory was on its way out.
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
     """
@@ -238,9 +239,12 @@ class _Machine:
         wait_s = ready[request.count - 1] - self._now_s if len(ready) >= request.count else math.inf
         best: tuple[_Way, Sequence[DeviceKey]] | None = None
         for keys in self._device_sets(request, usable, wait_s):
+            # Sets of several come in about the order of their cost.
             way = self._together(request, keys, wait_s)
             if way is not None and (best is None or way.rank < best[0].rank):
                 best = way, keys
+                if request.count > 1:
+                    break
         # If nothing has to go, it waits for something else.
         if best is None or not best[0].going:
             return None
@@ -345,11 +349,13 @@ class _Machine:
             freed = sum(task.reservations[0].reserved_bytes for task in tasks)
             return freed >= missing and len(tasks) >= places
 
-        ways = (
-            self._way(request, (*must, *some), taken)
-            for some in _least_sets(may, lambda some: is_enough((*must, *some)))
-        )
-        return min((w for w in ways if w and w.saves(wait_s)), key=lambda w: w.rank, default=None)
+        def cost(tasks: Sequence[Running]) -> tuple[float, int]:
+            new = (task.moved_bytes for task in tasks if not task.suspended_for)
+            return sum(out_s(moved) + in_s(moved) for moved in new), len(tasks)
+
+        sets = _least_sets(may, lambda some: is_enough((*must, *some)))
+        ways = (self._way(request, (*must, *s), taken, wait_s) for s in sorted(sets, key=cost))
+        return next((way for way in ways if way is not None), None)
 
     def _goes(
         self, task: Running, request: Request, key: DeviceKey, taken: Collection[DeviceKey]
@@ -367,18 +373,35 @@ class _Machine:
                 # It does not end sooner by itself.
                 and (self._end_s(task.reservations[0]) or 0.0) - self._now_s
                 >= out_s(task.moved_bytes)
+                and (
+                    task.priority < request.priority
+                    or self._destination(task, taken, self._states, self._meanwhile) is not None
+                )
             )
-        return allowed and self._way(request, (task,), taken) is not None
+        return allowed
 
     def _way(
-        self, request: Request, tasks: Iterable[Running], taken: Collection[DeviceKey]
+        self,
+        request: Request,
+        tasks: Iterable[Running],
+        taken: Collection[DeviceKey],
+        wait_s: float,
     ) -> _Way | None:
-        """Return how some tasks go together; `None`: one of them has nowhere to go."""
-        states, meanwhile = dict(self._states), dict(self._meanwhile)
-        total = _Way({})
+        """Return how some tasks go together; `None`: one of them has nowhere to go, or to wait is better."""
         # The largest first: it has the fewest places.
-        for task in sorted(tasks, key=lambda t: (-t.reservations[0].reserved_bytes, t.request_id)):
-            lower = task.priority < request.priority
+        tasks = sorted(tasks, key=lambda t: (-t.reservations[0].reserved_bytes, t.request_id))
+        way = _Way({})
+        for task in tasks:
+            if task.suspended_for != request.id:
+                out = out_s(task.moved_bytes)
+                cost = out + in_s(task.moved_bytes)
+                lost = 0.0 if task.priority < request.priority else cost
+                way = way.plus(_Way({}, out, cost, lost, task.moved_bytes))
+        if way.host_bytes > max(0, self._host_bytes) or not way.saves(wait_s):
+            return None
+        states, meanwhile = dict(self._states), dict(self._meanwhile)
+        going: dict[str, DeviceKey | None] = {}
+        for task in tasks:
             if len(task.reservations) > 1:
                 # It is moved already.
                 to: DeviceKey | None = task.reservations[1].device_key
@@ -386,16 +409,10 @@ class _Machine:
                     return None
             elif (to := self._destination(task, taken, states, meanwhile)) is not None:
                 _move(task, to, states, meanwhile)
-            elif not lower:
+            elif task.priority >= request.priority:
                 return None
-            way = _Way({task.request_id: to})
-            if task.suspended_for != request.id:
-                out = out_s(task.moved_bytes)
-                cost = out + in_s(task.moved_bytes)
-                way = way._replace(out_s=out, cost_s=cost, host_bytes=task.moved_bytes)
-                way = way if lower else way._replace(lost_s=cost)
-            total = total.plus(way)
-        return total if total.host_bytes <= max(0, self._host_bytes) else None
+            going[task.request_id] = to
+        return way._replace(going=going)
 
     def _destination(
         self,
@@ -470,12 +487,11 @@ def _least_sets(
 ) -> Iterator[Sequence[Running]]:
     """Yield sets of tasks that are enough, and of which none could stay: all of them, or a few where tasks are many."""
     if len(tasks) <= EXACT:
-        found: list[frozenset[int]] = []
+        tasks = sorted(tasks, key=lambda task: task.reservations[0].reserved_bytes)
         for size in range(len(tasks) + 1):
-            for places in combinations(range(len(tasks)), size):
-                some = [tasks[place] for place in places]
-                if not any(least.issubset(places) for least in found) and is_enough(some):
-                    found.append(frozenset(places))
+            for some in combinations(tasks, size):
+                # If the smallest cannot stay, none can.
+                if is_enough(some) and not (some and is_enough(some[1:])):
                     yield some
         return
     # Those first that free most in a second. What is on its way goes before them.

@@ -82,7 +82,7 @@ class Running:
     rests_until_s: float = 0.0
     #: The request that it goes for; empty: none.
     suspended_for: str = ""
-    #: Its memory is on the host.
+    #: Its memory is on the host, or on its way back.
     away: bool = False
 
 
@@ -239,11 +239,11 @@ class _Machine:
         wait_s = ready[request.count - 1] - self._now_s if len(ready) >= request.count else math.inf
         best: tuple[_Way, Sequence[DeviceKey]] | None = None
         for keys in self._device_sets(request, usable, wait_s):
-            # Sets of several come in about the order of their cost.
             way = self._together(request, keys, wait_s)
             if way is not None and (best is None or way.rank < best[0].rank):
                 best = way, keys
                 if request.count > 1:
+                    # Sets of several come in about the order of their cost.
                     break
         # If nothing has to go, it waits for something else.
         if best is None or not best[0].going:

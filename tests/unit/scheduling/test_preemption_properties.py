@@ -418,7 +418,7 @@ def test_hours_of_suspensions_and_moves() -> None:
 
 @pytest.mark.slow
 def test_many_hours_of_suspensions_and_moves() -> None:
-    run(examples=400, steps=60)
+    run(examples=150, steps=60)
 
 
 LONG = Job(20, False, 1, 0, 3600, None, preemptible=True, movable=True)

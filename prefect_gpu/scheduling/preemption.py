@@ -361,24 +361,20 @@ class _Machine:
         self, task: Running, request: Request, key: DeviceKey, taken: Collection[DeviceKey]
     ) -> bool:
         """Return whether a task can go from a device for a request, by itself."""
+        held = task.reservations[0]
         if task.suspended_for:
             # It is claimed by the request that it goes for, and stays asked whatever the time.
-            allowed = task.suspended_for == request.id and task.reservations[0].device_key == key
-        else:
-            allowed = (
-                task.preemptible
-                and not task.away
-                and len(task.reservations) == 1
-                and self._now_s >= task.rests_until_s
-                # It does not end sooner by itself.
-                and (self._end_s(task.reservations[0]) or 0.0) - self._now_s
-                >= out_s(task.moved_bytes)
-                and (
-                    task.priority < request.priority
-                    or self._destination(task, taken, self._states, self._meanwhile) is not None
-                )
-            )
-        return allowed
+            return task.suspended_for == request.id and held.device_key == key
+        resting = self._now_s < task.rests_until_s
+        if not task.preemptible or task.away or resting or len(task.reservations) > 1:
+            return False
+        ends_s = self._end_s(held)
+        if ends_s is not None and ends_s - self._now_s < out_s(task.moved_bytes):
+            # It ends sooner by itself.
+            return False
+        if task.priority < request.priority:
+            return True
+        return self._destination(task, taken, self._states, self._meanwhile) is not None
 
     def _way(
         self,
@@ -485,7 +481,7 @@ def _move(task: Running, to: DeviceKey, *maps: dict[DeviceKey, DeviceState]) -> 
 def _least_sets(
     tasks: Sequence[Running], is_enough: Callable[[Sequence[Running]], bool]
 ) -> Iterator[Sequence[Running]]:
-    """Yield sets of tasks that are enough, and of which none could stay: all of them, or a few where tasks are many."""
+    """Yield sets of tasks that are enough, and of which none could stay: all such sets, or a few where tasks are many."""
     if len(tasks) <= EXACT:
         tasks = sorted(tasks, key=lambda task: task.reservations[0].reserved_bytes)
         for size in range(len(tasks) + 1):

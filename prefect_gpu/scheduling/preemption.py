@@ -39,8 +39,8 @@ from prefect_gpu.scheduling.placement import (
 from prefect_gpu.scheduling.scheduling_pass import Shape
 from prefect_gpu.units import GIB
 
-#: Bytes a second from a device to the host and back, the lower ends of what an H200 with driver 580.159.04 showed for
-#: 1 to 32 GiB (`docs/evidence/`), and seconds for a process that holds a context alone.
+#: Bytes a second from a device to the host and back: 32 GiB took 15 to 18 s out and 5.4 to 7.4 s in (H200, driver
+#: 580.159.04), the slowest of which counts. Seconds for a context alone: 0.48 to 0.65 out, 0.27 to 0.29 in.
 OUT_BYTES_S, IN_BYTES_S = 1.7 * GIB, 4.4 * GIB
 FIXED_OUT_S, FIXED_IN_S = 0.5, 0.3
 
@@ -54,7 +54,7 @@ HEADS = 4
 EXACT = 8
 
 #: Most combinations of devices of a node that are considered for a request for several.
-MOST_COMBINATIONS = 32
+MOST_COMBINATIONS = 16
 
 #: Seconds away that raise the priority of a return by one.
 AGING_S = 600.0
@@ -82,7 +82,7 @@ class Running:
     rests_until_s: float = 0.0
     #: The request that it goes for; empty: none.
     suspended_for: str = ""
-    #: Its memory is on the host.
+    #: Its memory is on the host, or on its way back.
     away: bool = False
 
 
@@ -141,7 +141,8 @@ def plan(
         blocked: Requests of all brokers that wait for devices after a scheduling pass, in the order of the queue.
         states: All devices after the placements of the pass.
         running: Tasks that hold devices, by request id.
-        host_room_bytes: Bytes of the machine's memory that processes could use now.
+        host_room_bytes: Bytes of the machine's memory that processes could use now, less what is still to come of tasks
+            that were let go while their memory was on its way out.
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
     """
@@ -241,6 +242,9 @@ class _Machine:
             way = self._together(request, keys, wait_s)
             if way is not None and (best is None or way.rank < best[0].rank):
                 best = way, keys
+                if request.count > 1:
+                    # Sets of several come in about the order of their cost.
+                    break
         # If nothing has to go, it waits for something else.
         if best is None or not best[0].going:
             return None
@@ -345,40 +349,55 @@ class _Machine:
             freed = sum(task.reservations[0].reserved_bytes for task in tasks)
             return freed >= missing and len(tasks) >= places
 
-        ways = (
-            self._way(request, (*must, *some), taken)
-            for some in _least_sets(may, lambda some: is_enough((*must, *some)))
-        )
-        return min((w for w in ways if w and w.saves(wait_s)), key=lambda w: w.rank, default=None)
+        def cost(tasks: Sequence[Running]) -> tuple[float, int]:
+            new = (task.moved_bytes for task in tasks if not task.suspended_for)
+            return sum(out_s(moved) + in_s(moved) for moved in new), len(tasks)
+
+        sets = _least_sets(may, lambda some: is_enough((*must, *some)))
+        ways = (self._way(request, (*must, *s), taken, wait_s) for s in sorted(sets, key=cost))
+        return next((way for way in ways if way is not None), None)
 
     def _goes(
         self, task: Running, request: Request, key: DeviceKey, taken: Collection[DeviceKey]
     ) -> bool:
         """Return whether a task can go from a device for a request, by itself."""
+        held = task.reservations[0]
         if task.suspended_for:
             # It is claimed by the request that it goes for, and stays asked whatever the time.
-            allowed = task.suspended_for == request.id and task.reservations[0].device_key == key
-        else:
-            allowed = (
-                task.preemptible
-                and not task.away
-                and len(task.reservations) == 1
-                and self._now_s >= task.rests_until_s
-                # It does not end sooner by itself.
-                and (self._end_s(task.reservations[0]) or 0.0) - self._now_s
-                >= out_s(task.moved_bytes)
-            )
-        return allowed and self._way(request, (task,), taken) is not None
+            return task.suspended_for == request.id and held.device_key == key
+        resting = self._now_s < task.rests_until_s
+        if not task.preemptible or task.away or resting or len(task.reservations) > 1:
+            return False
+        ends_s = self._end_s(held)
+        if ends_s is not None and ends_s - self._now_s < out_s(task.moved_bytes):
+            # It ends sooner by itself.
+            return False
+        if task.priority < request.priority:
+            return True
+        return self._destination(task, taken, self._states, self._meanwhile) is not None
 
     def _way(
-        self, request: Request, tasks: Iterable[Running], taken: Collection[DeviceKey]
+        self,
+        request: Request,
+        tasks: Iterable[Running],
+        taken: Collection[DeviceKey],
+        wait_s: float,
     ) -> _Way | None:
-        """Return how some tasks go together; `None`: one of them has nowhere to go."""
-        states, meanwhile = dict(self._states), dict(self._meanwhile)
-        total = _Way({})
+        """Return how some tasks go together; `None`: one of them has nowhere to go, or to wait is better."""
         # The largest first: it has the fewest places.
-        for task in sorted(tasks, key=lambda t: (-t.reservations[0].reserved_bytes, t.request_id)):
-            lower = task.priority < request.priority
+        tasks = sorted(tasks, key=lambda t: (-t.reservations[0].reserved_bytes, t.request_id))
+        way = _Way({})
+        for task in tasks:
+            if task.suspended_for != request.id:
+                out = out_s(task.moved_bytes)
+                cost = out + in_s(task.moved_bytes)
+                lost = 0.0 if task.priority < request.priority else cost
+                way = way.plus(_Way({}, out, cost, lost, task.moved_bytes))
+        if way.host_bytes > max(0, self._host_bytes) or not way.saves(wait_s):
+            return None
+        states, meanwhile = dict(self._states), dict(self._meanwhile)
+        going: dict[str, DeviceKey | None] = {}
+        for task in tasks:
             if len(task.reservations) > 1:
                 # It is moved already.
                 to: DeviceKey | None = task.reservations[1].device_key
@@ -386,16 +405,10 @@ class _Machine:
                     return None
             elif (to := self._destination(task, taken, states, meanwhile)) is not None:
                 _move(task, to, states, meanwhile)
-            elif not lower:
+            elif task.priority >= request.priority:
                 return None
-            way = _Way({task.request_id: to})
-            if task.suspended_for != request.id:
-                out = out_s(task.moved_bytes)
-                cost = out + in_s(task.moved_bytes)
-                way = way._replace(out_s=out, cost_s=cost, host_bytes=task.moved_bytes)
-                way = way if lower else way._replace(lost_s=cost)
-            total = total.plus(way)
-        return total if total.host_bytes <= max(0, self._host_bytes) else None
+            going[task.request_id] = to
+        return way._replace(going=going)
 
     def _destination(
         self,
@@ -468,14 +481,13 @@ def _move(task: Running, to: DeviceKey, *maps: dict[DeviceKey, DeviceState]) -> 
 def _least_sets(
     tasks: Sequence[Running], is_enough: Callable[[Sequence[Running]], bool]
 ) -> Iterator[Sequence[Running]]:
-    """Yield sets of tasks that are enough, and of which none could stay: all of them, or a few where tasks are many."""
+    """Yield sets of tasks that are enough, and of which none could stay: all such sets, or a few where tasks are many."""
     if len(tasks) <= EXACT:
-        found: list[frozenset[int]] = []
+        tasks = sorted(tasks, key=lambda task: task.reservations[0].reserved_bytes)
         for size in range(len(tasks) + 1):
-            for places in combinations(range(len(tasks)), size):
-                some = [tasks[place] for place in places]
-                if not any(least.issubset(places) for least in found) and is_enough(some):
-                    found.append(frozenset(places))
+            for some in combinations(tasks, size):
+                # If the smallest cannot stay, none can.
+                if is_enough(some) and not (some and is_enough(some[1:])):
                     yield some
         return
     # Those first that free most in a second. What is on its way goes before them.

@@ -55,7 +55,7 @@ from prefect_gpu.scheduling.model import (
     Reservation,
 )
 from prefect_gpu.scheduling.placement import Board, PlacementStyle, select_devices
-from prefect_gpu.scheduling.preemption import aged_priority
+from prefect_gpu.scheduling.preemption import REST_S, aged_priority
 from prefect_gpu.scheduling.scheduling_pass import (
     ClusterState,
     Decisions,
@@ -101,9 +101,6 @@ MOST_BLOCKED = 32
 
 #: Seconds after which a task that could not be suspended for another may be asked again: it may hold memory by then.
 ASK_AGAIN_S = 10.0
-
-#: Seconds for which a task that has come back is left alone.
-REST_AFTER_S = 60.0
 
 #: Step in bytes in which the memory of a process is written to the ledger, for flows in other containers.
 HELD_STEP_BYTES = 64 * MIB
@@ -481,9 +478,7 @@ class Broker:
             with self._changed:
                 ticket.held_back = False
         elif stage == "running":
-            self._ledger.set_suspension(
-                request_id, text, away=False, rests_until_s=now_s + REST_AFTER_S
-            )
+            self._ledger.set_suspension(request_id, text, away=False, rests_until_s=now_s + REST_S)
         else:
             self._ledger.set_suspension(request_id, text, away=stage != "moving out")
 
@@ -946,7 +941,7 @@ class Broker:
                 self._calls.append(partial(ticket.on_held_back, away))
         for ticket in tuple(self._waiting.values()):
             if ticket.away_s is not None:
-                self._age(ticket, self._clock.now() - ticket.away_s)
+                self._age(ticket, ticket.was_away_s + self._clock.now() - ticket.away_s)
 
     def _follow(self, ticket: Ticket, entry: Entry) -> None:
         """Note the device that the process of a request comes back on, if it is another one."""
@@ -965,12 +960,15 @@ class Broker:
 
     def _age(self, ticket: Ticket, away_s: float) -> None:
         """Raise the priority of a suspended process that has waited long for room."""
+        assert ticket.priority is not None
         priority = aged_priority(replace(ticket.request, priority=ticket.priority), away_s)
         if priority != ticket.request.priority:
+            status = self._queue.statuses.get(ticket.request.id)
             self._queue.remove(ticket.request)
-            ticket.request = replace(ticket.request, priority=priority)
-            self._queue.add(ticket.request)
-            request = ticket.request
+            request = ticket.request = replace(ticket.request, priority=priority)
+            self._queue.add(request)
+            if status is not None:
+                self._queue.statuses[request.id] = status
             self._calls.append(
                 partial(self._ledger.rewrite, request.id, lambda e: replace(e, request=request))
             )
@@ -979,7 +977,9 @@ class Broker:
         """Note that a suspended process has no device: it waits for room to come back to, unless a person holds it back."""
         request_id = entry.request.id
         if ticket.away_s is None:
-            ticket.away_s, ticket.priority = self._clock.now(), entry.request.priority
+            ticket.away_s = self._clock.now()
+            if ticket.priority is None:
+                ticket.priority = entry.request.priority
             # No standby is of use to it.
             ticket.kind = None
         self._placed.pop(request_id, None)
@@ -1051,6 +1051,8 @@ class Broker:
             self._remove(request)
             if ticket.away_s is None:
                 ticket.placed_s = self._clock.now()
+            else:
+                ticket.was_away_s += self._clock.now() - ticket.away_s
             ticket.away_s = None
             ticket.placement = placement
             self._recovery.take_baseline(ticket, reading)

@@ -67,8 +67,10 @@ class Ticket:
     on_no_return: Callable[[PrefectGPUError], None] | None = None
     #: Monotonic seconds since when its suspended process has no device; `None`: it has one.
     away_s: float | None = None
-    #: Its priority before it was raised for the time away.
-    priority: int = 0
+    #: Seconds for which it had none before.
+    was_away_s: float = 0.0
+    #: Its priority before it was raised for the time away; `None`: it was never away.
+    priority: int | None = None
     #: Called if it is a probe that shares a device and should end for the others there, with that device, once.
     on_short: Callable[[Device], None] | None = None
     #: What others' processes held on its devices when it was placed, in bytes.

@@ -84,6 +84,9 @@ AIM_FIXED_S = 2.5
 #: Seconds that a row, and a turn of it, is expected to take at first, to leave out what would not end within the budget.
 GUESS_S = {"wait": 50.0, "rerun": 60.0, "suspend": 70.0, "wait-two": 45.0, "move": 55.0}
 
+#: Seconds in which trainings that have ended leave their devices.
+SETTLE_S = 3.0
+
 #: Seconds of a later turn as a fraction of those of the first.
 LATER_FRACTION = 0.6
 
@@ -260,6 +263,9 @@ class Row:
 
     def _begin(self) -> list[Training]:
         """Submit a training for each device; return them once all have done steps."""
+        if self._turns and self._count > 1:
+            # While those before are still leaving a device, both new ones would be placed on the other.
+            time.sleep(SETTLE_S)
         self._turns += 1
         found = []
         for seed in range(self._count):

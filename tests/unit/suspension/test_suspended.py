@@ -106,13 +106,13 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 def test_it_is_moved_out_and_back(scene: Scene) -> None:
     assert scene.suspend()[:3] == ["trimmed", ("moving out", "moving to the host"), "begun"]
-    assert scene.suspender.away
+    assert scene.suspender.away and scene.suspender.away_s is not None
     scene.suspender.ask(False)
     *_, moving, suspension, state = scene.subject.until(lambda heard: told(heard, "running"))
     assert (moving, state) == (("moving in", "moving back"), ("running", ""))
     assert suspension.moved_bytes == 8 * GIB and suspension.seconds > 0
     assert scene.calls.made == ["lock", "checkpoint", "restore", "unlock"]
-    assert not scene.suspender.away
+    assert not scene.suspender.away and scene.suspender.away_s is None
 
 
 def test_it_comes_back_on_another_device_by_pairs_of_uuids(scene: Scene) -> None:

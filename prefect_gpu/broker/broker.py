@@ -413,6 +413,7 @@ class Broker:
             self._lost = why
             for ticket in tuple(self._waiting.values()):
                 self._refuse(ticket.request, DeviceError(why))
+            self._wake()
 
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Set which process holds what was reserved."""

@@ -226,14 +226,20 @@ class Attempt:
 
     @property
     def has_devices(self) -> bool:
-        """Whether it has its devices now. From any thread."""
+        """Whether it has its devices now, and its memory is there. From any thread."""
         ticket = self._ticket
-        return self._record is not None and ticket is not None and ticket.ended_s is None
+        has_them = self._record is not None and ticket is not None and ticket.ended_s is None
+        return has_them and self._away_s is None
+
+    @property
+    def _away_s(self) -> float | None:
+        """For how many seconds its process has been suspended; `None`: it is not."""
+        return None if self._suspender is None else self._suspender.away_s
 
     def running(self) -> RunningTask | None:
         """Return what is shown of it while it has its devices; `None`: it has none. From any thread."""
         ticket, record = self._ticket, self._record
-        if record is None or ticket is None or ticket.ended_s is not None:
+        if record is None or ticket is None or not self.has_devices:
             return None
         steps = record.steps
         return RunningTask(
@@ -248,8 +254,10 @@ class Attempt:
         )
 
     def why_it_waits(self) -> tuple[float, str]:
-        """Return for how many seconds it has waited for devices, and for what. From any thread."""
-        ticket = self._ticket
+        """Return for how many seconds it has waited for devices, or was suspended, and for what. From any thread."""
+        ticket, away_s = self._ticket, self._away_s
+        if away_s is not None:
+            return away_s, self._run.awaits
         if ticket is None:
             return 0.0, ""
         return time.monotonic() - ticket.request.submitted_s, self._broker.explain(ticket)

@@ -133,6 +133,11 @@ class Suspender:
         """Whether its memory is on the host, or on the way."""
         return self._away
 
+    @property
+    def away_s(self) -> float | None:
+        """For how many seconds that has been so; `None`: it is not."""
+        return time.monotonic() - self._begun_s if self._away else None
+
     def ask(self, away: bool) -> None:
         """Ask that its memory goes to the host, or comes back; the last word counts."""
         with self._changed:

@@ -4,12 +4,14 @@
 # and what the others import: tensorflow, jax, cupy, onnxruntime. Ends with 1 if any check failed. Each output
 # names the commit: where there is no git repository, set PREFECT_GPU_COMMIT.
 #
-# All of them take about half an hour on an H200. Where a call may take ten minutes, in four:
+# All of them take about forty minutes on an H200. Where a call may take ten minutes, in four:
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler sessions escapes sharing several-devices
 #   run_all.sh FOLDER libraries changing-sizes jax-context ways reports
 #   run_all.sh FOLDER cluster leaks spawned torch-tools reset profile-training least-memory many-flows suspension suspend-by-hand
-# and two more for `tests` and for `chaos`, which are five minutes each. A name such as `test_steps_on_gpu` is one
+# and three more for `tests` and `chaos`, which are five minutes each, and for `preemption`, which is six and what it waits for at the
+# end. The faults of preemption are `python -m tests.gpu.check_preemption --faults`, three minutes; how soon an urgent task has a device is
+# `python benchmarks/preempt.py`, four minutes, and `--between-devices` as many on two devices. A name such as `test_steps_on_gpu` is one
 # file of tests. `cluster` needs Ray, and two devices as `several-devices` does; `libraries` and `changing-sizes` need what they name: timm, torchvision, transformers, lightning,
 # accelerate, torch-geometric, flax, optax. What is missing is left out, and said. `libraries=timm,flax` tries these two only.
 set -uo pipefail
@@ -21,7 +23,7 @@ mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/.prefect}
 flows="profile-training"
-runs="chaos least-memory"
+runs="chaos preemption least-memory"
 modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler sessions escapes sharing several-devices cluster"
 modules+=" libraries changing-sizes jax-context ways reports leaks spawned torch-tools reset many-flows suspension suspend-by-hand"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
@@ -47,6 +49,8 @@ for name; do
     check "gpu-$name" "$python" -m pytest -p no:cacheprovider -m gpu "tests/gpu/$name.py"
   elif [[ $name == chaos ]]; then
     check gpu-chaos "$python" -m tests.chaos --seed 1 --seconds 300 --flows 4 --devices nvml
+  elif [[ $name == preemption ]]; then
+    check gpu-preemption "$python" -m tests.gpu.check_preemption --minutes 6
   elif [[ $name == least-memory ]]; then
     check gpu-least-memory "$python" flows/profile_training.py --least
   elif [[ " $flows " == *" $name "* ]]; then

@@ -16,6 +16,7 @@ from tests.integration.programs import REPOSITORY, Workplace, wait_for, workplac
 HEAD = f"""
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +27,8 @@ suspending.install(Path("driver"))
 
 from prefect import flow, task
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu
+from prefect_gpu.live.progress import combine, view_lines
+from prefect_gpu.live.view import live_view
 from prefect_gpu.testing import allocate
 
 
@@ -51,8 +54,19 @@ TRAIN = (
     HEAD
     + COUNTS
     + """
+def show():
+    \"\"\"Write what a terminal would show.\"\"\"
+    while True:
+        parts = [each() for each in (*live_view()._sources.values(),)]
+        if parts:
+            Path("view.new").write_text("\\n".join(view_lines(combine(parts), 40)))
+            Path("view.new").replace("view")
+        time.sleep(0.1)
+
+
 @flow(task_runner=runner(sys.argv[1]))
 def trains():
+    threading.Thread(target=show, daemon=True).start()
     futures = [count.with_options(task_run_name=name).submit(name) for name in sys.argv[2:]]
     for future in futures:
         print("RESULT", *future.result(), flush=True)
@@ -151,9 +165,17 @@ def test_a_task_of_another_flow_is_suspended_for_an_urgent_one_and_loses_no_step
     status = place.run("-m", "prefect_gpu", "status", "--devices", scene.devices).stdout
     assert scene.read("a.turns") == turns
     assert "5GiB in host memory" in status, status
+    wait_for(
+        lambda: "5GiB in host memory" in scene.read("view"), explain=lambda: scene.read("view")
+    )
+    shown = scene.read("view")
+    assert "0 running, 1 waiting for a device" in shown and "for task 'urgent'" in shown, shown
     scene.touch("urgent.go")
     assert "ENDED" in ended(urgent)
     scene.goes_on("a")
+    wait_for(
+        lambda: "1 running, 0 waiting" in scene.read("view"), explain=lambda: scene.read("view")
+    )
     scene.touch("a.go")
     output = ended(training)
     assert output.splitlines().count("RESULT") == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,13 +12,14 @@ from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.suspension import suspended
 from prefect_gpu.suspension.driver_calls import DriverCallError
 from prefect_gpu.suspension.eligibility import HOST_MARGIN_BYTES, Candidate
-from prefect_gpu.suspension.suspended import MOVING_IN, MOVING_OUT, Suspender, Suspension
+from prefect_gpu.suspension.suspended import Stage, Suspender, Suspension
 from prefect_gpu.units import GIB
 
 
 class FakeCalls:
     def __init__(self) -> None:
         self.made: list[str] = []
+        self.words: tuple[str, ...] = ()
         self.fails: dict[str, int] = {}
         self.old = ""
 
@@ -27,6 +28,7 @@ class FakeCalls:
 
     def call(self, step: str, pid: int, *words: str, deadline_s: float) -> int:
         self.made.append(step)
+        self.words += words if step == "restore" else ()
         if step in self.fails:
             raise DriverCallError(step, self.fails[step])
         return 0
@@ -39,6 +41,7 @@ class FakeSubject:
         self.free: int | None = 80 * GIB
         self.used = self.used_trimmed = 8 * GIB
         self.frameworks: tuple[str, ...] = ("torch",)
+        self.pairs: Mapping[str, str] | None = None
 
     def candidate(self) -> Candidate:
         return Candidate(
@@ -57,8 +60,11 @@ class FakeSubject:
             self.heard.append(what)
             self.changed.notify_all()
 
-    def tell(self, state: str) -> None:
-        self._hear(state)
+    def onto(self) -> Mapping[str, str] | None:
+        return self.pairs
+
+    def tell(self, stage: Stage, text: str) -> None:
+        self._hear((stage, text))
 
     def begun(self) -> None:
         self._hear("begun")
@@ -75,6 +81,12 @@ class FakeSubject:
             return [*self.heard]
 
 
+def told(heard: list[Any], stage: Stage, text: str = "") -> bool:
+    """Return whether the last that was heard is a stage, with a text in its own."""
+    last = heard[-1] if heard else None
+    return isinstance(last, tuple) and last[0] == stage and text in last[1]
+
+
 class Scene:
     def __init__(self) -> None:
         self.calls, self.subject = FakeCalls(), FakeSubject()
@@ -83,7 +95,7 @@ class Scene:
 
     def suspend(self) -> list[Any]:
         self.suspender.ask(True)
-        return self.subject.until(lambda heard: str(heard[-1:]).startswith("['away"))
+        return self.subject.until(lambda heard: told(heard, "away"))
 
 
 @pytest.fixture
@@ -93,30 +105,38 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 def test_it_is_moved_out_and_back(scene: Scene) -> None:
-    assert scene.suspend()[:3] == ["trimmed", MOVING_OUT, "begun"]
-    assert scene.suspender.away
+    assert scene.suspend()[:3] == ["trimmed", ("moving out", "moving to the host"), "begun"]
+    assert scene.suspender.away and scene.suspender.away_s is not None
     scene.suspender.ask(False)
-    *_, moving, suspension, state = scene.subject.until(lambda heard: heard[-1] == "")
-    assert (moving, state) == (MOVING_IN, "")
+    *_, moving, suspension, state = scene.subject.until(lambda heard: told(heard, "running"))
+    assert (moving, state) == (("moving in", "moving back"), ("running", ""))
     assert suspension.moved_bytes == 8 * GIB and suspension.seconds > 0
     assert scene.calls.made == ["lock", "checkpoint", "restore", "unlock"]
-    assert not scene.suspender.away
+    assert not scene.suspender.away and scene.suspender.away_s is None
+
+
+def test_it_comes_back_on_another_device_by_pairs_of_uuids(scene: Scene) -> None:
+    scene.subject.pairs = {"GPU-1": "GPU-2", "GPU-2": "GPU-1"}
+    scene.suspend()
+    scene.suspender.ask(False)
+    scene.subject.until(lambda heard: told(heard, "running"))
+    assert scene.calls.words == ("GPU-1", "GPU-2", "GPU-2", "GPU-1")
 
 
 def test_what_it_does_not_use_is_not_moved(scene: Scene) -> None:
     scene.subject.used_trimmed = GIB
-    assert scene.suspend()[-1].startswith("away: 1GiB in host memory")
+    assert told(scene.suspend(), "away", "away: 1GiB in host memory")
     scene.subject.free = 2 * GIB
     scene.suspender.ask(False)
-    *_, suspension, _ = scene.subject.until(lambda heard: heard[-1] == "")
+    *_, suspension, _ = scene.subject.until(lambda heard: told(heard, "running"))
     assert suspension.moved_bytes == GIB
 
 
 def test_it_is_not_touched_if_it_ends_while_it_is_trimmed(scene: Scene) -> None:
     scene.subject.used_trimmed = 0
     scene.suspender.ask(True)
-    heard = scene.subject.until(lambda heard: "not suspended" in str(heard[-1:]))
-    assert heard == ["trimmed", "not suspended: it holds no device memory yet"]
+    heard = scene.subject.until(lambda heard: told(heard, "refused"))
+    assert heard == ["trimmed", ("refused", "not suspended: it holds no device memory yet")]
     assert not scene.calls.made
 
 
@@ -127,8 +147,8 @@ def test_what_is_refused_is_not_touched(scene: Scene, why: str) -> None:
     else:
         scene.calls.old = "the NVIDIA driver is older than 570"
     scene.suspender.ask(True)
-    (state,) = scene.subject.until(bool)
-    assert state.startswith("not suspended: ")
+    (refused,) = scene.subject.until(bool)
+    assert told([refused], "refused", "not suspended: ")
     assert not scene.calls.made
     # It can be asked for again.
     scene.subject.frameworks, scene.calls.old = ("torch",), ""
@@ -138,8 +158,8 @@ def test_what_is_refused_is_not_touched(scene: Scene, why: str) -> None:
 def test_a_process_that_cannot_be_locked_goes_on(scene: Scene) -> None:
     scene.calls.fails["lock"] = 600
     scene.suspender.ask(True)
-    *_, none, state = scene.subject.until(lambda heard: "not suspended" in str(heard[-1:]))
-    assert none is None and "not in time" in state
+    *_, none, state = scene.subject.until(lambda heard: told(heard, "refused"))
+    assert none is None and "not in time" in state[1]
     assert not scene.suspender.away
 
 
@@ -147,21 +167,21 @@ def test_it_waits_for_room_and_says_so_once(scene: Scene) -> None:
     scene.suspend()
     scene.subject.free = 8 * GIB
     scene.suspender.ask(False)
-    heard = scene.subject.until(lambda heard: "waits for 8.5GiB" in str(heard[-1]))
-    assert "others have taken" in heard[-1]
+    heard = scene.subject.until(lambda heard: told(heard, "away", "waits for 8.5GiB"))
+    assert told(heard, "away", "others have taken")
     scene.subject.free = None
-    heard = scene.subject.until(lambda heard: "does not answer" in str(heard[-1]))
+    heard = scene.subject.until(lambda heard: told(heard, "away", "does not answer"))
     assert "restore" not in scene.calls.made
     assert sum("others have taken" in str(each) for each in heard) == 1
     scene.subject.free = 80 * GIB
-    scene.subject.until(lambda heard: heard[-1] == "")
+    scene.subject.until(lambda heard: told(heard, "running"))
 
 
 def test_it_stays_away_if_that_is_asked_for_while_it_waits(scene: Scene) -> None:
     scene.suspend()
     scene.subject.free = 0
     scene.suspender.ask(False)
-    scene.subject.until(lambda heard: "waits for" in str(heard[-1]))
+    scene.subject.until(lambda heard: told(heard, "away", "waits for"))
     scene.suspender.ask(True)
     scene.subject.free = 80 * GIB
     scene.suspender.ask(True)
@@ -184,7 +204,7 @@ def test_a_process_that_has_ended_is_not_lost(scene: Scene) -> None:
     scene.suspend()
     scene.subject.free = 0
     scene.suspender.ask(False)
-    scene.subject.until(lambda heard: "waits for" in str(heard[-1]))
+    scene.subject.until(lambda heard: told(heard, "away", "waits for"))
     thread = scene.suspender._thread
     scene.suspender.end()
     if thread is not None:

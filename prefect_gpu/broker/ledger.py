@@ -309,6 +309,8 @@ class Ledger:
         #: See `Store.silent`.
         self._silent: frozenset[str] = frozenset()
         self._entries: dict[str, Entry] = {}
+        #: By request id: the version at which its entry was written.
+        self._changed: dict[str, int] = {}
         #: Those with reservations.
         self._holding: dict[str, Entry] = {}
         self._by_device: dict[DeviceKey, tuple[Reservation, ...]] = {}
@@ -375,7 +377,7 @@ class Ledger:
         self._call_watchers()
 
     def try_write(self, version: int, changes: Changes) -> bool:
-        """Write changes if no reservation was added since a view was made; else write none.
+        """Write changes if no reservation was added, and none of the entries was changed, since a view was made; else none.
 
         Args:
             version: Of the view on which they were decided.
@@ -385,7 +387,9 @@ class Ledger:
             Whether they were written.
         """
         with self._lock:
-            if self._promised > version:
+            if self._promised > version or any(
+                self._has_changed(each, entry, version) for each, entry in changes.items()
+            ):
                 return False
             return self._write(changes, lambda row: row.promises or row.request_id in changes)
 
@@ -654,6 +658,13 @@ class Ledger:
             self._apply(row.request_id, row.entry, row._replace(number=first + at))
         return True
 
+    def _has_changed(self, request_id: str, entry: Entry | None, version: int) -> bool:
+        """Return whether an entry that is to be replaced was changed after a version, or removed."""
+        if request_id in self._entries:
+            return self._changed[request_id] > version
+        # A new one has no owner yet.
+        return entry is not None and bool(entry.owner)
+
     def _promises(self, request_id: str, entry: Entry) -> bool:
         """Return whether an entry reserves memory of a device of which its request has none."""
         before = self._holding.get(request_id)
@@ -686,9 +697,11 @@ class Ledger:
             if row.promises:
                 self._promised = self._base + row.number
         before = self._entries.pop(request_id, None)
+        self._changed.pop(request_id, None)
         self._holding.pop(request_id, None)
         if entry is not None:
             self._entries[request_id] = entry
+            self._changed[request_id] = self._base + self._number
             if entry.reservations:
                 self._holding[request_id] = entry
         self._list(request_id, self._shown(before), self._shown(entry))

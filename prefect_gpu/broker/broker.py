@@ -25,7 +25,7 @@ from time import thread_time
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
-from prefect_gpu.broker.preempting import give_up, let_go, preempt
+from prefect_gpu.broker.preempting import let_go, preempt, share
 from prefect_gpu.broker.ticket import BY_HAND, Measured
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
@@ -482,6 +482,23 @@ class Broker:
         else:
             self._ledger.set_suspension(request_id, text, away=stage != "moving out")
 
+    def comes_back(self, ticket: Ticket) -> bool:
+        """Note that the process of a request comes back from the host from now on; return whether it may.
+
+        It may while its devices are reserved for it and no one has asked for its memory, also where this broker has not
+        seen that yet.
+        """
+        keys = tuple(device.key for device in ticket.devices)
+        rests = self._clock.now() + REST_S
+
+        def change(entry: Entry) -> Entry:
+            reserved = keys == tuple(each.device_key for each in entry.reservations)
+            if not reserved or entry.suspended_for or entry.held_back:
+                return entry
+            return replace(entry, suspension="moving back", away=False, rests_until_s=rests)
+
+        return self._ledger.rewrite(ticket.request.id, change)
+
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
         """Return the bytes that a device has free at a new reading; `None`: none came, or it has failed.
 
@@ -930,7 +947,7 @@ class Broker:
                 ticket.held_back_for = BY_HAND
                 if entry.shared and entry.away:
                     devices = {device.key: device for device in self.devices}
-                    give = partial(give_up, devices=devices, now_s=self._clock.now())
+                    give = partial(share, devices=devices, now_s=self._clock.now())
                     self._calls.append(partial(self._ledger.rewrite, request_id, give))
                     continue
             elif entry.reservations:

@@ -64,7 +64,7 @@ class Entry:
     #: The waiting request that its memory is wanted on the host for, by id; empty: none. Its first reservation is the one
     #: that it gives up; a second one is of the device where it comes back at once.
     suspended_for: str = ""
-    #: Its memory is on the host, all of it, or on its way back.
+    #: Its memory is on the host, all of it, and not on its way back.
     away: bool = False
     #: How far that is, as text for a person; empty: its memory is on its devices.
     suspension: str = ""
@@ -437,16 +437,21 @@ class Ledger:
             self._change(request_id, suspension=state, **fields)
         self._call_watchers()
 
-    def rewrite(self, request_id: str, change: Callable[[Entry], Entry]) -> None:
-        """Replace the entry of a request, if it is there, by what a function makes of it; it reserves no more than before."""
+    def rewrite(self, request_id: str, change: Callable[[Entry], Entry]) -> bool:
+        """Replace the entry of a request, if it is there, by what a function makes of it; it reserves no more than before.
+
+        Returns:
+            Whether it is another one now.
+        """
         with self._lock:
-            while (entry := self._entries.get(request_id)) is not None:
-                changed = change(entry)
-                if changed == entry:
-                    return
+            while True:
+                entry = self._entries.get(request_id)
+                if entry is None or (changed := change(entry)) == entry:
+                    return False
                 if self._write({request_id: changed}, lambda row: row.request_id == request_id):
                     break
         self._call_watchers()
+        return True
 
     def announce(self) -> None:
         """Call the watchers of this process: entries of its other brokers were changed."""

@@ -91,14 +91,16 @@ def let_go(entry: Entry) -> Entry:
     return replace(entry, suspended_for="", reservations=entry.reservations[:1])
 
 
-def give_up(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
-    """Return the entry of a suspended task that leaves its device to others: its request waits for room to come back to.
+def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
+    """Return the entry of a task that a person has suspended: if others may have its device, its request waits for room.
 
     Args:
         entry: Of the task, which has one device.
         devices: Those that are there.
         now_s: Monotonic seconds.
     """
+    if not (entry.held_back and entry.shared and entry.away and entry.reservations):
+        return entry
     return _make_way(let_go(entry), _homes(let_go(entry), devices), now_s)
 
 

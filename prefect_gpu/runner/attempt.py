@@ -860,6 +860,9 @@ class _Suspended:
     def free_bytes(self) -> int | None:
         return self._attempt._broker.free_bytes(self._ticket.devices[0])
 
+    def comes_back(self) -> bool:
+        return self._attempt._broker.comes_back(self._ticket)
+
     def onto(self) -> Mapping[str, str] | None:
         was, now = self._device_uuid, self._ticket.devices[0].uuid
         if was == now:

@@ -82,7 +82,7 @@ class Running:
     rests_until_s: float = 0.0
     #: The request that it goes for; empty: none.
     suspended_for: str = ""
-    #: Its memory is on the host, or on its way back.
+    #: Its memory is on the host.
     away: bool = False
 
 

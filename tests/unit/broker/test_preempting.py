@@ -1,0 +1,108 @@
+"""Tasks that are suspended for others, as brokers and the ledger see them; what suspends them is this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefect_gpu.broker.ticket import Ticket
+from prefect_gpu.units import GIB
+from tests.unit.broker.broker_rig import MakeRig, Rig, WatchedBroker, decided
+from tests.unit.broker.broker_rig import make_rig as make_rig
+
+
+class Scene:
+    """A task that may be suspended on a device of 8 GiB, and another broker whose tasks are urgent."""
+
+    def __init__(self, make_rig: MakeRig, **of_other: Any) -> None:
+        self.rig = make_rig("1x8GiB")
+        self.other: WatchedBroker = self.rig.another(**of_other)
+        #: What was asked of the task that may be suspended.
+        self.asked: list[bool] = []
+        self.task = self.rig.place("task", 6, preemptible=True)
+        self.task.on_held_back = self.asked.append
+        self.pid = self.rig.start(self.task, 5)
+        self.rig.clock.advance(1000.0)
+
+    @property
+    def id(self) -> str:
+        return self.task.request.id
+
+    @property
+    def entry(self) -> Any:
+        return self.rig.ledger.entry(self.id)
+
+    def urgent(self, gib: float = 6, priority: int = 5, **others: Any) -> Ticket:
+        ticket = self.rig.submit(
+            f"urgent {priority}", gib, priority=priority, broker=self.other, **others
+        )
+        self.settle()
+        return ticket
+
+    def settle(self) -> None:
+        """Let both look at all that has come, and at what follows of it."""
+        for _ in range(3):
+            for broker in self.rig.brokers:
+                if broker.started:
+                    broker.read()
+
+    def moves_out(self) -> None:
+        """Its memory goes to the host, as it was asked."""
+        assert self.asked[-1]
+        freed = {"device_uuid": "SIM-0", "size_bytes": 5 * GIB}
+        self.rig.reader.attached[self.pid].answer("simulated_free", freed)
+        self.rig.broker.show_suspension(self.task, "away", "away")
+        self.settle()
+
+    def comes_back(self) -> bool:
+        return self.rig.broker.comes_back(self.task)
+
+
+@pytest.fixture
+def scene(make_rig: MakeRig) -> Scene:
+    return Scene(make_rig)
+
+
+def test_a_task_makes_way_and_comes_back(scene: Scene) -> None:
+    urgent = scene.urgent()
+    assert scene.asked == [True] and not urgent.decided
+    scene.moves_out()
+    decided(urgent)
+    assert not scene.entry.reservations
+    scene.other.end(urgent)
+    scene.settle()
+    assert scene.asked == [True, False] and scene.entry.reservations
+    assert scene.comes_back()
+
+
+# A process comes back under a reservation alone, also where its flow does not know yet that it has none.
+
+
+def test_no_process_comes_back_while_its_memory_is_wanted_or_its_device_is_anothers(
+    scene: Scene,
+) -> None:
+    urgent = scene.urgent()
+    assert not scene.comes_back()
+    scene.moves_out()
+    decided(urgent)
+    assert not scene.comes_back()
+    assert scene.entry.away
+
+
+def test_what_is_on_its_way_back_gives_its_device_to_no_other(scene: Scene) -> None:
+    ledger = scene.rig.ledger
+    ledger.hold_back(scene.id, away=True)
+    scene.settle()
+    scene.moves_out()
+    ledger.hold_back(scene.id, away=False)
+    scene.settle()
+    assert scene.asked == [True, False] and scene.comes_back()
+    ledger.hold_back(scene.id, away=True, shared=True)
+    scene.settle()
+    assert scene.asked[-1] and scene.entry.reservations
+    urgent = scene.urgent()
+    assert not urgent.decided
+    scene.rig.broker.show_suspension(scene.task, "away", "away")
+    scene.settle()
+    assert urgent.decided and not scene.entry.reservations

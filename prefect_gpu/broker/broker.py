@@ -1279,7 +1279,7 @@ class Broker:
         """
         reading = self._view.reading
         host = None if reading is None else self._host_state(reading, view)
-        if reading is None or not isinstance(host, HostState) or host.full:
+        if reading is None or not isinstance(host, HostState):
             return {}, settled
         decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
         waits = (r for r in self._queue if r.id not in decided and not host.refuses(r))
@@ -1291,7 +1291,8 @@ class Broker:
                 at = by_key[reservation.device_key]
                 after[at] = after[at].after(reservation)
         found = preempt(
-            tuple(itertools.islice(waits, MOST_BLOCKED)),
+            () if host.full else tuple(itertools.islice(waits, MOST_BLOCKED)),
+            self._waiting,
             entries,
             after,
             self._view.measured_bytes,

@@ -10,7 +10,7 @@ decided in `scheduling.preemption`, anew in each pass; a task that is no longer 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prefect_gpu.broker.ledger import Entry
@@ -35,6 +35,7 @@ class Preemption:
 
 def preempt(
     blocked: Sequence[Request],
+    waiting: Container[str],
     entries: Mapping[str, Entry],
     states: Sequence[DeviceState],
     measured_bytes: Callable[[str, Device], int],
@@ -47,6 +48,8 @@ def preempt(
 
     Args:
         blocked: Waiting requests of all brokers in the order of the queue. Those without an origin are the own ones.
+            The first ones, without those that something else than devices keeps from their start.
+        waiting: Ids of all own requests that wait.
         entries: Of all tasks that have devices, by request id.
         states: The devices, after the placements of the pass.
         measured_bytes: Returns what the process of a request holds of a device.
@@ -70,17 +73,21 @@ def preempt(
     for request in blocked:
         if request.origin:
             continue
-        asked = {i for i, entry in entries.items() if entry.suspended_for == request.id}
         found = plans.get(request.id)
-        going = {} if found is None else found.going
-        for request_id in asked - set(going):
-            changes[request_id] = let_go(entries[request_id])
+        if found is None:
+            continue
+        going = found.going
+        asked = {i for i in going if entries[i].suspended_for == request.id}
         for request_id, onto in going.items():
             if request_id not in asked:
                 changes[request_id] = _ask(entries[request_id], request.id, onto)
-        if found is not None and set(going) <= asked and all(entries[i].away for i in going):
+        if set(going) <= asked and all(entries[i].away for i in going):
             left = {i: _make_way(entries[i], _homes(entries[i], devices), now_s) for i in going}
             ready.append((found, left))
+    for request_id, entry in entries.items():
+        asker = plans.get(entry.suspended_for)
+        if entry.suspended_for in waiting and (asker is None or request_id not in asker.going):
+            changes[request_id] = let_go(entry)
     return Preemption(changes, ready)
 
 

@@ -78,7 +78,9 @@ def test_a_decision_on_an_entry_that_another_thread_has_changed_or_released_is_n
         assert not ledger.try_write(before.version, {name: asked, "c": entry("c")})
     assert ledger.running().keys() == {"a"}
     assert ledger.running()["a"].away
-    assert ledger.try_write(ledger.view().version, {"a": replace(ledger.running()["a"], shared=True)})
+    assert ledger.try_write(
+        ledger.view().version, {"a": replace(ledger.running()["a"], shared=True)}
+    )
 
 
 def test_a_view_is_one_moment(ledger: Ledger) -> None:

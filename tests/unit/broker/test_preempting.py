@@ -106,3 +106,17 @@ def test_what_is_on_its_way_back_gives_its_device_to_no_other(scene: Scene) -> N
     scene.rig.broker.show_suspension(scene.task, "away", "away")
     scene.settle()
     assert urgent.decided and not scene.entry.reservations
+
+
+# A task that is in no plan any more goes on.
+
+
+def test_it_goes_on_if_something_else_keeps_the_urgent_one_from_its_start(
+    make_rig: MakeRig,
+) -> None:
+    scene = Scene(make_rig, max_processes=1)
+    urgent = scene.urgent()
+    scene.rig.place("another", 1, priority=9, broker=scene.other)
+    scene.settle()
+    assert scene.entry.reservations and not scene.entry.suspended_for
+    assert scene.asked == [True, False] and not urgent.decided

@@ -1283,7 +1283,9 @@ class Broker:
             return {}, settled
         decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
         waits = (r for r in self._queue if r.id not in decided and not host.refuses(r))
-        entries = self._ledger.running()
+        # What runs this process waits for it.
+        around = {held.request_id for held in self._held_by_parent}
+        entries = {i: e for i, e in self._ledger.running().items() if i not in around}
         by_key = {state.device.key: at for at, state in enumerate(states)}
         after = list(states)
         for _, placement in decisions.placements:
@@ -1304,7 +1306,7 @@ class Broker:
         changes = dict(found.changes)
         if decisions.placements:
             # What is free where they have made way is seen once these are written.
-            self._dirty = self._dirty or bool(found.ready)
+            self._dirty = self._dirty or bool(found.ready and settled.made)
             return changes, settled
         for plan, left in found.ready[:1]:
             gone = {
@@ -1315,8 +1317,9 @@ class Broker:
                 )
                 for key, held in view.by_device.items()
             }
+            left_states = self._states(replace(view, by_device=gone))
             board = Board(
-                self._states(replace(view, by_device=gone)),
+                left_states,
                 self._style,
                 self._max_tasks_per_device,
                 self._held_by_parent,
@@ -1326,8 +1329,12 @@ class Broker:
             chosen = board.choose(request, named)
             if chosen is not None:
                 placement = board.place(request, chosen, self._clock.now())
-                settled = replace(settled, made=(*settled.made, (request, placement, "")))
-                changes.update(left)
+                kinds = {request.id: self._waiting[request.id].kind}
+                beside = settle([(request, placement)], left_states, self._hot.offers, kinds)
+                given_up = (*settled.given_up, *beside.given_up)
+                settled = Settled(beside.made, given_up)
+                if beside.made:
+                    changes.update(left)
         return changes, settled
 
     def _refuse(self, request: Request, error: PrefectGPUError) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.units import GIB
-from tests.unit.broker.broker_rig import MakeRig, Rig, WatchedBroker, decided
+from tests.unit.broker.broker_rig import MakeRig, WatchedBroker, decided
 from tests.unit.broker.broker_rig import make_rig as make_rig
 
 
@@ -120,3 +120,32 @@ def test_it_goes_on_if_something_else_keeps_the_urgent_one_from_its_start(
     scene.settle()
     assert scene.entry.reservations and not scene.entry.suspended_for
     assert scene.asked == [True, False] and not urgent.decided
+
+
+# Hot standbys, and tasks within tasks.
+
+
+def test_the_urgent_one_starts_beside_no_hot_standby_that_is_in_its_way(scene: Scene) -> None:
+    rig, ended = scene.rig, list[str]()
+    pid = next(rig.pids)
+    lent = rig.broker.lend_device("s", "kind", "framework", pid, lambda: ended.append("s"))
+    assert lent is not None
+    rig.broker.offer_standby("s")
+    rig.reader.attach(pid, ["SIM-0"])
+    urgent = scene.urgent(7.5)
+    scene.moves_out()
+    assert ended and not urgent.decided and scene.entry.reservations
+    rig.broker.end_standby("s")
+    rig.reader.detach(pid)
+    scene.settle()
+    decided(urgent)
+    assert not scene.entry.reservations
+
+
+def test_a_task_that_waits_for_one_within_it_does_not_make_way_for_that(make_rig: MakeRig) -> None:
+    scene = Scene(make_rig)
+    inner = scene.rig.another(held_by_parent=scene.entry.reservations)
+    scene.rig.place("filler", 1)
+    scene.rig.submit("inner", 2, priority=5, broker=inner)
+    scene.settle()
+    assert not scene.asked

@@ -932,14 +932,15 @@ class Broker:
         """Pass on whose memory is wanted on the host, by a person or for another request, and whose may come back."""
         if self.reader.remote:
             return
+        silent = self._ledger.view().silent
         for request_id, ticket in self._placed.items():
             entry = self._ledger.entry(request_id)
             if entry is None or ticket.on_held_back is None or ticket.pid is None:
                 continue
             if entry.suspended_for:
                 asker = self._ledger.entry(entry.suspended_for)
-                if asker is None or asker.reservations:
-                    # It waits no longer, or has found another device.
+                if asker is None or asker.reservations or asker.owner in silent:
+                    # It waits no longer, has found another device, or its flow was stopped.
                     self._calls.append(partial(self._ledger.rewrite, request_id, let_go))
                     continue
                 ticket.held_back_for = f"task {asker.request.task_name!r}"

@@ -137,7 +137,8 @@ def _running(
         moved_bytes=held_bytes or own[0].reserved_bytes,
         since_s=entry.placed_s,
         rests_until_s=entry.rests_until_s,
-        suspended_for=entry.suspended_for,
+        # A flow that was stopped suspends nothing.
+        suspended_for=entry.suspended_for if entry.away or entry.owner not in silent else "",
         away=entry.away,
     )
 

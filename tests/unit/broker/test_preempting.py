@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import MakeRig, WatchedBroker, decided
@@ -16,7 +19,7 @@ class Scene:
     """A task that may be suspended on a device of 8 GiB, and another broker whose tasks are urgent."""
 
     def __init__(self, make_rig: MakeRig, **of_other: Any) -> None:
-        self.rig = make_rig("1x8GiB")
+        self.rig = make_rig("1x8GiB", ledger=of_other.pop("own_ledger", None))
         self.other: WatchedBroker = self.rig.another(**of_other)
         #: What was asked of the task that may be suspended.
         self.asked: list[bool] = []
@@ -49,11 +52,15 @@ class Scene:
 
     def moves_out(self) -> None:
         """Its memory goes to the host, as it was asked."""
+        self.moves_out_without_a_look()
+        self.settle()
+
+    def moves_out_without_a_look(self) -> None:
+        """The same, and no broker looks at it."""
         assert self.asked[-1]
         freed = {"device_uuid": "SIM-0", "size_bytes": 5 * GIB}
         self.rig.reader.attached[self.pid].answer("simulated_free", freed)
         self.rig.broker.show_suspension(self.task, "away", "away")
-        self.settle()
 
     def comes_back(self) -> bool:
         return self.rig.broker.comes_back(self.task)
@@ -120,6 +127,48 @@ def test_it_goes_on_if_something_else_keeps_the_urgent_one_from_its_start(
     scene.settle()
     assert scene.entry.reservations and not scene.entry.suspended_for
     assert scene.asked == [True, False] and not urgent.decided
+
+
+class Shared:
+    """Ledgers of two processes that share one, and what the first one believes of the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stores: list[HostStore] = []
+        self.one, self.other = Ledger(lambda: self.open(folder)), Ledger(lambda: self.open(folder))
+
+    def open(self, folder: Path) -> HostStore:
+        # Once at the beginning it looks at whether the other process is alive.
+        self.stores.append(HostStore(folder, owners_s=1e9))
+        return self.stores[-1]
+
+    def stopped(self, which: int) -> None:
+        """One process sends no heartbeats any more, as the other sees it."""
+        self.stores[1 - which].silent = frozenset({self.stores[which].owner})
+
+
+def test_it_goes_on_while_the_flow_of_the_urgent_one_is_stopped(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    shared = Shared(tmp_path)
+    scene = Scene(make_rig, own_ledger=shared.one, ledger=shared.other)
+    scene.urgent()
+    scene.moves_out_without_a_look()
+    shared.stopped(1)
+    scene.rig.broker.read()
+    scene.rig.broker.read()
+    assert scene.asked == [True, False] and not scene.entry.suspended_for
+
+
+def test_what_a_stopped_flow_does_not_suspend_is_waited_for_no_longer(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    shared = Shared(tmp_path)
+    scene = Scene(make_rig, own_ledger=shared.one, ledger=shared.other)
+    scene.urgent()
+    assert scene.entry.suspended_for
+    shared.stopped(0)
+    scene.settle()
+    assert not scene.entry.suspended_for
 
 
 # Hot standbys, and tasks within tasks.

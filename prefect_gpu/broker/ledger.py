@@ -404,10 +404,14 @@ class Ledger:
             self._change(request_id, held_bytes=held_bytes)
 
     def lower(self, request_id: str, reservations: tuple[Reservation, ...]) -> None:
-        """Replace the reservations of a request that holds devices by smaller ones of the same devices."""
-        with self._lock:
-            self._change(request_id, reservations=reservations)
-        self._call_watchers()
+        """Replace the reservations of a request by smaller ones, if it still holds the same devices."""
+        keys = [each.device_key for each in reservations]
+
+        def change(entry: Entry) -> Entry:
+            same = keys == [each.device_key for each in entry.reservations]
+            return replace(entry, reservations=reservations) if same else entry
+
+        self.rewrite(request_id, change)
 
     def mark_running(self, request_id: str) -> None:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""

@@ -83,6 +83,16 @@ def test_a_decision_on_an_entry_that_another_thread_has_changed_or_released_is_n
     )
 
 
+def test_a_suspended_task_that_has_left_its_device_gets_none_by_a_smaller_budget(
+    ledger: Ledger,
+) -> None:
+    ledger.try_write(0, {"a": entry("a", reserved(by="a")), "b": entry("b", away=True)})
+    smaller = replace(reserved(by="a"), reserved_bytes=1)
+    for name in "ab":
+        ledger.lower(name, (smaller,))
+    assert all_of(ledger.view()) == (smaller,)
+
+
 def test_a_view_is_one_moment(ledger: Ledger) -> None:
     before = ledger.view()
     assert ledger.view() is before

@@ -25,7 +25,7 @@ from time import thread_time
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
-from prefect_gpu.broker.preempting import give_up, let_go, preempt
+from prefect_gpu.broker.preempting import let_go, preempt, share
 from prefect_gpu.broker.ticket import BY_HAND, Measured
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
@@ -483,6 +483,23 @@ class Broker:
         else:
             self._ledger.set_suspension(request_id, text, away=stage != "moving out")
 
+    def comes_back(self, ticket: Ticket) -> bool:
+        """Note that the process of a request comes back from the host from now on; return whether it may.
+
+        It may while its devices are reserved for it and no one has asked for its memory, also where this broker has not
+        seen that yet.
+        """
+        keys = tuple(device.key for device in ticket.devices)
+        rests = self._clock.now() + REST_S
+
+        def change(entry: Entry) -> Entry:
+            reserved = keys == tuple(each.device_key for each in entry.reservations)
+            if not reserved or entry.suspended_for or entry.held_back:
+                return entry
+            return replace(entry, suspension="moving back", away=False, rests_until_s=rests)
+
+        return self._ledger.rewrite(ticket.request.id, change)
+
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
         """Return the bytes that a device has free at a new reading; `None`: none came, or it has failed.
 
@@ -916,14 +933,15 @@ class Broker:
         """Pass on whose memory is wanted on the host, by a person or for another request, and whose may come back."""
         if self.reader.remote:
             return
+        silent = self._ledger.view().silent
         for request_id, ticket in self._placed.items():
             entry = self._ledger.entry(request_id)
             if entry is None or ticket.on_held_back is None or ticket.pid is None:
                 continue
             if entry.suspended_for:
                 asker = self._ledger.entry(entry.suspended_for)
-                if asker is None or asker.reservations:
-                    # It waits no longer, or has found another device.
+                if asker is None or asker.reservations or asker.owner in silent:
+                    # It waits no longer, has found another device, or its flow was stopped.
                     self._calls.append(partial(self._ledger.rewrite, request_id, let_go))
                     continue
                 ticket.held_back_for = f"task {asker.request.task_name!r}"
@@ -931,7 +949,7 @@ class Broker:
                 ticket.held_back_for = BY_HAND
                 if entry.shared and entry.away:
                     devices = {device.key: device for device in self.devices}
-                    give = partial(give_up, devices=devices, now_s=self._clock.now())
+                    give = partial(share, devices=devices, now_s=self._clock.now())
                     self._calls.append(partial(self._ledger.rewrite, request_id, give))
                     continue
             elif entry.reservations:
@@ -1263,11 +1281,13 @@ class Broker:
         """
         reading = self._view.reading
         host = None if reading is None else self._host_state(reading, view)
-        if reading is None or not isinstance(host, HostState) or host.full:
+        if reading is None or not isinstance(host, HostState):
             return {}, settled
         decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
         waits = (r for r in self._queue if r.id not in decided and not host.refuses(r))
-        entries = self._ledger.running()
+        # What runs this process waits for it.
+        around = {held.request_id for held in self._held_by_parent}
+        entries = {i: e for i, e in self._ledger.running().items() if i not in around}
         by_key = {state.device.key: at for at, state in enumerate(states)}
         after = list(states)
         for _, placement in decisions.placements:
@@ -1275,7 +1295,8 @@ class Broker:
                 at = by_key[reservation.device_key]
                 after[at] = after[at].after(reservation)
         found = preempt(
-            tuple(itertools.islice(waits, MOST_BLOCKED)),
+            () if host.full else tuple(itertools.islice(waits, MOST_BLOCKED)),
+            self._waiting,
             entries,
             after,
             self._view.measured_bytes,
@@ -1287,7 +1308,7 @@ class Broker:
         changes = dict(found.changes)
         if decisions.placements:
             # What is free where they have made way is seen once these are written.
-            self._dirty = self._dirty or bool(found.ready)
+            self._dirty = self._dirty or bool(found.ready and settled.made)
             return changes, settled
         for plan, left in found.ready[:1]:
             gone = {
@@ -1298,8 +1319,9 @@ class Broker:
                 )
                 for key, held in view.by_device.items()
             }
+            left_states = self._states(replace(view, by_device=gone))
             board = Board(
-                self._states(replace(view, by_device=gone)),
+                left_states,
                 self._style,
                 self._max_tasks_per_device,
                 self._held_by_parent,
@@ -1309,8 +1331,12 @@ class Broker:
             chosen = board.choose(request, named)
             if chosen is not None:
                 placement = board.place(request, chosen, self._clock.now())
-                settled = replace(settled, made=(*settled.made, (request, placement, "")))
-                changes.update(left)
+                kinds = {request.id: self._waiting[request.id].kind}
+                beside = settle([(request, placement)], left_states, self._hot.offers, kinds)
+                given_up = (*settled.given_up, *beside.given_up)
+                settled = Settled(beside.made, given_up)
+                if beside.made:
+                    changes.update(left)
         return changes, settled
 
     def _refuse(self, request: Request, error: PrefectGPUError) -> None:

@@ -64,7 +64,7 @@ class Entry:
     #: The waiting request that its memory is wanted on the host for, by id; empty: none. Its first reservation is the one
     #: that it gives up; a second one is of the device where it comes back at once.
     suspended_for: str = ""
-    #: Its memory is on the host, all of it, or on its way back.
+    #: Its memory is on the host, all of it, and not on its way back.
     away: bool = False
     #: How far that is, as text for a person; empty: its memory is on its devices.
     suspension: str = ""
@@ -309,6 +309,8 @@ class Ledger:
         #: See `Store.silent`.
         self._silent: frozenset[str] = frozenset()
         self._entries: dict[str, Entry] = {}
+        #: By request id: the version at which its entry was written.
+        self._changed: dict[str, int] = {}
         #: Those with reservations.
         self._holding: dict[str, Entry] = {}
         self._by_device: dict[DeviceKey, tuple[Reservation, ...]] = {}
@@ -375,7 +377,7 @@ class Ledger:
         self._call_watchers()
 
     def try_write(self, version: int, changes: Changes) -> bool:
-        """Write changes if no reservation was added since a view was made; else write none.
+        """Write changes if no reservation was added, and none of the entries was changed, since a view was made; else none.
 
         Args:
             version: Of the view on which they were decided.
@@ -385,7 +387,9 @@ class Ledger:
             Whether they were written.
         """
         with self._lock:
-            if self._promised > version:
+            if self._promised > version or any(
+                self._has_changed(each, entry, version) for each, entry in changes.items()
+            ):
                 return False
             return self._write(changes, lambda row: row.promises or row.request_id in changes)
 
@@ -400,10 +404,14 @@ class Ledger:
             self._change(request_id, held_bytes=held_bytes)
 
     def lower(self, request_id: str, reservations: tuple[Reservation, ...]) -> None:
-        """Replace the reservations of a request that holds devices by smaller ones of the same devices."""
-        with self._lock:
-            self._change(request_id, reservations=reservations)
-        self._call_watchers()
+        """Replace the reservations of a request by smaller ones, if it still holds the same devices."""
+        keys = [each.device_key for each in reservations]
+
+        def change(entry: Entry) -> Entry:
+            same = keys == [each.device_key for each in entry.reservations]
+            return replace(entry, reservations=reservations) if same else entry
+
+        self.rewrite(request_id, change)
 
     def mark_running(self, request_id: str) -> None:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
@@ -433,16 +441,21 @@ class Ledger:
             self._change(request_id, suspension=state, **fields)
         self._call_watchers()
 
-    def rewrite(self, request_id: str, change: Callable[[Entry], Entry]) -> None:
-        """Replace the entry of a request, if it is there, by what a function makes of it; it reserves no more than before."""
+    def rewrite(self, request_id: str, change: Callable[[Entry], Entry]) -> bool:
+        """Replace the entry of a request, if it is there, by what a function makes of it; it reserves no more than before.
+
+        Returns:
+            Whether it is another one now.
+        """
         with self._lock:
-            while (entry := self._entries.get(request_id)) is not None:
-                changed = change(entry)
-                if changed == entry:
-                    return
+            while True:
+                entry = self._entries.get(request_id)
+                if entry is None or (changed := change(entry)) == entry:
+                    return False
                 if self._write({request_id: changed}, lambda row: row.request_id == request_id):
                     break
         self._call_watchers()
+        return True
 
     def announce(self) -> None:
         """Call the watchers of this process: entries of its other brokers were changed."""
@@ -654,6 +667,13 @@ class Ledger:
             self._apply(row.request_id, row.entry, row._replace(number=first + at))
         return True
 
+    def _has_changed(self, request_id: str, entry: Entry | None, version: int) -> bool:
+        """Return whether an entry that is to be replaced was changed after a version, or removed."""
+        if request_id in self._entries:
+            return self._changed[request_id] > version
+        # A new one has no owner yet.
+        return entry is not None and bool(entry.owner)
+
     def _promises(self, request_id: str, entry: Entry) -> bool:
         """Return whether an entry reserves memory of a device of which its request has none."""
         before = self._holding.get(request_id)
@@ -686,9 +706,11 @@ class Ledger:
             if row.promises:
                 self._promised = self._base + row.number
         before = self._entries.pop(request_id, None)
+        self._changed.pop(request_id, None)
         self._holding.pop(request_id, None)
         if entry is not None:
             self._entries[request_id] = entry
+            self._changed[request_id] = self._base + self._number
             if entry.reservations:
                 self._holding[request_id] = entry
         self._list(request_id, self._shown(before), self._shown(entry))

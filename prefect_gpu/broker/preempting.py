@@ -10,7 +10,7 @@ decided in `scheduling.preemption`, anew in each pass; a task that is no longer 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prefect_gpu.broker.ledger import Entry
@@ -35,6 +35,7 @@ class Preemption:
 
 def preempt(
     blocked: Sequence[Request],
+    waiting: Container[str],
     entries: Mapping[str, Entry],
     states: Sequence[DeviceState],
     measured_bytes: Callable[[str, Device], int],
@@ -47,6 +48,8 @@ def preempt(
 
     Args:
         blocked: Waiting requests of all brokers in the order of the queue. Those without an origin are the own ones.
+            The first ones, without those that something else than devices keeps from their start.
+        waiting: Ids of all own requests that wait.
         entries: Of all tasks that have devices, by request id.
         states: The devices, after the placements of the pass.
         measured_bytes: Returns what the process of a request holds of a device.
@@ -70,17 +73,21 @@ def preempt(
     for request in blocked:
         if request.origin:
             continue
-        asked = {i for i, entry in entries.items() if entry.suspended_for == request.id}
         found = plans.get(request.id)
-        going = {} if found is None else found.going
-        for request_id in asked - set(going):
-            changes[request_id] = let_go(entries[request_id])
+        if found is None:
+            continue
+        going = found.going
+        asked = {i for i in going if entries[i].suspended_for == request.id}
         for request_id, onto in going.items():
             if request_id not in asked:
                 changes[request_id] = _ask(entries[request_id], request.id, onto)
-        if found is not None and set(going) <= asked and all(entries[i].away for i in going):
+        if set(going) <= asked and all(entries[i].away for i in going):
             left = {i: _make_way(entries[i], _homes(entries[i], devices), now_s) for i in going}
             ready.append((found, left))
+    for request_id, entry in entries.items():
+        asker = plans.get(entry.suspended_for)
+        if entry.suspended_for in waiting and (asker is None or request_id not in asker.going):
+            changes[request_id] = let_go(entry)
     return Preemption(changes, ready)
 
 
@@ -91,14 +98,16 @@ def let_go(entry: Entry) -> Entry:
     return replace(entry, suspended_for="", reservations=entry.reservations[:1])
 
 
-def give_up(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
-    """Return the entry of a suspended task that leaves its device to others: its request waits for room to come back to.
+def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
+    """Return the entry of a task that a person has suspended: if others may have its device, its request waits for room.
 
     Args:
         entry: Of the task, which has one device.
         devices: Those that are there.
         now_s: Monotonic seconds.
     """
+    if not (entry.held_back and entry.shared and entry.away and entry.reservations):
+        return entry
     return _make_way(let_go(entry), _homes(let_go(entry), devices), now_s)
 
 
@@ -128,7 +137,8 @@ def _running(
         moved_bytes=held_bytes or own[0].reserved_bytes,
         since_s=entry.placed_s,
         rests_until_s=entry.rests_until_s,
-        suspended_for=entry.suspended_for,
+        # A flow that was stopped suspends nothing.
+        suspended_for=entry.suspended_for if entry.away or entry.owner not in silent else "",
         away=entry.away,
     )
 

@@ -777,31 +777,32 @@ class TimeLimit:
 
     def __init__(self) -> None:
         self._at_s: float | None = None
-        #: Seconds that were left when the process was suspended; `None`: it runs, or there is no limit.
+        #: Monotonic seconds when the process was suspended; `None`: it runs.
         self._paused_s: float | None = None
 
     def set(self, at_s: float) -> None:
-        """Set when it is over, in monotonic seconds."""
+        """Set when it is over, in monotonic seconds; also of a process that is suspended before its body begins."""
         self._at_s = at_s
 
     def lift(self) -> None:
         """Let there be no limit from now on."""
-        self._at_s = self._paused_s = None
+        self._at_s = None
 
     def pause(self, now_s: float) -> None:
         """Note that the process is suspended."""
-        if self._at_s is not None:
-            self._paused_s = self._at_s - now_s
-            self._at_s = None
+        self._paused_s = now_s
 
     def resume(self, now_s: float) -> None:
         """Note that the process runs again."""
-        if self._paused_s is not None:
-            self._at_s, self._paused_s = now_s + self._paused_s, None
+        if self._at_s is not None and self._paused_s is not None:
+            self._at_s += now_s - self._paused_s
+        self._paused_s = None
 
     def left_s(self, now_s: float) -> float | None:
         """Return the seconds that are left, at least 0; `None`: there is no limit now."""
-        return None if self._at_s is None else max(0.0, self._at_s - now_s)
+        if self._at_s is None or self._paused_s is not None:
+            return None
+        return max(0.0, self._at_s - now_s)
 
 
 @dataclass(frozen=True)
@@ -867,6 +868,9 @@ class _Suspended:
 
     def free_bytes(self) -> int | None:
         return self._attempt._broker.free_bytes(self._ticket.devices[0])
+
+    def comes_back(self) -> bool:
+        return self._attempt._broker.comes_back(self._ticket)
 
     def onto(self) -> Mapping[str, str] | None:
         was, now = self._device_uuid, self._ticket.devices[0].uuid

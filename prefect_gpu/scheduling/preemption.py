@@ -82,7 +82,7 @@ class Running:
     rests_until_s: float = 0.0
     #: The request that it goes for; empty: none.
     suspended_for: str = ""
-    #: Its memory is on the host, or on its way back.
+    #: Its memory is on the host.
     away: bool = False
 
 
@@ -393,7 +393,9 @@ class _Machine:
                 cost = out + in_s(task.moved_bytes)
                 lost = 0.0 if task.priority < request.priority else cost
                 way = way.plus(_Way({}, out, cost, lost, task.moved_bytes))
-        if way.host_bytes > max(0, self._host_bytes) or not way.saves(wait_s):
+        # The request's own process needs some of it, too.
+        host_bytes = max(0, self._host_bytes - request.host_bytes)
+        if way.host_bytes > host_bytes or not way.saves(wait_s):
             return None
         states, meanwhile = dict(self._states), dict(self._meanwhile)
         going: dict[str, DeviceKey | None] = {}

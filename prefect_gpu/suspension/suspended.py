@@ -33,7 +33,7 @@ ROOM_S = 0.25
 REFUSED = "not suspended: "
 
 #: How far a process is.
-Stage = Literal["refused", "moving out", "away", "moving in", "running"]
+Stage = Literal["refused", "moving out", "away", "running"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,10 @@ class Subject(Protocol):
 
     def free_bytes(self) -> int | None:
         """Return the bytes that its device has free at a new reading; `None`: it does not answer."""
+        ...
+
+    def comes_back(self) -> bool:
+        """Note that it comes back from now on; return whether it may: its device is reserved, and it is not wanted away."""
         ...
 
     def onto(self) -> Mapping[str, str] | None:
@@ -211,7 +215,6 @@ class Suspender:
     def _resume(self) -> None:
         if not self._wait_for_room():
             return
-        self._subject.tell("moving in", "moving back")
         in_s = move_in(self._calls(), self._pid, self._moved_bytes, self._subject.onto())
         self._away = False
         done = Suspension(self._begun_s, time.monotonic(), self._out_s, in_s, self._moved_bytes)
@@ -224,12 +227,13 @@ class Suspender:
         told = ""
         while True:
             free_bytes = self._subject.free_bytes()
-            if free_bytes is not None and free_bytes >= need_bytes:
+            fits = free_bytes is not None and free_bytes >= need_bytes
+            if fits and self._subject.comes_back():
                 return True
             free = "its device does not answer"
             if free_bytes is not None:
                 free = "others have taken its device's memory"
-            if free != told:
+            if not fits and free != told:
                 told = free
                 self._subject.tell("away", f"away, waits for {format_bytes(need_bytes)}: {free}")
             with self._changed:

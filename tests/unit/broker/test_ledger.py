@@ -66,6 +66,33 @@ def test_reservations_are_written_only_on_the_version_they_were_decided_on(ledge
     assert all_of(ledger.view()) == (first, second, third)
 
 
+def test_a_decision_on_an_entry_that_another_thread_has_changed_or_released_is_not_written(
+    ledger: Ledger,
+) -> None:
+    ledger.try_write(0, {"a": entry("a", reserved(by="a")), "b": entry("b", reserved(1, by="b"))})
+    before, seen = ledger.view(), ledger.running()
+    ledger.set_suspension("a", "away", away=True)
+    ledger.release("b")
+    for name in "ab":
+        asked = replace(seen[name], suspended_for="c")
+        assert not ledger.try_write(before.version, {name: asked, "c": entry("c")})
+    assert ledger.running().keys() == {"a"}
+    assert ledger.running()["a"].away
+    assert ledger.try_write(
+        ledger.view().version, {"a": replace(ledger.running()["a"], shared=True)}
+    )
+
+
+def test_a_suspended_task_that_has_left_its_device_gets_none_by_a_smaller_budget(
+    ledger: Ledger,
+) -> None:
+    ledger.try_write(0, {"a": entry("a", reserved(by="a")), "b": entry("b", away=True)})
+    smaller = replace(reserved(by="a"), reserved_bytes=1)
+    for name in "ab":
+        ledger.lower(name, (smaller,))
+    assert all_of(ledger.view()) == (smaller,)
+
+
 def test_a_view_is_one_moment(ledger: Ledger) -> None:
     before = ledger.view()
     assert ledger.view() is before

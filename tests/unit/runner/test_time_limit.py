@@ -29,3 +29,12 @@ def test_without_a_limit_there_is_none_after_a_suspension() -> None:
     limit.pause(4.0)
     limit.resume(5.0)
     assert limit.left_s(6.0) is None
+
+
+def test_a_body_that_begins_while_its_process_is_suspended_has_its_time_after_that() -> None:
+    limit = TimeLimit()
+    limit.pause(4.0)
+    limit.set(10.0)
+    assert limit.left_s(100.0) is None
+    limit.resume(100.0)
+    assert limit.left_s(100.0) == 6.0

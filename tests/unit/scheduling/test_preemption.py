@@ -189,6 +189,15 @@ def test_the_host_has_room_for_all_that_goes(room_gib: float, enough: bool) -> N
     assert goes(urgent(24), *tasks, replace(other, away=True), devices=2, room_gib=20 + margin)
 
 
+def test_the_host_has_room_for_the_process_of_the_request_too() -> None:
+    room_gib = 12 + HOST_MARGIN_BYTES / GIB
+    assert goes(urgent(24, host_bytes=2 * GIB), task("a", 12), room_gib=room_gib + 2)
+    assert not goes(urgent(24, host_bytes=2 * GIB), task("a", 12), room_gib=room_gib + 1)
+    # Once it is there, it stays.
+    away = task("a", 12, suspended_for="urgent", away=True)
+    assert goes(urgent(24, host_bytes=2 * GIB), away, room_gib=0)
+
+
 def test_a_task_goes_where_there_is_a_limit_of_tasks() -> None:
     tasks = [task("a", 2), task("b", 1)]
     assert goes(urgent(1), *tasks, max_tasks=2) == [("urgent", [0], {"b": None})]

@@ -1,0 +1,62 @@
+"""`prefect-gpu suspend` and `resume`, as far as they read and write the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.cli import suspend_command
+from prefect_gpu.cli.suspend_command import resume, suspend
+from prefect_gpu.suspension.suspended import REFUSED
+from tests.unit.scheduling.values import request, reserved
+
+
+class Flow:
+    """A flow with a task, which does something at each look of the command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ledger = Ledger(lambda: HostStore(folder))
+        task = request(1, name="a", task_run_name="train")
+        self.ledger.try_write(0, {"a": Entry(task, reservations=(reserved(by="a"),))})
+        self.does: Callable[[], object] = lambda: pytest.fail("it waits")
+
+    def wait(self, seconds: float) -> None:
+        self.does()
+
+    def entry(self) -> Entry:
+        self.ledger.view()
+        entry = self.ledger.entry("a")
+        assert entry is not None
+        return entry
+
+
+@pytest.fixture
+def a_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flow:
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_LEDGER", str(tmp_path))
+    flow = Flow(tmp_path)
+    pause: Any = flow
+    monkeypatch.setattr(suspend_command, "_pause", pause)
+    # It was asked to make way for another task earlier, and had no memory yet.
+    flow.ledger.set_suspension("a", f"{REFUSED}it holds no device memory yet")
+    return flow
+
+
+def test_an_earlier_refusal_is_not_taken_for_an_answer(
+    a_flow: Flow, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_flow.does = lambda: a_flow.ledger.set_suspension("a", "away: 1GiB", away=True)
+    assert suspend("train") == 0
+    assert a_flow.entry().held_back
+    assert capsys.readouterr().out == "train: away: 1GiB\n"
+
+
+def test_what_was_not_suspended_is_resumed_at_once(
+    a_flow: Flow, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resume("train") == 0
+    assert capsys.readouterr().out == "train: runs\n"

@@ -601,11 +601,17 @@ class EngineRun:
 
     def note(self, text: str) -> None:
         """Add a warning to the log of the task run in the API alone: the terminal shows its text already."""
-        _, extra = self._logger.process(text, {})
-        record = self._logger.logger.makeRecord(
-            self._logger.logger.name, logging.WARNING, "", 0, text, (), None, **extra
-        )
-        APILogHandler().handle(record)
+        run = self.task_run
+        record = {
+            "name": self._logger.name,
+            "levelno": logging.WARNING,
+            "levelname": "WARNING",
+            "msg": text,
+            "task_run_id": str(run.id),
+            "flow_run_id": run.flow_run_id and str(run.flow_run_id),
+        }
+        if self._logger.isEnabledFor(logging.WARNING):
+            APILogHandler().handle(logging.makeLogRecord(record))
 
     def emit(self, event: GPUEvent) -> None:
         """Emit an event about the task run. From any thread; without waiting for the API."""

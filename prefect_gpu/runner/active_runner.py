@@ -489,8 +489,7 @@ class ActiveRunner:
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without holding up the caller."""
         self._let_go()
-        # Its process only knows that it was to end.
-        if report.outcome == "cancelled" and report.error == str(CancelledByRunner()):
+        if _ended_with_flow(report, self._ended_by):
             report = replace(report, error=str(self._ended_by))
         with self._lock:
             same = [r for r in self._reports if r.task_run_id == report.task_run_id]
@@ -622,11 +621,15 @@ class ActiveRunner:
 
 
 def _as_ended(found: _Ended, by: CancelledByRunner) -> _Ended:
-    """Return what is reported of a task run, with the word of its state if it was ended with its flow."""
-    # A first run that was ended for others has a reason of its own.
-    if found.outcome != "cancelled" or found.error != str(by):
+    """Return what is reported of a task run, with the word and the reason of its state if it was ended with its flow."""
+    if not _ended_with_flow(found, by):
         return found
-    return replace(found, outcome="died" if by.crashed else "cancelled")
+    return replace(found, outcome="died" if by.crashed else "cancelled", error=str(by))
+
+
+def _ended_with_flow(found: TaskReport | UnstartedRun, by: CancelledByRunner) -> bool:
+    # A first run that was ended for others has a reason of its own.
+    return found.outcome == "cancelled" and found.error in ("", str(CancelledByRunner()), str(by))
 
 
 def _make_broker(given: Configuration, folder: Path | None) -> Broker:

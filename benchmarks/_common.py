@@ -176,9 +176,9 @@ def stream(
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
     deadline = time.monotonic() + limit_s
-    over, gone_s = False, None
+    over, gone_s, closed = False, None, False
     try:
-        while True:
+        while not (closed and process.poll() is not None):
             now = time.monotonic()
             if process.poll() is not None:
                 gone_s = gone_s or now
@@ -192,9 +192,9 @@ def stream(
                 line = lines.get(timeout=0.2)
             except queue.Empty:
                 continue
-            if line is None and process.poll() is not None:
-                break
             if line is None:
+                # A process closes its output a moment before it ends.
+                closed = True
                 continue
             if line.startswith(MARK):
                 on_record(json.loads(line[len(MARK) :]))

@@ -133,7 +133,11 @@ def test_a_signal_to_the_flow_ends_its_children(
     assert all(why in each for each in said), said[0][:600]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "signum",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT],
+    ids=["SIGTERM", "SIGINT"],
+)
 def test_a_signal_after_the_flow_has_completed_loses_no_report(
     place: Workplace, signum: int
 ) -> None:

@@ -37,6 +37,9 @@ MEASUREMENT_S = 3600.0
 #: Seconds to wait, after a process ended, for its remaining output.
 OUTPUT_S = 5.0
 
+#: Seconds that a process has to end after SIGTERM.
+TERMINATE_S = 5.0
+
 #: When this process started, for the times in progress messages; monotonic seconds.
 STARTED_S = time.monotonic()
 
@@ -218,7 +221,7 @@ def _read_lines(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Terminate a process and its group, then kill what is left."""
-    for signum, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
+    for signum, patience_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(process.pid, signum)
             process.wait(patience_s)

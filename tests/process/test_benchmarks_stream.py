@@ -80,6 +80,7 @@ def test_one_whose_time_is_up_is_ended_with_what_it_started(
 ) -> None:
     clock = _Clock()
     monkeypatch.setattr(_common, "time", clock)
+    monkeypatch.setattr(_common, "TERMINATE_S", 0.1)
     program = """
         import signal, subprocess, sys, time
         import _common

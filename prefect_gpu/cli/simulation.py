@@ -244,6 +244,11 @@ class _Replay:
 
     def _add(self, position: int, sequence: int, shares: bool) -> None:
         task = self.outcomes[position].task
+        memory = task.memory
+        largest_bytes = max(state.capacity_bytes for state in self._states.values())
+        if task.probe_bytes is not None and task.probe_bytes > largest_bytes:
+            # It is refused, with the reason.
+            memory = task.probe_bytes
         self._sequences[position] = sequence
         self._queue.add(
             Request(
@@ -251,7 +256,7 @@ class _Replay:
                 task_name=task.name,
                 sequence=sequence,
                 submitted_s=self.outcomes[position].ready_s,
-                memory=task.memory,
+                memory=memory,
                 count=task.count,
                 exclusive=task.exclusive,
                 priority=task.priority,

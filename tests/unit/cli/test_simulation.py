@@ -90,6 +90,12 @@ def test_a_first_run_that_runs_a_device_short_has_one_to_itself() -> None:
     assert schedule.makespan_s == 20.0
 
 
+def test_a_first_run_that_held_more_than_a_device_has_can_never_run() -> None:
+    schedule = simulate([first_run("huge", 10, 30)], SimulatedDevices("1x24GiB"))
+    (outcome,) = schedule.outcomes
+    assert outcome.started_s is None and "30GiB" in outcome.refusal
+
+
 def test_a_short_task_passes_a_blocked_one_only_with_backfill() -> None:
     tasks = [task("a", 100, 20), task("head", 10, 24), task("short", 50, 4)]
     one = SimulatedDevices("1x24GiB")

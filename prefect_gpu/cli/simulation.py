@@ -34,9 +34,6 @@ class ListedTask:
     duration_s: float
     #: Memory of each device: bytes, or a fraction of it. `None`: a device to itself, or see `probe_bytes`.
     memory: int | float | None = None
-    #: Of a first run whose need is not known and which shares devices: the bytes of each that it holds from its start on.
-    #: `None`: it is none.
-    probe_bytes: int | None = None
     #: Number of devices. It gets all of them or none.
     count: int = 1
     priority: int = 0
@@ -48,6 +45,9 @@ class ListedTask:
     after: tuple[int, ...] = ()
     #: Seconds from then, or from its arrival if that is later, to its submission.
     lag_s: float = 0.0
+    #: Of a first run whose need is not known and which shares devices: the bytes of each that it holds from its start on.
+    #: `None`: it is none.
+    probe_bytes: int | None = None
 
 
 @dataclass(slots=True)

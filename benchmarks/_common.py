@@ -37,6 +37,9 @@ MEASUREMENT_S = 3600.0
 #: Seconds to wait, after a process ended, for its remaining output.
 OUTPUT_S = 5.0
 
+#: Seconds that a process has to end after SIGTERM.
+TERMINATE_S = 5.0
+
 #: When this process started, for the times in progress messages; monotonic seconds.
 STARTED_S = time.monotonic()
 
@@ -176,9 +179,9 @@ def stream(
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
     deadline = time.monotonic() + limit_s
-    over, gone_s = False, None
+    over, gone_s, closed = False, None, False
     try:
-        while True:
+        while not (closed and process.poll() is not None):
             now = time.monotonic()
             if process.poll() is not None:
                 gone_s = gone_s or now
@@ -192,9 +195,9 @@ def stream(
                 line = lines.get(timeout=0.2)
             except queue.Empty:
                 continue
-            if line is None and process.poll() is not None:
-                break
             if line is None:
+                # A process closes its output a moment before it ends.
+                closed = True
                 continue
             if line.startswith(MARK):
                 on_record(json.loads(line[len(MARK) :]))
@@ -218,7 +221,7 @@ def _read_lines(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Terminate a process and its group, then kill what is left."""
-    for signum, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
+    for signum, patience_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, 10.0)):
         try:
             os.killpg(process.pid, signum)
             process.wait(patience_s)

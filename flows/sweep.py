@@ -100,8 +100,8 @@ def main() -> None:
     """Read the arguments, run the flow, print what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", default="auto", help="auto, host, nvml, simulated:2x8GiB")
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 1024])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 1e-2])
     parser.add_argument("--dropouts", type=float, nargs="+", default=[0.0, 0.2])
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()

@@ -123,15 +123,15 @@ def format_bytes(size_bytes: int | float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Return seconds as readable text: `12.3s`, `85ms`, `4m 05s`, or `unknown` for `None`."""
+    """Return seconds as readable text: `12.3s`, `1s`, `85ms`, `4m 05s`, `10m`, or `unknown` for `None`."""
     if seconds is None:
         return "unknown"
-    # What rounds to 1000ms is 1.0s, and what rounds to 60.0s is 1m 00s.
+    # What rounds to 1000ms is 1s, and what rounds to 60.0s is 1m.
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f}ms"
     if seconds < 59.95:
-        return f"{seconds:.1f}s"
+        return f"{seconds:.1f}".removesuffix(".0") + "s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes}m {rest:02d}s"
-    return f"{minutes // 60}h {minutes % 60:02d}m"
+        return f"{minutes}m {rest:02d}s".removesuffix(" 00s")
+    return f"{minutes // 60}h {minutes % 60:02d}m".removesuffix(" 00m")

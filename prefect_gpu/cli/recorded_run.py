@@ -89,6 +89,7 @@ def _list(
             arrival_s=arrived_at - begin_at,
             duration_s=report.held_s,
             memory=_memory(report),
+            probe_bytes=_probe_bytes(report),
             count=len(report.devices),
             priority=report.priority,
             exclusive=report.exclusive,
@@ -114,11 +115,18 @@ def _before(
 
 
 def _memory(report: TaskReport) -> int | None:
-    """Return the bytes that a process reserved on each device; `None`: it had devices to itself."""
+    """Return the bytes that a process reserved on each device; `None`: it had devices to itself, or was a first run."""
     least = min(device.total_bytes for device in report.devices)
     if report.budget_source == "probe" or report.budget_bytes >= WHOLE_FRACTION * least:
         return None
     return report.budget_bytes
+
+
+def _probe_bytes(report: TaskReport) -> int | None:
+    """Return the most bytes that a first run which shared devices held on each; `None`: it was none."""
+    if report.budget_source != "probe" or report.cap_bytes is None:
+        return None
+    return -(-report.peak_process_bytes // len(report.devices))
 
 
 def _asked_at(report: TaskReport) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 
 from prefect_gpu.broker.broker import HEADROOM_BYTES
@@ -19,6 +19,7 @@ from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.memory import DeviceState, device_state
 from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.scheduling.placement import Board, PlacementStyle
+from prefect_gpu.scheduling.probes import READY_S, Growth, choose_ended, counted_bytes
 from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, decide
 
 
@@ -31,7 +32,7 @@ class ListedTask:
     arrival_s: float
     #: Seconds for which it holds its devices.
     duration_s: float
-    #: Memory of each device: bytes, or a fraction of it. `None`: a device to itself.
+    #: Memory of each device: bytes, or a fraction of it. `None`: a device to itself, or see `probe_bytes`.
     memory: int | float | None = None
     #: Number of devices. It gets all of them or none.
     count: int = 1
@@ -44,6 +45,9 @@ class ListedTask:
     after: tuple[int, ...] = ()
     #: Seconds from then, or from its arrival if that is later, to its submission.
     lag_s: float = 0.0
+    #: Of a first run whose need is not known and which shares devices: the bytes of each that it holds from its start on.
+    #: `None`: it is none.
+    probe_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -124,10 +128,15 @@ class Schedule:
 
     @property
     def utilisation(self) -> float:
-        """Fraction of all memory, over the makespan, that was reserved for tasks."""
+        """Fraction of all memory, over the makespan, that was reserved for tasks; of a first run, what it held."""
         span_s = self.makespan_s
         held = sum(
-            sum(o.placement.budget_bytes) * o.task.duration_s
+            (
+                sum(o.placement.budget_bytes)
+                if o.task.probe_bytes is None
+                else o.task.probe_bytes * o.task.count
+            )
+            * o.task.duration_s
             for o in self.outcomes
             if o.placement is not None
         )
@@ -164,6 +173,9 @@ def simulate(
     return Schedule(simulated, tuple(replay.outcomes), bounds)
 
 
+#: Kinds of events, in the order in which those of one time are processed. An end makes room for what arrives.
+_END, _SETTLES, _ARRIVES = range(3)
+
 #: Stands for "no limit": more tasks than a list can have, more bytes than a machine can have.
 _ANY = 1 << 62
 
@@ -191,12 +203,14 @@ class _Replay:
         self._max_processes = max_processes or _ANY
         self._running = 0
         self._submitted = 0
+        #: Order of submission, by position.
+        self._sequences: dict[int, int] = {}
         self._queue = RequestQueue()
         #: Returns tasks once all those that they come after have ended.
         self._sorter = TopologicalSorter({i: task.after for i, task in enumerate(tasks)})
         self._sorter.prepare()
-        #: Next events: seconds, whether it is an arrival (ends come first), position in the list.
-        self._events: list[tuple[float, bool, int]] = []
+        #: Next events: seconds, kind, position in the list.
+        self._events: list[tuple[float, int, int]] = []
         self._push_arrivals(0.0)
 
     def run(self) -> None:
@@ -205,56 +219,108 @@ class _Replay:
         while events:
             now_s = events[0][0]
             while events and events[0][0] == now_s:
-                _, arrives, position = heapq.heappop(events)
-                if arrives:
+                _, kind, position = heapq.heappop(events)
+                if kind == _ARRIVES:
                     self._submit(position, now_s)
-                else:
+                elif kind == _END and self.outcomes[position].ended_s == now_s:
                     self._end(position, now_s)
             self._schedule(now_s)
+            while self._end_probes(now_s):
+                self._schedule(now_s)
         self._refuse_followers()
 
     def _push_arrivals(self, now_s: float) -> None:
         for position in self._sorter.get_ready():
             task = self.outcomes[position].task
             arrives_s = max(now_s, task.arrival_s) + task.lag_s
-            heapq.heappush(self._events, (arrives_s, True, position))
+            heapq.heappush(self._events, (arrives_s, _ARRIVES, position))
 
     def _submit(self, position: int, now_s: float) -> None:
         outcome = self.outcomes[position]
         task = outcome.task
         outcome.ready_s = now_s
         self._submitted += 1
+        self._add(position, self._submitted, shares=task.probe_bytes is not None)
+
+    def _add(self, position: int, sequence: int, shares: bool) -> None:
+        task = self.outcomes[position].task
+        memory = task.memory
+        largest_bytes = max(state.capacity_bytes for state in self._states.values())
+        if task.probe_bytes is not None and task.probe_bytes > largest_bytes:
+            # It is refused, with the reason.
+            memory = task.probe_bytes
+        self._sequences[position] = sequence
         self._queue.add(
             Request(
                 id=str(position),
                 task_name=task.name,
-                sequence=self._submitted,
-                submitted_s=now_s,
-                memory=task.memory,
+                sequence=sequence,
+                submitted_s=self.outcomes[position].ready_s,
+                memory=memory,
                 count=task.count,
                 exclusive=task.exclusive,
                 priority=task.priority,
                 expected_s=task.expected_s,
+                probe_fraction=1.0 if shares else 0.0,
             )
         )
 
     def _end(self, position: int, now_s: float) -> None:
+        self._release(position)
+        self._sorter.done(position)
+        self._push_arrivals(now_s)
+
+    def _release(self, position: int) -> None:
         placement = self.outcomes[position].placement
         assert placement is not None
         self._running -= 1
         for reservation in placement.reservations:
             state = self._states[reservation.device_key]
-            left = [r for r in state.reservations if r != reservation]
-            self._states[reservation.device_key] = device_state(
-                state.snapshot, left, {}, self._headroom_bytes
-            )
-        self._sorter.done(position)
-        self._push_arrivals(now_s)
+            left = tuple(r for r in state.reservations if r != reservation)
+            self._states[reservation.device_key] = replace(state, reservations=left)
+
+    def _growths(self, state: DeviceState) -> dict[str, Growth]:
+        """Return how the first runs that share a device have grown: at once, to what they hold."""
+        growths = {}
+        for reservation in state.reservations:
+            held_bytes = self.outcomes[int(reservation.request_id)].task.probe_bytes
+            if reservation.probe is not None and held_bytes is not None:
+                growths[reservation.request_id] = Growth(
+                    reservation.probe.since_s, held_bytes, reservation.probe.since_s, held_bytes
+                )
+        return growths
+
+    def _as_now(self, state: DeviceState, now_s: float) -> DeviceState:
+        growths = self._growths(state)
+        counts = {
+            r.request_id: counted_bytes(r, growths[r.request_id], now_s)
+            for r in state.reservations
+            if r.request_id in growths
+        }
+        return device_state(state.snapshot, state.reservations, {}, self._headroom_bytes, counts)
+
+    def _end_probes(self, now_s: float) -> bool:
+        """End first runs that are in the way of others, for which each gets a device to itself; return whether one was."""
+        ended = False
+        for state in tuple(self._states.values()):
+            growths = self._growths(state)
+            held_bytes = sum(growth.peak_bytes for growth in growths.values())
+            snapshot = replace(state.snapshot, free_bytes=state.snapshot.free_bytes - held_bytes)
+            full = replace(state, snapshot=snapshot)
+            if id_ := choose_ended(full, growths, now_s, self._headroom_bytes):
+                position = int(id_)
+                self._release(position)
+                outcome = self.outcomes[position]
+                outcome.placement = outcome.started_s = outcome.ended_s = None
+                self._add(position, self._sequences[position], shares=False)
+                ended = True
+        return ended
 
     def _schedule(self, now_s: float) -> None:
         if not self._queue:
             return
-        board = Board(self._states.values(), self._style, self._max_tasks)
+        states = [self._as_now(state, now_s) for state in self._states.values()]
+        board = Board(states, self._style, self._max_tasks)
         decisions = decide(
             self._queue,
             board,
@@ -277,7 +343,9 @@ class _Replay:
             outcome = self.outcomes[int(request.id)]
             outcome.placement, outcome.started_s = placement, now_s
             outcome.ended_s = now_s + outcome.task.duration_s
-            heapq.heappush(self._events, (outcome.ended_s, False, int(request.id)))
+            heapq.heappush(self._events, (outcome.ended_s, _END, int(request.id)))
+            if any(r.probe for r in placement.reservations):
+                heapq.heappush(self._events, (now_s + READY_S, _SETTLES, int(request.id)))
         self._running += len(decisions.placements)
 
     def _refuse_followers(self) -> None:
@@ -307,6 +375,8 @@ def lower_bounds(
 
     def least_bytes(task: ListedTask, size_bytes: int) -> float:
         # The device that a task has to itself is at least as large as the smallest.
+        if task.probe_bytes is not None:
+            return task.probe_bytes
         if task.memory is None or task.exclusive:
             return size_bytes
         return task.memory * size_bytes if isinstance(task.memory, float) else task.memory

@@ -68,6 +68,9 @@ class TaskStatus:
     #: The flow's process; `None`: as above.
     flow_pid: int | None
     user: str
+    #: `first run`: what it needs is not known, and its budget is the most that it may take. `whole device`: it was given all
+    #: that its devices had free. Empty: it has a budget.
+    mark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,11 @@ def _task(
 
     placed_s = found.placed_s.get(request_id)
     owner = found.owners.get(entry.owner, Owner())
+    mark = ""
+    if any(reservation.probe for reservation in entry.reservations):
+        mark = "first run"
+    elif entry.request.memory is None:
+        mark = "whole device"
     return TaskStatus(
         task=entry.request.task_name,
         task_run=entry.request.task_run_name,
@@ -208,6 +216,7 @@ def _task(
         pid=entry.pid if entry.namespace == found.namespace else None,
         flow_pid=owner.pid if owner.namespace == found.namespace else None,
         user=owner.user,
+        mark=mark,
     )
 
 
@@ -334,7 +343,8 @@ def _plural(items: Sequence[Any], word: str, ending: str = "s") -> str:
 
 def _task_rows(task: TaskStatus) -> list[Row]:
     """Return a row for each device; what all have in common is in the first."""
-    first: Row = (task.task_run or task.task, task.state)
+    state = f"{task.state}, {task.mark}" if task.mark else task.state
+    first: Row = (task.task_run or task.task, state)
     last: Row = (_seconds(task.seconds), _pid(task.pid), _pid(task.flow_pid), task.user)
     rows: list[Row] = []
     for held in task.devices:

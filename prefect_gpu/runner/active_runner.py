@@ -181,7 +181,7 @@ class ActiveRunner:
             self._submitted += 1
         number = plan.sequence if isinstance(plan, TaskPlan) else next_sequence()
         place = self._order.add(number, Inputs(parameters, wait_for).wait)
-        gpu_task = GPUTask(self, task, plan, place)
+        gpu_task = GPUTask(self, task, plan, place, prefect_engine.calling_line())
         task_run_id = prefect_engine.new_task_run_id()
         context = copy_context()
         engine = functools.partial(
@@ -489,6 +489,8 @@ class ActiveRunner:
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without holding up the caller."""
         self._let_go()
+        if _ended_with_flow(report, self._ended_by):
+            report = replace(report, error=str(self._ended_by))
         with self._lock:
             same = [r for r in self._reports if r.task_run_id == report.task_run_id]
             self._reports.append(report.compact())
@@ -620,9 +622,14 @@ class ActiveRunner:
 
 def _as_ended(found: _Ended, by: CancelledByRunner) -> _Ended:
     """Return what is reported of a task run, with the word and the reason of its state if it was ended with its flow."""
-    if found.outcome != "cancelled":
+    if not _ended_with_flow(found, by):
         return found
     return replace(found, outcome="died" if by.crashed else "cancelled", error=str(by))
+
+
+def _ended_with_flow(found: TaskReport | UnstartedRun, by: CancelledByRunner) -> bool:
+    # A first run that was ended for others has a reason of its own.
+    return found.outcome == "cancelled" and found.error in ("", str(CancelledByRunner()), str(by))
 
 
 def _make_broker(given: Configuration, folder: Path | None) -> Broker:

@@ -592,7 +592,7 @@ class Attempt:
             said += f"; it crashed in native code that {line} called"
         self._verdict = Verdict("died", said, cause, stderr_tail=exited.stderr_tail)
         if exited.stderr_tail:
-            self._run.warn(f"The process died; end of its standard error:\n{exited.stderr_tail}")
+            self._run.note(f"The process died; end of its standard error:\n{exited.stderr_tail}")
         return _death_by_exit(self._plan.task_name, exited, self._learned, cause)
 
     def _open_value(self, ended: BodyEnded, data: ReceivedValue) -> Any:

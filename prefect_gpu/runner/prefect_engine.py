@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import logging
 import os
 import random
 import sys
@@ -23,6 +24,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context, ContextVar, copy_context
 from datetime import datetime, timezone
+from types import FrameType, TracebackType
 from typing import Any, cast
 from uuid import UUID
 
@@ -42,7 +44,7 @@ from prefect.context import (
 from prefect.events import Event, emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CancelledRun, CrashedRun, MissingContextError, TerminationSignal
-from prefect.logging.handlers import emit_api_log
+from prefect.logging.handlers import APILogHandler, emit_api_log
 from prefect.logging.loggers import flow_run_logger
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed, Failed, Pending, Running
@@ -51,6 +53,7 @@ from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event, should_log_prints
 from prefect.utilities.urls import url_for
 
+from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
@@ -63,6 +66,9 @@ SLOT_DELAYS_S = (0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
 
 #: Characters of an error's text that a log line, or the message of a state, repeats.
 LONGEST_LINE = 160
+
+#: Packages whose frames are between a line that submits a task and the task runner.
+_NOT_USERS = ("prefect", "prefect_gpu")
 
 #: Name of the state of a task that waits for a device.
 AWAITING = "AwaitingGPU"
@@ -206,6 +212,7 @@ def with_body(
     body: Callable[..., Any],
     hopeless: Callable[[object], bool],
     speaks_for_itself: Callable[[Exception], bool],
+    submitted_at: TracebackType | None = None,
 ) -> Task[..., Any]:
     """Return a copy of a task whose body is replaced, for Prefect's engine to run in a thread.
 
@@ -214,6 +221,8 @@ def with_body(
         body: Called in place of `task.fn`, with its arguments, synchronously.
         hopeless: Returns whether a retry could only fail with the same error.
         speaks_for_itself: Returns whether an error is not explained by where in this package it was raised.
+        submitted_at: The line of the user's that submitted the task. It is shown with errors of this package, which
+            have no other line of the user's.
     """
     shadow = copy.copy(task)
 
@@ -227,7 +236,7 @@ def with_body(
             told = error
         # The frames of this package would stand between the user's, which are its cause, and Prefect's.
         try:
-            raise told.with_traceback(None)
+            raise told.with_traceback(submitted_at if isinstance(told, PrefectGPUError) else None)
         finally:
             # It holds this frame.
             del told
@@ -240,6 +249,14 @@ def with_body(
     shadow.timeout_seconds = None
     shadow.retry_condition_fn = _retry_condition(task.retry_condition_fn, hopeless)
     return shadow
+
+
+def calling_line() -> TracebackType | None:
+    """Return a traceback of the innermost line that is neither of Prefect nor of this package; `None`: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+        frame = frame.f_back
+    return frame and TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
 
 
 def _retry_condition(
@@ -581,6 +598,20 @@ class EngineRun:
     def warn(self, text: str) -> None:
         """Log a warning on the task run."""
         self._logger.warning(text)
+
+    def note(self, text: str) -> None:
+        """Add a warning to the log of the task run in the API alone: the terminal shows its text already."""
+        run = self.task_run
+        record = {
+            "name": self._logger.name,
+            "levelno": logging.WARNING,
+            "levelname": "WARNING",
+            "msg": text,
+            "task_run_id": str(run.id),
+            "flow_run_id": run.flow_run_id and str(run.flow_run_id),
+        }
+        if self._logger.isEnabledFor(logging.WARNING):
+            APILogHandler().handle(logging.makeLogRecord(record))
 
     def emit(self, event: GPUEvent) -> None:
         """Emit an event about the task run. From any thread; without waiting for the API."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
@@ -441,15 +442,22 @@ class GPUTask:
         task: As it was submitted.
         plan: What it is; or else what is wrong with it, which fails the task run.
         place: In the order of `submit`.
+        submitted_at: The line of the user's that submitted it.
     """
 
     def __init__(
-        self, runner: ActiveRunner, task: Task[..., Any], plan: TaskPlan | Exception, place: Place
+        self,
+        runner: ActiveRunner,
+        task: Task[..., Any],
+        plan: TaskPlan | Exception,
+        place: Place,
+        submitted_at: TracebackType | None,
     ) -> None:
         self._runner = runner
         self._task = task
         self._plan = plan
         self._place = place
+        self._submitted_at = submitted_at
         # Of all calls of the body, which are Prefect's retries.
         self._numbers = itertools.count(1)
         self._climb = Climb()
@@ -482,10 +490,13 @@ class GPUTask:
         elif isinstance(announced, ClusterAnnouncement):
             self._standby = announced.standby
         try:
+            task = with_body(
+                self._task, self._body, is_hopeless, speaks_for_itself, self._submitted_at
+            )
             with asked_first(self._runner.limits), paused_by(self._runner.pause):
                 return run_engine(
                     client,
-                    with_body(self._task, self._body, is_hopeless, speaks_for_itself),
+                    task,
                     task_run_id,
                     parameters,
                     wait_for,

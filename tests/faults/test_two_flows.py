@@ -104,7 +104,7 @@ def main():
     if sys.argv[1] == "stopped":
         futures = [runs.submit(), blocked.submit()]
     else:
-        futures = [short.submit() for _ in range(100)]
+        futures = [short.submit() for _ in range(70)]
     for future in futures:
         future.result()
 

@@ -291,6 +291,41 @@ def test_tasks_run_on_all_nodes(
 
 
 @pytest.mark.slow
+def test_first_runs_share_the_devices_of_nodes_and_all_are_learned_from(
+    machines: Machines, prefect_server: str, tmp_path: Path
+) -> None:
+    @task(tags=gpu(learn_by="name"))
+    def unknown(name: str, folder: str) -> str:
+        from prefect_gpu.testing import allocate
+
+        with allocate("2GiB"):
+            Path(folder, name).touch()
+            wait_for(lambda: len(list(Path(folder).iterdir())) == len(NAMES) + 2)
+            return node_of(current_allocation())
+
+    names = [f"unknown-{n}" for n in range(len(NAMES) + 2)]
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    @flow(task_runner=machines.runner())
+    def main() -> Any:
+        rounds = []
+        for folder in (first, second):
+            folder.mkdir()
+            futures = [unknown.submit(name, str(folder)) for name in names]
+            rounds.append([(future.task_run_id, future.result()) for future in futures])
+        return rounds
+
+    probes, learned = main()
+    # Two more than there are devices have met.
+    assert {node for _, node in probes} == set(NAMES)
+    for runs, source in ((probes, "probe"), (learned, "learned")):
+        for run_id, node in runs:
+            (report,) = api.artifacts(task_run_id=run_id, count=1)
+            said = {key: report.metadata_[key] for key in ("budget_source", "outcome", "node")}
+            assert said == {"budget_source": source, "outcome": "completed", "node": node}
+
+
+@pytest.mark.slow
 def test_a_node_dies_and_its_task_is_run_again_elsewhere(
     machines: Machines, prefect_server: str, tmp_path: Path
 ) -> None:

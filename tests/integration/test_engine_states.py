@@ -333,6 +333,11 @@ def test_a_death_quotes_what_the_process_wrote_last(died: Run) -> None:
     death = died.error("segfault")
     assert isinstance(death, ChildDiedError) and "about to segfault" in death.stderr_tail
     assert "that dies (" in str(death) and "\n" not in str(death)
+    run = api.task_run(died.futures["segfault"].task_run_id)
+    assert run.flow_run_id is not None
+    api.logs(
+        run.flow_run_id, [f"The process died; end of its standard error:\n{death.stderr_tail}"]
+    )
 
 
 def test_causes_of_a_sigkill_are_worded_as_possible(died: Run) -> None:

@@ -315,11 +315,66 @@ sessions = {
 """
 
 
-@needs_tensorflow
-def test_whatever_opens_a_gpu_in_tensorflow_keeps_to_the_cap():
-    found = run_child(
-        TENSORFLOW_SHOWN
-        + """
+#: By test: what it asks of `TENSORFLOW_SHOWN`. They share one process, for TensorFlow takes seconds to import.
+ASKED = {
+    "messages": """
+apply()
+for _ in range(2):
+    options_of(lambda: v1.Session(config=config()))
+    options_of(lambda: v1.Session(config=fraction(0.25)))
+out["kept"] = list(messages)
+for _ in range(2):
+    options_of(lambda: v1.Session(config=fraction(0.75)))
+    options_of(lambda: v1.Session(config=split([10240])))
+out["fraction"] = list(messages)
+apply()
+options_of(lambda: eager(logical(10240)))
+out["limit"] = messages[1:]
+messages.clear()
+os.environ["TF_GPU_ALLOCATOR"] = "cuda_malloc_async"
+options_of(lambda: v1.Session(config=experimental(use_cuda_malloc_async=True)))
+out["allocator"] = list(messages)
+out["left"] = os.environ.get("TF_GPU_ALLOCATOR")
+""",
+    "growth": """
+for kind, make in sessions.items():
+    apply("growth")
+    out[kind] = options_of(lambda: make(fraction(0.75)))
+apply("growth")
+out["tf.config"] = options_of(lambda: eager(logical(2048)))
+out["warned"] = list(messages)
+""",
+    "several": """
+for name, config_for in {
+    "both": config,
+    "more": lambda: fraction(0.9),
+    "the second": lambda: config(visible_device_list="1"),
+    "turned": lambda: fraction(0.3, visible_device_list="1,0"),
+    "the first": lambda: config(device_count={"GPU": 1}),
+    "no such device": lambda: fraction(0.9, visible_device_list="0,2"),
+    "no list": lambda: fraction(0.9, visible_device_list="first"),
+    "too few pieces": lambda: split([9000]),
+}.items():
+    apply(total=(16, 32), budget=(8, 8))
+    out[name] = options_of(lambda: v1.Session(config=config_for()))[0]
+""",
+    "split": """
+def problem_of(make):
+    try:
+        return options_of(make)[0]
+    except FrameworkError as error:
+        return str(error)
+
+apply()
+out["whole"] = problem_of(lambda: v1.Session(config=fraction(0.1)))
+out["then split"] = problem_of(lambda: v1.Session(config=split([1024, 1024])))
+out["by tf.config"] = problem_of(lambda: eager(logical(1024, 1024)))
+apply()
+out["split"] = problem_of(lambda: v1.Session(config=split([1024, 1024])))
+out["again"] = problem_of(lambda: v1.Session(config=split([4096, 4096])))
+out["then whole"] = problem_of(lambda: v1.Session())
+""",
+    "caps": """
 settings = {
     "nothing": lambda: None,
     "no options": config,
@@ -336,9 +391,11 @@ settings = {
     "split without limits": lambda: split([]),
     "split below nothing": lambda: split([-1]),
 }
+few = ("nothing", "more, growing", "split further")
 for kind, make in sessions.items():
     out[kind] = {}
-    for setting, config_for in settings.items():
+    for setting in settings if kind == "Session" else few:
+        config_for = settings[setting]
         apply()
         out[kind][setting] = options_of(lambda: make(config_for()))
 apply()
@@ -358,8 +415,23 @@ theirs = fraction(0.75)
 options_of(lambda: v1.Session(config=theirs))
 out["theirs"] = theirs.gpu_options.per_process_gpu_memory_fraction
 """,
-        host_policy(),
-    )
+}
+
+
+@pytest.fixture(scope="module")
+def shown():
+    pytest.importorskip("tensorflow")
+    parts = [
+        f"out = all_out[{name!r}] = {{}}\nmessages.clear()\n{asked}"
+        for name, asked in ASKED.items()
+    ]
+    lines = ["all_out = {}", *parts, "out = all_out\n"]
+    return run_child(TENSORFLOW_SHOWN + "\n".join(lines), host_policy())
+
+
+@needs_tensorflow
+def test_whatever_opens_a_gpu_in_tensorflow_keeps_to_the_cap(shown):
+    found = shown["caps"]
     whole = [[[8192]], False]
     kinds = {
         "nothing": whole,
@@ -388,9 +460,11 @@ out["theirs"] = theirs.gpu_options.per_process_gpu_memory_fraction
         "create_local_server",
         "list_local_devices",
     ):
-        assert found[kind] == kinds, kind
+        assert found[kind] == {name: kinds[name] for name in found[kind]}, kind
+    assert found["Session"].keys() == kinds.keys()
     # Without options this one grows.
-    assert found["InteractiveSession"] == {**kinds, "nothing": [[[8192]], True]}
+    growing = [[[8192]], True]
+    assert found["InteractiveSession"] == {**found["Server"], "nothing": growing}
     assert found["keras"] == whole
     assert found["is_gpu_available"] == whole
     assert found["Cluster"] == whole
@@ -402,44 +476,16 @@ out["theirs"] = theirs.gpu_options.per_process_gpu_memory_fraction
 
 
 @needs_tensorflow
-def test_whatever_opens_a_gpu_in_tensorflow_grows_where_there_is_no_cap():
-    found = run_child(
-        TENSORFLOW_SHOWN
-        + """
-for kind, make in sessions.items():
-    apply("growth")
-    out[kind] = options_of(lambda: make(fraction(0.75)))
-apply("growth")
-out["tf.config"] = options_of(lambda: eager(logical(2048)))
-out["warned"] = messages
-""",
-        host_policy(),
-    )
+def test_whatever_opens_a_gpu_in_tensorflow_grows_where_there_is_no_cap(shown):
+    found = shown["growth"]
     assert found.pop("warned") == []
     assert found.pop("tf.config") == [[[2048]], True]
     assert set(map(str, found.values())) == {"[[], True]"}
 
 
 @needs_tensorflow
-def test_several_gpus_of_tensorflow_have_a_cap_each():
-    found = run_child(
-        TENSORFLOW_SHOWN
-        + """
-for name, config_for in {
-    "both": config,
-    "more": lambda: fraction(0.9),
-    "the second": lambda: config(visible_device_list="1"),
-    "turned": lambda: fraction(0.3, visible_device_list="1,0"),
-    "the first": lambda: config(device_count={"GPU": 1}),
-    "no such device": lambda: fraction(0.9, visible_device_list="0,2"),
-    "no list": lambda: fraction(0.9, visible_device_list="first"),
-    "too few pieces": lambda: split([9000]),
-}.items():
-    apply(total=(16, 32), budget=(8, 8))
-    out[name] = options_of(lambda: v1.Session(config=config_for()))[0]
-""",
-        host_policy(),
-    )
+def test_several_gpus_of_tensorflow_have_a_cap_each(shown):
+    found = shown["several"]
     assert found == {
         "both": [[8192], [8192]],
         "more": [[8192], [8192]],
@@ -454,30 +500,8 @@ for name, config_for in {
 
 
 @needs_tensorflow
-def test_what_tensorflow_asks_for_above_the_cap_is_logged_once():
-    found = run_child(
-        TENSORFLOW_SHOWN
-        + """
-apply()
-for _ in range(2):
-    options_of(lambda: v1.Session(config=config()))
-    options_of(lambda: v1.Session(config=fraction(0.25)))
-out["kept"] = list(messages)
-for _ in range(2):
-    options_of(lambda: v1.Session(config=fraction(0.75)))
-    options_of(lambda: v1.Session(config=split([10240])))
-out["fraction"] = list(messages)
-apply()
-options_of(lambda: eager(logical(10240)))
-out["limit"] = messages[1:]
-messages.clear()
-os.environ["TF_GPU_ALLOCATOR"] = "cuda_malloc_async"
-options_of(lambda: v1.Session(config=experimental(use_cuda_malloc_async=True)))
-out["allocator"] = messages
-out["left"] = os.environ.get("TF_GPU_ALLOCATOR")
-""",
-        host_policy(),
-    )
+def test_what_tensorflow_asks_for_above_the_cap_is_logged_once(shown):
+    found = shown["messages"]
     assert found["kept"] == []
     (fraction,) = found["fraction"]
     assert (
@@ -492,27 +516,8 @@ out["left"] = os.environ.get("TF_GPU_ALLOCATOR")
 
 
 @needs_tensorflow
-def test_a_gpu_that_tensorflow_has_opened_is_split_no_further():
-    found = run_child(
-        TENSORFLOW_SHOWN
-        + """
-def problem_of(make):
-    try:
-        return options_of(make)[0]
-    except FrameworkError as error:
-        return str(error)
-
-apply()
-out["whole"] = problem_of(lambda: v1.Session(config=fraction(0.1)))
-out["then split"] = problem_of(lambda: v1.Session(config=split([1024, 1024])))
-out["by tf.config"] = problem_of(lambda: eager(logical(1024, 1024)))
-apply()
-out["split"] = problem_of(lambda: v1.Session(config=split([1024, 1024])))
-out["again"] = problem_of(lambda: v1.Session(config=split([4096, 4096])))
-out["then whole"] = problem_of(lambda: v1.Session())
-""",
-        host_policy(),
-    )
+def test_a_gpu_that_tensorflow_has_opened_is_split_no_further(shown):
+    found = shown["split"]
     for again in ("then split", "by tf.config"):
         assert "GPU 0 cannot be split into 2 logical devices" in found[again]
         assert "tf.config.set_logical_device_configuration or in the first session" in found[again]

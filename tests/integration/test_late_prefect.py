@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 SMALL = gpu(memory="64MiB", framework="none")
 
 
-@pytest.fixture(params=["at once", "late"])
+# With Prefect imported before the body a process has Prefect's own set-up: what it then does is what the late one must do.
+@pytest.fixture(params=[pytest.param("at once", marks=pytest.mark.slow), "late"])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a body's process imports Prefect when the body does, or before it."""
     is_late = bool(request.param == "late")

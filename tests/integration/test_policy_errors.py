@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -70,6 +71,8 @@ def test_what_cannot_be_fails_its_task_run_without_a_process_or_a_retry(tmp_path
         found = kept[name].result(raise_on_failure=False)
         assert isinstance(found, error), (name, found)
         assert said in str(found), name
+        # Of the user's: where it is submitted.
+        assert traceback.extract_tb(found.__traceback__)[-1].filename == __file__, name
         assert kept[name].state.name == "Failed", name
     assert not (tmp_path / "started").exists()
     (report,) = api.artifacts(flow_run_id=runs[0], count=1)

@@ -198,7 +198,8 @@ def steps(name: str) -> None:
     size = 256 * (1 + int(name.rpartition("-")[2]))
     for _ in range(4):
         with allocate(f"{size}MiB"):
-            time.sleep(0.05)
+            # Long enough to be read on a busy machine.
+            time.sleep(0.2)
         step()
 
 

@@ -98,16 +98,16 @@ def test_kill_9_leaves_nothing(place: Workplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "end", "states"),
+    ("signum", "end", "states", "why"),
     [
-        (signal.SIGTERM, "wait", {"CRASHED"}),
-        (signal.SIGINT, "wait", {"CRASHED"}),
-        (signal.SIGTERM, "cancel", {"CANCELLED"}),
+        (signal.SIGTERM, "wait", {"CRASHED"}, "aborted by a termination signal"),
+        (signal.SIGINT, "wait", {"CRASHED"}, "aborted by an interrupt signal"),
+        (signal.SIGTERM, "cancel", {"CANCELLED"}, "the flow run was cancelled"),
     ],
     ids=["SIGTERM", "SIGINT", "cancelled through the API"],
 )
 def test_a_signal_to_the_flow_ends_its_children(
-    place: Workplace, signum: int, end: str, states: set[str]
+    place: Workplace, signum: int, end: str, states: set[str], why: str
 ) -> None:
     name = f"signalled-{place.token}"
     running = start_sleepers(place, 3, name, end)
@@ -125,9 +125,19 @@ def test_a_signal_to_the_flow_ends_its_children(
     assert seconds < CHILDREN_S, errors
     assert "| Task run" in errors and "ERROR   | Task run" not in errors
     wait_for_states(name, states, states, 3)
+    with get_client(sync_client=True) as client:
+        flow_run_id = read_run(client, name).id
+    reports = api.artifacts(flow_run_id=flow_run_id, count=4)
+    # One for each process, and one of the flow run.
+    said = [str(each.data) for each in reports]
+    assert all(why in each for each in said), said[0][:600]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "signum",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT],
+    ids=["SIGTERM", "SIGINT"],
+)
 def test_a_signal_after_the_flow_has_completed_loses_no_report(
     place: Workplace, signum: int
 ) -> None:

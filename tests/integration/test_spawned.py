@@ -334,6 +334,8 @@ def test_processes_of_a_notebook(place: Workplace) -> None:
     assert ARRIVED in printed
 
 
+# PyTorch's workers are `multiprocessing`'s, with five imports of PyTorch.
+@pytest.mark.slow
 def test_workers_of_pytorch(place: Workplace) -> None:
     pytest.importorskip("torch")
     place.write("script.py", TORCH + CALL)

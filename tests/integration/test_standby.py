@@ -247,6 +247,8 @@ def test_a_framework_that_was_imported_ahead_still_takes_its_threads(
     assert (intra, inter, variable) == (expected, expected, str(expected))
 
 
+# `tests/process/test_standby_modules.py` shows the rule with small modules; TensorFlow takes half a minute here.
+@pytest.mark.slow
 def test_a_module_that_starts_tensorflow_is_not_imported_ahead(place: Workplace) -> None:
     pytest.importorskip("tensorflow")
     Path(place.folder, "their_model.py").write_text(

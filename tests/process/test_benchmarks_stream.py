@@ -65,6 +65,21 @@ def test_a_dead_calibration_is_reported_with_its_signal(tmp_path: Path) -> None:
     assert why == "its process ended with 3"
 
 
+def test_one_that_closes_its_output_first_is_waited_for_no_longer_than_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only ever reached if its end is not seen.
+    monkeypatch.setattr(_common, "OUTPUT_S", 2 * LIMIT_S)
+    program = """
+        import os, time
+        import _common
+        _common.tell({"last": True})
+        os.close(1)
+        time.sleep(0.5)
+    """
+    assert stream(tmp_path, program) == ([{"last": True}], "")
+
+
 class _Clock:
     """The real clock, until it is moved."""
 
@@ -80,6 +95,7 @@ def test_one_whose_time_is_up_is_ended_with_what_it_started(
 ) -> None:
     clock = _Clock()
     monkeypatch.setattr(_common, "time", clock)
+    monkeypatch.setattr(_common, "TERMINATE_S", 0.1)
     program = """
         import signal, subprocess, sys, time
         import _common

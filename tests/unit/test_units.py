@@ -104,6 +104,9 @@ def test_bytes_are_written_as_readable_text(size_bytes: float | None, text: str)
         pytest.param(None, "unknown", id="unknown"),
         pytest.param(0.085, "85ms", id="below a second"),
         pytest.param(12.34, "12.3s", id="below a minute"),
+        pytest.param(1.0, "1s", id="as a tag says it"),
+        pytest.param(600, "10m", id="whole minutes"),
+        pytest.param(7200, "2h", id="whole hours"),
         pytest.param(245.4, "4m 05s", id="below an hour"),
         pytest.param(7380, "2h 03m", id="hours"),
     ],
@@ -116,7 +119,14 @@ def test_seconds_are_written_as_readable_text(seconds: float | None, text: str) 
 def test_seconds_roll_over_to_the_next_unit_where_they_are_rounded(seconds: float) -> None:
     text = format_seconds(seconds)
     numbers = [float(number) for number in re.findall(r"[0-9.]+", text)]
-    tops = {"ms": [1000], "s": [60], "m s": [60, 60], "h m": [math.inf, 60]}
+    tops = {
+        "ms": [1000],
+        "s": [60],
+        "m": [60],
+        "m s": [60, 60],
+        "h": [math.inf],
+        "h m": [math.inf, 60],
+    }
     units = " ".join(re.findall(r"[a-z]+", text))
     assert all(number < top for number, top in zip(numbers, tops[units], strict=True)), text
 

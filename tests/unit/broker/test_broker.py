@@ -177,7 +177,7 @@ def test_a_short_task_passes_a_blocked_one_that_it_does_not_delay(make_rig: Make
     long = rig.submit("c", 1.5, expected_s=61.0)
     assert rig.waits(head, long)
     assert rig.broker.explain(head) == (
-        "23GiB on device 0; most free 4GiB; device 0 kept for it, free in about 1m 00s"
+        "23GiB on device 0; most free 4GiB; device 0 kept for it, free in about 1m"
     )
     rig.place("d", 3, expected_s=59.0)
     assert first.placement is not None

@@ -77,7 +77,7 @@ def test_it_says_what_of_the_devices_is_waited_for(rig: Rig) -> None:
     rig.take()
     assert rig.view.silence == ""
     rig.clock.advance(SILENT_S + 1)
-    assert rig.view.silence == "the devices to answer (nothing heard for 6.0s)"
+    assert rig.view.silence == "the devices to answer (nothing heard for 6s)"
     rig.take(error="NVML is gone")
     assert rig.view.silence == "the devices to answer (NVML is gone)"
 

@@ -198,7 +198,7 @@ def test_a_driver_that_hangs_holds_up_neither_reservations_nor_waiters(rig: Rig)
         assert rig.next_recovered() == ("a", None)
         waiting = rig.submit("b", 6)
         assert rig.waits(waiting)
-        assert rig.broker.explain(waiting) == "the devices to answer (nothing heard for 6.0s)"
+        assert rig.broker.explain(waiting) == "the devices to answer (nothing heard for 6s)"
     finally:
         hangs.set()
     decided(waiting)

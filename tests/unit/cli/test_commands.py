@@ -38,7 +38,7 @@ def test_check_prints_the_policy(capsys: Capture) -> None:
     assert "frameworks         jax, torch 70%" in lines
     assert "allocation         limit" in lines
     assert "allocator options  backend=native" in lines
-    assert "wait               10m 00s" in lines
+    assert "wait               10m" in lines
     assert lines[-1].startswith('tags: "gpu" "gpu:memory=6GiB" "gpu:framework=torch:70%"')
 
 
@@ -178,9 +178,9 @@ def test_simulate_prints_the_schedule_of_a_list(capsys: Capture, task_file: str)
     assert main(["simulate", task_file, "--devices", "2x80GiB", "--tasks"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "tasks        5, of which 4 ran" in lines
-    assert "makespan     16m 00s, 1.45 × the lower bound" in lines
-    assert "lower bound  11m 00s (longest chain)" in lines
-    assert "b     0ms        10m 00s  10m 00s  15m 00s  0,1      0" in lines
+    assert "makespan     16m, 1.45 × the lower bound" in lines
+    assert "lower bound  11m (longest chain)" in lines
+    assert "b     0ms        10m     10m      15m    0,1      0" in lines
     assert lines[-1].startswith("huge can never run: gpu:memory=99GiB is larger than any device")
 
 

@@ -57,6 +57,21 @@ def at(seconds: float, *inputs: UUID) -> Submission:
     return Submission(PLACED_AT + seconds, inputs)
 
 
+def test_first_runs_that_shared_devices_share_them_again() -> None:
+    shared: dict[str, Any] = {"budget_source": "probe", "cap_bytes": 40 * GIB}
+    run = recorded_run(
+        flow_run(
+            process(A, 0, 0, 10, peak_process_bytes=3 * GIB, **shared),
+            process(B, 0, 0, 10, peak_process_bytes=3, devices=(device(0), device(1)), **shared),
+        )
+    )
+    first, second = run.tasks
+    assert (first.memory, first.probe_bytes) == (None, 3 * GIB)
+    assert (second.memory, second.probe_bytes) == (None, 2), "of each device, rounded up"
+    schedule = simulate(run.tasks, SimulatedDevices("2x80GiB"))
+    assert schedule.makespan_s == 10
+
+
 def test_each_process_takes_the_memory_and_the_time_that_it_took() -> None:
     run = recorded_run(
         flow_run(
@@ -74,7 +89,8 @@ def test_each_process_takes_the_memory_and_the_time_that_it_took() -> None:
     )
     assert (second.arrival_s, second.memory, second.priority) == (2, 8 * GIB, 3)
     assert (first.exclusive, second.exclusive) == (False, True)
-    assert (third.count, third.memory) == (2, None), "a probe has its devices to itself"
+    assert (third.count, third.memory) == (2, None)
+    assert third.probe_bytes is None, "its probe had the devices to itself"
     assert run.makespan_s == pytest.approx(19)
     assert run.device_names == ("NVIDIA H200", "NVIDIA H200")
 

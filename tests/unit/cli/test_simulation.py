@@ -15,6 +15,7 @@ from prefect_gpu.cli.simulation import ListedTask, Schedule, lower_bounds
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE, Patience
 from prefect_gpu.scheduling.placement import PlacementStyle
+from prefect_gpu.scheduling.probes import READY_S
 from prefect_gpu.units import GIB
 
 TWO = SimulatedDevices("2x24GiB")
@@ -63,6 +64,36 @@ def test_tasks_start_when_and_where_there_is_free_memory() -> None:
     assert schedule.makespan_s == 31.0
     assert schedule.max_wait_s == 20.0
     assert schedule.utilisation == pytest.approx((200 + 400 + 100 + 2 + 96 + 336) / (48 * 31))
+
+
+def first_run(name: str, seconds: float, gib: float) -> ListedTask:
+    return task(name, seconds, expected_s=None, probe_bytes=int(gib * GIB))
+
+
+def test_first_runs_share_a_device_and_more_start_once_these_have_settled() -> None:
+    tasks = [first_run(f"{n}", 20, 2) for n in range(8)]
+    one = SimulatedDevices("1x24GiB")
+    schedule = simulate(tasks, one)
+    # Each counts for a quarter of the device, and then for what it holds.
+    began = [0.0] * 4 + [READY_S] * 2 + [2 * READY_S] + [3 * READY_S]
+    assert list(starts(schedule).values()) == began
+    assert schedule.utilisation == pytest.approx(8 * 2 * 20 / (24 * (20 + 3 * READY_S)))
+    assert schedule.bounds.memory_s == pytest.approx(8 * 2 * 20 / 24)
+    alone = [replace(each, probe_bytes=None) for each in tasks]
+    assert simulate(alone, one).makespan_s == 8 * 20
+
+
+def test_a_first_run_that_runs_a_device_short_has_one_to_itself() -> None:
+    tasks = [first_run("a", 10, 14), first_run("b", 10, 14)]
+    schedule = simulate(tasks, SimulatedDevices("1x24GiB"))
+    assert starts(schedule) == {"a": 0.0, "b": 10.0}
+    assert schedule.makespan_s == 20.0
+
+
+def test_a_first_run_that_held_more_than_a_device_has_can_never_run() -> None:
+    schedule = simulate([first_run("huge", 10, 30)], SimulatedDevices("1x24GiB"))
+    (outcome,) = schedule.outcomes
+    assert outcome.started_s is None and "30GiB" in outcome.refusal
 
 
 def test_a_short_task_passes_a_blocked_one_only_with_backfill() -> None:

@@ -18,7 +18,14 @@ from prefect_gpu.broker.ledger import Entry, Row
 from prefect_gpu.cli import watch as watching
 from prefect_gpu.cli.commands import main
 from prefect_gpu.cli.status import Found, HeldBy, Status, machine_status, status_lines
-from prefect_gpu.scheduling.model import Device, DeviceSnapshot, ProcessUse, Request, Reservation
+from prefect_gpu.scheduling.model import (
+    Device,
+    DeviceSnapshot,
+    Probe,
+    ProcessUse,
+    Request,
+    Reservation,
+)
 from prefect_gpu.units import GIB
 from tests.fakes.ctrl_c import press_ctrl_c
 
@@ -86,6 +93,24 @@ def test_a_task_shows_what_it_may_take_and_what_it_has_on_each_of_its_devices() 
         70 * GIB - GIB // 4,
     ]
     assert status.others == ()
+
+
+def test_first_runs_and_tasks_with_a_whole_device_are_told_from_those_with_a_budget() -> None:
+    name, first = entry("first", None, 1, (0,), running=True)
+    (reservation,) = first.reservations
+    probe = replace(reservation, reserved_bytes=40 * GIB, probe=Probe(100.0, 25 * GIB))
+    status = look(
+        (name, replace(first, reservations=(probe,))),
+        entry("whole", None, 2, (1,), running=True),
+        entry("known", 8, 3, (1,), running=True),
+    )
+    assert {task.task: task.mark for task in status.tasks} == {
+        "first": "first run",
+        "whole": "whole device",
+        "known": "",
+    }
+    lines = "\n".join(status_lines(status))
+    assert "runs, first run" in lines and "runs, whole device" in lines
 
 
 def test_other_programs_are_named_and_hot_standbys_reserve_nothing() -> None:

@@ -251,7 +251,7 @@ def test_devices_of_a_node_that_is_silent_are_set_aside_until_it_is_heard_again(
         nodes.take(node.name, reading_of(node))
     a.heard_s = time.monotonic() - flow_side.SILENT_S - 1
     first, second = reader.read(())
-    assert first.error == "node a has not answered for more than 2.0s"
+    assert first.error == "node a has not answered for more than 2s"
     assert not second.error
     # It answers, and its driver does not.
     nodes.take("a", news_of(a))

@@ -40,8 +40,8 @@ def plot(text: str) -> str:
 def test_a_person_reads_the_best_one_first_and_why_another_has_no_place() -> None:
     text = leaderboard_markdown(rank(ROWS, False), "accuracy")
     assert text.startswith("**Best: best, accuracy 0.95, with 1GiB.**")
-    assert "| 2 | quick | 0.9 | 10.0s | 3GiB | NVIDIA H200 |" in text
-    assert "| 4 | broken | out of memory | 1.0s | 1GiB |  |" in text
+    assert "| 2 | quick | 0.9 | 10s | 3GiB | NVIDIA H200 |" in text
+    assert "| 4 | broken | out of memory | 1s | 1GiB |  |" in text
     drawn = plot(text)
     assert all(f"{at} {name}" in drawn for at, name in enumerate(("best", "quick", "slow"), 1))
     assert "broken" not in drawn

@@ -90,7 +90,7 @@ def test_a_task_report_has_a_table_a_chart_phases_and_raw_numbers() -> None:
     text = task_markdown(report)
     assert len(pictures(text)) == 1
     assert "| Budget | **6GiB**, from its tag |" in text
-    assert "| 0 | train | 2,457.6 | 3,799.0 | 5,017.6 | 5,017.6 | 24.0s |" in text
+    assert "| 0 | train | 2,457.6 | 3,799.0 | 5,017.6 | 5,017.6 | 24s |" in text
     assert "| 0 | done | – | – | – | – | – |" in text
     assert "<details>" in text and f"| `budget_bytes` | {6 * GIB} |" in text
     assert text == task_markdown(task_report())

@@ -188,12 +188,14 @@ def test_the_report_of_a_flow_has_prefects_word_for_what_ended_with_it(
     monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
     runner._open_publisher()
     ids = [UUID(int=number) for number in range(3)]
-    runner.report(task_report(task_run_id=ids[0]))
+    runner.report(task_report(task_run_id=ids[0], outcome="cancelled", error="for others"))
+    runner.report(task_report(task_run_id=ids[0], attempt=2))
     runner.report(task_report(task_run_id=ids[1], outcome="cancelled"))
     runner.note_unstarted(UnstartedRun(ids[2], "waits", "cancelled", "", 0.0))
     runner.close(True, error)
-    assert artifacts[-1].description.startswith(f"3 task runs: {count}; 2 attempts")
-    assert "· cancelled ·" in artifacts[1].description, "the report of the process"
+    assert artifacts[-1].description.startswith(f"3 task runs: {count}; 3 attempts")
+    assert "· cancelled ·" in artifacts[2].description, "the report of the process"
+    assert "for others" in artifacts[0].data
     assert artifacts[-1].data.count(f": {prefect_engine.ended_by(error)}\n") == 2
 
 

@@ -66,7 +66,7 @@ def test_a_summary_has_the_states_the_tasks_their_devices_and_the_tags_to_write(
     other = replace(one, placed_at=one.placed_at + 2.0, queued_s=2.0)
     headline, task, on, tag = flow_summary({"Failed": 1, "Completed": 2}, [one, other]).split("\n")
     assert headline == "GPU task runs: 2 Completed, 1 Failed"
-    assert task == "  fine_tune: 2 processes, waited 6.0s, ran 2m 00s in all, at most 3GiB of 60GiB"
+    assert task == "  fine_tune: 2 processes, waited 6s, ran 2m in all, at most 3GiB of 60GiB"
     assert on == "  device 0: these tasks held at most 6GiB of 140GiB"
     assert tag.startswith("  write gpu:memory=3.2GiB in the tag of fine_tune (now 60GiB, tag): ")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from types import TracebackType
 
 import pytest
 from prefect import task
 
 from prefect_gpu.errors import PlacementError, ProtocolError
 from prefect_gpu.runner.attempt import ChildTraceback
-from prefect_gpu.runner.prefect_engine import with_body
+from prefect_gpu.runner.prefect_engine import calling_line, with_body
 from prefect_gpu.runner.submission import speaks_for_itself
 
 
@@ -18,7 +19,7 @@ def users() -> None:
     pass
 
 
-def frames(error: Exception) -> list[str]:
+def frames(error: Exception, submitted_at: TracebackType | None = None) -> list[str]:
     """Return the functions that the traceback of an error names, once it was raised two calls deep."""
 
     def deeper() -> None:
@@ -27,7 +28,7 @@ def frames(error: Exception) -> list[str]:
     def body() -> None:
         deeper()
 
-    shadow = with_body(users, body, lambda error: False, speaks_for_itself)
+    shadow = with_body(users, body, lambda error: False, speaks_for_itself, submitted_at)
     with pytest.raises(type(error)) as caught:
         shadow.fn()
     return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:]
@@ -39,6 +40,17 @@ def test_frames_of_this_package_stand_above_no_error_of_the_users() -> None:
     assert frames(error) == ["call_body"]
     assert isinstance(error.__cause__, ChildTraceback), "the user's frames are its cause"
     assert frames(PlacementError("too large")) == ["call_body"]
+
+
+def test_an_error_without_frames_of_the_users_shows_the_line_that_submitted_the_task() -> None:
+    def submits() -> TracebackType | None:
+        return calling_line()
+
+    error = PlacementError("too large")
+    assert frames(error, submits()) == ["call_body", "submits"]
+    of_body = ValueError("of the body")
+    of_body.__cause__ = ChildTraceback("Traceback ...")
+    assert frames(of_body, submits()) == ["call_body"]
 
 
 def test_a_fault_of_this_package_keeps_its_frames() -> None:

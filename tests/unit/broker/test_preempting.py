@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker.ledger import Entry
-from prefect_gpu.broker.preempting import Preemption, give_up, let_go, preempt
+from prefect_gpu.broker.preempting import Preemption, let_go, preempt, share
 from prefect_gpu.scheduling.model import Device, Probe, Request
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import device, request, reserved, state
@@ -164,9 +164,14 @@ def test_a_task_that_is_let_go_holds_the_device_that_it_had() -> None:
 # Where it may come back.
 
 
+def shared(found: Entry, *devices: Device) -> Entry:
+    """The entry once others may have its device."""
+    freed = replace(found, held_back=True, shared=True, away=True)
+    return share(freed, {each.key: each for each in devices}, NOW_S)
+
+
 def homes(found: Entry, *devices: Device) -> list[str]:
-    made = give_up(found, {each.key: each for each in devices}, NOW_S)
-    return list(made.request.devices)
+    return list(shared(found, *devices).request.devices)
 
 
 def test_it_may_come_back_on_all_devices_of_its_model() -> None:
@@ -186,7 +191,7 @@ def test_it_comes_back_on_its_own_device_where_a_tag_or_the_driver_pins_it() -> 
 
 
 def test_one_that_was_away_before_may_go_where_it_could_go_then() -> None:
-    once = give_up(entry("v"), {device(i).key: device(i) for i in range(2)}, NOW_S)
+    once = shared(entry("v"), device(), device(1))
     back = replace(once, reservations=(reserved(1, 16, by="v"),))
     assert homes(back, device(), device(1)) == ["SIM-0", "SIM-1"]
 
@@ -195,7 +200,7 @@ def test_its_return_asks_for_what_it_had() -> None:
     held = replace(reserved(0, 16, by="v", exclusive=True), ends_s=NOW_S + 60)
     asked = {"host_bytes": GIB, "nodes": ("n",), "standby": "kind"}
     running = entry("v", reservations=(held,), of_request=asked)
-    back = give_up(running, {device().key: device()}, NOW_S).request
+    back = shared(running, device()).request
     assert (back.memory, back.exclusive, back.count) == (16 * GIB, True, 1)
     assert (back.host_bytes, back.nodes, back.standby) == (0, (), "")
     assert (back.expected_s, back.submitted_s) == (60, NOW_S)

@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.scheduling.backfill import BlockedStatus
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
+from prefect_gpu.suspension.suspended import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -426,8 +427,15 @@ class Ledger:
             away: Whether it goes.
             shared: Whether other requests may get what it frees.
         """
-        with self._lock:
-            self._change(request_id, held_back=away, shared=shared)
+
+        def ask(entry: Entry) -> Entry:
+            if not entry.runs:
+                return entry
+            # An earlier refusal is no answer to this.
+            told = "" if entry.suspension.startswith(REFUSED) else entry.suspension
+            return replace(entry, held_back=away, shared=shared, suspension=told)
+
+        self.rewrite(request_id, ask)
 
     def set_suspension(self, request_id: str, state: str, **fields: object) -> None:
         """Set how far the suspension of a request's process is; see `Entry.suspension`.

@@ -38,6 +38,7 @@ from prefect_gpu.live.table import (
 from prefect_gpu.scheduling.memory import DeviceState, device_state, measure
 from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot, Reservation
 from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, explain, order_key
+from prefect_gpu.suspension.suspended import REFUSED
 from prefect_gpu.units import format_bytes, format_seconds
 
 
@@ -209,8 +210,7 @@ def _task(
         task=entry.request.task_name,
         task_run=entry.request.task_run_name,
         task_run_id=entry.request.task_run_id,
-        state=entry.suspension
-        or ("standby" if entry.standby else "runs" if entry.running else "starts"),
+        state=_state(entry),
         devices=tuple(held_by(r) for r in entry.reservations if r.device_key in index_of),
         seconds=None if placed_s is None else found.now_s - placed_s,
         pid=entry.pid if entry.namespace == found.namespace else None,
@@ -218,6 +218,12 @@ def _task(
         user=owner.user,
         mark=mark,
     )
+
+
+def _state(entry: Entry) -> str:
+    if entry.suspension and not entry.suspension.startswith(REFUSED):
+        return entry.suspension
+    return "standby" if entry.standby else "runs" if entry.running else "starts"
 
 
 def _waiting(

@@ -70,6 +70,20 @@ def look(*entries: tuple[str, Entry], snapshots: Any = None, **more: Any) -> Sta
     return machine_status(Found(found, dict(entries), **{**given, **more}))
 
 
+@pytest.mark.parametrize(
+    ("suspension", "state"),
+    [
+        ("away: 16.7GiB in host memory", "away: 16.7GiB in host memory"),
+        ("not suspended: it uses jax", "runs"),
+    ],
+)
+def test_a_suspended_task_is_shown_as_such_and_one_that_was_refused_as_running(
+    suspension: str, state: str
+) -> None:
+    (task,) = look(entry("a", 20, 1, (0,), running=True, suspension=suspension)).tasks
+    assert task.state == state
+
+
 def test_a_task_shows_what_it_may_take_and_what_it_has_on_each_of_its_devices() -> None:
     status = look(
         entry("both", 20, 1, (0, 1), pid=50, running=True),

@@ -1,0 +1,202 @@
+"""What is written about tasks that are suspended for others: from the entries of one pass to those of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.preempting import Preemption, give_up, let_go, preempt
+from prefect_gpu.scheduling.model import Device, Probe, Request
+from prefect_gpu.units import GIB
+from tests.unit.scheduling.values import device, request, reserved, state
+
+NOW_S = 1000.0
+
+
+def entry(name: str, gib: float = 16, at: int = 0, **others: Any) -> Entry:
+    """A preemptible task that has run for 1000 s on a device of two of the same model."""
+    asked = request(gib, name=name, preemptible=True, **others.pop("of_request", {}))
+    given: dict[str, Any] = {
+        "owner": "its flow",
+        "reservations": (reserved(at, gib, by=name),),
+        "devices": tuple(device(index).key for index in range(2)),
+        "pid": 1,
+    }
+    return Entry(asked, **{**given, **others})
+
+
+def going(found: Entry, onto: int | None = None, **others: Any) -> Entry:
+    """The same task, asked to go for `urgent`."""
+    held = found.reservations
+    if onto is not None:
+        held += (replace(held[0], device_uuid=f"SIM-{onto}"),)
+    return replace(found, suspended_for="urgent", reservations=held, **others)
+
+
+def urgent(gib: float = 20, **others: Any) -> Request:
+    return request(gib, name="urgent", **{"priority": 1, **others})
+
+
+def passes(
+    blocked: Request | Sequence[Request],
+    *entries: Entry,
+    devices: int = 1,
+    measured: Mapping[str, int] | None = None,
+    silent: Collection[str] = (),
+    room_gib: float = 1000,
+) -> Preemption:
+    held = [r for each in entries for r in each.reservations]
+    states = [
+        state(i, held=[r for r in held if r.device_uuid == f"SIM-{i}"]) for i in range(devices)
+    ]
+    return preempt(
+        [blocked] if isinstance(blocked, Request) else blocked,
+        {each.request.id: each for each in entries},
+        states,
+        lambda request_id, _: (measured or {}).get(request_id, 0),
+        int(room_gib * GIB),
+        NOW_S,
+        silent=silent,
+    )
+
+
+# Asked, away, made way.
+
+
+def test_a_task_is_asked_and_keeps_its_reservation() -> None:
+    running = entry("v")
+    found = passes(urgent(), running)
+    assert found.changes == {"v": replace(running, suspended_for="urgent")}
+    assert not found.ready
+
+
+def test_nothing_is_written_while_it_is_on_its_way() -> None:
+    found = passes(urgent(), going(entry("v")))
+    assert (found.changes, found.ready) == ({}, [])
+
+
+def test_it_makes_way_once_it_is_away() -> None:
+    away = going(entry("v"), away=True)
+    found = passes(urgent(), away)
+    assert found.changes == {}
+    ((plan, left),) = found.ready
+    assert plan.request_id == "urgent" and plan.devices == (device().key,)
+    made = left["v"]
+    assert (made.reservations, made.suspended_for, made.away) == ((), "", True)
+    assert made.request.returns and made.request.id == "v"
+    assert made.request.sequence == away.request.sequence
+    assert made.request.memory == 16 * GIB
+
+
+def test_none_makes_way_before_all_are_away() -> None:
+    found = passes(urgent(24), going(entry("a", 10), away=True), going(entry("b", 10)))
+    assert (found.changes, found.ready) == ({}, [])
+
+
+def test_a_request_of_another_flow_is_left_to_that_flow() -> None:
+    found = passes(urgent(origin="other/0"), entry("v"), going(entry("w", 4), away=True))
+    assert (found.changes, found.ready) == ({}, [])
+
+
+def test_a_task_that_is_not_needed_any_more_is_let_go() -> None:
+    running = entry("v")
+    # The request fits without it by now.
+    assert passes(urgent(4), going(running)).changes == {"v": running}
+
+
+@pytest.mark.parametrize(
+    "running",
+    [
+        pytest.param(replace(entry("v"), request=request(16, name="v")), id="without the tag"),
+        pytest.param(entry("v", pid=None), id="no process yet"),
+        pytest.param(entry("v", held_back=True), id="a person has suspended it"),
+        pytest.param(entry("v", owner="silent"), id="its flow sends no heartbeats"),
+        pytest.param(entry("v", reservations=tuple(reserved(i, 16, by="v") for i in range(2))), id="on two devices"),
+        pytest.param(entry("v", reservations=(replace(reserved(0, 16, by="v"), probe=Probe(0.0, GIB)),)), id="a first run beside others"),
+        pytest.param(entry("v", rests_until_s=NOW_S + 1), id="it has just come back, or refused"),
+    ],
+)  # fmt: skip
+def test_what_is_never_asked(running: Entry) -> None:
+    assert passes(urgent(), running, silent=["silent"]).changes == {}
+
+
+def test_what_is_moved_is_what_the_device_shows() -> None:
+    # Only the small one fits the machine's memory, which keeps a margin.
+    two = entry("a", 12), entry("b", 12)
+    measured = {"a": 12 * GIB, "b": GIB}
+    found = passes(urgent(12), *two, measured=measured, room_gib=4)
+    assert list(found.changes) == ["b"]
+
+
+# Moved.
+
+
+def test_a_task_that_is_moved_holds_both_devices_until_it_is_away() -> None:
+    beside = entry("w", 6, at=1, pid=None)
+    found = passes(urgent(), entry("v"), beside, devices=2)
+    assert list(found.changes) == ["v"]
+    held = found.changes["v"].reservations
+    assert [(r.device_uuid, r.reserved_bytes) for r in held] == [
+        ("SIM-0", 16 * GIB),
+        ("SIM-1", 16 * GIB),
+    ]
+
+
+def test_once_it_is_away_it_holds_the_new_device_alone() -> None:
+    ((plan, left),) = passes(urgent(), going(entry("v"), onto=1, away=True), devices=2).ready
+    assert plan.going == {"v": device(1).key}
+    (held,) = left["v"].reservations
+    assert held.device_key == device(1).key
+    assert not left["v"].request.returns and left["v"].suspended_for == ""
+
+
+def test_a_task_that_is_let_go_holds_the_device_that_it_had() -> None:
+    asked = going(entry("v"), onto=1)
+    assert [r.device_uuid for r in let_go(asked).reservations] == ["SIM-0"]
+    several = entry("w", reservations=tuple(reserved(i, 4, by="w") for i in range(2)))
+    assert let_go(several) is several
+
+
+# Where it may come back.
+
+
+def homes(found: Entry, *devices: Device) -> list[str]:
+    made = give_up(found, {each.key: each for each in devices}, NOW_S)
+    return list(made.request.devices)
+
+
+def test_it_may_come_back_on_all_devices_of_its_model() -> None:
+    other_model = device(2, gib=48)
+    all_keys = tuple(each.key for each in (device(), device(1), other_model))
+    running = entry("v", devices=all_keys)
+    assert homes(running, device(), device(1), other_model) == ["SIM-0", "SIM-1"]
+
+
+def test_it_comes_back_on_its_own_device_where_a_tag_or_the_driver_pins_it() -> None:
+    pinned = entry("v", of_request={"devices": ("SIM-0", "SIM-1")})
+    assert homes(pinned, device(), device(1)) == ["SIM-0"]
+    by_nvml = [replace(device(i), kind="nvml", driver="570.86.15") for i in range(2)]
+    assert homes(entry("v"), *by_nvml) == ["SIM-0"]
+    newer = [replace(each, driver="580.159.04") for each in by_nvml]
+    assert homes(entry("v"), *newer) == ["SIM-0", "SIM-1"]
+
+
+def test_one_that_was_away_before_may_go_where_it_could_go_then() -> None:
+    once = give_up(entry("v"), {device(i).key: device(i) for i in range(2)}, NOW_S)
+    back = replace(once, reservations=(reserved(1, 16, by="v"),))
+    assert homes(back, device(), device(1)) == ["SIM-0", "SIM-1"]
+
+
+def test_its_return_asks_for_what_it_had() -> None:
+    held = replace(reserved(0, 16, by="v", exclusive=True), ends_s=NOW_S + 60)
+    asked = {"host_bytes": GIB, "nodes": ("n",), "standby": "kind"}
+    running = entry("v", reservations=(held,), of_request=asked)
+    back = give_up(running, {device().key: device()}, NOW_S).request
+    assert (back.memory, back.exclusive, back.count) == (16 * GIB, True, 1)
+    assert (back.host_bytes, back.nodes, back.standby) == (0, (), "")
+    assert (back.expected_s, back.submitted_s) == (60, NOW_S)
+    assert back.preemptible

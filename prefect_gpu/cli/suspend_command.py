@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
 from prefect_gpu.broker.ledger import Entry, Ledger
@@ -42,11 +41,6 @@ def find(entries: Mapping[str, Entry], run: str) -> dict[str, Entry]:
         return known or run == entry.request.task_run_name
 
     return {i: e for i, e in entries.items() if means(e)}
-
-
-def forget_refusal(entry: Entry) -> Entry:
-    """Return an entry without why its task was last not suspended, which may be long ago and for another task."""
-    return replace(entry, suspension="") if entry.suspension.startswith(REFUSED) else entry
 
 
 def suspend(run: str, *, share: bool = False) -> int:
@@ -93,7 +87,6 @@ def _ask(run: str, away: bool, share: bool = False) -> int:
         running = f"these have devices: {', '.join(names)}" if names else "no GPU task has a device"
         raise SettingError(f"no GPU task on this machine is of the run {run!r}; {running}")
     for request_id in found:
-        ledger.rewrite(request_id, forget_refusal)
         ledger.hold_back(request_id, away, share)
     failed = [
         request_id

@@ -55,6 +55,10 @@ class FakeSubject:
     def free_bytes(self) -> int | None:
         return self.free
 
+    def comes_back(self) -> bool:
+        self._hear("comes back")
+        return True
+
     def _hear(self, what: Any) -> None:
         with self.changed:
             self.heard.append(what)
@@ -109,7 +113,7 @@ def test_it_is_moved_out_and_back(scene: Scene) -> None:
     assert scene.suspender.away and scene.suspender.away_s is not None
     scene.suspender.ask(False)
     *_, moving, suspension, state = scene.subject.until(lambda heard: told(heard, "running"))
-    assert (moving, state) == (("moving in", "moving back"), ("running", ""))
+    assert (moving, state) == ("comes back", ("running", ""))
     assert suspension.moved_bytes == 8 * GIB and suspension.seconds > 0
     assert scene.calls.made == ["lock", "checkpoint", "restore", "unlock"]
     assert not scene.suspender.away and scene.suspender.away_s is None

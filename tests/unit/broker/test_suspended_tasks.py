@@ -1,0 +1,243 @@
+"""Tasks that make way for others, at a broker: who is asked when, who gets the device, and who comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefect_gpu.broker.broker import ASK_AGAIN_S, Ticket
+from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.ticket import BY_HAND
+from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.scheduling.preemption import AGING_S, REST_S
+from prefect_gpu.units import GIB
+from tests.unit.broker.broker_rig import MakeRig, Rig, decided, indices
+from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import rig as rig
+
+
+class Training:
+    """A preemptible task of 16 GiB that has run for a while, with the process and the runner that it has in a flow."""
+
+    def __init__(self, rig: Rig, name: str = "training", gib: float = 16, **others: Any) -> None:
+        self.rig, self.gib = rig, gib
+        self.ticket: Ticket = rig.place(name, gib, **{"preemptible": True, **others})
+        self.pid = rig.start(self.ticket, gib - 1)
+        #: What its runner was asked for, in that order.
+        self.asked: list[bool] = []
+        self.ticket.on_held_back = self.asked.append
+        rig.clock.advance(100)
+        rig.broker.read()
+
+    @property
+    def entry(self) -> Entry:
+        found = self.rig.ledger.entry(self.ticket.request.id)
+        assert found is not None
+        return found
+
+    def hear(self) -> list[bool]:
+        self.rig.broker.settle()
+        return self.asked
+
+    def move_out(self) -> None:
+        self.rig.broker.show_suspension(self.ticket, "moving out", "moving to the host")
+        self.rig.reader.detach(self.pid)
+        self.rig.clock.advance(10)
+        self.rig.broker.show_suspension(self.ticket, "away", "away: 15GiB in host memory")
+        self.rig.broker.read()
+
+    def move_in(self) -> None:
+        assert self.rig.broker.comes_back(self.ticket)
+        self.rig.reader.attach(self.pid, ["SIM-0", "SIM-1"][: len(self.rig.broker.devices)])
+        uuid = self.ticket.devices[0].uuid
+        self.rig.reader.allocate(self.pid, uuid, int((self.gib - 1) * GIB))
+        self.rig.broker.show_suspension(self.ticket, "running", "")
+        self.rig.broker.read()
+
+
+def suspended(rig: Rig, **others: Any) -> tuple[Training, Ticket]:
+    """Return a training that has made way, and the task that it did it for."""
+    training = Training(rig, **others)
+    urgent = rig.submit("urgent", 20, priority=1)
+    rig.broker.read()
+    training.move_out()
+    decided(urgent)
+    rig.start(urgent, 18)
+    rig.broker.read()
+    return training, urgent
+
+
+def test_it_is_asked_makes_way_and_comes_back_before_new_tasks_of_its_priority(rig: Rig) -> None:
+    training = Training(rig)
+    urgent = rig.submit("urgent", 20, priority=1)
+    rig.broker.read()
+    assert rig.waits(urgent) and training.hear() == [True]
+    assert training.ticket.held_back_for == "task 'urgent'"
+    # It holds its device until it is away.
+    assert [r.task_name for r in rig.reservations()] == ["training"]
+    training.move_out()
+    decided(urgent)
+    assert [r.task_name for r in rig.reservations()] == ["urgent"]
+    rig.start(urgent, 18)
+    later = rig.submit("later", 16)
+    assert rig.waits(later)
+    rig.exit(urgent)
+    rig.broker.read()
+    assert training.hear() == [True, False]
+    assert rig.waits(later)
+    assert [r.task_name for r in rig.reservations()] == ["training"]
+    training.move_in()
+    assert not training.entry.away and training.entry.suspension == ""
+
+
+def test_one_that_has_come_back_rests(rig: Rig) -> None:
+    training, urgent = suspended(rig)
+    rig.exit(urgent)
+    rig.broker.read()
+    training.move_in()
+    next_one = rig.submit("next", 20, priority=1)
+    rig.clock.advance(REST_S - 1)
+    rig.broker.read()
+    assert rig.waits(next_one) and training.hear() == [True, False]
+    rig.clock.advance(2)
+    rig.broker.read()
+    assert training.hear() == [True, False, True]
+
+
+def test_one_that_refuses_keeps_its_device_and_is_asked_again_later(rig: Rig) -> None:
+    training = Training(rig)
+    urgent = rig.submit("urgent", 20, priority=1)
+    rig.broker.read()
+    assert training.hear() == [True]
+    rig.broker.show_suspension(training.ticket, "refused", "not suspended: it uses jax")
+    rig.broker.read()
+    assert training.entry.suspended_for == ""
+    assert training.hear() == [True] and rig.waits(urgent)
+    rig.clock.advance(ASK_AGAIN_S + 1)
+    rig.broker.read()
+    assert training.hear() == [True, True]
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_it_goes_on_in_place_when_the_one_that_asked_is_gone(
+    make_rig: MakeRig, is_away: bool
+) -> None:
+    rig = make_rig("2x24GiB")
+    first, second = (Training(rig, name) for name in "ab")
+    urgent = rig.submit("urgent", 20, count=2, priority=1)
+    rig.broker.read()
+    assert first.hear() == second.hear() == [True]
+    if is_away:
+        # The other one is still on its way, so nobody has made way.
+        first.move_out()
+    rig.broker.withdraw(urgent)
+    rig.broker.read()
+    assert first.hear() == second.hear() == [True, False]
+    assert [r.task_name for r in rig.reservations()] == ["a", "b"]
+    assert first.entry.suspended_for == second.entry.suspended_for == ""
+
+
+def test_one_that_is_moved_goes_on_at_once_on_the_other_device(make_rig: MakeRig) -> None:
+    rig = make_rig("2x24GiB")
+    other = rig.place("other", 10, devices=("1",))
+    rig.start(other, 8)
+    training = Training(rig, gib=12)
+    whole = rig.submit("whole", 20)
+    rig.broker.read()
+    assert training.hear() == [True]
+    assert [r.device_uuid for r in training.entry.reservations] == ["SIM-0", "SIM-1"]
+    training.move_out()
+    decided(whole)
+    assert indices(whole) == [0]
+    assert training.hear() == [True, False]
+    assert indices(training.ticket) == [1]
+    training.move_in()
+    assert [r.device_uuid for r in training.entry.reservations] == ["SIM-1"]
+
+
+def test_one_that_comes_back_through_the_queue_may_be_on_another_device(make_rig: MakeRig) -> None:
+    rig = make_rig("2x24GiB")
+    other = rig.place("other", 20, devices=("1",))
+    rig.start(other, 8)
+    training, _ = suspended(rig)
+    assert rig.waits()
+    rig.exit(other)
+    rig.broker.read()
+    assert training.hear() == [True, False]
+    assert indices(training.ticket) == [1]
+
+
+def test_one_that_was_away_for_long_comes_back_before_tasks_of_higher_priority(rig: Rig) -> None:
+    training, urgent = suspended(rig)
+    higher = rig.submit("higher", 20, priority=1)
+    rig.clock.advance(AGING_S + 1)
+    rig.broker.read()
+    assert training.ticket.request.priority == 1 and training.entry.request.priority == 1
+    rig.exit(urgent)
+    rig.broker.read()
+    # It has the same priority by now, and came first.
+    assert training.hear() == [True, False] and rig.waits(higher)
+
+
+def test_one_that_is_cancelled_while_it_is_away_leaves_nothing(rig: Rig) -> None:
+    training, urgent = suspended(rig)
+    assert not rig.broker.withdraw(training.ticket)
+    rig.broker.end(training.ticket)
+    assert rig.next_recovered() == ("training", 0)
+    rig.broker.settle()
+    assert rig.ledger.entry(training.ticket.request.id) is None
+    rig.exit(urgent)
+    assert rig.next_recovered() == ("urgent", 0)
+    rig.place("next", 24)
+
+
+def test_one_whose_devices_are_lost_is_told_so(rig: Rig) -> None:
+    training, _ = suspended(rig)
+    told: list[PrefectGPUError] = []
+    training.ticket.on_no_return = told.append
+    rig.broker.give_up("the driver is gone")
+    rig.broker.settle()
+    assert [str(each) for each in told] == ["the driver is gone"]
+    # Its process is still there, until its runner has ended it.
+    rig.broker.end(training.ticket)
+    assert rig.next_recovered() == ("training", 0)
+
+
+# By a person.
+
+
+def by_hand(rig: Rig, shared: bool) -> Training:
+    training = Training(rig, preemptible=False)
+    rig.ledger.hold_back(training.ticket.request.id, True, shared)
+    rig.broker.read()
+    assert training.hear() == [True]
+    assert training.ticket.held_back_for == BY_HAND
+    training.move_out()
+    return training
+
+
+def test_what_a_person_freed_is_kept_from_others(rig: Rig) -> None:
+    training = by_hand(rig, shared=False)
+    other = rig.submit("other", 20)
+    rig.broker.read()
+    assert rig.waits(other)
+    rig.ledger.hold_back(training.ticket.request.id, False)
+    rig.broker.read()
+    assert training.hear() == [True, False]
+
+
+def test_what_a_person_freed_to_be_shared_is_had_by_others(rig: Rig) -> None:
+    training = by_hand(rig, shared=True)
+    other = rig.place("other", 20)
+    assert training.hear() == [True]
+    rig.start(other, 18)
+    # It is not even asked for a device before the person says so.
+    rig.exit(other)
+    rig.broker.read()
+    assert rig.reservations() == [] and training.hear() == [True]
+    rig.ledger.hold_back(training.ticket.request.id, False)
+    rig.broker.read()
+    rig.broker.read()
+    assert training.hear() == [True, False]
+    assert [r.task_name for r in rig.reservations()] == ["training"]

@@ -241,3 +241,17 @@ def test_what_a_person_freed_to_be_shared_is_had_by_others(rig: Rig) -> None:
     rig.broker.read()
     assert training.hear() == [True, False]
     assert [r.task_name for r in rig.reservations()] == ["training"]
+
+
+def test_an_old_refusal_is_not_taken_for_the_answer_to_a_person(rig: Rig) -> None:
+    training = Training(rig)
+    rig.submit("urgent", 20, priority=1)
+    rig.broker.read()
+    rig.broker.show_suspension(training.ticket, "refused", "not suspended: it holds none yet")
+    rig.broker.read()
+    rig.ledger.hold_back(training.ticket.request.id, True)
+    assert training.entry.held_back and training.entry.suspension == ""
+    rig.broker.show_suspension(training.ticket, "moving out", "moving to the host")
+    rig.ledger.hold_back(training.ticket.request.id, False)
+    # Where it is on its way, that stays.
+    assert training.entry.suspension == "moving to the host"

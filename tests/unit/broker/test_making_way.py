@@ -1,257 +1,200 @@
-"""Tasks that make way for others, at a broker: who is asked when, who gets the device, and who comes back."""
+"""Tasks that are suspended for others, as brokers and the ledger see them; what suspends them is this file."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.broker import ASK_AGAIN_S, Ticket
-from prefect_gpu.broker.ledger import Entry
-from prefect_gpu.broker.ticket import BY_HAND
-from prefect_gpu.errors import PrefectGPUError
-from prefect_gpu.scheduling.preemption import AGING_S, REST_S
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.units import GIB
-from tests.unit.broker.broker_rig import MakeRig, Rig, decided, indices
+from tests.unit.broker.broker_rig import MakeRig, WatchedBroker, decided
 from tests.unit.broker.broker_rig import make_rig as make_rig
-from tests.unit.broker.broker_rig import rig as rig
 
 
-class Training:
-    """A preemptible task of 16 GiB that has run for a while, with the process and the runner that it has in a flow."""
+class Scene:
+    """A task that may be suspended on a device of 8 GiB, and another broker whose tasks are urgent."""
 
-    def __init__(self, rig: Rig, name: str = "training", gib: float = 16, **others: Any) -> None:
-        self.rig, self.gib = rig, gib
-        self.ticket: Ticket = rig.place(name, gib, **{"preemptible": True, **others})
-        self.pid = rig.start(self.ticket, gib - 1)
-        #: What its runner was asked for, in that order.
+    def __init__(self, make_rig: MakeRig, **of_other: Any) -> None:
+        self.rig = make_rig("1x8GiB", ledger=of_other.pop("own_ledger", None))
+        self.other: WatchedBroker = self.rig.another(**of_other)
+        #: What was asked of the task that may be suspended.
         self.asked: list[bool] = []
-        self.ticket.on_held_back = self.asked.append
-        rig.clock.advance(100)
-        rig.broker.read()
+        self.task = self.rig.place("task", 6, preemptible=True)
+        self.task.on_held_back = self.asked.append
+        self.pid = self.rig.start(self.task, 5)
+        self.rig.clock.advance(1000.0)
 
     @property
-    def entry(self) -> Entry:
-        found = self.rig.ledger.entry(self.ticket.request.id)
-        assert found is not None
-        return found
+    def id(self) -> str:
+        return self.task.request.id
 
-    def hear(self) -> list[bool]:
-        self.rig.broker.settle()
-        return self.asked
+    @property
+    def entry(self) -> Any:
+        return self.rig.ledger.entry(self.id)
 
-    def move_out(self) -> None:
-        self.rig.broker.show_suspension(self.ticket, "moving out", "moving to the host")
-        self.rig.reader.detach(self.pid)
-        self.rig.clock.advance(10)
-        self.rig.broker.show_suspension(self.ticket, "away", "away: 15GiB in host memory")
-        self.rig.broker.read()
+    def urgent(self, gib: float = 6, priority: int = 5, **others: Any) -> Ticket:
+        ticket = self.rig.submit(
+            f"urgent {priority}", gib, priority=priority, broker=self.other, **others
+        )
+        self.settle()
+        return ticket
 
-    def move_in(self) -> None:
-        self.rig.broker.show_suspension(self.ticket, "moving in", "moving back")
-        self.rig.reader.attach(self.pid, ["SIM-0", "SIM-1"][: len(self.rig.broker.devices)])
-        uuid = self.ticket.devices[0].uuid
-        self.rig.reader.allocate(self.pid, uuid, int((self.gib - 1) * GIB))
-        self.rig.broker.show_suspension(self.ticket, "running", "")
-        self.rig.broker.read()
+    def settle(self) -> None:
+        """Let both look at all that has come, and at what follows of it."""
+        for _ in range(3):
+            for broker in self.rig.brokers:
+                if broker.started:
+                    broker.read()
+
+    def moves_out(self) -> None:
+        """Its memory goes to the host, as it was asked."""
+        self.moves_out_without_a_look()
+        self.settle()
+
+    def moves_out_without_a_look(self) -> None:
+        """The same, and no broker looks at it."""
+        assert self.asked[-1]
+        freed = {"device_uuid": "SIM-0", "size_bytes": 5 * GIB}
+        self.rig.reader.attached[self.pid].answer("simulated_free", freed)
+        self.rig.broker.show_suspension(self.task, "away", "away")
+
+    def comes_back(self) -> bool:
+        return self.rig.broker.comes_back(self.task)
 
 
-def suspended(rig: Rig, **others: Any) -> tuple[Training, Ticket]:
-    """Return a training that has made way, and the task that it did it for."""
-    training = Training(rig, **others)
-    urgent = rig.submit("urgent", 20, priority=1)
-    rig.broker.read()
-    training.move_out()
+@pytest.fixture
+def scene(make_rig: MakeRig) -> Scene:
+    return Scene(make_rig)
+
+
+def test_a_task_makes_way_and_comes_back(scene: Scene) -> None:
+    urgent = scene.urgent()
+    assert scene.asked == [True] and not urgent.decided
+    scene.moves_out()
     decided(urgent)
-    rig.start(urgent, 18)
-    rig.broker.read()
-    return training, urgent
+    assert not scene.entry.reservations
+    scene.other.end(urgent)
+    scene.settle()
+    assert scene.asked == [True, False] and scene.entry.reservations
+    assert scene.comes_back()
 
 
-def test_it_is_asked_makes_way_and_comes_back_before_new_tasks_of_its_priority(rig: Rig) -> None:
-    training = Training(rig)
-    urgent = rig.submit("urgent", 20, priority=1)
-    rig.broker.read()
-    assert rig.waits(urgent) and training.hear() == [True]
-    assert training.ticket.held_back_for == "task 'urgent'"
-    # It holds its device until it is away.
-    assert [r.task_name for r in rig.reservations()] == ["training"]
-    training.move_out()
-    decided(urgent)
-    assert [r.task_name for r in rig.reservations()] == ["urgent"]
-    rig.start(urgent, 18)
-    later = rig.submit("later", 16)
-    assert rig.waits(later)
-    rig.exit(urgent)
-    rig.broker.read()
-    assert training.hear() == [True, False]
-    assert rig.waits(later)
-    assert [r.task_name for r in rig.reservations()] == ["training"]
-    training.move_in()
-    assert not training.entry.away and training.entry.suspension == ""
+# A process comes back under a reservation alone, also where its flow does not know yet that it has none.
 
 
-def test_one_that_has_come_back_rests(rig: Rig) -> None:
-    training, urgent = suspended(rig)
-    rig.exit(urgent)
-    rig.broker.read()
-    training.move_in()
-    next_one = rig.submit("next", 20, priority=1)
-    rig.clock.advance(REST_S - 1)
-    rig.broker.read()
-    assert rig.waits(next_one) and training.hear() == [True, False]
-    rig.clock.advance(2)
-    rig.broker.read()
-    assert training.hear() == [True, False, True]
-
-
-def test_one_that_refuses_keeps_its_device_and_is_asked_again_later(rig: Rig) -> None:
-    training = Training(rig)
-    urgent = rig.submit("urgent", 20, priority=1)
-    rig.broker.read()
-    assert training.hear() == [True]
-    rig.broker.show_suspension(training.ticket, "refused", "not suspended: it uses jax")
-    rig.broker.read()
-    assert training.entry.suspended_for == ""
-    assert training.hear() == [True] and rig.waits(urgent)
-    rig.clock.advance(ASK_AGAIN_S + 1)
-    rig.broker.read()
-    assert training.hear() == [True, True]
-
-
-@pytest.mark.parametrize("is_away", [False, True])
-def test_it_goes_on_in_place_when_the_one_that_asked_is_gone(
-    make_rig: MakeRig, is_away: bool
+def test_no_process_comes_back_while_its_memory_is_wanted_or_its_device_is_anothers(
+    scene: Scene,
 ) -> None:
-    rig = make_rig("2x24GiB")
-    first, second = (Training(rig, name) for name in "ab")
-    urgent = rig.submit("urgent", 20, count=2, priority=1)
-    rig.broker.read()
-    assert first.hear() == second.hear() == [True]
-    if is_away:
-        # The other one is still on its way, so nobody has made way.
-        first.move_out()
-    rig.broker.withdraw(urgent)
-    rig.broker.read()
-    assert first.hear() == second.hear() == [True, False]
-    assert [r.task_name for r in rig.reservations()] == ["a", "b"]
-    assert first.entry.suspended_for == second.entry.suspended_for == ""
+    urgent = scene.urgent()
+    assert not scene.comes_back()
+    scene.moves_out()
+    decided(urgent)
+    assert not scene.comes_back()
+    assert scene.entry.away
 
 
-def test_one_that_is_moved_goes_on_at_once_on_the_other_device(make_rig: MakeRig) -> None:
-    rig = make_rig("2x24GiB")
-    other = rig.place("other", 10, devices=("1",))
-    rig.start(other, 8)
-    training = Training(rig, gib=12)
-    whole = rig.submit("whole", 20)
-    rig.broker.read()
-    assert training.hear() == [True]
-    assert [r.device_uuid for r in training.entry.reservations] == ["SIM-0", "SIM-1"]
-    training.move_out()
-    decided(whole)
-    assert indices(whole) == [0]
-    assert training.hear() == [True, False]
-    assert indices(training.ticket) == [1]
-    training.move_in()
-    assert [r.device_uuid for r in training.entry.reservations] == ["SIM-1"]
+def test_what_is_on_its_way_back_gives_its_device_to_no_other(scene: Scene) -> None:
+    ledger = scene.rig.ledger
+    ledger.hold_back(scene.id, away=True)
+    scene.settle()
+    scene.moves_out()
+    ledger.hold_back(scene.id, away=False)
+    scene.settle()
+    assert scene.asked == [True, False] and scene.comes_back()
+    ledger.hold_back(scene.id, away=True, shared=True)
+    scene.settle()
+    assert scene.asked[-1] and scene.entry.reservations
+    urgent = scene.urgent()
+    assert not urgent.decided
+    scene.rig.broker.show_suspension(scene.task, "away", "away")
+    scene.settle()
+    assert urgent.decided and not scene.entry.reservations
 
 
-def test_one_that_comes_back_through_the_queue_may_be_on_another_device(make_rig: MakeRig) -> None:
-    rig = make_rig("2x24GiB")
-    other = rig.place("other", 20, devices=("1",))
-    rig.start(other, 8)
-    training, _ = suspended(rig)
-    assert rig.waits()
-    rig.exit(other)
-    rig.broker.read()
-    assert training.hear() == [True, False]
-    assert indices(training.ticket) == [1]
+# A task that is in no plan any more goes on.
 
 
-def test_one_that_was_away_for_long_comes_back_before_tasks_of_higher_priority(rig: Rig) -> None:
-    training, urgent = suspended(rig)
-    higher = rig.submit("higher", 20, priority=1)
-    rig.clock.advance(AGING_S + 1)
-    rig.broker.read()
-    assert training.ticket.request.priority == 1 and training.entry.request.priority == 1
-    rig.exit(urgent)
-    rig.broker.read()
-    # It has the same priority by now, and came first.
-    assert training.hear() == [True, False] and rig.waits(higher)
+def test_it_goes_on_if_something_else_keeps_the_urgent_one_from_its_start(
+    make_rig: MakeRig,
+) -> None:
+    scene = Scene(make_rig, max_processes=1)
+    urgent = scene.urgent()
+    scene.rig.place("another", 1, priority=9, broker=scene.other)
+    scene.settle()
+    assert scene.entry.reservations and not scene.entry.suspended_for
+    assert scene.asked == [True, False] and not urgent.decided
 
 
-def test_one_that_is_cancelled_while_it_is_away_leaves_nothing(rig: Rig) -> None:
-    training, urgent = suspended(rig)
-    assert not rig.broker.withdraw(training.ticket)
-    rig.broker.end(training.ticket)
-    assert rig.next_recovered() == ("training", 0)
-    rig.broker.settle()
-    assert rig.ledger.entry(training.ticket.request.id) is None
-    rig.exit(urgent)
-    assert rig.next_recovered() == ("urgent", 0)
-    rig.place("next", 24)
+class Shared:
+    """Ledgers of two processes that share one, and what the first one believes of the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stores: list[HostStore] = []
+        self.one, self.other = Ledger(lambda: self.open(folder)), Ledger(lambda: self.open(folder))
+
+    def open(self, folder: Path) -> HostStore:
+        # Once at the beginning it looks at whether the other process is alive.
+        self.stores.append(HostStore(folder, owners_s=1e9))
+        return self.stores[-1]
+
+    def stopped(self, which: int) -> None:
+        """One process sends no heartbeats any more, as the other sees it."""
+        self.stores[1 - which].silent = frozenset({self.stores[which].owner})
 
 
-def test_one_whose_devices_are_lost_is_told_so(rig: Rig) -> None:
-    training, _ = suspended(rig)
-    told: list[PrefectGPUError] = []
-    training.ticket.on_no_return = told.append
-    rig.broker.give_up("the driver is gone")
-    rig.broker.settle()
-    assert [str(each) for each in told] == ["the driver is gone"]
-    # Its process is still there, until its runner has ended it.
-    rig.broker.end(training.ticket)
-    assert rig.next_recovered() == ("training", 0)
+def test_it_goes_on_while_the_flow_of_the_urgent_one_is_stopped(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    shared = Shared(tmp_path)
+    scene = Scene(make_rig, own_ledger=shared.one, ledger=shared.other)
+    scene.urgent()
+    scene.moves_out_without_a_look()
+    shared.stopped(1)
+    scene.rig.broker.read()
+    scene.rig.broker.read()
+    assert scene.asked == [True, False] and not scene.entry.suspended_for
 
 
-# By a person.
+def test_what_a_stopped_flow_does_not_suspend_is_waited_for_no_longer(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    shared = Shared(tmp_path)
+    scene = Scene(make_rig, own_ledger=shared.one, ledger=shared.other)
+    scene.urgent()
+    assert scene.entry.suspended_for
+    shared.stopped(0)
+    scene.settle()
+    assert not scene.entry.suspended_for
 
 
-def by_hand(rig: Rig, shared: bool) -> Training:
-    training = Training(rig, preemptible=False)
-    rig.ledger.hold_back(training.ticket.request.id, True, shared)
-    rig.broker.read()
-    assert training.hear() == [True]
-    assert training.ticket.held_back_for == BY_HAND
-    training.move_out()
-    return training
+# Hot standbys, and tasks within tasks.
 
 
-def test_what_a_person_freed_is_kept_from_others(rig: Rig) -> None:
-    training = by_hand(rig, shared=False)
-    other = rig.submit("other", 20)
-    rig.broker.read()
-    assert rig.waits(other)
-    rig.ledger.hold_back(training.ticket.request.id, False)
-    rig.broker.read()
-    assert training.hear() == [True, False]
+def test_the_urgent_one_starts_beside_no_hot_standby_that_is_in_its_way(scene: Scene) -> None:
+    rig, ended = scene.rig, list[str]()
+    pid = next(rig.pids)
+    lent = rig.broker.lend_device("s", "kind", "framework", pid, lambda: ended.append("s"))
+    assert lent is not None
+    rig.broker.offer_standby("s")
+    rig.reader.attach(pid, ["SIM-0"])
+    urgent = scene.urgent(7.5)
+    scene.moves_out()
+    assert ended and not urgent.decided and scene.entry.reservations
+    rig.broker.end_standby("s")
+    rig.reader.detach(pid)
+    scene.settle()
+    decided(urgent)
+    assert not scene.entry.reservations
 
 
-def test_what_a_person_freed_to_be_shared_is_had_by_others(rig: Rig) -> None:
-    training = by_hand(rig, shared=True)
-    other = rig.place("other", 20)
-    assert training.hear() == [True]
-    rig.start(other, 18)
-    # It is not even asked for a device before the person says so.
-    rig.exit(other)
-    rig.broker.read()
-    assert rig.reservations() == [] and training.hear() == [True]
-    rig.ledger.hold_back(training.ticket.request.id, False)
-    rig.broker.read()
-    rig.broker.read()
-    assert training.hear() == [True, False]
-    assert [r.task_name for r in rig.reservations()] == ["training"]
-
-
-def test_an_old_refusal_is_not_taken_for_the_answer_to_a_person(rig: Rig) -> None:
-    training = Training(rig)
-    rig.submit("urgent", 20, priority=1)
-    rig.broker.read()
-    rig.broker.show_suspension(training.ticket, "refused", "not suspended: it holds none yet")
-    rig.broker.read()
-    rig.ledger.hold_back(training.ticket.request.id, True)
-    assert training.entry.held_back and training.entry.suspension == ""
-    rig.broker.show_suspension(training.ticket, "moving out", "moving to the host")
-    rig.ledger.hold_back(training.ticket.request.id, False)
-    # Where it is on its way, that stays.
-    assert training.entry.suspension == "moving to the host"
+def test_a_task_that_waits_for_one_within_it_does_not_make_way_for_that(make_rig: MakeRig) -> None:
+    scene = Scene(make_rig)
+    inner = scene.rig.another(held_by_parent=scene.entry.reservations)
+    scene.rig.place("filler", 1)
+    scene.rig.submit("inner", 2, priority=5, broker=inner)
+    scene.settle()
+    assert not scene.asked

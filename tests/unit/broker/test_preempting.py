@@ -53,8 +53,10 @@ def passes(
     states = [
         state(i, held=[r for r in held if r.device_uuid == f"SIM-{i}"]) for i in range(devices)
     ]
+    requests = [blocked] if isinstance(blocked, Request) else blocked
     return preempt(
-        [blocked] if isinstance(blocked, Request) else blocked,
+        requests,
+        {each.id for each in requests if not each.origin},
         {each.request.id: each for each in entries},
         states,
         lambda request_id, _: (measured or {}).get(request_id, 0),

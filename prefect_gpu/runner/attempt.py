@@ -902,7 +902,7 @@ class _Suspended:
             device = self._ticket.devices[0]
             done = replace(suspension, reason=self._reason, device=device.label)
             attempt._learned.add_suspension(done)
-            where = "" if device.uuid == self._device_uuid else f" on {device.label}"
+            where = "" if device.uuid == self._device_uuid else f", now on {device.label},"
             attempt._run.say(
                 f"Goes on{where} after {format_seconds(done.seconds)}, suspended for {done.reason}: "
                 f"{format_bytes(done.moved_bytes)} were in host memory "

@@ -184,6 +184,7 @@ def test_a_task_of_another_flow_is_suspended_for_an_urgent_one_and_loses_no_step
     assert "suspended for task 'urgent'" in output, output
 
 
+@pytest.mark.slow
 def test_nothing_is_suspended_for_a_task_of_the_same_priority(place: Workplace) -> None:
     scene = Scene(place, "simulated:1x8GiB@equal")
     training = scene.start("train.py", "a")
@@ -218,13 +219,14 @@ def test_a_task_is_moved_to_make_room_for_one_that_needs_a_whole_device(place: W
         scene.touch(f"{name}.go")
     ended(urgent)
     output = ended(training)
-    assert output.count("Goes on on device") == 1, output
+    assert output.count("Goes on, now on device") == 1, output
     assert [line.split()[2] for line in output.splitlines() if line.startswith("RESULT")] == [
         "1",
         "1",
     ]
 
 
+@pytest.mark.slow
 def test_a_suspended_task_comes_back_if_the_flow_that_needed_the_room_is_killed(
     place: Workplace,
 ) -> None:
@@ -240,6 +242,7 @@ def test_a_suspended_task_comes_back_if_the_flow_that_needed_the_room_is_killed(
     assert "RESULT" in ended(training)
 
 
+@pytest.mark.slow
 def test_a_flow_that_is_killed_while_its_task_is_suspended_leaves_nothing(place: Workplace) -> None:
     scene = Scene(place, "simulated:1x8GiB@gone")
     training = scene.start("train.py", "a")

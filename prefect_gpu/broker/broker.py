@@ -1340,7 +1340,7 @@ class Broker:
         return changes, settled
 
     def _refuse(self, request: Request, error: PrefectGPUError) -> None:
-        """Give a waiting request up, which can never be placed."""
+        """Give up a waiting request that can never be placed."""
         ticket = self._remove(request)
         if ticket is None:
             return

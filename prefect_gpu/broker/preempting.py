@@ -101,6 +101,8 @@ def let_go(entry: Entry) -> Entry:
 def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
     """Return the entry of a task that a person has suspended: if others may have its device, its request waits for room.
 
+    It keeps its device where that is not there: no other device is known that it could come back on.
+
     Args:
         entry: Of the task, which has one device.
         devices: Those that are there.
@@ -108,7 +110,8 @@ def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> En
     """
     if not (entry.held_back and entry.shared and entry.away and entry.reservations):
         return entry
-    return _make_way(let_go(entry), _homes(let_go(entry), devices), now_s)
+    homes = _homes(entry, devices)
+    return _make_way(let_go(entry), homes, now_s) if homes else entry
 
 
 def _running(

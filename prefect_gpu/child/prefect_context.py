@@ -104,7 +104,7 @@ def _log_on_the_run() -> Iterator[None]:
 
 
 def share(run: Context, is_body: Callable[[], bool]) -> None:
-    """Give Prefect's context variables the values of a run, wherever the body's own context is or was copied.
+    """Set Prefect's context variables to the values of a run, wherever the body's own context is or was copied.
 
     Prefect may have been imported in a thread or a coroutine of the body, and what is set there is seen neither
     by the body nor by its other coroutines.

@@ -84,7 +84,7 @@ class Readings:
         return None if self._simulated else self._ask(hooks.begin_trace)
 
     def release_unused(self) -> None:
-        """Have the frameworks return to the driver what they hold and do not use, where that is safe.
+        """Return device memory that the frameworks hold and do not use to the driver, where that is safe.
 
         A task with `gpu:allocation=all` keeps it: another program could take it before the task needs it.
         """

@@ -318,7 +318,7 @@ class Recorder:
             return counters
 
     def release_unused(self) -> None:
-        """Have the frameworks return unused memory to the driver; it may wait for the device."""
+        """Return device memory that the frameworks do not use to the driver; it may wait for the device."""
         # Not under the lock: `mark` and `step` would wait too.
         self._source.release_unused()
 

@@ -40,7 +40,7 @@ def is_initialized() -> bool:
 
 @contextlib.contextmanager
 def unbound_by_captures() -> Iterator[bool]:
-    """Let this thread free device memory while another one captures a CUDA graph.
+    """Allow this thread to free device memory while another one captures a CUDA graph.
 
     By default a call such as `cudaFree`, on any thread and any device, fails during a capture of mode "global", which is
     PyTorch's, and invalidates it. The mode belongs to the thread; its old one is restored at the end.

@@ -154,7 +154,7 @@ class Answered(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseUnused(Message):
-    """Have the frameworks return to the driver what their allocators hold and do not use.
+    """Asks for device memory that the frameworks' allocators hold and do not use to be returned to the driver.
 
     Without effect on a child that reads it too late.
     """

@@ -381,7 +381,7 @@ class Attempt:
         return "probe" if self.shares else self._grant.source
 
     def _end_probe(self, device: Device) -> None:
-        """Have it ended for the others on a device, on the broker's thread."""
+        """End the process for the others on a device; called on the broker's thread."""
         self._messages.put(_EndProbe(device.label))
 
     def _choose_allocation(self) -> AllocationMode:

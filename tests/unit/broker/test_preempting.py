@@ -183,6 +183,11 @@ def test_it_may_come_back_on_all_devices_of_its_model() -> None:
     assert homes(running, device(), device(1), other_model) == ["SIM-0", "SIM-1"]
 
 
+def test_it_keeps_a_device_that_is_not_there() -> None:
+    freed = replace(entry("v"), held_back=True, shared=True, away=True)
+    assert share(freed, {device(1).key: device(1)}, NOW_S) is freed
+
+
 def test_it_comes_back_on_its_own_device_where_a_tag_or_the_driver_pins_it() -> None:
     pinned = entry("v", of_request={"devices": ("SIM-0", "SIM-1")})
     assert homes(pinned, device(), device(1)) == ["SIM-0"]

@@ -55,7 +55,8 @@ class StepBook:
     The first step ends at the first boundary. It takes more memory than later ones: frameworks try
     kernels in it. Steps count as *steady* after the first one, and after the last one in which the
     allocator had to release its cache. The open step is what comes after the last boundary: its
-    memory counts, since a budget must hold it too, and its seconds do not.
+    memory counts, since a budget must hold it too, and its seconds do not. A step in which nothing was
+    read but at its ends shows no peak: on a busy machine samples come late.
 
     Steady steps that are not alike have inputs that change size. The first step may then have had the largest,
     and what it took is no peculiarity of the first step.
@@ -67,6 +68,8 @@ class StepBook:
         self._first_live: int | None = None
         #: Peak bytes in the open step, and in the steady steps that have ended.
         self._open_live: int | None = None
+        #: Whether the open step was read between its ends, or a peak of it is known.
+        self._is_open_read = False
         self._steady_live: int | None = None
         #: The second largest peak of the steady steps that have ended; `None`: there are not two.
         self._second_live: int | None = None
@@ -82,14 +85,18 @@ class StepBook:
         #: Number of a steady step, and bytes allocated at its end.
         self._ends: deque[tuple[int, int]] = deque(maxlen=KEPT_STEPS)
 
-    def reading(self, live_bytes: int, alloc_retries: int | None = None) -> None:
+    def reading(
+        self, live_bytes: int, alloc_retries: int | None = None, *, at_end: bool = False
+    ) -> None:
         """Add a reading of what is allocated, or a peak of it in the open step.
 
         Args:
             live_bytes: Bytes that the frameworks have allocated.
             alloc_retries: How often an allocator had to release its cache so far; `None`: not read.
+            at_end: It was taken as the step ends, when most of the memory may be free again.
         """
         self._open_live = largest(self._open_live, live_bytes)
+        self._is_open_read = self._is_open_read or not at_end
         if alloc_retries is None:
             return
         # Fewer than before: the body reset the statistics of its framework.
@@ -111,7 +118,7 @@ class StepBook:
             alloc_retries: As in `reading`.
         """
         if live_bytes is not None:
-            self.reading(live_bytes, alloc_retries)
+            self.reading(live_bytes, alloc_retries, at_end=True)
         if self.count == 0:
             self._first_live = self._open_live
         elif self.released_cache:
@@ -119,7 +126,8 @@ class StepBook:
             self._ends.clear()
         else:
             self._steady += 1
-            self._add_peak(self._open_live)
+            if self._is_open_read:
+                self._add_peak(self._open_live)
             if live_bytes is not None:
                 self._ends.append((self._steady, live_bytes))
         if self._ended_s is not None:
@@ -127,7 +135,7 @@ class StepBook:
         self._ended_s = at_s
         self.count += 1
         # What is allocated at the end of a step is allocated at the beginning of the next.
-        self._open_live, self.released_cache = live_bytes, False
+        self._open_live, self._is_open_read, self.released_cache = live_bytes, False, False
 
     def _add_peak(self, live_bytes: int | None) -> None:
         if live_bytes is None:
@@ -151,13 +159,14 @@ class StepBook:
         from statistics import linear_regression, median
 
         steady = self._steady > 0 and not self.released_cache
+        is_read = steady and self._steady_live is not None
         growth = None
         if steady and len(self._ends) >= LEAST_FOR_SLOPE:
             growth = linear_regression(*zip(*self._ends, strict=True)).slope
         return StepFacts(
             count=self.count,
             first_live_bytes=self._first_live,
-            steady_live_bytes=largest(self._steady_live, self._open_live) if steady else None,
+            steady_live_bytes=largest(self._steady_live, self._open_live) if is_read else None,
             step_s=median(self._seconds) if self._seconds else None,
             alloc_retries=self._retries,
             growth_bytes=growth,
@@ -290,16 +299,16 @@ class Recorder:
         with self._lock:
             self._origin_s = self._clock.now()
 
-    def sample(self) -> tuple[int, int | None] | None:
+    def sample(self, *, at_end: bool = False) -> tuple[int, int | None] | None:
         """Take a sample, record it and return it: bytes allocated now, allocation retries so far."""
         with self._lock:
             found = self._source.sample()
             if found is not None:
-                self._take(*found)
+                self._take(*found, at_end=at_end)
             return found
 
-    def counters(self) -> Counters | None:
-        """Read all counters, record them and return them."""
+    def counters(self, *, at_end: bool = False) -> Counters | None:
+        """Read all counters, record them and return them; `at_end`: of a step."""
         with self._lock:
             counters = self._timed(self._source.counters)
             if counters is None:
@@ -308,13 +317,13 @@ class Recorder:
             # A peak that differs from the last reading's was reached since then: if it is lower, the body
             # has reset it in between.
             if counters.peak_live_bytes != self._peak_live_bytes:
-                live = max(live, counters.peak_live_bytes)
+                live, at_end = max(live, counters.peak_live_bytes), False
             self._peak_live_bytes = counters.peak_live_bytes
             if counters.peak_reserved_bytes is not None:
                 if counters.peak_reserved_bytes != self._peak_reserved_bytes:
                     reserved = max(reserved or 0, counters.peak_reserved_bytes)
                 self._peak_reserved_bytes = counters.peak_reserved_bytes
-            self._take(live, counters.alloc_retries, reserved)
+            self._take(live, counters.alloc_retries, reserved, at_end=at_end)
             return counters
 
     def release_unused(self) -> None:
@@ -368,11 +377,11 @@ class Recorder:
         self._end_trace()
         found: tuple[int, int | None] | None = None
         if not self._in_full and at_s >= self._sample_due_s:
-            found = self.sample()
+            found = self.sample(at_end=True)
             self._sample_due_s = at_s + READ_SHARE * (self._clock.now() - at_s)
         # Also after an allocation retry: a peak before it does not count as one after it.
         if self._in_full or self._book.released_cache:
-            counters = self.counters()
+            counters = self.counters(at_end=True)
             found = None
             if counters is not None:
                 found = counters.live_bytes, counters.alloc_retries
@@ -430,9 +439,14 @@ class Recorder:
             self._book.reading(peak)
 
     def _take(
-        self, live_bytes: int, retries: int | None, reserved_bytes: int | None = None
+        self,
+        live_bytes: int,
+        retries: int | None,
+        reserved_bytes: int | None = None,
+        *,
+        at_end: bool,
     ) -> None:
-        self._book.reading(live_bytes, retries)
+        self._book.reading(live_bytes, retries, at_end=at_end)
         for span in self._spans:
             span.peak_live_bytes = largest(span.peak_live_bytes, live_bytes)
             span.peak_reserved_bytes = largest(span.peak_reserved_bytes, reserved_bytes)

@@ -474,7 +474,13 @@ class Broker:
             rests = now_s + ASK_AGAIN_S
             self._ledger.rewrite(
                 request_id,
-                lambda e: replace(let_go(e), suspension=text, held_back=False, rests_until_s=rests),
+                lambda e: replace(
+                    let_go(e),
+                    suspension=text,
+                    held_back=False,
+                    held_by_flow=False,
+                    rests_until_s=rests,
+                ),
             )
             with self._changed:
                 ticket.held_back = False
@@ -494,11 +500,26 @@ class Broker:
 
         def change(entry: Entry) -> Entry:
             reserved = keys == tuple(each.device_key for each in entry.reservations)
-            if not reserved or entry.suspended_for or entry.held_back:
+            if not reserved or entry.suspended_for or entry.stays_away:
                 return entry
             return replace(entry, suspension="moving back", away=False, rests_until_s=rests)
 
         return self._ledger.rewrite(ticket.request.id, change)
+
+    def hold_back(self, ticket: Ticket, away: bool, shared: bool) -> None:
+        """Note that a person has asked for the memory of a process on its node; see `Ledger.hold_back`."""
+        ticket.by_hand = True
+        if away:
+            ticket.held_back_for = BY_HAND
+        self._ledger.hold_back(ticket.request.id, away, shared)
+
+    def entry(self, ticket: Ticket) -> Entry | None:
+        """Return what the ledger has of a request; `None`: nothing, or no longer."""
+        return self._ledger.entry(ticket.request.id)
+
+    def rewrite(self, ticket: Ticket, change: Callable[[Entry], Entry]) -> None:
+        """Replace what the ledger has of a request; see `Ledger.rewrite`."""
+        self._ledger.rewrite(ticket.request.id, change)
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
         """Return the bytes that a device has free at a new reading; `None`: none came, or it has failed.
@@ -931,10 +952,11 @@ class Broker:
 
     def _tell_held_back(self) -> None:
         """Pass on whose memory is wanted on the host, by a person or for another request, and whose may come back."""
-        if self.reader.remote:
-            return
         silent = self._ledger.view().silent
         for request_id, ticket in self._placed.items():
+            if self.reader.remote and not (ticket.request.preemptible or ticket.by_hand):
+                # There may be tens of thousands, and no one else writes what is asked of them.
+                continue
             entry = self._ledger.entry(request_id)
             if entry is None or ticket.on_held_back is None or ticket.pid is None:
                 continue
@@ -954,7 +976,10 @@ class Broker:
                     continue
             elif entry.reservations:
                 self._follow(ticket, entry)
-            away = entry.held_back or bool(entry.suspended_for)
+            away = entry.stays_away or bool(entry.suspended_for)
+            if not away and not entry.reservations:
+                # It has just made way, and comes back once it has a device again.
+                continue
             if away != ticket.held_back:
                 ticket.held_back = away
                 self._calls.append(partial(ticket.on_held_back, away))
@@ -1001,11 +1026,13 @@ class Broker:
                 ticket.priority = entry.request.priority
             # No standby is of use to it.
             ticket.kind = None
+            if ticket.on_made_way is not None:
+                self._calls.append(ticket.on_made_way)
         self._placed.pop(request_id, None)
         self._parked.pop(request_id, None)
         self._remove(ticket.request)
         ticket.request = entry.request
-        if entry.held_back:
+        if entry.stays_away:
             self._parked[request_id] = ticket
         else:
             self._waiting[request_id] = ticket
@@ -1094,7 +1121,7 @@ class Broker:
                 # Other brokers count how often they have passed it.
                 if entry is not None:
                     self._take_status(entry)
-                    if entry.held_back:
+                    if entry.stays_away:
                         self._take_suspended(self._waiting[request_id], entry)
                 continue
             known = self._elsewhere.pop(request_id, None)
@@ -1115,7 +1142,7 @@ class Broker:
 
     def _seen_from_here(self, entry: Entry) -> Request | None:
         """Return another broker's request, restricted to the devices of this one; `None`: it uses none of them."""
-        if entry.held_back:
+        if entry.stays_away:
             # A suspended process that does not ask for room.
             return None
         usable = set(entry.devices)
@@ -1280,15 +1307,25 @@ class Broker:
             What is written about those tasks, and what is placed with the requests for which they have made way.
         """
         reading = self._view.reading
-        host = None if reading is None else self._host_state(reading, view)
-        if reading is None or not isinstance(host, HostState):
+        if reading is None:
             return {}, settled
+        host = self._host_state(reading, view)
+        hosts = (
+            dict.fromkeys(self._node_of.values(), host)
+            if isinstance(host, HostState)
+            else host.nodes
+        )
         decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
-        waits = (r for r in self._queue if r.id not in decided and not host.refuses(r))
+        waits = (
+            r
+            for r in self._queue
+            if r.id not in decided and not all(each.refuses(r) for each in hosts.values())
+        )
         # What runs this process waits for it.
         around = {held.request_id for held in self._held_by_parent}
         entries = {i: e for i, e in self._ledger.running().items() if i not in around}
         by_key = {state.device.key: at for at, state in enumerate(states)}
+        names = set(self._node_of.values())
         after = list(states)
         for _, placement in decisions.placements:
             for reservation in placement.reservations:
@@ -1300,7 +1337,7 @@ class Broker:
             entries,
             after,
             self._view.measured_bytes,
-            host.left_bytes,
+            {name: hosts[name].left_bytes if name in hosts else 0 for name in names},
             self._clock.now(),
             self._max_tasks_per_device,
             view.silent,
@@ -1328,8 +1365,9 @@ class Broker:
             )
             request = self._waiting[plan.request_id].request
             named = {by_key[key]: place for place, key in enumerate(plan.devices)}
+            node = self._node_of[plan.devices[0]]
             chosen = board.choose(request, named)
-            if chosen is not None:
+            if chosen is not None and not host.refuses(request, node):
                 placement = board.place(request, chosen, self._clock.now())
                 kinds = {request.id: self._waiting[request.id].kind}
                 beside = settle([(request, placement)], left_states, self._hot.offers, kinds)

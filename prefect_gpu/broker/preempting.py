@@ -39,7 +39,7 @@ def preempt(
     entries: Mapping[str, Entry],
     states: Sequence[DeviceState],
     measured_bytes: Callable[[str, Device], int],
-    host_room_bytes: int,
+    host_room_bytes: Mapping[str, int],
     now_s: float,
     max_tasks: int | None = None,
     silent: Collection[str] = (),
@@ -53,7 +53,7 @@ def preempt(
         entries: Of all tasks that have devices, by request id.
         states: The devices, after the placements of the pass.
         measured_bytes: Returns what the process of a request holds of a device.
-        host_room_bytes: Bytes of the machine's own memory that can be filled.
+        host_room_bytes: Bytes of each machine's own memory that can be filled, by `Device.host`.
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
         silent: Owners that send no heartbeats: what they own is not suspended.
@@ -114,6 +114,36 @@ def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> En
     return _make_way(let_go(entry), homes, now_s) if homes else entry
 
 
+def keep_away(entry: Entry) -> Entry:
+    """Return the entry of a task on a node whose flow wants its memory to be on the host."""
+    return replace(entry, held_by_flow=True)
+
+
+def leave_device(entry: Entry, now_s: float) -> Entry:
+    """Return the entry of a task on a node whose flow has given its device to another request (monotonic seconds)."""
+    if not (entry.held_by_flow and entry.away and entry.reservations):
+        return entry
+    return _make_way(entry, [entry.reservations[0].device_key], now_s)
+
+
+def lead_back(entry: Entry, homes: Sequence[DeviceKey], now_s: float) -> Entry:
+    """Return the entry of a task on a node whose flow wants it back.
+
+    Args:
+        entry: Of the task.
+        homes: The device where it comes back; none: it is not there.
+        now_s: Monotonic seconds.
+    """
+    entry = replace(entry, held_by_flow=False)
+    held = tuple(each.device_key for each in entry.reservations)
+    if not entry.away or held == tuple(homes):
+        return entry
+    if held:
+        return _make_way(entry, homes, now_s)
+    named = tuple(uuid for _, uuid in homes)
+    return replace(entry, request=replace(entry.request, devices=named))
+
+
 def _running(
     entry: Entry,
     devices: Mapping[DeviceKey, Device],
@@ -133,7 +163,7 @@ def _running(
         and device is not None
         and len(own) == 1
         and own[0].probe is None
-        and not entry.held_back
+        and not entry.stays_away
         and entry.owner not in silent,
         reservations=entry.reservations,
         devices=_homes(entry, devices),

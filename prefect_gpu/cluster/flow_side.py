@@ -287,10 +287,12 @@ def _call(listener: Listener, message: Any) -> None:
 def _as_here(entry: Entry, ahead_s: float) -> Entry:
     """Return an entry as the flow sees it: with times of its clock, and hot standbys as tasks.
 
-    A flow elsewhere cannot be asked from here to end its hot standby, so none is counted as free memory.
+    A flow elsewhere cannot be asked from here to end its hot standby, so none is counted as free memory. Nor can it be
+    asked to suspend a task.
     """
     return replace(
         entry,
+        request=replace(entry.request, preemptible=False),
         reservations=tuple(
             replace(r, ends_s=None if r.ends_s is None else r.ends_s + ahead_s, standby=False)
             for r in entry.reservations
@@ -474,7 +476,8 @@ class ClusterLauncher:
     ) -> RemoteHandle:
         """See `Launcher.start` and `Launch.standby`. A node that does not confirm its devices refuses with `NodeRefusedError`."""
         assert spec.placement is not None, "it was placed"
-        placement = spec.placement
+        # Nothing was asked for a calibration: it uses its task's devices.
+        placement, asked = spec.placement, spec.request
         with self._sends:
             call = send_call(spec.call, self._nodes.store, self._sent)
         child = uuid.uuid4().hex
@@ -501,7 +504,10 @@ class ClusterLauncher:
             count=len(placement.devices),
             devices=tuple(device.uuid for device in placement.devices),
             exclusive=exclusive,
-            host_bytes=spec.host_bytes,
+            host_bytes=0 if asked is None else asked.host_bytes,
+            task_run_id="" if asked is None else asked.task_run_id,
+            task_run_name="" if asked is None else asked.task_run_name,
+            flow_run_id="" if asked is None else asked.flow_run_id,
             probe_fraction=probe_fraction,
             confirms_probe=held.probe is not None,
         )

@@ -31,6 +31,7 @@ from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import RealClock
 from prefect_gpu.cluster.expected import NodeStandbys
 from prefect_gpu.cluster.in_order import InOrder
+from prefect_gpu.cluster.node_suspension import NodeSuspension
 from prefect_gpu.cluster.wire import (
     LOST_CODE,
     EndAll,
@@ -73,12 +74,19 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
 )
 from prefect_gpu.processes.launcher import process_launcher
-from prefect_gpu.processes.messages import Answered, Asked, BodyStarted, CountersRead
+from prefect_gpu.processes.messages import (
+    Answered,
+    Asked,
+    BodyStarted,
+    CountersRead,
+    ReleasedUnused,
+)
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.processes.transport import AVAILABLE, MemoryFile, ReceivedValue, write_file
 from prefect_gpu.scheduling.model import DeviceSnapshot, Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.standbys import most_by_default
+from prefect_gpu.suspension.remote import COMMANDS
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +134,17 @@ class _Hosted:
         self.handle: ChildHandle | None = None
         self.launched = threading.Event()
         self.pid: int | None = None
+        #: Once there is a process.
+        self.suspension: NodeSuspension | None = None
         self.order = InOrder()
         #: It was killed before it was started.
         self.killed = False
+
+    def send(self, message: Any) -> None:
+        """Send a message to the process, which has started."""
+        self.launched.wait()
+        assert self.handle is not None
+        self.handle.answer(message)
 
 
 class NodeAgent:
@@ -303,6 +319,11 @@ class NodeAgent:
         assert self._broker is not None
         others, ready = self._broker.held_by_others(), self._standbys.ready()
         with self._changed:
+            hosted = tuple(self._hosted.values())
+        for each in hosted:
+            if each.suspension is not None:
+                each.suspension.look()
+        with self._changed:
             before = self._reading
             self._reading = reading
             alike = others == self._others and before is not None and is_alike(reading, before)
@@ -364,7 +385,11 @@ class NodeAgent:
             elif isinstance(command, Terminate):
                 handle.terminate()
             elif isinstance(command, Send):
-                handle.answer(command.message)
+                if isinstance(command.message, COMMANDS):
+                    if known.suspension is not None:
+                        known.suspension.obey(command.message)
+                else:
+                    handle.answer(command.message)
 
     def close(self) -> None:
         """End all processes."""
@@ -457,8 +482,13 @@ class NodeAgent:
         """Take a message of a process, on the launcher's thread."""
         broker, ticket, memory = self._broker, hosted.ticket, hosted.memory
         assert broker is not None and ticket is not None and memory is not None
+        if hosted.suspension is not None:
+            hosted.suspension.hear(message)
         if isinstance(message, ChildStarted):
             hosted.pid = message.pid
+            hosted.suspension = NodeSuspension(
+                broker, ticket, message.pid, hosted.send, partial(self._tell, child)
+            )
             broker.attach(ticket, message.pid)
             memory.attach(message.pid)
         elif isinstance(message, BodyStarted):
@@ -472,6 +502,8 @@ class NodeAgent:
                 return
             self._answer(hosted, memory, message)
             return
+        elif isinstance(message, ReleasedUnused):
+            return
         elif isinstance(message, ValueArrived):
             hosted.order.take(partial(self._send_value, child, message), slow=True)
             return
@@ -481,6 +513,8 @@ class NodeAgent:
                 if peaks is not None:
                     known = PeaksKnown(hosted.pid, *peaks)
                     hosted.order.take(partial(self._tell, child, known))
+            if hosted.suspension is not None:
+                hosted.suspension.end()
             broker.end(ticket)
             self._forget(child)
         hosted.order.take(partial(self._tell, child, message))
@@ -507,9 +541,7 @@ class NodeAgent:
             answer = Answered(result=memory.answer(question.method, question.arguments))
         except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
             answer = Answered(error=error)
-        hosted.launched.wait()
-        assert hosted.handle is not None
-        hosted.handle.answer(answer)
+        hosted.send(answer)
 
     def _forget(self, child: str) -> None:
         with self._changed:

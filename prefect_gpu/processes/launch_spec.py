@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from prefect_gpu.processes.messages import Prepare
 from prefect_gpu.processes.transport import PackedValue, ReceivedValue
-from prefect_gpu.scheduling.model import Placement
+from prefect_gpu.scheduling.model import Placement, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,9 @@ class LaunchSpec:
     sys_path: tuple[str, ...] = ()
     #: The hot standby that is reserved for it, by its name in the ledger; empty: none.
     standby: str = ""
-    #: The devices that it was placed on, and what the process may take of the machine's own memory, in bytes: a
-    #: launcher of another machine has them confirmed there.
+    #: The devices that it was placed on, and what was asked for: a launcher of another machine has it confirmed there.
     placement: Placement | None = None
-    host_bytes: int = 0
+    request: Request | None = None
 
 
 #: Shown by `ps` for a process that was started ahead of its task, also once it has one.

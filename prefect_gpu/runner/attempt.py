@@ -11,7 +11,6 @@ It decides nothing about devices (`scheduling`), and nothing about what follows 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue as queues
 import signal
@@ -23,8 +22,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
+from prefect_gpu.broker.suspendable import SuspendableProcess
 from prefect_gpu.broker.ticket import BY_HAND, Measured
-from prefect_gpu.devices.host import mps_runs, read_host_available_bytes, read_oom_kills
+from prefect_gpu.devices.host import read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.errors import (
     BudgetExceededError,
@@ -60,8 +60,6 @@ from prefect_gpu.processes.messages import (
     EventEmitted,
     LogEmitted,
     Prepare,
-    ReleasedUnused,
-    ReleaseUnused,
 )
 from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.processes.transport import ReceivedValue
@@ -76,22 +74,15 @@ from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause, Evidence, Rung
 from prefect_gpu.scheduling.model import Device, Placement, Request
-from prefect_gpu.suspension.eligibility import MOVED_KINDS, Candidate
+from prefect_gpu.suspension.eligibility import MOVED_KINDS
 from prefect_gpu.suspension.moves import ProcessLostError
+from prefect_gpu.suspension.remote import NEWS, RemoteSuspender
 from prefect_gpu.suspension.suspended import Stage, Suspender, Suspension, lost_tasks
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: Seconds between two readings of a framework's counters in the child. The reading takes
 #: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
 COUNTERS_INTERVAL_S = 0.1
-
-
-#: Seconds that a process has to return unused device memory before it is suspended without. Its thread for that looks every
-#: 5 ms, but a body that holds the interpreter's lock keeps it from looking.
-RELEASE_S = 0.5
-
-#: Seconds to wait for the reading of the devices that shows what is left to move.
-READING_S = 2.0
 
 #: Stands for a message that did not come in time.
 _TIME_UP = object()
@@ -163,11 +154,8 @@ class Attempt:
         self._handle: ChildHandle | None = None
         self._launched = threading.Event()
         #: Once there is a process.
-        self._suspender: Suspender | None = None
-        self._released: queues.SimpleQueue[ReleasedUnused] = queues.SimpleQueue()
-        #: Monotonic seconds of the last reading of its devices that was noted.
-        self._noted_s = 0.0
-        self._noted = threading.Condition()
+        self._suspended: _Suspended | None = None
+        self._suspender: Suspender | RemoteSuspender | None = None
         #: Once it was placed.
         self._record: ProcessRecord | None = None
         #: Written by the engine's thread alone, and not after `close`.
@@ -365,9 +353,7 @@ class Attempt:
     def _can_be_suspended(self) -> bool:
         """Return whether the tag `gpu:preemptible` has an effect on these devices; if not, it is said once."""
         why = ""
-        if self._broker.reader.remote:
-            why = "tasks on a cluster are not suspended"
-        elif self._broker.kind not in MOVED_KINDS:
+        if self._broker.kind not in MOVED_KINDS:
             why = f"devices of kind {self._broker.kind} are not suspended"
         said = PROCESS_RESOURCES.get("said of gpu:preemptible", set[str])
         if why and why not in said:
@@ -451,7 +437,7 @@ class Attempt:
             sys_path=import_paths(),
             standby=ticket.standby_id,
             placement=placement,
-            host_bytes=ticket.request.host_bytes,
+            request=ticket.request,
         )
 
     def _snapshot_path(self) -> str:
@@ -624,6 +610,8 @@ class Attempt:
         """Take a message of the child, on the launcher's thread."""
         # Facts are noted here, in order: the engine's thread may have returned the value before the
         # process is gone.
+        if self._suspended is not None:
+            self._suspended.hear(message)
         if isinstance(message, ChildStarted):
             self._attach(message.pid)
         elif isinstance(message, BodyStarted):
@@ -634,8 +622,6 @@ class Attempt:
             self._take_counters(message)
         elif isinstance(message, Asked):
             self._answer(message)
-        elif isinstance(message, ReleasedUnused):
-            self._released.put(message)
         elif isinstance(message, BodyEnded):
             self._learned.add_end(message)
         elif isinstance(message, ValueArrived):
@@ -645,29 +631,41 @@ class Attempt:
             if self._cancelled.is_set() and self._handle is not None:
                 # Neither the value is wanted, nor a process that lingers at its exit.
                 self._handle.kill()
+        elif isinstance(message, NEWS):
+            assert isinstance(self._suspender, RemoteSuspender)
+            self._suspender.take(message)
         elif isinstance(message, ChildExited):
             self._end()
         self._messages.put(message)
 
     def _attach(self, pid: int) -> None:
         self._learned.add_start(pid)
-        assert self._ticket is not None
-        self._broker.attach(self._ticket, pid)
+        ticket = self._ticket
+        assert ticket is not None
+        suspended = self._suspended = _Suspended(self, ticket)
+        self._broker.attach(ticket, pid)
         self._memory.attach(pid)
-        suspended = _Suspended(self)
-        self._suspender = Suspender(pid, suspended)
-        self._ticket.on_no_return = suspended.lose
-        self._ticket.on_held_back = self._suspender.ask
+        if self._broker.reader.remote:
+            remote = self._suspender = RemoteSuspender(suspended, self._send)
+            ticket.on_made_way = remote.make_way
+        else:
+            self._suspender = Suspender(pid, suspended)
+        ticket.on_no_return = suspended.lose
+        ticket.on_held_back = self._suspender.ask
 
     def _answer(self, question: Asked) -> None:
         try:
             answer = Answered(result=self._memory.answer(question.method, question.arguments))
         except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
             answer = Answered(error=error)
+        self._send(answer)
+
+    def _send(self, message: Any) -> None:
+        """Send a message to the process, which has started."""
         # `start` returns before the child can have asked anything, but for one turn of a thread.
         self._launched.wait()
         assert self._handle is not None
-        self._handle.answer(answer)
+        self._handle.answer(message)
 
     def _take_counters(self, read: CountersRead) -> None:
         self._learned.add_steps(read.steps, read.marks)
@@ -686,9 +684,8 @@ class Attempt:
         sizes_bytes = tuple(each.total_bytes for each in measured)
         over = self._learned.add_reading(at_s, sizes_bytes, self._memory.live_bytes())
         self._learned.add_processes([each.by_pid for each in measured])
-        with self._noted:
-            self._noted_s = at_s
-            self._noted.notify_all()
+        if self._suspended is not None:
+            self._suspended.take_measurement(at_s, measured)
         if over is not None:
             # The engine's thread notes it, and kills the process if it is to be killed.
             seen_bytes, budget_bytes = over
@@ -812,72 +809,30 @@ class Awaits:
     reason: str
 
 
-class _Suspended:
+class _Suspended(SuspendableProcess):
     """The process of an attempt, as `suspension.suspended` sees it: a `Subject`.
 
     Args:
-        attempt: It has a process.
+        attempt: Whose process it is.
+        ticket: Of its devices.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Attempt, ticket: Ticket) -> None:
+        super().__init__(attempt._broker, ticket, attempt._send)
         self._attempt = attempt
-        #: Where it was when it was suspended, and for what that was.
-        self._device_uuid = ""
+        #: For what it was suspended.
         self._reason = ""
         #: Why it was last refused.
         self._refused = ""
 
-    @property
-    def _ticket(self) -> Ticket:
-        ticket = self._attempt._ticket
-        assert ticket is not None, "it was placed"
-        return ticket
+    def lost_before(self) -> bool:
+        return self._attempt._plan.task_key in lost_tasks()
 
-    def candidate(self) -> Candidate:
-        attempt, broker = self._attempt, self._attempt._broker
-        held = attempt._learned.held_bytes
-        return Candidate(
-            kind=broker.kind,
-            device_uuids=tuple(device.uuid for device in self._ticket.devices),
-            used_bytes=sum(held.values()),
-            processes=len(held),
-            frameworks=attempt._learned.used_frameworks,
-            host_available_bytes=read_host_available_bytes(),
-            remote=broker.reader.remote,
-            mps=mps_runs(),
-            lost_before=attempt._plan.task_key in lost_tasks(),
-        )
+    def device_uuid(self) -> str:
+        return self._ticket.devices[0].uuid
 
-    def trim(self) -> None:
-        attempt, handle = self._attempt, self._attempt._handle
-        if handle is None or attempt._learned.started_s is None:
-            # Nothing in it listens yet.
-            return
-        request = ReleaseUnused(time.monotonic() + RELEASE_S)
-        handle.answer(request)
-        with contextlib.suppress(queues.Empty):
-            # What came too late for an earlier request is in the queue, too.
-            while attempt._released.get(
-                timeout=max(0.0, request.until_s - time.monotonic())
-            ) != ReleasedUnused(request.until_s):
-                pass
-        asked_s = time.monotonic()
-        attempt._broker.refresh()
-        with attempt._noted:
-            attempt._noted.wait_for(lambda: attempt._noted_s >= asked_s, READING_S)
-
-    def free_bytes(self) -> int | None:
-        return self._attempt._broker.free_bytes(self._ticket.devices[0])
-
-    def comes_back(self) -> bool:
-        return self._attempt._broker.comes_back(self._ticket)
-
-    def onto(self) -> Mapping[str, str] | None:
-        was, now = self._device_uuid, self._ticket.devices[0].uuid
-        if was == now:
-            return None
-        others = (device.uuid for device in self._attempt._broker.devices)
-        return {**{uuid: uuid for uuid in others}, was: now, now: was}
+    def hold_back(self, away: bool, shared: bool) -> None:
+        self._broker.hold_back(self._ticket, away, shared)
 
     def tell(self, stage: Stage, text: str) -> None:
         attempt = self._attempt
@@ -892,7 +847,7 @@ class _Suspended:
             attempt._messages.put(Awaits(f"{what}: its memory is {text}"))
 
     def begun(self) -> None:
-        self._device_uuid = self._ticket.devices[0].uuid
+        super().begun()
         self._reason = self._ticket.held_back_for
         self._attempt._messages.put(_PAUSED)
 
@@ -902,7 +857,7 @@ class _Suspended:
             device = self._ticket.devices[0]
             done = replace(suspension, reason=self._reason, device=device.label)
             attempt._learned.add_suspension(done)
-            where = "" if device.uuid == self._device_uuid else f", now on {device.label},"
+            where = "" if device.uuid == self._left_uuid else f", now on {device.label},"
             attempt._run.say(
                 f"Goes on{where} after {format_seconds(done.seconds)}, suspended for {done.reason}: "
                 f"{format_bytes(done.moved_bytes)} were in host memory "

@@ -114,8 +114,6 @@ class ProcessRecord:
         self.known_contexts: Mapping[str, int] = {}
         #: Bytes that its devices last showed for it; `None`: no reading has come.
         self.seen_bytes: int | None = None
-        #: Bytes that each of its processes last held, by process id; those that hold none are left out.
-        self.held_bytes: Mapping[int, int] = {}
         #: What its steps show so far; `None`: there was none.
         self.steps: StepFacts | None = None
         #: Monotonic seconds of the body's first line and of its end; `None`: not yet.
@@ -140,11 +138,6 @@ class ProcessRecord:
         with self._lock:
             samples = self._series.samples
         return next((s.process_bytes for s in samples[::-1] if s.process_bytes), None)
-
-    @property
-    def used_frameworks(self) -> tuple[str, ...]:
-        """Frameworks that it has used so far, as its last counters say."""
-        return self._used
 
     def set_caps(
         self, cap_bytes: int | None, context_bytes: int, known_contexts: Mapping[str, int]
@@ -203,7 +196,6 @@ class ProcessRecord:
     def add_processes(self, by_pid: Sequence[Mapping[int, int]]) -> None:
         """Note what each of its processes holds: on each device, in the placement's order, by process id."""
         with self._lock:
-            self.held_bytes = {pid: size for held in by_pid for pid, size in held.items() if size}
             for device, held in enumerate(by_pid):
                 for pid, held_bytes in held.items():
                     key = device, pid

@@ -125,7 +125,7 @@ def plan(
     blocked: Sequence[Request],
     states: Sequence[DeviceState],
     running: Mapping[str, Running],
-    host_room_bytes: int,
+    host_room_bytes: Mapping[str, int],
     now_s: float,
     max_tasks: int | None = None,
 ) -> list[Plan]:
@@ -141,8 +141,8 @@ def plan(
         blocked: Requests of all brokers that wait for devices after a scheduling pass, in the order of the queue.
         states: All devices after the placements of the pass.
         running: Tasks that hold devices, by request id.
-        host_room_bytes: Bytes of the machine's memory that processes could use now, less what is still to come of tasks
-            that were let go while their memory was on its way out.
+        host_room_bytes: Bytes of each machine's own memory that processes could use now, less what is still to come of
+            tasks that were let go while their memory was on its way out; by `Device.host`.
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
     """
@@ -209,7 +209,7 @@ class _Machine:
         self,
         states: Iterable[DeviceState],
         running: Mapping[str, Running],
-        host_room_bytes: int,
+        host_room_bytes: Mapping[str, int],
         now_s: float,
         max_tasks: int | None,
     ) -> None:
@@ -219,8 +219,14 @@ class _Machine:
         self._running = running
         self._now_s = now_s
         self._most = math.inf if max_tasks is None else max_tasks
-        coming = (t.moved_bytes for t in running.values() if t.suspended_for and not t.away)
-        self._host_bytes = host_room_bytes - HOST_MARGIN_BYTES - sum(coming)
+        #: By machine.
+        self._host_bytes = {
+            host: room_bytes - HOST_MARGIN_BYTES for host, room_bytes in host_room_bytes.items()
+        }
+        for task in running.values():
+            state = self._states.get(task.reservations[0].device_key)
+            if task.suspended_for and not task.away and state is not None:
+                self._host_bytes[state.device.host] -= task.moved_bytes
         #: Devices that no later plan has.
         self._kept: set[DeviceKey] = set()
 
@@ -310,6 +316,7 @@ class _Machine:
             return self._cheapest(request, keys[0], keys, wait_s)
         trial = copy.copy(self)
         trial._states, trial._meanwhile = dict(self._states), dict(self._meanwhile)
+        trial._host_bytes = dict(self._host_bytes)
         together = _Way({})
         for key in keys:
             way = trial._cheapest(request, key, keys, wait_s)
@@ -354,7 +361,10 @@ class _Machine:
             return sum(out_s(moved) + in_s(moved) for moved in new), len(tasks)
 
         sets = _least_sets(may, lambda some: is_enough((*must, *some)))
-        ways = (self._way(request, (*must, *s), taken, wait_s) for s in sorted(sets, key=cost))
+        host = state.device.host
+        ways = (
+            self._way(request, (*must, *s), host, taken, wait_s) for s in sorted(sets, key=cost)
+        )
         return next((way for way in ways if way is not None), None)
 
     def _goes(
@@ -380,10 +390,11 @@ class _Machine:
         self,
         request: Request,
         tasks: Iterable[Running],
+        host: str,
         taken: Collection[DeviceKey],
         wait_s: float,
     ) -> _Way | None:
-        """Return how some tasks go together; `None`: one of them has nowhere to go, or to wait is better."""
+        """Return how some tasks of a machine go together; `None`: one of them has nowhere to go, or to wait is better."""
         # The largest first: it has the fewest places.
         tasks = sorted(tasks, key=lambda t: (-t.reservations[0].reserved_bytes, t.request_id))
         way = _Way({})
@@ -394,7 +405,7 @@ class _Machine:
                 lost = 0.0 if task.priority < request.priority else cost
                 way = way.plus(_Way({}, out, cost, lost, task.moved_bytes))
         # The request's own process needs some of it, too.
-        host_bytes = max(0, self._host_bytes - request.host_bytes)
+        host_bytes = max(0, self._host_bytes[host] - request.host_bytes)
         if way.host_bytes > host_bytes or not way.saves(wait_s):
             return None
         states, meanwhile = dict(self._states), dict(self._meanwhile)
@@ -454,7 +465,8 @@ class _Machine:
             self._states[held.device_key] = state
             if to is not None and len(task.reservations) == 1:
                 _move(task, to, self._states, self._meanwhile)
-        self._host_bytes -= way.host_bytes
+            if not task.suspended_for:
+                self._host_bytes[state.device.host] -= task.moved_bytes
 
     def _book(self, request: Request, key: DeviceKey) -> None:
         """Book a request on a device."""

@@ -36,8 +36,6 @@ class Candidate:
     frameworks: tuple[str, ...]
     #: Bytes of the machine's memory that processes could still use.
     host_available_bytes: int
-    #: Its device is on another machine, or on another node of a cluster.
-    remote: bool = False
     #: CUDA's Multi-Process Service runs on the machine.
     mps: bool = False
     #: A process of the same task was lost in a move before.
@@ -46,8 +44,6 @@ class Candidate:
 
 def refusal(candidate: Candidate) -> str:
     """Return why a process is not suspended, as text for a person; empty: it may be."""
-    if candidate.remote:
-        return "tasks on a cluster are not suspended"
     if candidate.kind not in MOVED_KINDS:
         return (
             f"only memory of NVIDIA GPUs can be moved, and its device is of kind {candidate.kind}"

@@ -12,7 +12,7 @@ from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.broker.preempting import Preemption, let_go, preempt, share
 from prefect_gpu.scheduling.model import Device, Probe, Request
 from prefect_gpu.units import GIB
-from tests.unit.scheduling.values import device, request, reserved, state
+from tests.unit.scheduling.values import HOST, device, request, reserved, state
 
 NOW_S = 1000.0
 
@@ -60,7 +60,7 @@ def passes(
         {each.request.id: each for each in entries},
         states,
         lambda request_id, _: (measured or {}).get(request_id, 0),
-        int(room_gib * GIB),
+        {HOST: int(room_gib * GIB)},
         NOW_S,
         silent=silent,
     )

@@ -189,7 +189,15 @@ def spec_for(
         values.dumps(Call(len, args, {}), "call", "call"),
         os.getcwd(),
         placement=placement,
-        host_bytes=host_bytes,
+        request=Request(
+            "r",
+            "train",
+            1,
+            0.0,
+            host_bytes=host_bytes,
+            task_run_id="11111111-2222",
+            task_run_name="train-1",
+        ),
     )
 
 

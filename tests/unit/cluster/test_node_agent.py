@@ -107,11 +107,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 class Scene:
     """One node, and a flow that listens to it."""
 
-    def __init__(self, folder: Path, shares: bool = True) -> None:
+    def __init__(
+        self, folder: Path, shares: bool = True, devices: str = "simulated:1x8GiB"
+    ) -> None:
         self.folder = folder
         self.launcher = FakeLauncher()
         self.store = FakeStore()
-        spec = parse_spec("simulated:1x8GiB")
+        spec = parse_spec(devices)
         settings = NodeSettings("n1", spec, "spread", None, None, ledger=folder, standby=0)
         self.agent = NodeAgent(settings, self.store, None, "1", self.launcher)
         self.nodes = Nodes(self.store)

@@ -11,6 +11,7 @@ from uuid import UUID
 
 import pytest
 
+from prefect_gpu.broker import suspendable
 from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import (
@@ -41,8 +42,7 @@ from prefect_gpu.processes.messages import (
 from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.events import LEAKED, PLACED, GPUEvent
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.runner import attempt
-from prefect_gpu.runner.attempt import Attempt, _Suspended
+from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.submit_order import SubmitOrder
@@ -413,6 +413,11 @@ def test_real_devices_give_no_memory_on_request() -> None:
         memory.answer("simulated_allocate", {})
 
 
+def subject_of(scene: Scene) -> suspendable.SuspendableProcess:
+    assert scene.attempt._suspended is not None
+    return scene.attempt._suspended
+
+
 def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, sizes = Scene(), []
 
@@ -428,7 +433,7 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
 
     def running() -> None:
         measure(5 * GIB)
-        subject = _Suspended(scene.attempt)
+        subject = subject_of(scene)
         subject.trim()
         sizes.append(subject.candidate().used_bytes)
         scene.child.kill()
@@ -443,12 +448,12 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
 
 
 def test_a_process_that_does_not_answer_is_not_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "RELEASE_S", 0.001)
-    monkeypatch.setattr(attempt, "READING_S", 0.001)
+    monkeypatch.setattr(suspendable, "RELEASE_S", 0.001)
+    monkeypatch.setattr(suspendable, "READING_S", 0.001)
     scene, done = Scene(), []
 
     def running() -> None:
-        _Suspended(scene.attempt).trim()
+        subject_of(scene).trim()
         done.append(len(scene.child.answers))
         scene.child.kill()
 
@@ -463,5 +468,5 @@ def test_a_process_whose_body_has_not_begun_is_not_asked_to_trim() -> None:
     scene.child._says = [ChildStarted(PID)]
     scene.attempt.place()
     scene.attempt._handle = scene.child.start(None, scene.attempt._hear)
-    _Suspended(scene.attempt).trim()
+    subject_of(scene).trim()
     assert scene.child.answers == []

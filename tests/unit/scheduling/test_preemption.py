@@ -80,7 +80,7 @@ def goes(
         states[at] = states[at].after(each)
     asked = [blocked] if isinstance(blocked, Request) else blocked
     running = {each.request_id: each for each in tasks}
-    plans = plan(asked, states, running, int(room_gib * GIB), NOW_S, max_tasks)
+    plans = plan(asked, states, running, {HOST: int(room_gib * GIB)}, NOW_S, max_tasks)
 
     def index(device: DeviceKey | None) -> int | None:
         return None if device is None else int(device[1][4:])
@@ -284,7 +284,7 @@ def test_a_task_is_moved_within_its_model_and_node(
     states[1] = replace(states[1], snapshot=replace(states[1].snapshot, device=device))
     victim = replace(victim, devices=(key(0), device.key))
     blocked = urgent(devices=("SIM-0",))
-    (found,) = plan([blocked], states, {"v": victim}, 1000 * GIB, NOW_S)
+    (found,) = plan([blocked], states, {"v": victim}, {HOST: 1000 * GIB}, NOW_S)
     assert found.going == {"v": None if index is None else key(1)}
 
 

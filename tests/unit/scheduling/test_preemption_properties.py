@@ -38,7 +38,7 @@ from prefect_gpu.scheduling.preemption import (
 )
 from prefect_gpu.scheduling.scheduling_pass import RequestQueue, decide
 from prefect_gpu.units import GIB
-from tests.unit.scheduling.values import host, snapshot
+from tests.unit.scheduling.values import HOST, host, snapshot
 
 DEVICE_GIB = 24
 
@@ -266,7 +266,11 @@ class Machine:
             else:
                 self.start(task, placement.reservations)
         plans = plan(
-            list(self.queue), board.states, self.running(), self.host_room_bytes(), self.now_s
+            list(self.queue),
+            board.states,
+            self.running(),
+            {HOST: self.host_room_bytes()},
+            self.now_s,
         )
         changed = self.reconcile(plans) or bool(decisions.placements)
         for task in self.tasks.values():

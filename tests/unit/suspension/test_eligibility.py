@@ -20,7 +20,6 @@ def test_a_pytorch_process_alone_on_its_device_may_be_suspended() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"remote": True}, "on a cluster"),
         ({"kind": "host"}, "of kind host"),
         ({"device_uuids": ("MIG-1",)}, "MIG"),
         ({"device_uuids": ("GPU-1", "GPU-2")}, "several devices"),

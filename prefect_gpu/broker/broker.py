@@ -1026,6 +1026,8 @@ class Broker:
                 ticket.priority = entry.request.priority
             # No standby is of use to it.
             ticket.kind = None
+            # It is asked back once it has a device.
+            ticket.held_back = True
             if ticket.on_made_way is not None:
                 self._calls.append(ticket.on_made_way)
         self._placed.pop(request_id, None)
@@ -1325,7 +1327,7 @@ class Broker:
         around = {held.request_id for held in self._held_by_parent}
         entries = {i: e for i, e in self._ledger.running().items() if i not in around}
         by_key = {state.device.key: at for at, state in enumerate(states)}
-        names = set(self._node_of.values())
+        rooms = {name: each.left_bytes for name, each in hosts.items() if not each.full}
         after = list(states)
         for _, placement in decisions.placements:
             for reservation in placement.reservations:
@@ -1335,9 +1337,9 @@ class Broker:
             () if host.full else tuple(itertools.islice(waits, MOST_BLOCKED)),
             self._waiting,
             entries,
-            after,
+            [state for state in after if state.device.host in rooms],
             self._view.measured_bytes,
-            {name: hosts[name].left_bytes if name in hosts else 0 for name in names},
+            rooms,
             self._clock.now(),
             self._max_tasks_per_device,
             view.silent,

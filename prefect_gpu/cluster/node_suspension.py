@@ -54,7 +54,8 @@ class NodeSuspension(SuspendableProcess):
         super().__init__(broker, ticket, send)
         self._tell_flow = tell
         self._suspender = Suspender(pid, self)
-        self._lost_before = False
+        #: The last that came.
+        self._asked = MoveOut(0, lost_before=False)
         #: What a person has last asked for, as the flow was told.
         self._told = HeldBack(away=False, shared=False)
         #: What was last said to be its stage, as text.
@@ -71,13 +72,17 @@ class NodeSuspension(SuspendableProcess):
         """Carry out a command of the flow."""
         rewrite = partial(self._broker.rewrite, self._ticket)
         if isinstance(command, MoveOut):
-            self._lost_before = command.lost_before
+            self._asked = command
             rewrite(keep_away)
+            self._suspender.ask(True)
         elif isinstance(command, MakeWay):
             rewrite(partial(leave_device, now_s=time.monotonic()))
         elif isinstance(command, MoveIn):
             keys = [d.key for d in self._broker.devices if d.uuid == command.device_uuid]
             rewrite(partial(lead_back, homes=keys, now_s=time.monotonic()))
+            entry = self._broker.entry(self._ticket)
+            if entry is not None and entry.reservations and not entry.stays_away:
+                self._suspender.ask(False)
         else:
             self._answers.put(command.may)
 
@@ -98,9 +103,10 @@ class NodeSuspension(SuspendableProcess):
         self._answers.put(False)
 
     def _ask(self, away: bool) -> None:
-        # The flow knows for what it is suspended before it hears that it is.
+        # A person's wish is the flow's to carry out: it knows what else is asked.
         self.look()
-        self._suspender.ask(away)
+        if not away:
+            self._suspender.ask(False)
 
     def _take_no_return(self, error: PrefectGPUError) -> None:
         self.lost(f"it was suspended and cannot come back: {error}")
@@ -112,7 +118,7 @@ class NodeSuspension(SuspendableProcess):
 
     def lost_before(self) -> bool:
         """See `SuspendableProcess.lost_before`."""
-        return self._lost_before
+        return self._asked.lost_before
 
     # On the suspension's thread.
 
@@ -131,7 +137,10 @@ class NodeSuspension(SuspendableProcess):
         self._text = text
         self._broker.show_suspension(self._ticket, stage, text)
         suspension, self._ended = self._ended, None
-        self._tell_flow(StageReached(stage, text, suspension))
+        self._tell_flow(StageReached(stage, text, self._asked.number, suspension))
+        if stage == "refused":
+            # That ends a person's wish in both ledgers. What is asked from now on is another one.
+            self._told = HeldBack(away=False, shared=False)
 
     def ended(self, suspension: Suspension | None) -> None:
         """See `Subject.ended`."""

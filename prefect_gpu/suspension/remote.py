@@ -33,6 +33,8 @@ from prefect_gpu.suspension.suspended import Stage, Suspension
 class MoveOut:
     """Move its memory to the host."""
 
+    #: How many there were of the process, with this one.
+    number: int
     #: A process of its task was lost in a move before.
     lost_before: bool
 
@@ -74,6 +76,8 @@ class StageReached:
     stage: Stage
     #: The same for a person; empty: it runs.
     text: str
+    #: Of the last `MoveOut` that had come.
+    number: int
     #: With `running`: what the suspension was, by the node's clock.
     suspension: Suspension | None = None
 
@@ -154,6 +158,8 @@ class RemoteSuspender:
         self._send = send
         #: Monotonic seconds since when it is away; `None`: it is not.
         self._begun_s: float | None = None
+        #: Of the last `MoveOut`.
+        self._number = 0
         self._gone = False
 
     @property
@@ -169,8 +175,11 @@ class RemoteSuspender:
 
     def ask(self, away: bool) -> None:
         """See `Suspender.ask`."""
-        subject = self._subject
-        self._send(MoveOut(subject.lost_before()) if away else MoveIn(subject.device_uuid()))
+        if away:
+            self._number += 1
+            self._send(MoveOut(self._number, self._subject.lost_before()))
+        else:
+            self._send(MoveIn(self._subject.device_uuid()))
 
     def make_way(self) -> None:
         """Have its device on the node released."""
@@ -208,4 +217,7 @@ class RemoteSuspender:
                 ended_s = time.monotonic()
                 done = Suspension(begun_s, ended_s, done.out_s, done.in_s, done.moved_bytes)
             self._subject.ended(done)
+        if news.stage == "refused" and news.number != self._number:
+            # It was asked again meanwhile, and answers that, too.
+            return
         self._subject.tell(news.stage, news.text)

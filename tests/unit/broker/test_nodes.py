@@ -191,3 +191,51 @@ def test_two_brokers_of_a_cluster_keep_one_order(nodes: NodesRig) -> None:
     second = nodes.place("second", 20)
     assert where(second) == ["c:0"]
     assert not first.decided
+
+
+def fill(nodes: NodesRig, *devices: str, gib: float = 20) -> dict[str, list[bool]]:
+    """Place a preemptible task that holds 10 GiB on each device; return what each is asked for, by its device."""
+    asked: dict[str, list[bool]] = {}
+    for name in devices:
+        ticket = nodes.place(name, gib, devices=(name,), preemptible=True)
+        nodes.start(ticket, 10)
+        ticket.on_held_back = asked.setdefault(name, []).append
+    nodes.clock.advance(1000)
+    return asked
+
+
+def test_a_task_makes_way_where_its_nodes_own_memory_has_the_room(nodes: NodesRig) -> None:
+    nodes.reader.limits = {"a": NodeReading(8 * GIB), "b": NodeReading(64 * GIB)}
+    asked = fill(nodes, "a:0", "a:1", "b:0", "b:1")
+    urgent = nodes.submit("urgent", 20, priority=5)
+    assert nodes.waits(urgent)
+    nodes.broker.read()
+    assert sorted(map(str, asked.values())) == ["[True]", "[]", "[]", "[]"]
+    assert not asked["a:0"] and not asked["a:1"]
+
+
+def test_no_task_makes_way_on_a_node_that_may_start_no_process(nodes: NodesRig) -> None:
+    free = NodeReading(64 * GIB)
+    nodes.reader.limits = {"a": free, "b": replace(free, max_processes=2)}
+    asked = fill(nodes, "b:0", "b:1")
+    urgent = nodes.submit("urgent", 20, priority=5, nodes=("b",))
+    assert nodes.waits(urgent)
+    nodes.broker.read()
+    assert not asked["b:0"] and not asked["b:1"]
+    nodes.reader.limits = {"a": free, "b": free}
+    nodes.broker.read()
+    assert sorted(map(str, asked.values())) == ["[True]", "[]"]
+
+
+def test_a_task_is_not_moved_to_another_node(nodes: NodesRig) -> None:
+    nodes.reader.limits = dict.fromkeys("ab", NodeReading(64 * GIB))
+    asked = fill(nodes, "a:0", gib=12)
+    nodes.place("beside it", 20, devices=("a:1",))
+    assert nodes.waits(nodes.submit("equal", 20, devices=("a:0",)))
+    nodes.broker.read()
+    assert not asked["a:0"]
+    nodes.submit("urgent", 20, devices=("a:0",), priority=5)
+    nodes.broker.read()
+    assert asked["a:0"] == [True]
+    (entry,) = (e for e in nodes.ledger.running().values() if e.suspended_for)
+    assert len(entry.reservations) == 1, "it has no device to come back on at once"

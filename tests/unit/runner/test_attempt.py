@@ -478,13 +478,13 @@ def test_a_process_on_a_cluster_is_suspended_by_what_its_node_says(
             assert ticket.on_held_back is not None and ticket.on_made_way is not None
             listener(HeldBack(away=True, shared=False))
             ticket.on_held_back(True)
-            listener(StageReached("moving out", "moving to the host"))
-            listener(StageReached("away", "away"))
+            listener(StageReached("moving out", "moving to the host", 1))
+            listener(StageReached("away", "away", 1))
             assert not scene.attempt.has_devices
             ticket.on_made_way()
             ticket.on_held_back(False)
             listener(ReadyToReturn())
-            listener(StageReached("running", "", Suspension(0.0, 9.0, out_s, in_s, 5 * GIB)))
+            listener(StageReached("running", "", 1, Suspension(0.0, 9.0, out_s, in_s, 5 * GIB)))
             assert scene.attempt.has_devices
 
         scene.attempt._launched.set()
@@ -493,7 +493,7 @@ def test_a_process_on_a_cluster_is_suspended_by_what_its_node_says(
 
     monkeypatch.setattr(scene.child, "start", begin)
     assert scene.go() == 7
-    commands = [MoveOut(lost_before=False), MakeWay(), MoveIn(uuid), Return(may=True)]
+    commands = [MoveOut(1, lost_before=False), MakeWay(), MoveIn(uuid), Return(may=True)]
     assert scene.child.answers == commands
     assert shown == [
         (True, False),

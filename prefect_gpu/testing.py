@@ -14,7 +14,7 @@ from prefect_gpu import in_task
 from prefect_gpu.child.channel import current_channel
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedOutOfMemoryError
-from prefect_gpu.frameworks.adapter import Counters
+from prefect_gpu.frameworks.adapter import Counters, EndTrace
 from prefect_gpu.units import format_bytes, parse_bytes
 
 __all__ = [
@@ -36,11 +36,15 @@ class _Tally:
         self._live: dict[str, int] = {}
         self._peak: dict[str, int] = {}
         self._retries = 0
+        #: The most bytes allocated at once, by UUID, since the trace began; `None`: nothing is traced.
+        self._traced: dict[str, int] | None = None
 
     def count(self, device_uuid: str, change_bytes: int) -> None:
         with self._lock:
             live = self._live[device_uuid] = self._live.get(device_uuid, 0) + change_bytes
             self._peak[device_uuid] = max(self._peak.get(device_uuid, 0), live)
+            if self._traced is not None:
+                self._traced[device_uuid] = max(self._traced.get(device_uuid, 0), live)
 
     def count_retry(self) -> None:
         with self._lock:
@@ -54,6 +58,18 @@ class _Tally:
             # Without a cache, the bytes that are held are those that are allocated.
             return Counters(live, live, peak, peak, self._retries)
 
+    def begin_trace(self) -> EndTrace | None:
+        with self._lock:
+            if not self._live:
+                return None
+            self._traced = dict(self._live)
+            return self.end_trace
+
+    def end_trace(self) -> int | None:
+        with self._lock:
+            traced, self._traced = self._traced, None
+            return None if traced is None else sum(traced.values())
+
 
 _tally = _Tally()
 
@@ -64,6 +80,11 @@ def tally() -> Counters | None:
     The child uses it as the counters of a framework.
     """
     return _tally.counters()
+
+
+def begin_trace() -> EndTrace | None:
+    """Trace what this process allocates on simulated devices, for the child; one trace at a time. `None`: nothing so far."""
+    return _tally.begin_trace()
 
 
 def note_allocation_retry() -> None:

@@ -21,6 +21,10 @@ from prefect_gpu.scheduling.preemption import Plan, Running, plan
 #: Major version of the driver from which a process can come back on another device.
 MOVES_DRIVER = 580
 
+#: Most GPUs of a machine on which a process comes back on another device. It was shown with two. With four a restore failed
+#: and the process was lost, since two of them were not named to the driver; with all named it was not tried.
+MOST_GPUS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
@@ -197,7 +201,9 @@ def _homes(entry: Entry, devices: Mapping[DeviceKey, Device]) -> tuple[DeviceKey
 def _can_move(device: Device) -> bool:
     """Return whether a process can come back on another device than this one."""
     found = re.match(r"\d+", device.driver)
-    return device.kind != "nvml" or (found is not None and int(found[0]) >= MOVES_DRIVER)
+    return device.kind != "nvml" or (
+        found is not None and int(found[0]) >= MOVES_DRIVER and 0 < device.machine_gpus <= MOST_GPUS
+    )
 
 
 def _ask(entry: Entry, request_id: str, onto: DeviceKey | None) -> Entry:

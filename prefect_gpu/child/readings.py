@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prefect_gpu.devices.cuda_driver import PrimaryContexts, unbound_by_captures
 from prefect_gpu.devices.own import OwnMemory, OwnUse
@@ -70,8 +70,7 @@ class Readings:
     def counters(self) -> Counters | None:
         """Read all counters; `None`: no framework has touched a device, or they cannot be read."""
         if self._simulated:
-            # Only a body that uses it has imported it, and it may be half imported.
-            tally = getattr(sys.modules.get("prefect_gpu.testing"), "tally", None)
+            tally = _of_simulated("tally")
             found: Counters | None = None if tally is None else tally()
             return found
         counters = self._ask(hooks.collect_counters)
@@ -81,7 +80,11 @@ class Readings:
 
     def begin_trace(self) -> EndTrace | None:
         """Begin to trace what is allocated; `None`: no framework can be traced now."""
-        return None if self._simulated else self._ask(hooks.begin_trace)
+        if self._simulated:
+            begin = _of_simulated("begin_trace")
+            trace: EndTrace | None = None if begin is None else begin()
+            return trace
+        return self._ask(hooks.begin_trace)
 
     def release_unused(self) -> None:
         """Return device memory that the frameworks hold and do not use to the driver, where that is safe.
@@ -149,3 +152,9 @@ class Readings:
                 self._reported = True
                 sys.stderr.write(f"prefect_gpu: counters cannot be read: {error!r}\n")
             return None
+
+
+def _of_simulated(name: str) -> Callable[[], Any] | None:
+    """Return a function of the simulated devices; `None`: the body has not imported them, or they are half imported."""
+    found: Callable[[], Any] | None = getattr(sys.modules.get("prefect_gpu.testing"), name, None)
+    return found

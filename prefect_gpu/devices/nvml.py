@@ -137,7 +137,8 @@ class NvmlReader(DeviceReader):
     def _enumerate(self) -> Iterator[Candidate]:
         driver = pynvml.nvmlSystemGetDriverVersion()
         host, machine = socket.gethostname(), read_machine()
-        for gpu_index in range(pynvml.nvmlDeviceGetCount()):
+        gpus = pynvml.nvmlDeviceGetCount()
+        for gpu_index in range(gpus):
             try:
                 gpu = pynvml.nvmlDeviceGetHandleByIndex(gpu_index)
                 gpu_uuid = pynvml.nvmlDeviceGetUUID(gpu)
@@ -155,6 +156,7 @@ class NvmlReader(DeviceReader):
                         driver=driver,
                         machine=machine,
                         attributed=self._attributed,
+                        machine_gpus=gpus,
                     )
                     yield Candidate(device, gpu_uuid, ids)
             except pynvml.NVMLError as error:

@@ -17,6 +17,7 @@ from prefect_gpu.measurements import Mark, Sample
 from prefect_gpu.reports.canvas import (
     GRID,
     MUTED,
+    PAPER,
     Canvas,
     byte_ticks,
     clean,
@@ -24,7 +25,7 @@ from prefect_gpu.reports.canvas import (
     text_width,
     time_ticks,
 )
-from prefect_gpu.reports.model import OUTCOME_WORDS, Outcome, TaskReport
+from prefect_gpu.reports.model import OUTCOME_WORDS, Outcome, SuspensionFacts, TaskReport
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
@@ -176,11 +177,19 @@ def task_timeline_svg(report: TaskReport) -> str:
         canvas.text(x - 6, y, words, fill=REFUSED, anchor="end", bold=True, halo=True)
     for each in report.suspensions:
         x, end_x = x_of(each.at_s), x_of(each.at_s + each.seconds)
-        canvas.rect(x, top, max(1.0, end_x - x), bottom - top, MUTED, opacity=0.15)
-        if end_x - x > 66:
-            canvas.text(
-                (x + end_x) / 2, (top + bottom) / 2, "suspended", fill=MUTED, anchor="middle"
-            )
+        canvas.rect(
+            x,
+            top,
+            max(1.0, end_x - x),
+            bottom - top,
+            MUTED,
+            opacity=0.15,
+            title=_suspension_words(each),
+        )
+        for row, words in enumerate(("suspended", f"for {each.reason}" if each.reason else "")):
+            if label := shorten(clean(words), end_x - x - 6, 12):
+                middle, y = (x + end_x) / 2, (top + bottom) / 2 + 16 * row
+                canvas.text(middle, y, label, size=12, fill=MUTED, anchor="middle", halo=True)
     if start_x - left > 58:
         x, y = (left + start_x) / 2, (top + bottom) / 2
         canvas.text(x, y, "starting", fill=MUTED, anchor="middle")
@@ -197,6 +206,15 @@ def task_timeline_svg(report: TaskReport) -> str:
     canvas.legend(((f"{n}, peak {format_bytes(p)}", colour, 0.5) for n, p, colour in peaks), 28)
     canvas.legend(((name, tint, 0.5) for name, tint in tints.items()), bottom + 62)
     return canvas.svg()
+
+
+def _suspension_words(each: SuspensionFacts) -> str:
+    """Return for how long and for what a process was suspended, and what was moved."""
+    reason = f" for {each.reason}" if each.reason else ""
+    return (
+        f"suspended for {format_seconds(each.seconds)}{reason}, "
+        f"{format_bytes(each.moved_bytes)} in host memory"
+    )
 
 
 def _refused(report: TaskReport) -> tuple[int, int] | None:
@@ -529,10 +547,19 @@ def _draw_bar(
         canvas.rect(x, y, width, height, colour, opacity=0.8, title=title)
         return
     canvas.rect(x, y, width, height, colour, opacity=0.22, stroke=colour, radius=2, title=title)
+    filled = height * min(1.0, report.peak_process_bytes / max(1, report.budget_total_bytes))
+    if height >= 12:
+        canvas.rect(x, y + height - filled, width, filled, colour, opacity=0.25)
+    for each in report.suspensions:
+        share = width / max(report.held_s, 0.001)
+        x_away, away = x + share * each.at_s, max(1.0, share * each.seconds)
+        # On paper: its memory is not on the device.
+        canvas.rect(x_away, y + 1, away, height - 2, PAPER)
+        canvas.rect(
+            x_away, y + 1, away, height - 2, MUTED, opacity=0.2, title=_suspension_words(each)
+        )
     if height < 12:
         return
-    filled = height * min(1.0, report.peak_process_bytes / max(1, report.budget_total_bytes))
-    canvas.rect(x, y + height - filled, width, filled, colour, opacity=0.25)
     words = "" if report.outcome == "completed" else f" – {OUTCOME_WORDS[report.outcome]}"
     for label in (f"{number}  {name}{words}", f"{number}{words}", f"{number}"):
         if text_width(label, 12) <= width - 8:

@@ -733,6 +733,8 @@ class Attempt:
             self._verdict = replace(
                 self._verdict, next_words=rung.reason, next_budget_bytes=rung.budget_bytes
             )
+        # Threads that wait may keep the last attempt for as long as nothing comes.
+        self._call = self._call.without_arguments()
         with self._lock:
             self._take_report = take_report
         self._hand_on()

@@ -49,6 +49,7 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed, Failed, Pending, Running
 from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
+from prefect.transactions import Transaction
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event, should_log_prints
 from prefect.utilities.urls import url_for
@@ -578,12 +579,16 @@ class EngineRun:
         #: The engine's own object.
         self.task_run: TaskRun = context.task_run
         self._logger = get_run_logger()
-        #: From which Prefect reads the related resources of an event.
-        self._around = copy_context()
+        self._around = _around_events(context)
         #: Kinds of the reasons to wait that were logged since the last placement.
         self._told: set[str] = set()
         #: What it last was said to wait for; empty: it does not wait, or not for long.
         self.awaits = ""
+
+    def end(self) -> None:
+        """Forget the run's value and arguments; logs and events may still come, in any time."""
+        self.task_run = _without_value(self.task_run)
+        self._context = TaskRunContext.model_construct(task_run=self.task_run)
 
     def say(self, text: str) -> None:
         """Log what happens, on the task run. From any thread."""
@@ -736,6 +741,29 @@ class EngineRun:
         for variable in (FlowRunContext.__var__, TaskRunContext.__var__):
             context.run(cast(ContextVar[Any], variable).set, None)
         context.run(worker.send, Event.model_validate_json(event))
+
+
+def _around_events(context: TaskRunContext) -> Context:
+    """Return a context from which Prefect reads the related resources of an event, without the run's value and arguments.
+
+    Prefect keeps a copy of it until the event is sent.
+    """
+    around = copy_context()
+    run = TaskRunContext.model_construct(task_run=_without_value(context.task_run))
+    around.run(cast(ContextVar[Any], TaskRunContext.__var__).set, run)
+    flow = FlowRunContext.get()
+    if flow is not None:
+        # It has the results of the flow's task runs.
+        flow = FlowRunContext.model_construct(flow_run=flow.flow_run)
+        around.run(cast(ContextVar[Any], FlowRunContext.__var__).set, flow)
+    # It has the engine, which has the value.
+    around.run(cast(ContextVar[Any], Transaction.__var__).set, None)
+    return around
+
+
+def _without_value(task_run: TaskRun) -> TaskRun:
+    """Return a copy of a task run without its state, whose data is the value."""
+    return task_run.model_copy(update={"state": None})
 
 
 def _travelling(runnable: Any) -> Any:

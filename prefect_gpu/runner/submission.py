@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
 from prefect import Task
+from prefect.client.schemas.objects import TaskRun
 from prefect.futures import PrefectFuture
 
 from prefect_gpu.broker.broker import Broker
@@ -199,6 +200,8 @@ class BodyRun:
             # It may end before it has asked for a device, and Prefect retry it later.
             self._call.place.leave()
             self._over.set()
+            # What else keeps this object, such as a context of Prefect, keeps no arguments with it.
+            self._call = self._call.without_arguments()
 
     def _run_processes(self) -> object:
         grant = self._first_grant()
@@ -469,8 +472,8 @@ class GPUTask:
         self._hot: Hashable = None
         #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.
         self._standby = ""
-        #: The task run, once the body was called.
-        self._run: EngineRun | None = None
+        #: The engine's task run, once the body was called.
+        self._task_run: TaskRun | None = None
 
     def run(
         self,
@@ -501,7 +504,7 @@ class GPUTask:
                     parameters,
                     wait_for,
                     dependencies,
-                    lambda: None if self._run is None else self._run.task_run,
+                    lambda: self._task_run,
                 )
         finally:
             self._place.leave()
@@ -510,7 +513,8 @@ class GPUTask:
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call of the body: the first, or one of Prefect's retries."""
-        self._run = run = EngineRun(self._task)
+        run = EngineRun(self._task)
+        self._task_run = run.task_run
         try:
             return self._run_body(run, args, kwargs)
         except BaseException as error:
@@ -524,6 +528,8 @@ class GPUTask:
                 )
             )
             raise
+        finally:
+            run.end()
 
     def _run_body(self, run: EngineRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self._plan, Exception):

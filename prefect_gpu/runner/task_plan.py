@@ -220,6 +220,10 @@ class TaskCall:
     #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.
     standby: str = ""
 
+    def without_arguments(self) -> TaskCall:
+        """Return what is kept of it once it is over."""
+        return replace(self, args=(), kwargs={})
+
     def pack(self) -> PackedValue:
         """Pickle the call for a child. On the engine's thread.
 

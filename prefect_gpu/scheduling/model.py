@@ -45,6 +45,8 @@ class Device:
     attributed: bool = True
     #: Whether `host` is the name of a node of a cluster. Reports and messages then name it.
     in_cluster: bool = False
+    #: GPUs of the machine, with those that are not the runner's; 0: not known.
+    machine_gpus: int = 0
     #: Machine and UUID: a UUID is unique on its machine only.
     key: DeviceKey = field(init=False, repr=False, compare=False)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 from prefect_gpu.suspension import driver_process
@@ -79,6 +80,8 @@ class _Process:
             # Ctrl-C in a terminal is not meant for it.
             start_new_session=True,
             cwd="/",
+            # It has to name every device of the machine.
+            env={k: v for k, v in os.environ.items() if k != VISIBLE_VARIABLE},
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout

@@ -85,16 +85,39 @@ class CudaDriver:
             return driver.cuCheckpointProcessCheckpoint(pid, None), 0
         if step == "restore" and words:
             # `{CUcheckpointGpuPair *gpuPairs; unsigned int gpuPairsCount; …}`, a pair is two UUIDs of 16 bytes.
-            pairs = ctypes.create_string_buffer(b"".join(map(_uuid_bytes, words)))
+            uuids = _complete(list(map(_uuid_bytes, words)), self._device_uuids(driver))
+            pairs = ctypes.create_string_buffer(b"".join(uuids))
             arguments = (ctypes.c_ubyte * _ARGS_BYTES)()
             ctypes.c_void_p.from_buffer(arguments).value = ctypes.addressof(pairs)
-            ctypes.c_uint.from_buffer(arguments, 8).value = len(words) // 2
+            ctypes.c_uint.from_buffer(arguments, 8).value = len(uuids) // 2
             return driver.cuCheckpointProcessRestore(pid, arguments), 0
         if step == "restore":
             return driver.cuCheckpointProcessRestore(pid, None), 0
         if step == "unlock":
             return driver.cuCheckpointProcessUnlock(pid, None), 0
         return INVALID, 0
+
+    def _device_uuids(self, driver: ctypes.CDLL) -> list[bytes]:
+        """Return the UUIDs of the machine's devices; what the driver does not tell is left out."""
+        count, device, uuid = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        if driver.cuDeviceGetCount(ctypes.byref(count)):
+            return []
+        return [
+            bytes(uuid)
+            for index in range(count.value)
+            if not driver.cuDeviceGet(ctypes.byref(device), index)
+            and not driver.cuDeviceGetUuid_v2(uuid, device)
+        ]
+
+
+def _complete(uuids: list[bytes], machine: Sequence[bytes]) -> list[bytes]:
+    """Return pairs of devices, old and new, with each other device of the machine as its own.
+
+    The driver takes a map only if it has every device that it has checkpointed, also those that `CUDA_VISIBLE_DEVICES`
+    kept from the process: on a host with four H200s (580.159.04) a restore by a map of two failed with 1.
+    """
+    old = uuids[::2]
+    return uuids + [uuid for each in machine if each not in old for uuid in (each, each)]
 
 
 def _uuid_bytes(uuid: str) -> bytes:

@@ -128,6 +128,8 @@ def drop_what_prefect_keeps() -> None:
                 run.task_run.state.data = None
             if transaction is not None:
                 transaction._staged_value = None
+                # They have the engine, which has the value.
+                transaction.on_rollback_hooks = []
 
 
 def memory_files() -> list[str]:

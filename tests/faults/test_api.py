@@ -73,7 +73,10 @@ class Run:
     ) -> None:
         self.place = place
         place.write("ask.py", program)
-        place.environment.update(PREFECT_API_URL=api.url, **environment)
+        # A progress artifact, which a slow flow has, is created by the same request as a report.
+        place.environment.update(
+            PREFECT_API_URL=api.url, PREFECT_INTEGRATIONS_GPU_PROGRESS="false", **environment
+        )
         self.process = place.start("ask.py")
 
     def wait(self, name: str) -> None:

@@ -120,6 +120,38 @@ def training(workers: int = 0, pinned: bool = False, graph: bool = False) -> Ite
     yield held[::1001].cpu().numpy().tobytes()
 
 
+def pipeline() -> Iterator[Any]:
+    """Half of a network on each of two devices; activations and gradients go from one to the other."""
+    torch = torch_deterministic()
+    nn = torch.nn
+    held = [torch.rand(GIB // 8, device=f"cuda:{index}") for index in (0, 1)]
+    first = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU()).to("cuda:0")
+    second = nn.Linear(2048, 10).to("cuda:1")
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
+    x, y = torch.randn(256, 1024, device="cuda:0"), torch.arange(256, device="cuda:1") % 10
+    for number in range(STEPS + 1):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(second(first(x).to("cuda:1")), y)
+        loss.backward()
+        optimizer.step()
+        yield float(loss) if number else None
+    yield [each[::1001].cpu().numpy().tobytes() for each in held]
+
+
+def replicas() -> Iterator[Any]:
+    """A replica of a network on each of two devices, by `DataParallel`, which uses NCCL."""
+    torch = torch_deterministic()
+    model = torch.nn.DataParallel(torch.nn.Linear(1024, 10).cuda())
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = torch.randn(256, 1024, device="cuda"), torch.arange(256, device="cuda") % 10
+    for number in range(STEPS + 1):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        yield float(loss) if number else None
+
+
 def captures() -> Iterator[Any]:
     """Capture a graph anew in each step, so that many a move begins within a capture."""
     torch = torch_deterministic()
@@ -251,6 +283,8 @@ BODIES: dict[str, Body] = {
     "torch-expandable": training,
     "torch-async": training,
     "torch-pinned": lambda: training(pinned=True),
+    "torch-pipeline": pipeline,
+    "torch-replicas": replicas,
     "tensorflow-idle": tensorflow_idle,
     "tensorflow-loop": tensorflow_loop,
     "jax-idle": jax_idle,
@@ -260,6 +294,10 @@ BODIES: dict[str, Body] = {
     "onnxruntime-idle": onnxruntime_idle,
     "onnxruntime-loop": lambda: onnxruntime_idle(STEPS),
 }
+
+
+#: Bodies that need two devices.
+ON_TWO = ("torch-pipeline", "torch-replicas")
 
 
 def main(name: str) -> None:

@@ -171,6 +171,7 @@ class Workplace:
         self.environment = _environment(folder, api_url)
         self.environment[MARK] = self.token
         self.environment["MODULE_RUNS"] = str(self.module_runs)
+        self._started: list[subprocess.Popen[str]] = []
 
     def write(self, name: str, text: str) -> Path:
         """Write a file of the program's."""
@@ -233,7 +234,7 @@ class Workplace:
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         """Start Python with arguments, as the leader of a group as under a terminal."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [self.python, *arguments],
             cwd=self.folder,
             env=self.environment,
@@ -241,6 +242,8 @@ class Workplace:
             start_new_session=True,
             **options,
         )
+        self._started.append(process)
+        return process
 
     def runs(self) -> list[tuple[int, str]]:
         """Return process id and module name for each time that the module level of `TASKS` ran."""
@@ -265,6 +268,12 @@ class Workplace:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        # What a test that failed leaves open would be found in one that follows.
+        for process in self._started:
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
         return left
 
 

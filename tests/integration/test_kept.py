@@ -7,7 +7,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from prefect import flow, task
 
@@ -65,3 +67,40 @@ def test_attempts_and_threads_are_gone_while_the_flow_goes_on(
 
     assert many() == (list(range(TASKS)), True, True)
     assert len(made) == TASKS
+
+
+def test_what_is_left_of_an_attempt_has_neither_arguments_nor_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Threads that wait have the last attempt in a local variable, and a report may come long after its task run.
+    made: list[attempt.Attempt] = []
+    real = attempt.Attempt.__init__
+
+    def note(self: attempt.Attempt, *args: object, **kwargs: object) -> None:
+        made.append(self)
+        real(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attempt.Attempt, "__init__", note)
+    large: list[weakref.ref[np.ndarray[Any, Any]]] = []
+
+    @task(tags=gpu(memory="64MiB", framework="none"))
+    def double(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return numbers * 2
+
+    @flow(task_runner=GPUTaskRunner(devices=api.TWO))
+    def doubles() -> None:
+        # Prefect keeps the contexts of the task run that has started its services.
+        double.submit(np.zeros(1)).result()
+        given = np.ones(1 << 20)
+        value = double.submit(given).result()
+        assert value[0] == 2
+        large.extend((weakref.ref(given), weakref.ref(value)))
+
+    doubles()
+
+    def are_gone() -> bool:
+        gc.collect()
+        return not any(ref() is not None for ref in large)
+
+    assert len(made) == 2 and len(large) == 2
+    assert eventually(are_gone)

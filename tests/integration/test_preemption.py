@@ -139,8 +139,12 @@ class Scene:
         (self.place.folder / name).touch()
 
     def goes_on(self, name: str) -> None:
-        turns = self.read(f"{name}.turns")
-        wait_for(lambda: int(self.read(f"{name}.turns") or 0) > int(turns))
+        def turns() -> int:
+            # Empty: it is being written.
+            return int(self.read(f"{name}.turns") or 0)
+
+        before = turns()
+        wait_for(lambda: turns() > before)
 
     def status(self, name: str) -> str:
         return psutil.Process(int(self.read(f"{name}.run").split()[0])).status()

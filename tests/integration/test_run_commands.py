@@ -144,7 +144,7 @@ def test_the_verdict_is_one_line(run: Run, capsys: Capture) -> None:
     first, empty, *rest = printed(
         capsys, "simulate", run.flow_run_id, "--devices", "4x16GiB"
     ).splitlines()
-    time = r"[\d.]+m?s"
+    time = r"(?:\d+m )?[\d.]+m?s"
     assert re.fullmatch(
         rf"{run.name}: {time} on 4x16GiB instead of {time} on 1 × simulated 16GiB", first
     )

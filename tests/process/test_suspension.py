@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_gpu.suspension import moves
+from prefect_gpu.suspension import driver_process, moves
 from prefect_gpu.suspension.driver_calls import DriverCallError, DriverCalls
 from prefect_gpu.suspension.moves import NotSuspendedError, ProcessLostError, move_in, move_out
 from tests.process.rig import eventually
@@ -134,3 +135,46 @@ def test_a_driver_process_that_cannot_start_is_named() -> None:
     assert "cannot be started" in calls.unsupported()
     with pytest.raises(DriverCallError, match="cannot be started"):
         calls.call("lock", 1, deadline_s=1.0)
+
+
+#: Four devices, whose UUIDs are one byte sixteen times. A restore succeeds with a whole permutation of them alone.
+_DRIVER = """
+#include <string.h>
+struct pairs { unsigned char (*uuids)[2][16]; unsigned count; unsigned char rest[52]; };
+int cuInit(unsigned flags) { return 0; }
+int cuCheckpointProcessLock(int pid, void *arguments) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 4; return 0; }
+int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) { memset(uuid, device + 1, 16); return 0; }
+int cuCheckpointProcessRestore(int pid, struct pairs *map) {
+    if (!map) return 0;
+    int seen = 0;
+    for (unsigned i = 0; i < map->count; i++) seen += 1 << 4 * map->uuids[i][0][0];
+    int swapped = map->uuids[0][1][0] == 2 && map->uuids[1][1][0] == 1 && map->uuids[2][1][0] == map->uuids[2][0][0];
+    return map->count == 4 && seen == 0x11110 && swapped ? 0 : 1;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
+def test_the_driver_gets_a_map_of_all_devices_of_the_machine(tmp_path: Path) -> None:
+    source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
+    source.write_text(_DRIVER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    driver = driver_process.CudaDriver(str(library))
+    assert driver.start() == (0, 1)
+    first, second = ("GPU-" + f"{number:02}" * 16 for number in (1, 2))
+    assert driver.call("restore", 1, [first, second, second, first]) == (0, 0)
+    assert driver.call("restore", 1, [first, second]) == (1, 0), "the second has no place"
+    assert driver.call("restore", 1, []) == (0, 0)
+
+
+def test_the_driver_process_sees_all_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("KEPT", "yes")
+    told = tmp_path / "told"
+    program = f"import os; open({str(told)!r}, 'w').write(os.getenv('KEPT') + str(os.getenv('CUDA_VISIBLE_DEVICES')))"
+    assert "ended" in DriverCalls([sys.executable, "-c", program]).unsupported()
+    assert told.read_text() == "yesNone"

@@ -57,6 +57,21 @@ def test_counters_follow_allocations_and_frees() -> None:
     assert testing.tally() == Counters(0, 0, 6 * GIB, 6 * GIB, 0)
 
 
+def test_a_trace_has_the_peak_since_it_began() -> None:
+    assert testing.begin_trace() is None
+    with testing.allocate("5GiB"):
+        pass
+    kept = testing.allocate(GIB)
+    end = testing.begin_trace()
+    assert end is not None
+    with testing.allocate("2GiB"), testing.allocate(GIB, device=1):
+        pass
+    kept.free()
+    assert end() == 4 * GIB
+    # It has ended.
+    assert end() is None
+
+
 def test_the_parent_counts_the_same_allocations(task: FakeChannel) -> None:
     testing.allocate("2GiB")
     with testing.allocate("3GiB", device=1):

@@ -60,6 +60,8 @@ def test_the_tally_is_read_for_simulated_devices(monkeypatch: pytest.MonkeyPatch
     testing.note_allocation_retry()
     assert asked.sample() == (5, 1)
     assert asked.counters() == Counters(5, 5, 5, 5, 1)
+    end = asked.begin_trace()
+    assert end is not None and end() == 5
 
 
 def test_a_body_without_simulated_memory_need_not_import_it(
@@ -168,7 +170,7 @@ def test_a_half_imported_simulated_device_reports_nothing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prefect_gpu.testing", ModuleType("prefect_gpu.testing"))
     asked = readings("simulated")
-    assert (asked.sample(), asked.counters()) == (None, None)
+    assert (asked.sample(), asked.counters(), asked.begin_trace()) == (None, None, None)
 
 
 class FakeContexts:

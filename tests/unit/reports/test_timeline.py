@@ -17,7 +17,7 @@ from prefect_gpu.reports.canvas import (
     time_label,
     time_ticks,
 )
-from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
+from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS, SuspensionFacts
 from prefect_gpu.reports.timeline import (
     BAR_LIMIT,
     LANE_LIMIT,
@@ -164,6 +164,20 @@ def test_an_outline_keeps_both_extremes_of_each_stretch() -> None:
     assert len(line) <= 42
     assert (577, 90) in line and (811, 0) in line and line[-1] == (999, 50)
     assert line == sorted(line)
+
+
+def test_charts_show_for_what_a_process_was_suspended() -> None:
+    away = SuspensionFacts(2.0, 60.0, 1.5, 0.5, 8 * GIB, "task 'urgent'")
+    report = task_report(run_s=10.0, suspensions=(away,))
+    said = "suspended for 1m for task 'urgent', 8GiB in host memory"
+    for svg in (task_timeline_svg(report), flow_gantt_svg([report])):
+        numbers_are_on_paper(svg)
+        titles = [e.text for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("title")]
+        assert said in titles
+    assert {"suspended", "for task 'urgent'"} <= {*words(task_timeline_svg(report))}
+    # Without room for the words there is the area alone.
+    short = task_report(run_s=10_000.0, suspensions=(away,))
+    assert "suspended" not in words(task_timeline_svg(short))
 
 
 def test_a_gantt_chart_names_devices_and_outcomes() -> None:

@@ -25,6 +25,7 @@ from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.submission import BodyRun
 from prefect_gpu.runner.submit_order import SubmitOrder
+from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import Climb, Evidence, Rung
 from prefect_gpu.scheduling.model import Placement
@@ -162,14 +163,18 @@ class Scene:
 
         policy = GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks})
         self.run = SimpleNamespace(show_awaiting=lambda why: None, warn=self.told.append)
-        call = SimpleNamespace(
-            plan=SimpleNamespace(policy=policy, probe_fraction=probe_fraction, alone_because=""),
+        plan = SimpleNamespace(policy=policy, probe_fraction=probe_fraction, alone_because="")
+        call = TaskCall(
+            plan=plan,  # type: ignore[arg-type]
+            run=self.run,  # type: ignore[arg-type]
             identity=WHO,
-            run=self.run,
+            args=(),
+            kwargs={},
+            share=SimpleNamespace(),  # type: ignore[arg-type]
             place=SubmitOrder().add(0),
         )
         self.call = BodyRun(
-            call,  # type: ignore[arg-type]
+            call,
             climb or Climb(),
             itertools.count(1),
             broker,  # type: ignore[arg-type]

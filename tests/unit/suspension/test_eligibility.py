@@ -17,6 +17,12 @@ def test_a_pytorch_process_alone_on_its_device_may_be_suspended() -> None:
     assert refusal(GOOD) == ""
 
 
+def test_a_process_of_several_frameworks_may_be_suspended_if_each_was_shown_to_hold() -> None:
+    every = ("torch", "cupy", "tensorflow", "onnxruntime")
+    assert refusal(replace(GOOD, frameworks=every)) == ""
+    assert "it uses jax" in refusal(replace(GOOD, frameworks=(*every, "jax")))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -67,12 +67,16 @@ def is_importable(module_name: str) -> bool:
 
     The module is one of `sys.modules`. A module that was loaded by path, or made by hand, is not
     importable. A module that loads itself when it is first used (`importlib.util.LazyLoader`) stays
-    unloaded.
+    unloaded. Where the folders of `sys.path` cannot be read, as without a free descriptor, each module that an import
+    has made counts as importable.
     """
     identity = id(sys.modules.get(module_name))
     known = _importable.get(module_name)
     if known is None or known[0] != identity:
-        known = _importable[module_name] = identity, _find(module_name)
+        try:
+            known = _importable[module_name] = identity, _find(module_name)
+        except OSError:
+            return look_at(module_name, "__spec__") is not None
     return known[1]
 
 
@@ -84,6 +88,11 @@ def travels_by_value(obj: type | types.FunctionType) -> bool:
 
 
 def _find(module_name: str) -> bool:
+    """Return what `is_importable` returns.
+
+    Raises:
+        OSError: A folder could not be read.
+    """
     module = sys.modules.get(module_name)
     if module is None or module_name == "__main__":
         return False
@@ -100,6 +109,8 @@ def _find(module_name: str) -> bool:
             continue
         try:
             spec: importlib.machinery.ModuleSpec | None = find_spec(module_name, path)
+        except OSError:
+            raise
         except Exception:  # a finder of another library that does not know the name
             continue
         if spec is not None:

@@ -400,10 +400,13 @@ def no_memory_for_files() -> Any:
 
 
 def few_descriptors() -> Any:
-    """Return an array where no descriptor is left for a file."""
+    """Return an array where no descriptor is left for a file, nor for the folders that modules are looked for in."""
     import resource
+    import tempfile
 
     array = numbers(300_000)
+    # Not read yet.
+    sys.path.insert(0, tempfile.mkdtemp())
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
     return array
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 app = App(
     name="prefect-gpu",
     help="Devices, tasks that use or want them, tags, reports and simulated schedules of prefect_gpu.",
+    help_epilogue="Examples:\n\n    prefect-gpu status --watch\n    prefect-gpu report quiet-fox",
     version=lambda: f"prefect-gpu {version('prefect-gpu')}",
     version_flags=("--version",),
     # Options have the names given here and no negative form.

@@ -265,6 +265,7 @@ def test_help_names_every_option(capsys: Capture) -> None:
 
 
 COMMANDS = [
+    [],
     *([name] for name in app if not name.startswith("-") and name != "history"),
     ["history"],
     ["history", "list"],
@@ -272,7 +273,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: " ".join(words) or "itself")
 def test_help_has_examples_that_can_be_read(capsys: Capture, command: list[str]) -> None:
     assert main([*command, "--help"]) == 0
     _, _, below = capsys.readouterr().out.partition("\nExamples:")

@@ -111,8 +111,13 @@ def measure_flow(
     costs: dict[str, dict[str, Any]],
     on_gpu: bool,
     settings: dict[str, Any],
+    learns: bool,
 ) -> None:
-    """Run all tasks in one flow; tell each, and the whole."""
+    """Run all tasks in one flow; tell each, and the whole.
+
+    Args:
+        learns: Whether this row shares what it learns, and knows what the others learned that do so.
+    """
     from prefect import flow, task
     from prefect.runtime import flow_run
 
@@ -123,8 +128,8 @@ def measure_flow(
         runner: Any = _common.ray_runner(1)
     else:
         runner = GPUTaskRunner(devices="nvml" if on_gpu else "host", **settings)
-    # One name, so that what the exclusive row learns is known to the learned one. The row "first" knows none of it.
-    work = task(_evaluations.evaluate, name="evaluate-first" if row == "first" else "evaluate")
+    # Histories are of a task's name: one name for the rows that share them.
+    work = task(_evaluations.evaluate, name="evaluate" if learns else f"evaluate-{row}")
     seen: dict[str, Any] = {}
 
     def submit(job: _evaluations.Evaluation) -> Any:

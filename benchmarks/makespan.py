@@ -59,6 +59,9 @@ ROWS = {
 
 MIB, GIB = _devices.MIB, 2**30
 
+#: Rows in which the row `learned` may learn its budgets.
+TEACHERS = ("exclusive", "first")
+
 #: Expected duration of a row as a fraction of the sequential row, to skip rows that would not end
 #: within the budget.
 EXPECTED_FRACTION = {"ours": 0.15, "learned": 0.2, "ray": 0.35, "exclusive": 1.1, "first": 0.35}
@@ -170,6 +173,9 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=40)
     parser.add_argument("--scale", type=float, default=1.0, help="of each task's seconds")
     parser.add_argument("--costs", type=Path, help="what an earlier run wrote with --out")
+    parser.add_argument(
+        "--learn-from", choices=TEACHERS, default="exclusive", help="where the row learned learns"
+    )
     _common.add_settings(parser)
     rows = ("caches", *ROWS)
     _common.add_arguments(parser, rows, budget_s=360.0, seed_of="sizes, kinds and seconds")
@@ -197,7 +203,8 @@ def main() -> None:
             (job for job in jobs if job.name in costs),
             key=lambda job: (-costs[job.name]["duration_s"], job.name),
         )
-        _makespan_row.measure_flow(given.row, jobs, costs, given.on_gpu, settings)
+        learns = given.row in ("learned", given.learn_from)
+        _makespan_row.measure_flow(given.row, jobs, costs, given.on_gpu, settings, learns)
         return
     Benchmark(given, settings, frameworks, jobs).run()
 
@@ -277,9 +284,11 @@ class Benchmark:
                 problem = self._run_row("caches", url, given.budget, told.append)
                 found = f"{told[0]['filled']} of {told[0]['of']}" if told else problem
                 _common.say(f"caches filled: {found}, {time.monotonic() - began:.0f} s")
-            for row in ROWS:
-                if row in given.rows:
-                    self._measure(row, url)
+            rows = [row for row in ROWS if row in given.rows]
+            if given.learn_from == "first":
+                rows.sort(key=lambda row: row == "learned")
+            for row in rows:
+                self._measure(row, url)
         self._results.put("absent", self._absent)
         self._print()
 
@@ -306,8 +315,8 @@ class Benchmark:
         problem = unavailable_reason(row)
         if not problem and row in EXPECTED_FRACTION and not self._costs:
             problem = "not measured: the sequential row was not complete"
-        if not problem and row == "learned" and "exclusive" not in self._rows:
-            problem = "not measured: it learns in the row exclusive"
+        if not problem and row == "learned" and given.learn_from not in self._rows:
+            problem = f"not measured: it learns in the row {given.learn_from}"
         if not problem and left_s < self._needs_s(row):
             problem = f"no time within --budget {given.budget:.0f}: {self._needs_s(row):.0f} s more"
         unknown = _common.runner_lacks(*self._settings) if row not in ("sequential", "ray") else ""
@@ -336,7 +345,7 @@ class Benchmark:
             [
                 *("--row", row, "--tasks", str(given.tasks), "--seed", str(given.seed)),
                 *("--scale", str(given.scale), "--frameworks", *self._frameworks),
-                *("--costs", str(costs_file)),
+                *("--costs", str(costs_file), "--learn-from", given.learn_from),
                 *(part for pair in given.settings for part in ("--with", pair)),
                 *(["--on-gpu"] if self._on_gpu else []),
                 *(["--tiny"] if given.tiny else []),

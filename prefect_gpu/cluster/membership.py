@@ -46,6 +46,10 @@ EXPECT_S = 0.25
 #: Seconds in which the address of a cluster must take a connection.
 CONNECT_S = 10.0
 
+#: Times that a client tries to connect while Ray's process for it dies at its start: the head forks it while threads of
+#: its own call gRPC (seen with Ray 2.60).
+CLIENT_TRIES = 3
+
 #: Seconds after which an agent that Ray is starting again is asked again.
 RESTART_S = 0.5
 
@@ -217,11 +221,10 @@ class Cluster:
         """
         if not self._ray.is_initialized():
             try:
-                _try_connection(self._address)
-                self._ray.init(address=self._address, log_to_driver=True, logging_level="warning")
+                _connect(self._ray, self._address)
             except Exception as error:
                 raise DeviceError(
-                    f"address={self._address!r}: no Ray cluster answers there ({error}); start one with "
+                    f"address={self._address!r}: no Ray cluster answers there ({_last_line(error)}); start one with "
                     f"`ray start --head`, or leave address out to use this machine's devices"
                 ) from error
             self._connected_here = True
@@ -559,6 +562,24 @@ class Cluster:
             return
         logger.warning("%s%s", why, text)
         member.waits_for = member.actor.handle.facts.remote()
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Connect this process to a cluster. If it fails, another address can be tried.
+
+    Raises:
+        Exception: Ray's, or that of `_try_connection`.
+    """
+    _try_connection(address)
+    for left in reversed(range(CLIENT_TRIES)):
+        try:
+            ray.init(address=address, log_to_driver=True, logging_level="warning")
+            return
+        except Exception as error:
+            # A client that has failed leaves Ray in its client mode, in which `init` on a node fails (2.60).
+            ray.shutdown()
+            if not left or not isinstance(error, ConnectionAbortedError):
+                raise
 
 
 def _try_connection(address: str) -> None:

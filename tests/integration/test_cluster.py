@@ -813,6 +813,39 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> tuple[Cluster, Any]:
     return cluster, membership._Member("n1", membership._Actor(handle), "facts")
 
 
+@pytest.mark.parametrize(
+    ("failures", "tries", "says"),
+    [
+        pytest.param([ConnectionAbortedError("it died")] * 2, 3, "", id="its process dies twice"),
+        pytest.param([ConnectionAbortedError("it died")] * 3, 3, "(it died)", id="each time"),
+        pytest.param([RuntimeError("version\nmismatch")], 1, "(mismatch)", id="it is refused"),
+        pytest.param([AssertionError()], 1, "(AssertionError)", id="without a word"),
+    ],
+)
+def test_a_client_whose_process_dies_at_its_start_connects_again(
+    monkeypatch: pytest.MonkeyPatch, failures: list[Exception], tries: int, says: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    done: list[str] = []
+    left = [*failures]
+
+    def init(**given: Any) -> None:
+        done.append("init")
+        if left:
+            raise left.pop(0)
+
+    fake = SimpleNamespace(init=init, shutdown=lambda: done.append("shutdown"))
+    raised = ""
+    try:
+        membership._connect(fake, "auto")
+    except Exception as error:
+        raised = f"({membership._last_line(error)})"
+    assert raised == says
+    assert done.count("init") == tries
+    # Each failure is cleared away: Ray's client mode would make the next connection fail.
+    assert done.count("shutdown") == len(failures)
+
+
 def test_a_node_joins_with_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, member = connected(monkeypatch)
     cluster._take_facts(member, facts())

@@ -13,6 +13,7 @@ from uuid import UUID
 
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.reports.advice import TagAdvice, advise, tag_advice, tags_table, task_tags
+from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.markup import (
     clean_name,
     escape,
@@ -140,13 +141,9 @@ def task_markdown(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> str
     if report.memory_summary:
         title = "PyTorch's memory summary when memory ran out"
         parts.append(folded(title, report.memory_summary))
-    raw = [("`pid`", str(report.pid))]
-    raw += [(f"`{key}`", escape(value, 500)) for key, value in report.metadata().items()]
-    parts += [
-        "<details>\n<summary>Raw numbers, in bytes and seconds</summary>",
-        table(("field", "value"), raw),
-        "</details>",
-    ]
+    raw = {"pid": str(report.pid), **report.metadata()}
+    lines = (f"{key}: {clean(value)}" for key, value in raw.items())
+    parts.append(folded("Raw numbers, in bytes and seconds", "\n".join(lines)))
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,9 +1,11 @@
-"""Open an artifact's page in Chromium, read it and save a screenshot.
+"""Open an artifact's page in Chromium, or any other page of Prefect's UI, read it and save a screenshot.
 
     python -m tests.ui.capture --api-url http://127.0.0.1:4200/api --key gpu-memory-evaluate --out a.png
+    python -m tests.ui.capture --api-url http://127.0.0.1:4200/api --page runs/task-run/ID --words Waiting --out a.png
     python -m tests.ui.capture --reports reports.txt --key gpu-memory-train --out a.png
 
-The second form shows what `tests.gpu.check_reports` printed on another machine, on a server of its own. Needs Chromium (`apt-get install chromium`) and playwright's Python package, without its browsers.
+The third form shows what `tests.gpu.check_reports` printed on another machine, on a server of its own. Needs Chromium
+(`apt-get install chromium`) and playwright's Python package, without its browsers.
 """
 
 from __future__ import annotations
@@ -101,6 +103,18 @@ def open_artifact(page: Page, api_url: str, artifact: UUID, ui: UI = "v2") -> Se
     return Seen(page.locator("body").inner_text(), widths)
 
 
+def open_page(page: Page, api_url: str, path: str, words: str, ui: UI = "v2") -> str:
+    """Open a page and wait until it shows some words; return all its text.
+
+    Args:
+        path: Of the page in both UIs, as `runs/task-run/ID`.
+    """
+    base = api_url.removesuffix("/api")
+    page.goto(f"{base}/{'v2/' if ui == 'v2' else ''}{path}", timeout=PATIENCE_MS)
+    page.get_by_text(words).first.wait_for(state="visible", timeout=PATIENCE_MS)
+    return page.locator("body").inner_text()
+
+
 def save(page: Page, out: Path, limit_bytes: int = 150_000) -> None:
     """Save the whole page as a PNG of at most `limit_bytes`, by fewer colours where it must."""
     # The UI scrolls inside the page: a tall window shows all of it.
@@ -145,6 +159,8 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--artifact-id", type=UUID)
     which.add_argument("--key", help="the newest artifact of this key")
+    which.add_argument("--page", help="a page's path, as runs/task-run/ID; give --words too")
+    parser.add_argument("--words", default="", help="what the page shows once it is complete")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ui", choices=("v1", "v2"), default="v2")
     parser.add_argument("--width", type=int, default=1280)
@@ -152,10 +168,14 @@ def main() -> None:
     given = parser.parse_args()
     server = server_with(given.reports) if given.reports else nullcontext(given.api_url)
     with server as api_url, browser_page(given.width, dark=given.dark) as page:
-        found = given.artifact_id or artifact_id(api_url, given.key)
-        seen = open_artifact(page, api_url, found, given.ui)
+        if given.page:
+            open_page(page, api_url, given.page, given.words, given.ui)
+            charts = []
+        else:
+            found = given.artifact_id or artifact_id(api_url, given.key)
+            charts = open_artifact(page, api_url, found, given.ui).image_widths
         save(page, given.out)
-    print(f"{given.out}: {given.out.stat().st_size} bytes, charts {seen.image_widths} wide")
+    print(f"{given.out}: {given.out.stat().st_size} bytes, charts {charts} wide")
 
 
 if __name__ == "__main__":

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import UUID
 
+import httpx
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_gpu.live.progress import RunCounts
 from prefect_gpu.reports.publish import ProgressArtifact, flow_artifact, task_artifact
+from prefect_gpu.units import GIB
 from tests.fakes.reports import flow_reports, task_report
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("PIL.Image", reason="pillow is not installed")
+
+from PIL import Image
 
 from tests.ui.capture import (
     CHROMIUM,
@@ -24,6 +32,7 @@ from tests.ui.capture import (
     artifact_id,
     browser_page,
     open_artifact,
+    open_page,
     save,
 )
 from tests.ui.server import running_server
@@ -102,18 +111,98 @@ def test_a_browser_shows_every_process_and_the_devices_of_a_flow_report(
     assert "evaluate-vit-b16-int8" in seen.text
 
 
-@pytest.mark.parametrize("path", ["v2/artifacts/artifact", "artifacts/artifact"], ids=["v2", "v1"])
-def test_a_browser_shows_the_progress_of_a_flow(api_url: str, path: str) -> None:
-    progress = artifact_id(api_url, "gpu-progress-nightly")
+@pytest.mark.parametrize("ui", ["v2", "v1"])
+def test_a_click_unfolds_the_raw_numbers(api_url: str, ui: UI) -> None:
     with browser_page() as page:
-        page.goto(f"{api_url.removesuffix('/api')}/{path}/{progress}", timeout=PATIENCE_MS)
-        words = page.get_by_text("20 of 40 ended, 4 running, 16 waiting for a device").first
-        words.wait_for(state="visible", timeout=PATIENCE_MS)
+        open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"), ui)
+        shown = page.locator("details", has_text="Raw numbers").locator("pre")
+        assert not shown.is_visible()
+        page.get_by_text("Raw numbers, in bytes and seconds").click()
+        assert shown.is_visible()
+        assert f"budget_bytes: {6 * GIB}" in shown.inner_text().splitlines()
+
+
+@pytest.mark.parametrize("ui", ["v2", "v1"])
+def test_a_browser_shows_the_progress_of_a_flow(api_url: str, ui: UI) -> None:
+    path = f"artifacts/artifact/{artifact_id(api_url, 'gpu-progress-nightly')}"
+    with browser_page() as page:
+        open_page(page, api_url, path, "20 of 40 ended, 4 running, 16 waiting for a device", ui)
         page.get_by_text("50%").first.wait_for(state="visible", timeout=PATIENCE_MS)
 
 
-def test_a_chart_is_readable_on_a_dark_page(api_url: str, pictures: Path) -> None:
+@pytest.mark.parametrize("ui", ["v2", "v1"])
+@pytest.mark.parametrize("key", ["gpu-memory-evaluate", "gpu-flow-nightly"])
+def test_a_chart_is_there_on_a_dark_page(api_url: str, pictures: Path, key: str, ui: UI) -> None:
+    out = pictures / f"{key}-dark-{ui}.png"
     with browser_page(dark=True) as page:
-        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"))
-        save(page, pictures / "task-report-dark.png")
+        seen = open_artifact(page, api_url, artifact_id(api_url, key), ui)
+        save(page, out)
     assert seen.image_widths == [720]
+    with Image.open(out) as picture:
+        width, height = picture.size
+        corner = picture.convert("L").getpixel((width - 3, height - 3))
+    assert isinstance(corner, int) and corner < 80, "the page is dark"
+
+
+class TwoModels:
+    """A run of `tests.ui.two_models`, whose second task waits for the first one."""
+
+    def __init__(self, api_url: str, folder: Path) -> None:
+        self._until, self._log = folder / "until", folder / "log"
+        environment = {**os.environ, "PREFECT_API_URL": api_url}
+        command = [sys.executable, "-m", "tests.ui.two_models", str(self._until)]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        self.waiting = self._wait_for_log(api_url)
+
+    def _wait_for_log(self, api_url: str) -> UUID:
+        """Wait until the API knows why the second one waits; return the id of its task run."""
+        ends = time.monotonic() + PATIENCE_MS / 1000
+        while time.monotonic() < ends and self.process.poll() is None:
+            lines = httpx.post(f"{api_url}/logs/filter", json={}, timeout=30).json()
+            for line in lines:
+                if line["message"].startswith("Waiting for 8GiB"):
+                    return UUID(line["task_run_id"])
+            time.sleep(0.2)
+        raise RuntimeError(f"nothing waits; its output:\n{self._log.read_text()[-4000:]}")
+
+    def finish(self) -> None:
+        """Let both end."""
+        self._until.touch()
+        assert self.process.wait(PATIENCE_MS / 1000) == 0, self._log.read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def two_models(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoModels]:
+    running = TwoModels(api_url, tmp_path_factory.mktemp("two_models"))
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+@pytest.mark.parametrize("ui", ["v2", "v1"])
+def test_a_browser_shows_why_a_task_waits(
+    api_url: str, two_models: TwoModels, pictures: Path, ui: UI
+) -> None:
+    path = f"runs/task-run/{two_models.waiting}"
+    with browser_page() as page:
+        text = open_page(page, api_url, path, "Waiting for 8GiB on device 0", ui)
+        save(page, pictures / f"waiting-{ui}.png")
+    assert two_models.process.poll() is None, "it waits still"
+    assert "AwaitingGPU" in text
+    assert "deep" in text
+
+
+@pytest.mark.parametrize("ui", ["v2", "v1"])
+def test_a_browser_shows_a_leaderboard(
+    api_url: str, two_models: TwoModels, pictures: Path, ui: UI
+) -> None:
+    two_models.finish()
+    with browser_page() as page:
+        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-leaderboard"), ui)
+        save(page, pictures / f"leaderboard-{ui}.png")
+    assert seen.image_widths == [720]
+    assert "Best: deep, accuracy 0.97, with 6GiB" in seen.text
+    assert seen.text.index("0.97") < seen.text.index("0.91")

@@ -193,11 +193,11 @@ def test_it_comes_back_on_its_own_device_where_a_tag_or_the_driver_pins_it() -> 
     assert homes(pinned, device(), device(1)) == ["SIM-0"]
     by_nvml = [replace(device(i), kind="nvml", driver="570.86.15") for i in range(2)]
     assert homes(entry("v"), *by_nvml) == ["SIM-0"]
-    newer = [replace(each, driver="580.159.04", machine_gpus=2) for each in by_nvml]
+    newer = [replace(each, driver="580.159.04", machine_gpus=4) for each in by_nvml]
     assert homes(entry("v"), *newer) == ["SIM-0", "SIM-1"]
     # Where the machine has more, it was not shown to hold.
-    two_of_four = [replace(each, machine_gpus=4) for each in newer]
-    assert homes(entry("v"), *two_of_four) == ["SIM-0"]
+    two_of_eight = [replace(each, machine_gpus=8) for each in newer]
+    assert homes(entry("v"), *two_of_eight) == ["SIM-0"]
 
 
 def test_one_that_was_away_before_may_go_where_it_could_go_then() -> None:

@@ -224,13 +224,14 @@ class ActiveRunner:
         return plan
 
     def _warn_of_near_misses(self, task: Task[..., Any]) -> None:
-        """Say once of each tag that it looks like one of these and is none."""
-        for tag in sorted(task.tags - self._read_tags):
+        """Say once of each tag, on the flow run, that it looks like one of these and is none."""
+        for tag in sorted({*task.tags, *prefect_engine.context_tags()} - self._read_tags):
             self._read_tags.add(tag)
             if meant := near_miss(tag):
-                logger.warning(
-                    "task %r has the tag %r, which has no meaning here; did you mean %r?",
-                    *(task.name, tag, meant),
+                prefect_engine.log_on_flow(
+                    self.flow,
+                    f"Task {task.name!r} has the tag {tag!r}, which has no meaning here; did you mean {meant!r}?",
+                    logging.WARNING,
                 )
 
     def is_first_direct_call(self, task_name: str) -> bool:

@@ -127,10 +127,10 @@ def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
     return clean_name(name), context.flow_run.id
 
 
-def log_on_flow(context: FlowRunContext | None, text: str) -> None:
+def log_on_flow(context: FlowRunContext | None, text: str, level: int = logging.INFO) -> None:
     """Log on a flow run, of which the context may have ended; without effect outside one."""
     if context is not None and context.flow_run is not None:
-        flow_run_logger(context.flow_run, context.flow).info(text)
+        flow_run_logger(context.flow_run, context.flow).log(level, text)
 
 
 def flow_run_url(context: FlowRunContext | None) -> str:

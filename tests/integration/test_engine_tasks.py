@@ -505,6 +505,36 @@ def test_a_gpu_task_that_is_called_directly_is_warned_of_once_and_only_in_the_fl
     assert one.level == logging.WARNING and one.task_run_id is not None
 
 
+def test_a_tag_that_is_nearly_one_of_these_is_warned_of_once_on_the_flow_run() -> None:
+    @task(tags=["gpu=6GiB"])
+    def meant() -> int:
+        return os.getpid()
+
+    @task(tags=["gpu-a100"])
+    def other() -> int:
+        return os.getpid()
+
+    ids: list[UUID] = []
+
+    @flow(task_runner=RUNNER)
+    def misspells() -> None:
+        ids.append(UUID(prefect.runtime.flow_run.id))
+        runs = [each.submit() for each in (meant, meant, other)]
+        with tags("gpu-memory=4GiB"):
+            runs.append(other.submit())
+        assert {run.result() for run in runs} == {os.getpid()}
+        get_run_logger().info("last")
+
+    misspells()
+    logs = api.logs(ids[0], ["last"])
+    warned = [log for message, log in logs.items() if "has no meaning here" in message]
+    assert [log.message for log in warned] == [
+        "Task 'meant' has the tag 'gpu=6GiB', which has no meaning here; did you mean 'gpu:memory=6GiB'?",
+        "Task 'other' has the tag 'gpu-memory=4GiB', which has no meaning here; did you mean 'gpu:memory=4GiB'?",
+    ]
+    assert all(log.level == logging.WARNING for log in warned)
+
+
 def test_gpu_tasks_of_a_flow_without_the_runner_are_warned_of() -> None:
     @task(tags=SMALL)
     def lonely() -> int:

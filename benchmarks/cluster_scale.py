@@ -120,6 +120,8 @@ def measure(nodes: int, requests: int, seconds: float) -> dict[str, Any]:
         ClusterReader(cluster, "simulated"),
         Ledger(lambda: ClusterStore(cluster)),
         max_processes=10**9,
+        # Four tasks fill a device.
+        headroom_bytes=0,
         read_host_available=lambda: 1 << 60,
     )
     waiting: dict[str, Ticket] = {}

@@ -120,7 +120,7 @@ def measure(nodes: int, requests: int, seconds: float) -> dict[str, Any]:
         ClusterReader(cluster, "simulated"),
         Ledger(lambda: ClusterStore(cluster)),
         max_processes=10**9,
-        # Four tasks fill a device.
+        # With any, four tasks would not fill a device.
         headroom_bytes=0,
         read_host_available=lambda: 1 << 60,
     )

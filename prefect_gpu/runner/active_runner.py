@@ -224,15 +224,15 @@ class ActiveRunner:
         return plan
 
     def _warn_of_near_misses(self, task: Task[..., Any]) -> None:
-        """Say once of each tag, on the flow run, that it looks like one of these and is none."""
+        """Warn once of each tag that looks like one of these and is none: on the flow run, if there is one."""
         for tag in sorted({*task.tags, *prefect_engine.context_tags()} - self._read_tags):
             self._read_tags.add(tag)
             if meant := near_miss(tag):
-                prefect_engine.log_on_flow(
-                    self.flow,
-                    f"Task {task.name!r} has the tag {tag!r}, which has no meaning here; did you mean {meant!r}?",
-                    logging.WARNING,
-                )
+                text = f"Task {task.name!r} has the tag {tag!r}, which has no meaning here; did you mean {meant!r}?"
+                if self.flow is None:
+                    logger.warning(text)
+                else:
+                    prefect_engine.log_on_flow(self.flow, text, logging.WARNING)
 
     def is_first_direct_call(self, task_name: str) -> bool:
         """See `GPUTaskRunner.is_first_direct_call`."""

@@ -20,6 +20,7 @@ from prefect import allow_failure, flow, get_run_logger, tags, task, unmapped
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 from prefect.futures import as_completed, wait
+from prefect.settings import PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
 
@@ -533,6 +534,21 @@ def test_a_tag_that_is_nearly_one_of_these_is_warned_of_once_on_the_flow_run() -
         "Task 'other' has the tag 'gpu-memory=4GiB', which has no meaning here; did you mean 'gpu:memory=4GiB'?",
     ]
     assert all(log.level == logging.WARNING for log in warned)
+
+
+def test_a_tag_that_is_nearly_one_of_these_is_warned_of_outside_a_flow_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @task(tags=["gpu=6GiB"])
+    def meant() -> int:
+        return os.getpid()
+
+    # Without it Prefect warns of its own log lines of the task run.
+    apart = {PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
+    with temporary_settings(apart), RUNNER.duplicate() as runner:
+        assert runner.submit(meant, {}).result() == os.getpid()
+    (warned,) = [record for record in caplog.records if "has no meaning here" in record.message]
+    assert warned.levelno == logging.WARNING and "'gpu:memory=6GiB'" in warned.message
 
 
 def test_gpu_tasks_of_a_flow_without_the_runner_are_warned_of() -> None:

@@ -108,6 +108,7 @@ def open_page(page: Page, api_url: str, path: str, words: str, ui: UI = "v2") ->
 
     Args:
         path: Of the page in both UIs, as `runs/task-run/ID`.
+        words: What the page shows once it is complete.
     """
     base = api_url.removesuffix("/api")
     page.goto(f"{base}/{'v2/' if ui == 'v2' else ''}{path}", timeout=PATIENCE_MS)

@@ -155,7 +155,11 @@ class TwoModels:
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        self.waiting = self._wait_for_log(api_url)
+        try:
+            self.waiting = self._wait_for_log(api_url)
+        except BaseException:
+            self.end()
+            raise
 
     def _wait_for_log(self, api_url: str) -> UUID:
         """Wait until the API knows why the second one waits; return the id of its task run."""
@@ -173,13 +177,17 @@ class TwoModels:
         self._until.touch()
         assert self.process.wait(PATIENCE_MS / 1000) == 0, self._log.read_text()[-4000:]
 
+    def end(self) -> None:
+        """Leave no process."""
+        self.process.kill()
+        self.process.wait()
+
 
 @pytest.fixture(scope="module")
 def two_models(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoModels]:
     running = TwoModels(api_url, tmp_path_factory.mktemp("two_models"))
     yield running
-    running.process.kill()
-    running.process.wait()
+    running.end()
 
 
 @pytest.mark.parametrize("ui", ["v2", "v1"])

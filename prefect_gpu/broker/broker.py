@@ -25,7 +25,7 @@ from time import thread_time
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
-from prefect_gpu.broker.preempting import let_go, preempt, share
+from prefect_gpu.broker.preempting import let_go, preempt, share, wait_again
 from prefect_gpu.broker.ticket import BY_HAND, Measured
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
@@ -134,6 +134,7 @@ class Broker:
         read_host_available: Returns the bytes of the machine's memory that new processes could use.
         patience: How far a blocked task may be passed by later ones.
         context_bytes: Returns the size of a framework's context on a device.
+        preempts: Whether others' tasks are suspended or moved for its requests.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Broker:
         context_bytes: Callable[[str, Device], int] = lambda framework, _: fallback_context_bytes(
             framework
         ),
+        preempts: bool = True,
     ) -> None:
         self.reader = reader
         devices = reader.devices()
@@ -181,6 +183,7 @@ class Broker:
         self._style = style
         self._max_tasks_per_device = max_tasks_per_device
         self._patience = patience
+        self._preempts = preempts
         #: The waiting requests of this broker, and those of other brokers for the same devices.
         self._queue = RequestQueue()
         #: By request id: requests of this broker in the queue.
@@ -484,10 +487,16 @@ class Broker:
             )
             with self._changed:
                 ticket.held_back = False
+        elif stage == "moving out":
+            self._ledger.set_suspension(request_id, text, away=False)
+            with self._changed:
+                # It may not be wanted any more: then it is asked back.
+                ticket.held_back = True
+                self._wake()
         elif stage == "running":
             self._ledger.set_suspension(request_id, text, away=False, rests_until_s=now_s + REST_S)
         else:
-            self._ledger.set_suspension(request_id, text, away=stage != "moving out")
+            self._ledger.set_suspension(request_id, text, away=True)
 
     def comes_back(self, ticket: Ticket) -> bool:
         """Note that the process of a request comes back from the host from now on; return whether it may.
@@ -513,13 +522,20 @@ class Broker:
             ticket.held_back_for = BY_HAND
         self._ledger.hold_back(ticket.request.id, away, shared)
 
+    def wait_again(self, ticket: Ticket) -> None:
+        """Have the request of a suspended process wait for a device again, since it cannot have the one reserved for it."""
+        with self._changed:
+            devices = {device.key: device for device in self.devices}
+        again = partial(wait_again, devices=devices, now_s=self._clock.now())
+        self._ledger.rewrite(ticket.request.id, again)
+
     def entry(self, ticket: Ticket) -> Entry | None:
         """Return what the ledger has of a request; `None`: nothing, or no longer."""
         return self._ledger.entry(ticket.request.id)
 
-    def rewrite(self, ticket: Ticket, change: Callable[[Entry], Entry]) -> None:
+    def rewrite(self, ticket: Ticket, change: Callable[[Entry], Entry]) -> bool:
         """Replace what the ledger has of a request; see `Ledger.rewrite`."""
-        self._ledger.rewrite(ticket.request.id, change)
+        return self._ledger.rewrite(ticket.request.id, change)
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
         """Return the bytes that a device has free at a new reading; `None`: none came, or it has failed.
@@ -970,6 +986,10 @@ class Broker:
             elif entry.held_back:
                 ticket.held_back_for = BY_HAND
                 if entry.shared and entry.away:
+                    if not ticket.held_back:
+                        # It is on its way back.
+                        ticket.held_back = True
+                        self._calls.append(partial(ticket.on_held_back, True))
                     devices = {device.key: device for device in self.devices}
                     give = partial(share, devices=devices, now_s=self._clock.now())
                     self._calls.append(partial(self._ledger.rewrite, request_id, give))
@@ -1078,7 +1098,7 @@ class Broker:
             states = self._states(view)
             decisions, settled = self._decide(states, self._host_state(reading, view), view)
             suspended: Changes = {}
-            if view.preemptible:
+            if view.preemptible and self._preempts:
                 suspended, settled = self._preempt(decisions, settled, states, view)
             changes = {**self._changes_of(decisions, settled), **suspended}
             if not changes or self._ledger.try_write(view.version, changes):
@@ -1123,8 +1143,11 @@ class Broker:
                 # Other brokers count how often they have passed it.
                 if entry is not None:
                     self._take_status(entry)
-                    if entry.stays_away:
-                        self._take_suspended(self._waiting[request_id], entry)
+                    waits = self._waiting[request_id]
+                    # Elsewhere it is to come back on another device than before.
+                    elsewhere = entry.request.devices != waits.request.devices
+                    if entry.stays_away or (waits.away_s is not None and elsewhere):
+                        self._take_suspended(waits, entry)
                 continue
             known = self._elsewhere.pop(request_id, None)
             if known is not None:
@@ -1343,6 +1366,7 @@ class Broker:
             self._clock.now(),
             self._max_tasks_per_device,
             view.silent,
+            host.refuses,
         )
         changes = dict(found.changes)
         if decisions.placements:

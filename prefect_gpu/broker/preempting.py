@@ -47,6 +47,7 @@ def preempt(
     now_s: float,
     max_tasks: int | None = None,
     silent: Collection[str] = (),
+    refuses: Callable[[Request, str], bool] = lambda request, node: False,
 ) -> Preemption:
     """Return what becomes of the running tasks for the requests that wait.
 
@@ -61,6 +62,7 @@ def preempt(
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
         silent: Owners that send no heartbeats: what they own is not suspended.
+        refuses: Returns whether no process may start for a request on a node now.
     """
     devices = {state.device.key: state.device for state in states}
     running = {
@@ -70,7 +72,7 @@ def preempt(
     }
     plans = {
         each.request_id: each
-        for each in plan(blocked, states, running, host_room_bytes, now_s, max_tasks)
+        for each in plan(blocked, states, running, host_room_bytes, now_s, max_tasks, refuses)
     }
     changes: dict[str, Entry] = {}
     ready: list[tuple[Plan, Mapping[str, Entry]]] = []
@@ -88,9 +90,13 @@ def preempt(
         if set(going) <= asked and all(entries[i].away for i in going):
             left = {i: _make_way(entries[i], _homes(entries[i], devices), now_s) for i in going}
             ready.append((found, left))
+    quiet = {state.device.key for state in states if state.snapshot.error}
     for request_id, entry in entries.items():
         asker = plans.get(entry.suspended_for)
-        if entry.suspended_for in waiting and (asker is None or request_id not in asker.going):
+        if entry.suspended_for not in waiting or (asker and request_id in asker.going):
+            continue
+        # A device that does not answer for a moment is in no plan, which is no reason to bring a task back to it.
+        if not any(each.device_key in quiet for each in entry.reservations):
             changes[request_id] = let_go(entry)
     return Preemption(changes, ready)
 
@@ -121,6 +127,25 @@ def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> En
 def keep_away(entry: Entry) -> Entry:
     """Return the entry of a task on a node whose flow wants its memory to be on the host."""
     return replace(entry, held_by_flow=True)
+
+
+def wait_again(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
+    """Return the entry of a task that is away and cannot have the device that is reserved for it: its request waits again.
+
+    Args:
+        entry: Of the task, which has one device.
+        devices: Those that are there.
+        now_s: Monotonic seconds.
+    """
+    if not (entry.away and entry.reservations):
+        return entry
+    homes = _homes(entry, devices)
+    return _make_way(let_go(entry), homes, now_s) if homes else entry
+
+
+def stop_return(entry: Entry) -> Entry:
+    """Return the entry of a task on a node that has got no device to come back to: it does not ask for one any more."""
+    return entry if entry.reservations else keep_away(entry)
 
 
 def leave_device(entry: Entry, now_s: float) -> Entry:

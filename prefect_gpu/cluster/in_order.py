@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class InOrder:
-    """Takes steps one after the other. `take` is called by one thread at a time."""
+    """Takes steps one after the other. Those of different threads may come in any order among themselves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

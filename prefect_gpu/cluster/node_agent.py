@@ -218,6 +218,8 @@ class NodeAgent:
                 style=settings.placement,
                 max_tasks_per_device=settings.max_tasks_per_device,
                 headroom_bytes=settings.headroom_bytes,
+                # It confirms what flows have decided, and knows neither their priorities nor what they suspend.
+                preempts=False,
             )
             self._broker.watch(self._take_reading)
             most = most_by_default(count_cores(), self._broker.max_processes)
@@ -487,10 +489,18 @@ class NodeAgent:
         if isinstance(message, ChildStarted):
             hosted.pid = message.pid
             hosted.suspension = NodeSuspension(
-                broker, ticket, message.pid, hosted.send, partial(self._tell, child)
+                broker,
+                ticket,
+                message.pid,
+                hosted.send,
+                # After what the process has sent before.
+                lambda news: hosted.order.take(partial(self._tell, child, news)),
             )
             broker.attach(ticket, message.pid)
             memory.attach(message.pid)
+            hosted.order.take(partial(self._tell, child, message))
+            hosted.suspension.introduce()
+            return
         elif isinstance(message, BodyStarted):
             broker.mark_running(ticket)
         elif isinstance(message, CountersRead) and message.counters is not None:

@@ -8,13 +8,14 @@ machine asks by that ledger; the flow is told, and does as it does on one machin
 from __future__ import annotations
 
 import queue as queues
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from prefect_gpu.broker.broker import Broker
-from prefect_gpu.broker.preempting import keep_away, lead_back, leave_device
+from prefect_gpu.broker.preempting import keep_away, lead_back, leave_device, stop_return
 from prefect_gpu.broker.suspendable import SuspendableProcess
 from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.errors import PrefectGPUError
@@ -25,11 +26,16 @@ from prefect_gpu.suspension.remote import (
     MoveIn,
     MoveOut,
     News,
+    NotReserved,
     ProcessLost,
     ReadyToReturn,
     StageReached,
 )
 from prefect_gpu.suspension.suspended import Stage, Suspender, Suspension
+
+#: Seconds that the node may take to reserve the device where a process comes back. What has ended there a moment ago may
+#: still hold it; after that the flow is told, which may know another device.
+RESERVE_S = 2.0
 
 
 class NodeSuspension(SuspendableProcess):
@@ -56,6 +62,12 @@ class NodeSuspension(SuspendableProcess):
         self._suspender = Suspender(pid, self)
         #: The last that came.
         self._asked = MoveOut(0, lost_before=False)
+        #: Where it is to come back and monotonic seconds since when; `None`: nowhere now, or its device is reserved.
+        self._returns: tuple[MoveIn, float] | None = None
+        #: The flow knows the process.
+        self._introduced = False
+        #: Guards the next, and the order in which the flow hears of what a person asks for and of its refusal.
+        self._telling = threading.Lock()
         #: What a person has last asked for, as the flow was told.
         self._told = HeldBack(away=False, shared=False)
         #: What was last said to be its stage, as text.
@@ -72,29 +84,50 @@ class NodeSuspension(SuspendableProcess):
         """Carry out a command of the flow."""
         rewrite = partial(self._broker.rewrite, self._ticket)
         if isinstance(command, MoveOut):
-            self._asked = command
-            rewrite(keep_away)
-            self._suspender.ask(True)
+            # A refusal of what was asked before is not one of this.
+            with self._suspender.lock:
+                self._asked, self._returns = command, None
+                rewrite(keep_away)
+                self._suspender.ask(True)
         elif isinstance(command, MakeWay):
             rewrite(partial(leave_device, now_s=time.monotonic()))
         elif isinstance(command, MoveIn):
             keys = [d.key for d in self._broker.devices if d.uuid == command.device_uuid]
             rewrite(partial(lead_back, homes=keys, now_s=time.monotonic()))
+            self._returns = command, time.monotonic()
             entry = self._broker.entry(self._ticket)
             if entry is not None and entry.reservations and not entry.stays_away:
                 self._suspender.ask(False)
         else:
             self._answers.put(command.may)
 
+    def introduce(self) -> None:
+        """Note that the flow knows the process: it can be told of it from now on."""
+        self._introduced = True
+
     def look(self) -> None:
-        """Tell the flow what a person asks for, if that has changed. On the broker's thread."""
-        entry = self._broker.entry(self._ticket)
-        if entry is None:
+        """Tell the flow what a person asks for, if that has changed, and if its device cannot be reserved. On the broker's thread."""
+        if not self._introduced:
             return
-        asked = HeldBack(entry.held_back, entry.held_back and entry.shared)
-        if asked != self._told:
-            self._told = asked
-            self._tell_flow(asked)
+        with self._telling:
+            entry = self._broker.entry(self._ticket)
+            if entry is None:
+                return
+            asked = HeldBack(entry.held_back, entry.held_back and entry.shared)
+            if asked != self._told:
+                self._told = asked
+                self._tell_flow(asked)
+        returns = self._returns
+        if returns is None:
+            return
+        command, since_s = returns
+        if entry.reservations:
+            self._returns = None
+        elif time.monotonic() - since_s > RESERVE_S and not entry.held_back:
+            with self._suspender.lock:
+                if self._returns is returns and self._broker.rewrite(self._ticket, stop_return):
+                    self._returns = None
+                    self._tell_flow(NotReserved(command.device_uuid))
 
     def end(self) -> None:
         """Note that the process is gone."""
@@ -126,7 +159,7 @@ class NodeSuspension(SuspendableProcess):
         """See `Subject.comes_back`."""
         if not super().comes_back():
             return False
-        self._tell_flow(ReadyToReturn())
+        self._tell_flow(ReadyToReturn(self._ticket.devices[0].uuid))
         may = self._answers.get()
         if not may:
             self._broker.show_suspension(self._ticket, "away", self._text)
@@ -135,12 +168,15 @@ class NodeSuspension(SuspendableProcess):
     def tell(self, stage: Stage, text: str) -> None:
         """See `Subject.tell`."""
         self._text = text
-        self._broker.show_suspension(self._ticket, stage, text)
-        suspension, self._ended = self._ended, None
-        self._tell_flow(StageReached(stage, text, self._asked.number, suspension))
-        if stage == "refused":
-            # That ends a person's wish in both ledgers. What is asked from now on is another one.
-            self._told = HeldBack(away=False, shared=False)
+        with self._telling:
+            self._broker.show_suspension(self._ticket, stage, text)
+            suspension, self._ended = self._ended, None
+            self._tell_flow(StageReached(stage, text, self._asked.number, suspension))
+            if stage == "refused" and self._told.away:
+                # That ends a person's wish, also where the flow takes it for the refusal of something else. What is
+                # asked from now on is another one.
+                self._told = HeldBack(away=False, shared=False)
+                self._tell_flow(self._told)
 
     def ended(self, suspension: Suspension | None) -> None:
         """See `Subject.ended`."""

@@ -488,6 +488,7 @@ class Attempt:
         """Take the child's messages until its value, or its end."""
         ended: BodyEnded | None = None
         reason: BaseException | None = None
+        lost: ProcessLostError | None = None
         limit = TimeLimit()
         while True:
             message = self._next(limit.left_s(time.monotonic()))
@@ -515,7 +516,8 @@ class Attempt:
             elif isinstance(message, ProcessLostError):
                 # One that is being ended for another reason answers no call of the driver either.
                 if reason is None:
-                    reason = message
+                    # What it has returned may still come.
+                    lost = message
                     lost_tasks().add(self._plan.task_key)
                     limit.lift()
                     self._kill("died")
@@ -544,7 +546,7 @@ class Attempt:
                     self._end()
                     raise message.error
             elif isinstance(message, ChildExited):
-                raise reason or self._take_death(message)
+                raise reason or lost or self._take_death(message)
             elif isinstance(message, LogEmitted):
                 self._run.forward_log(message.log)
             elif isinstance(message, EventEmitted):
@@ -832,6 +834,9 @@ class _Suspended(SuspendableProcess):
 
     def device_uuid(self) -> str:
         return self._ticket.devices[0].uuid
+
+    def wait_again(self) -> None:
+        self._broker.wait_again(self._ticket)
 
     def hold_back(self, away: bool, shared: bool) -> None:
         self._broker.hold_back(self._ticket, away, shared)

@@ -128,6 +128,7 @@ def plan(
     host_room_bytes: Mapping[str, int],
     now_s: float,
     max_tasks: int | None = None,
+    refuses: Callable[[Request, str], bool] = lambda request, node: False,
 ) -> list[Plan]:
     """Return what goes for the first blocked requests that this helps, at most `HEADS` new ones.
 
@@ -145,11 +146,12 @@ def plan(
             tasks that were let go while their memory was on its way out; by `Device.host`.
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
+        refuses: Returns whether no process may start for a request on a node now.
     """
     asked = {task.suspended_for for task in running.values() if task.suspended_for}
     if not asked and not any(task.preemptible for task in running.values()):
         return []
-    machine = _Machine(states, running, host_room_bytes, now_s, max_tasks)
+    machine = _Machine(states, running, host_room_bytes, now_s, max_tasks, refuses)
     plans: list[Plan] = []
     helpless: set[tuple[int, Shape]] = set()
     for request in blocked:
@@ -212,6 +214,7 @@ class _Machine:
         host_room_bytes: Mapping[str, int],
         now_s: float,
         max_tasks: int | None,
+        refuses: Callable[[Request, str], bool],
     ) -> None:
         self._states = {state.device.key: state for state in states}
         #: Until then: nothing is gone yet, and what is moved has its new place.
@@ -219,6 +222,7 @@ class _Machine:
         self._running = running
         self._now_s = now_s
         self._most = math.inf if max_tasks is None else max_tasks
+        self._refuses = refuses
         #: By machine.
         self._host_bytes = {
             host: room_bytes - HOST_MARGIN_BYTES for host, room_bytes in host_room_bytes.items()
@@ -273,6 +277,7 @@ class _Machine:
             for state in found
             if state.device.key not in self._kept
             and not state.snapshot.error
+            and not self._refuses(request, state.device.host)
             and could_hold(request, state)
         ]
 

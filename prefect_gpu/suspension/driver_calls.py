@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
-from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.errors import CapacityError, PrefectGPUError
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 from prefect_gpu.suspension import driver_process
 
@@ -85,7 +85,12 @@ class _Process:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        start_thread(self._read, "prefect-gpu-driver-calls")
+        try:
+            start_thread(self._read, "prefect-gpu-driver-calls")
+        except CapacityError:
+            with self._process:
+                self._process.kill()
+            raise
 
     @property
     def ended(self) -> bool:
@@ -183,7 +188,7 @@ class DriverCalls:
         """Return why nothing can be suspended here, as text for a person; empty: it can."""
         try:
             return self._running().support()
-        except OSError as error:
+        except (OSError, CapacityError) as error:
             return f"the process that calls the CUDA driver cannot be started: {error}"
 
     def call(self, step: Step, pid: int, *words: str, deadline_s: float) -> int:
@@ -203,7 +208,7 @@ class DriverCalls:
         """
         try:
             process = self._running()
-        except OSError as error:
+        except (OSError, CapacityError) as error:
             raise DriverCallError(step, None, f"its process cannot be started: {error}") from error
         return process.call(step, pid, words, deadline_s)
 

@@ -6,6 +6,7 @@
                        ◀───            StageReached: moving out, away, or refused
     MakeWay            ───▶            releases its device: another request of the flow gets it
     MoveIn             ───▶            reserves the device and waits for the room
+                       ◀───            NotReserved, instead: another flow has the device
                        ◀───            ReadyToReturn
     Return             ───▶            restores it, if it still may
                        ◀───            StageReached: running
@@ -86,6 +87,17 @@ class StageReached:
 class ReadyToReturn:
     """Its device is reserved on the node, and shows the room."""
 
+    #: UUID of the device.
+    device_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotReserved:
+    """The device of `MoveIn` could not be reserved on the node in time: it stays away until it is asked back again."""
+
+    #: UUID of the device.
+    device_uuid: str
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessLost:
@@ -103,10 +115,10 @@ class HeldBack:
     shared: bool
 
 
-News: TypeAlias = StageReached | ReadyToReturn | ProcessLost | HeldBack
+News: TypeAlias = StageReached | ReadyToReturn | NotReserved | ProcessLost | HeldBack
 
 #: The classes of `News`.
-NEWS = (StageReached, ReadyToReturn, ProcessLost, HeldBack)
+NEWS = (StageReached, ReadyToReturn, NotReserved, ProcessLost, HeldBack)
 
 
 class RemoteSubject(Protocol):
@@ -126,6 +138,10 @@ class RemoteSubject(Protocol):
 
     def comes_back(self) -> bool:
         """See `Subject.comes_back`."""
+        ...
+
+    def wait_again(self) -> None:
+        """Note that its device is another flow's: it waits for a device again."""
         ...
 
     def tell(self, stage: Stage, text: str) -> None:
@@ -196,7 +212,12 @@ class RemoteSuspender:
         if isinstance(news, HeldBack):
             self._subject.hold_back(news.away, news.shared)
         elif isinstance(news, ReadyToReturn):
-            self._send(Return(self._subject.comes_back()))
+            # It may have got another one since it was asked back.
+            same = news.device_uuid == self._subject.device_uuid()
+            self._send(Return(same and self._subject.comes_back()))
+        elif isinstance(news, NotReserved):
+            if news.device_uuid == self._subject.device_uuid():
+                self._subject.wait_again()
         elif isinstance(news, ProcessLost):
             self._subject.lost(news.why)
         else:

@@ -2,7 +2,7 @@
 
     asked ─▶ eligible? ─▶ trimmed ─▶ moving out ─▶ away ─▶ room? ─▶ moving in ─▶ running
 
-A thread runs for as long as there is something to do. What it knows of the process, and what is to be done with the news,
+A thread runs from the request until the process goes on, so that a return needs none that the machine may not have. What it knows of the process, and what is to be done with the news,
 is a `Subject`.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from prefect_gpu.errors import CapacityError
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 from prefect_gpu.suspension.driver_calls import DriverCalls
 from prefect_gpu.suspension.eligibility import Candidate, refusal
@@ -28,6 +29,9 @@ ROOM_MARGIN_BYTES = 512 * MIB
 
 #: Seconds between two looks at whether there is room.
 ROOM_S = 0.25
+
+#: Seconds after which a reading that showed the room is too old to restore on: the answer whether it may took so long.
+OLD_S = 0.5
 
 #: What `Subject.tell` is told for a person begins so if the process is not suspended; the reason follows.
 REFUSED = "not suspended: "
@@ -123,8 +127,13 @@ class Suspender:
         self._pid = pid
         self._subject = subject
         self._calls = calls or (lambda: shared_calls())
-        self._changed = threading.Condition()
+        #: Held while a request is taken and while one is refused. Who has more to write about a request than `ask` does
+        #: holds it for both.
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
         self._wanted = False
+        #: How often it was asked for its memory to go.
+        self._asked = 0
         self._away = False
         self._gone = False
         self._thread: threading.Thread | None = None
@@ -146,9 +155,14 @@ class Suspender:
         """Ask that its memory goes to the host, or comes back; the last word counts."""
         with self._changed:
             self._wanted = away
+            self._asked += away
             self._changed.notify_all()
             if self._thread is None and not self._gone and self._wanted != self._away:
-                self._thread = start_thread(self._run, "prefect-gpu-suspend")
+                try:
+                    self._thread = start_thread(self._run, "prefect-gpu-suspend")
+                except CapacityError as error:
+                    # It is not away: while it is, there is a thread.
+                    self._refuse(str(error), self._asked)
 
     def end(self) -> None:
         """Note that the process is gone, or about to be killed."""
@@ -159,13 +173,15 @@ class Suspender:
     def _run(self) -> None:
         while True:
             with self._changed:
+                while self._away and self._wanted and not self._gone:
+                    self._changed.wait()
                 if self._gone or self._wanted == self._away:
                     self._thread = None
                     return
-                out = self._wanted
+                out, asked = self._wanted, self._asked
             try:
                 if out:
-                    self._suspend()
+                    self._suspend(asked)
                 else:
                     self._resume()
             except ProcessLostError as error:
@@ -181,16 +197,21 @@ class Suspender:
         if not gone:
             self._subject.lost(why)
 
-    def _suspend(self) -> None:
-        calls = self._calls()
-        candidate = self._subject.candidate()
-        problem = refusal(candidate) or calls.unsupported()
-        if not problem:
-            self._subject.trim()
+    def _suspend(self, asked: int) -> None:
+        try:
+            calls = self._calls()
             candidate = self._subject.candidate()
-            problem = refusal(candidate)
+            problem = refusal(candidate) or calls.unsupported()
+            if not problem:
+                self._subject.trim()
+                candidate = self._subject.candidate()
+                problem = refusal(candidate)
+        except Exception as error:
+            # Nothing was done to the process.
+            logger.exception("a GPU task could not be suspended")
+            problem = str(error)
         if problem:
-            self._refuse(problem)
+            self._refuse(problem, asked)
             return
         self._subject.tell("moving out", "moving to the host")
         self._begun_s = time.monotonic()
@@ -201,16 +222,18 @@ class Suspender:
         except NotSuspendedError as error:
             self._away = False
             self._subject.ended(None)
-            self._refuse(str(error))
+            self._refuse(str(error), asked)
             return
         self._moved_bytes = candidate.used_bytes
         moved, took = format_bytes(self._moved_bytes), format_seconds(self._out_s)
         self._subject.tell("away", f"away: {moved} in host memory, moved in {took}")
 
-    def _refuse(self, problem: str) -> None:
+    def _refuse(self, problem: str, asked: int) -> None:
+        """Refuse a request, by its number; one that came meanwhile is answered by itself."""
         with self._changed:
-            self._wanted = False
-        self._subject.tell("refused", f"{REFUSED}{problem}")
+            if self._asked == asked:
+                self._wanted = False
+                self._subject.tell("refused", f"{REFUSED}{problem}")
 
     def _resume(self) -> None:
         if not self._wait_for_room():
@@ -228,8 +251,17 @@ class Suspender:
         while True:
             free_bytes = self._subject.free_bytes()
             fits = free_bytes is not None and free_bytes >= need_bytes
-            if fits and self._subject.comes_back():
-                return True
+            if fits:
+                read_s = time.monotonic()
+                if self._subject.comes_back():
+                    if time.monotonic() - read_s <= OLD_S:
+                        return True
+                    free_bytes = self._subject.free_bytes()
+                    fits = free_bytes is not None and free_bytes >= need_bytes
+                    if fits:
+                        return True
+                    # It was said to come back.
+                    told = ""
             free = "its device does not answer"
             if free_bytes is not None:
                 free = "others have taken its device's memory"

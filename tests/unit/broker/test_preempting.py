@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,10 +48,16 @@ def passes(
     measured: Mapping[str, int] | None = None,
     silent: Collection[str] = (),
     room_gib: float = 1000,
+    quiet: Collection[int] = (),
+    refuses: Callable[[Request, str], bool] = lambda request, node: False,
 ) -> Preemption:
     held = [r for each in entries for r in each.reservations]
     states = [
         state(i, held=[r for r in held if r.device_uuid == f"SIM-{i}"]) for i in range(devices)
+    ]
+    states = [
+        replace(each, snapshot=replace(each.snapshot, error="no answer" if i in quiet else ""))
+        for i, each in enumerate(states)
     ]
     requests = [blocked] if isinstance(blocked, Request) else blocked
     return preempt(
@@ -63,6 +69,7 @@ def passes(
         {HOST: int(room_gib * GIB)},
         NOW_S,
         silent=silent,
+        refuses=refuses,
     )
 
 
@@ -215,3 +222,22 @@ def test_its_return_asks_for_what_it_had() -> None:
     assert (back.host_bytes, back.nodes, back.standby) == (0, (), "")
     assert (back.expected_s, back.submitted_s) == (60, NOW_S)
     assert back.preemptible
+
+
+# What may not be.
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_one_whose_device_does_not_answer_for_a_moment_is_not_let_go(away: bool) -> None:
+    asked = going(entry("training"), away=away)
+    assert not passes(urgent(), asked, quiet=[0]).changes
+
+
+def test_nothing_is_asked_of_a_node_that_refuses_the_request() -> None:
+    request = urgent()
+    assert passes(request, entry("training")).changes
+    refused = passes(request, entry("training"), refuses=lambda r, node: node == HOST)
+    assert not refused.changes
+    running = entry("training")
+    let = passes(request, going(running), refuses=lambda r, node: True).changes
+    assert let == {"training": running}

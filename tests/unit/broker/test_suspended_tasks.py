@@ -243,6 +243,66 @@ def test_what_a_person_freed_to_be_shared_is_had_by_others(rig: Rig) -> None:
     assert [r.task_name for r in rig.reservations()] == ["training"]
 
 
+def test_one_on_its_way_back_is_asked_away_before_others_get_its_device(rig: Rig) -> None:
+    training = by_hand(rig, shared=False)
+    rig.ledger.hold_back(training.ticket.request.id, False)
+    rig.broker.read()
+    assert training.hear() == [True, False]
+    rig.ledger.hold_back(training.ticket.request.id, True, shared=True)
+    rig.broker.read()
+    assert training.hear() == [True, False, True] and rig.reservations() == []
+
+
+def test_one_that_moves_out_although_no_one_wants_that_any_more_is_asked_back(rig: Rig) -> None:
+    training = Training(rig)
+    urgent = rig.submit("urgent", 20, priority=1)
+    rig.broker.read()
+    assert training.hear() == [True]
+    # An old refusal comes after it was asked again.
+    rig.broker.show_suspension(training.ticket, "refused", "not suspended: it holds none yet")
+    rig.broker.withdraw(urgent)
+    rig.broker.read()
+    training.move_out()
+    assert training.hear() == [True, False]
+
+
+def test_one_that_cannot_have_the_device_that_is_reserved_for_it_waits_again(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig("2x24GiB")
+    training, made_way = Training(rig, priority=-1), []
+    training.ticket.on_made_way = lambda: made_way.append(True)
+    others = [rig.submit(f"other {i}", 20) for i in range(2)]
+    rig.broker.read()
+    training.move_out()
+    for other in others:
+        decided(other)
+        rig.start(other, 18)
+    rig.broker.read()
+    rig.exit(others[0])
+    rig.broker.read()
+    assert training.hear() == [True, False]
+    taken = training.ticket.devices[0]
+    rig.reader.attach(77, [taken.uuid])
+    rig.reader.allocate(77, taken.uuid, 20 * GIB)
+    rig.broker.wait_again(training.ticket)
+    rig.broker.read()
+    assert not training.entry.reservations and len(made_way) == 2
+    rig.exit(others[1])
+    rig.broker.read()
+    assert training.hear() == [True, False, False]
+    assert training.ticket.devices[0].uuid != taken.uuid
+
+
+def test_nothing_is_suspended_for_the_requests_of_a_broker_that_does_not_preempt(rig: Rig) -> None:
+    training = Training(rig)
+    other = rig.another(preempts=False)
+    ticket = rig.submit("urgent", 20, priority=1, broker=other)
+    for broker in (other, rig.broker):
+        broker.read()
+    assert training.hear() == [] and rig.waits(ticket)
+
+
 def test_an_old_refusal_is_not_taken_for_the_answer_to_a_person(rig: Rig) -> None:
     training = Training(rig)
     rig.submit("urgent", 20, priority=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,12 +14,15 @@ import pytest
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
-from prefect_gpu.broker.ticket import BY_HAND
+from prefect_gpu.broker.ticket import BY_HAND, Ticket
 from prefect_gpu.cli.suspend_command import find
-from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.clock import DEADLOCK_S, RealClock
+from prefect_gpu.cluster import node_agent, node_suspension
 from prefect_gpu.cluster.flow_side import ClusterReader
 from prefect_gpu.devices.simulated import SimulatedMemory
-from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ChildStarted
+from prefect_gpu.errors import NodeRefusedError
+from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ChildStarted, ValueArrived
+from prefect_gpu.processes.transport import ReceivedValue
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.suspension import suspended
 from prefect_gpu.suspension.driver_calls import DriverCallError
@@ -145,6 +149,10 @@ class FlowTask:
 
     def hold_back(self, away: bool, shared: bool) -> None:
         self.flow.broker.hold_back(self.ticket, away, shared)
+
+    def wait_again(self) -> None:
+        self.heard.append("waits again")
+        self.flow.broker.wait_again(self.ticket)
 
     def comes_back(self) -> bool:
         return self.agrees and self.flow.broker.comes_back(self.ticket)
@@ -370,3 +378,134 @@ def test_the_flow_hears_that_a_process_is_lost(flow: Flow, driver: Driver, step:
         flow.ask("train", away=False)
     wait_until(lambda: any(isinstance(each, RuntimeError) for each in train.heard))
     assert step in str(train.heard[-1])
+
+
+def on_two_devices(make_flow: Callable[..., Flow]) -> tuple[Flow, FlowTask, list[FlowTask]]:
+    """Return a task that has made way, and what has the two devices."""
+    flow = make_flow("simulated:2x8GiB")
+    train = training(flow, 6, priority=-1)
+    others = [FlowTask(flow, f"other {i}", 6).start() for i in range(2)]
+    return flow, train, others
+
+
+class Neighbour:
+    """Another flow on the machine of the node."""
+
+    def __init__(self, flow: Flow) -> None:
+        agent = flow.scene.agent._broker
+        assert agent is not None
+        self.ledger = Ledger(lambda: HostStore(flow.scene.folder))
+        self.broker = Broker(agent.reader, self.ledger)
+
+    def take(self, gib: float, **of_request: Any) -> Ticket:
+        asked = Request("", "theirs", next_sequence(), 0.0, int(gib * GIB), **of_request)
+        return self.broker.submit(asked)
+
+    def close(self) -> None:
+        self.broker._sampler.stop()
+        self.ledger._open().close()
+
+
+def test_it_comes_back_elsewhere_where_another_flow_has_taken_its_device(
+    make_flow: Callable[..., Flow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_suspension, "RESERVE_S", 0.1)
+    flow, train, others = on_two_devices(make_flow)
+    theirs = Neighbour(flow)
+    lost_uuid, free_uuid = others[0].device_uuid(), others[1].device_uuid()
+    # It waits before the task is asked back.
+    ticket = theirs.take(6, devices=(lost_uuid,), priority=9)
+    wait_until(lambda: theirs.ledger.entry(ticket.request.id) is not None)
+    others[0].exit()
+    assert ticket.wait(RealClock(), RealClock().now() + DEADLOCK_S)
+    wait_until(lambda: "waits again" in train.heard or others[1].ticket.ended_s is None)
+    others[1].exit()
+    train.reaches("running")
+    assert train.device_uuid() == free_uuid
+    theirs.broker.end(ticket)
+    theirs.close()
+
+
+def test_a_person_may_ask_before_the_flow_knows_the_process(
+    flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach = Broker.attach
+    asked = threading.Event()
+
+    def ask_first(broker: Broker, ticket: Ticket, pid: int) -> None:
+        attach(broker, ticket, pid)
+        if broker is flow.scene.agent._broker and not asked.is_set():
+            asked.set()
+            flow.ask("train", away=True)
+            broker.refresh()
+            # The node's broker sees it before the flow hears of the process.
+            told = threading.Event()
+            broker.watch(lambda reading: told.set())
+            assert told.wait(DEADLOCK_S)
+
+    monkeypatch.setattr(Broker, "attach", ask_first)
+    train = training(flow)
+    assert asked.is_set()
+    train.reaches("away")
+    assert train.heard[1] == BY_HAND
+
+
+def test_what_a_flow_chose_suspends_nothing_on_the_node(
+    flow: Flow, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_agent, "CONFIRM_S", 0.3)
+    theirs = Neighbour(flow)
+    ticket = theirs.take(6, preemptible=True, priority=-9, expected_s=LONG_S)
+    assert ticket.wait(RealClock(), RealClock().now() + DEADLOCK_S)
+    theirs.broker.attach(ticket, os.getpid())
+    heard, _ = flow.scene.launch(6)
+    assert isinstance(heard.next().error, NodeRefusedError)
+    entry = theirs.ledger.entry(ticket.request.id)
+    assert entry is not None and not entry.suspended_for
+    theirs.broker.end(ticket)
+    theirs.close()
+
+
+def test_a_wish_that_a_refusal_of_something_else_has_ended_is_ended_for_the_flow_too(
+    flow: Flow, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = training(flow)
+    suspender = train.suspender
+    assert suspender is not None
+
+    def judge(candidate: object) -> str:
+        # A person asks while what the flow has asked for is looked at.
+        flow.ask("train", away=True)
+        wait_until(lambda: train.entry.held_back)
+        suspender._number += 1
+        return "not yet"
+
+    with monkeypatch.context() as patched:
+        patched.setattr(suspended, "refusal", judge)
+        suspender.ask(True)
+        wait_until(lambda: "not yet" in flow.on_node("train").suspension)
+        wait_until(lambda: not train.entry.held_back)
+    assert not flow.on_node("train").held_back
+
+
+def test_the_loss_of_a_process_does_not_overtake_what_it_has_returned(
+    flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = training(flow)
+    agent = flow.scene.agent
+    (hosted,) = agent._hosted.values()
+    sends = threading.Event()
+    order: list[str] = []
+    tell = agent._tell
+    monkeypatch.setattr(
+        agent, "_tell", lambda child, m: order.append(type(m).__name__) or tell(child, m)
+    )
+    monkeypatch.setattr(
+        agent, "_send_value", lambda child, m: sends.wait(DEADLOCK_S) and order.append("value")
+    )
+    train.child.say(ValueArrived(ReceivedValue(memoryview(b""))))
+    assert hosted.suspension is not None
+    hosted.suspension.lost("the driver has lost it")
+    sends.set()
+    wait_until(lambda: "ProcessLost" in order)
+    assert order == ["value", "ProcessLost"]

@@ -49,6 +49,7 @@ from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.suspension.remote import (
     HeldBack,
     MakeWay,
@@ -58,7 +59,7 @@ from prefect_gpu.suspension.remote import (
     Return,
     StageReached,
 )
-from prefect_gpu.suspension.suspended import Suspension
+from prefect_gpu.suspension.suspended import Suspension, lost_tasks
 from prefect_gpu.units import GIB
 
 PID = 77
@@ -483,7 +484,7 @@ def test_a_process_on_a_cluster_is_suspended_by_what_its_node_says(
             assert not scene.attempt.has_devices
             ticket.on_made_way()
             ticket.on_held_back(False)
-            listener(ReadyToReturn())
+            listener(ReadyToReturn(uuid))
             listener(StageReached("running", "", 1, Suspension(0.0, 9.0, out_s, in_s, 5 * GIB)))
             assert scene.attempt.has_devices
 
@@ -503,6 +504,26 @@ def test_a_process_on_a_cluster_is_suspended_by_what_its_node_says(
     ]
     (suspension,) = scene.report.suspensions
     assert (suspension.out_s, suspension.in_s, suspension.moved_bytes) == (out_s, in_s, 5 * GIB)
+
+
+@pytest.mark.parametrize("value_comes", [True, False])
+def test_a_process_that_is_lost_after_its_body_has_ended_keeps_its_value(value_comes: bool) -> None:
+    body_ended, *value = ended(7)
+    scene = Scene(body_ended, when_killed=(*(value if value_comes else ()), ChildExited(-9, "")))
+
+    def lose() -> None:
+        scene.attempt._messages.put(body_ended)
+        subject_of(scene).lost("the driver has lost it")
+
+    scene.run.on_running = lose
+    try:
+        if value_comes:
+            assert scene.go() == 7
+        else:
+            with pytest.raises(ProcessLostError):
+                scene.go()
+    finally:
+        lost_tasks().discard("task-1a")
 
 
 def test_a_process_that_does_not_answer_is_not_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from prefect_gpu.suspension.remote import (
     MoveIn,
     MoveOut,
+    NotReserved,
     ProcessLost,
     ReadyToReturn,
     RemoteSuspender,
@@ -30,6 +31,9 @@ class Subject:
 
     def comes_back(self) -> bool:
         return self.may
+
+    def wait_again(self) -> None:
+        self.heard.append("waits again")
 
     def hold_back(self, away: bool, shared: bool) -> None:
         self.heard.append((away, shared))
@@ -75,15 +79,31 @@ def test_a_process_that_cannot_be_locked_goes_on() -> None:
 
 def test_the_flow_says_whether_it_is_restored() -> None:
     suspender, subject, sent = make()
-    suspender.take(ReadyToReturn())
+    suspender.take(ReadyToReturn("GPU-1"))
     subject.may = True
-    suspender.take(ReadyToReturn())
+    suspender.take(ReadyToReturn("GPU-1"))
     assert sent == [Return(may=False), Return(may=True)]
+
+
+def test_it_is_not_restored_on_another_device_than_the_flow_has_for_it() -> None:
+    suspender, subject, sent = make()
+    subject.may = True
+    suspender.take(ReadyToReturn("GPU-2"))
+    assert sent == [Return(may=False)]
+
+
+def test_it_waits_again_where_its_node_cannot_reserve_its_device() -> None:
+    suspender, subject, _ = make()
+    # It has another one by now.
+    suspender.take(NotReserved("GPU-2"))
+    assert subject.heard == []
+    suspender.take(NotReserved("GPU-1"))
+    assert subject.heard == ["waits again"]
 
 
 def test_nothing_is_heard_of_a_process_that_is_gone() -> None:
     suspender, subject, sent = make()
     suspender.end()
-    for news in (ProcessLost("why"), ReadyToReturn(), StageReached("away", "away", 0)):
+    for news in (ProcessLost("why"), ReadyToReturn("GPU-1"), StageReached("away", "away", 0)):
         suspender.take(news)
     assert subject.heard == sent == []

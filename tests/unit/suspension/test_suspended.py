@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.errors import CapacityError
 from prefect_gpu.suspension import suspended
 from prefect_gpu.suspension.driver_calls import DriverCallError
 from prefect_gpu.suspension.eligibility import HOST_MARGIN_BYTES, Candidate
@@ -179,6 +180,63 @@ def test_it_waits_for_room_and_says_so_once(scene: Scene) -> None:
     assert sum("others have taken" in str(each) for each in heard) == 1
     scene.subject.free = 80 * GIB
     scene.subject.until(lambda heard: told(heard, "running"))
+
+
+def test_it_looks_again_where_the_answer_took_so_long_that_the_room_may_be_gone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspended, "OLD_S", -1.0)
+    scene.suspend()
+    free = [80 * GIB, 0, 0]
+    monkeypatch.setattr(scene.subject, "free_bytes", lambda: free.pop(0) if free else 80 * GIB)
+    scene.suspender.ask(False)
+    heard = scene.subject.until(lambda heard: told(heard, "running"))
+    waits = [each for each in heard if told([each], "away", "others have taken")]
+    assert len(waits) == 1 and heard.count("comes back") == 2
+    assert scene.calls.made.count("restore") == 1
+
+
+def test_it_comes_back_where_no_thread_can_be_started(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise CapacityError("no thread can be started")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(suspended, "start_thread", refuse)
+        scene.suspender.ask(True)
+        assert told(scene.subject.heard, "refused", "no thread can be started")
+    scene.suspend()
+    monkeypatch.setattr(suspended, "start_thread", refuse)
+    scene.suspender.ask(False)
+    scene.subject.until(lambda heard: told(heard, "running"))
+
+
+def test_an_error_before_anything_was_done_to_the_process_leaves_it_be(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> str:
+        raise RuntimeError("an error of ours")
+
+    monkeypatch.setattr(scene.calls, "unsupported", fail)
+    scene.suspender.ask(True)
+    scene.subject.until(lambda heard: told(heard, "refused", "an error of ours"))
+
+
+def test_a_refusal_does_not_answer_what_is_asked_while_it_is_found(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = ["not yet"]
+
+    def judge(candidate: Candidate) -> str:
+        if not problems:
+            return ""
+        for away in (False, True):
+            scene.suspender.ask(away)
+        return problems.pop()
+
+    monkeypatch.setattr(suspended, "refusal", judge)
+    assert not any(told([each], "refused") for each in scene.suspend())
 
 
 def test_it_stays_away_if_that_is_asked_for_while_it_waits(scene: Scene) -> None:

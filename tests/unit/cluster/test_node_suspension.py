@@ -470,6 +470,7 @@ def test_a_wish_that_a_refusal_of_something_else_has_ended_is_ended_for_the_flow
     flow: Flow, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = training(flow)
+    wait_until(lambda: train.suspender is not None)
     suspender = train.suspender
     assert suspender is not None
 

@@ -25,8 +25,8 @@ from time import thread_time
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
-from prefect_gpu.broker.preempting import let_go, preempt, share, wait_again
-from prefect_gpu.broker.ticket import BY_HAND, Measured
+from prefect_gpu.broker.preempting import ask_to_leave, leave, let_go, preempt, share, wait_again
+from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS, Measured
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
 from prefect_gpu.clock import Clock, RealClock
@@ -482,6 +482,7 @@ class Broker:
                     suspension=text,
                     held_back=False,
                     held_by_flow=False,
+                    leaves=False,
                     rests_until_s=rests,
                 ),
             )
@@ -509,7 +510,7 @@ class Broker:
 
         def change(entry: Entry) -> Entry:
             reserved = keys == tuple(each.device_key for each in entry.reservations)
-            if not reserved or entry.suspended_for or entry.stays_away:
+            if not reserved or entry.suspended_for or entry.stays_away or entry.leaves:
                 return entry
             return replace(entry, suspension="moving back", away=False, rests_until_s=rests)
 
@@ -919,9 +920,15 @@ class Broker:
                     for device in ticket.devices
                 )
                 self._calls.append(partial(ticket.on_measured, reading.at_s, measured))
-        for request_id, device in self._view.probes_to_end().items():
+        for (request_id, ends), device in self._view.probes_to_leave(self._ledger.running):
             probe = self._placed.get(request_id)
-            if probe is not None and probe.on_short is not None:
+            if probe is None:
+                continue
+            if not ends and probe.may_leave:
+                held_bytes = self._view.measured_bytes(request_id, device)
+                ask = partial(ask_to_leave, held_bytes=held_bytes)
+                self._calls.append(partial(self._ledger.rewrite, request_id, ask))
+            elif ends and probe.on_short is not None:
                 self._calls.append(partial(probe.on_short, device))
                 probe.on_short = None
         for device, why in self._view.warn(reading):
@@ -990,13 +997,16 @@ class Broker:
                         # It is on its way back.
                         ticket.held_back = True
                         self._calls.append(partial(ticket.on_held_back, True))
-                    devices = {device.key: device for device in self.devices}
-                    give = partial(share, devices=devices, now_s=self._clock.now())
-                    self._calls.append(partial(self._ledger.rewrite, request_id, give))
+                    self._let_go_of_device(request_id, share)
+                    continue
+            elif entry.leaves:
+                ticket.held_back_for = FOR_FIRST_RUNS
+                if entry.away:
+                    self._let_go_of_device(request_id, leave)
                     continue
             elif entry.reservations:
                 self._follow(ticket, entry)
-            away = entry.stays_away or bool(entry.suspended_for)
+            away = entry.stays_away or entry.leaves or bool(entry.suspended_for)
             if not away and not entry.reservations:
                 # It has just made way, and comes back once it has a device again.
                 continue
@@ -1006,6 +1016,12 @@ class Broker:
         for ticket in tuple(self._waiting.values()):
             if ticket.away_s is not None:
                 self._age(ticket, ticket.was_away_s + self._clock.now() - ticket.away_s)
+
+    def _let_go_of_device(self, request_id: str, how: Callable[..., Entry]) -> None:
+        """Have the request of a suspended process wait for room, by `preempting.share` or `preempting.leave`."""
+        devices = {device.key: device for device in self.devices}
+        change = partial(how, devices=devices, now_s=self._clock.now())
+        self._calls.append(partial(self._ledger.rewrite, request_id, change))
 
     def _follow(self, ticket: Ticket, entry: Entry) -> None:
         """Note the device that the process of a request comes back on, if it is another one."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import is_not
 
-from prefect_gpu.broker.ledger import LedgerView
+from prefect_gpu.broker.ledger import Entry, LedgerView
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PlacementError
@@ -35,7 +35,7 @@ from prefect_gpu.scheduling.model import (
     Reservation,
 )
 from prefect_gpu.scheduling.placement import check_possible, select_devices
-from prefect_gpu.scheduling.probes import Growth, choose_ended, counted_bytes, observe
+from prefect_gpu.scheduling.probes import Growth, Leaving, choose_leaving, counted_bytes, observe
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -393,21 +393,29 @@ class DeviceView:
             del self._growths[key]
         return {i: counted_bytes(r, grown[i], now_s) for i, r in probes.items()}
 
-    def probes_to_end(self) -> dict[str, Device]:
-        """Return the probes that should end for the others, of all brokers, by request id, and the device that is short.
+    def probes_to_leave(
+        self, running: Callable[[], Mapping[str, Entry]]
+    ) -> Iterator[tuple[Leaving, Device]]:
+        """Yield the probes that should leave their devices for the others, of all brokers, each with its device.
 
         Of the states that `states` has last returned.
+
+        Args:
+            running: Returns the entries of all tasks that have devices, by request id.
         """
         reading = self.reading
-        if reading is None or reading.error:
-            return {}
-        found = {}
-        for key, state in zip(self._keys, self._states, strict=True) if self._growths else ():
+        if reading is None or reading.error or not self._growths:
+            return
+        now_s, entries = reading.at_s, running()
+        leaving = {i for i, e in entries.items() if e.leaves}
+        staying = {
+            i for i, e in entries.items() if e.away or e.stays_away or e.rests_until_s > now_s
+        }
+        for key, state in zip(self._keys, self._states, strict=True):
             growths = self._growths.get(key, {})
-            ended = choose_ended(state, growths, reading.at_s, self._headroom_bytes)
-            if ended is not None:
-                found[ended] = state.device
-        return found
+            found = choose_leaving(state, growths, now_s, self._headroom_bytes, leaving, staying)
+            if found is not None:
+                yield found, state.device
 
     def measured_bytes(self, request_id: str, device: Device) -> int:
         """Return what a request's process holds of a device, as `states` has last found."""

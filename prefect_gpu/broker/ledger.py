@@ -64,6 +64,8 @@ class Entry:
     shared: bool = False
     #: The flow that it belongs to, on a cluster, wants the same.
     held_by_flow: bool = False
+    #: A first run whose memory is wanted on the host for those beside it. Once it is there, it waits for room to come back.
+    leaves: bool = False
     #: The waiting request that its memory is wanted on the host for, by id; empty: none. Its first reservation is the one
     #: that it gives up; a second one is of the device where it comes back at once.
     suspended_for: str = ""

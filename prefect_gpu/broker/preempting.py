@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import Device, DeviceKey, Request
+from prefect_gpu.scheduling.model import Device, DeviceKey, ModelBudgets, Request
 from prefect_gpu.scheduling.preemption import Plan, Running, plan
 
 #: Major version of the driver from which a process can come back on another device.
@@ -141,6 +141,37 @@ def wait_again(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) 
         return entry
     homes = _homes(entry, devices)
     return _make_way(let_go(entry), homes, now_s) if homes else entry
+
+
+def ask_to_leave(entry: Entry, held_bytes: int) -> Entry:
+    """Return the entry of a first run whose memory is wanted on the host for those beside it.
+
+    Args:
+        entry: Of the task, which has one device.
+        held_bytes: What its process holds there.
+    """
+    if entry.away or entry.suspended_for or entry.stays_away or entry.pid is None:
+        return entry
+    # Its framework keeps to the cap that it was given, and nobody knows that it needs so much.
+    request = replace(entry.request, confirms_probe=True, returns_bytes=held_bytes)
+    return replace(entry, request=request, leaves=True)
+
+
+def leave(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
+    """Return the entry of a first run that has left its device to those beside it: its request waits for room.
+
+    Args:
+        entry: Of the task, which has one device.
+        devices: Those that are there.
+        now_s: Monotonic seconds.
+    """
+    if not (entry.leaves and entry.away and entry.reservations):
+        return entry
+    if homes := _homes(entry, devices):
+        cap = ModelBudgets(((devices[homes[0]].name, entry.reservations[0].reserved_bytes),))
+        entry = _make_way(entry, homes, now_s)
+        entry = replace(entry, request=replace(entry.request, memory=cap))
+    return replace(entry, leaves=False)
 
 
 def stop_return(entry: Entry) -> Entry:

@@ -17,6 +17,9 @@ from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
 #: For what a process is suspended that a person has suspended.
 BY_HAND = "prefect-gpu suspend"
 
+#: For what a first run is suspended that leaves its device to the others there.
+FOR_FIRST_RUNS = "other first runs on its device"
+
 #: Names that a ticket keeps of tasks beside its own.
 MOST_NEIGHBOURS = 20
 
@@ -77,6 +80,8 @@ class Ticket:
     priority: int | None = None
     #: Called if it is a probe that shares a device and should end for the others there, with that device, once.
     on_short: Callable[[Device], None] | None = None
+    #: It is such a probe, and may be suspended for them in place of its end.
+    may_leave: bool = False
     #: What others' processes held on its devices when it was placed, in bytes.
     foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
     #: Bytes that no process held on its devices when it was placed, and what others leaked there since.

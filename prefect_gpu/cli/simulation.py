@@ -19,7 +19,7 @@ from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.memory import DeviceState, device_state
 from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.scheduling.placement import Board, PlacementStyle
-from prefect_gpu.scheduling.probes import READY_S, Growth, choose_ended, counted_bytes
+from prefect_gpu.scheduling.probes import READY_S, Growth, choose_leaving, counted_bytes
 from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, decide
 
 
@@ -307,8 +307,10 @@ class _Replay:
             held_bytes = sum(growth.peak_bytes for growth in growths.values())
             snapshot = replace(state.snapshot, free_bytes=state.snapshot.free_bytes - held_bytes)
             full = replace(state, snapshot=snapshot)
-            if id_ := choose_ended(full, growths, now_s, self._headroom_bytes):
-                position = int(id_)
+            leaving = choose_leaving(full, growths, now_s, self._headroom_bytes)
+            # A suspension is not simulated: here memory has grown in the first seconds.
+            if leaving is not None and leaving.ends:
+                position = int(leaving.request_id)
                 self._release(position)
                 outcome = self.outcomes[position]
                 outcome.placement = outcome.started_s = outcome.ended_s = None

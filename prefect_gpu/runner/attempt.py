@@ -348,6 +348,9 @@ class Attempt:
         ticket.on_measured = self._take_measurement
         if self.shares:
             ticket.on_short = self._end_probe
+            # On a cluster the node would have to agree, and it does not know which runs are first ones.
+            local = not self._broker.reader.remote
+            ticket.may_leave = local and policy.count == 1 and self._broker.kind in MOVED_KINDS
         return placement
 
     def _can_be_suspended(self) -> bool:

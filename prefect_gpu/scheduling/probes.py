@@ -1,4 +1,4 @@
-"""Probes that share a device: whether one more may start there, what it is given, and which one is ended for the others.
+"""Probes that share a device: whether one more may start there, what it is given, and which one leaves it for the others.
 
 A probe is a task of which no run has shown what it needs. A probe that has a device to itself is a matter of
 `placement` alone. What a probe's cap counts for is in `memory`; which tasks are probes is in `prefect_gpu.runner.budgets`.
@@ -8,8 +8,9 @@ Pure: readings over time, reservations and times come in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Probe, Request, Reservation
@@ -37,7 +38,8 @@ GROWING_FACTOR = 1.5
 #: Part of a device below which free memory is short.
 SHORT = 1 / 16
 
-#: Seconds since its placement in which a probe may be ended: little is lost. Its process needs some of them to start.
+#: Seconds since its placement in which a probe is ended: little is lost, and its memory is free at once. Its process
+#: needs some of them to start. Later it is suspended.
 FIRST_S = 15.0
 
 #: Part of what is offered that a task gets whose framework takes its whole cap when it starts.
@@ -95,6 +97,14 @@ def counted_bytes(reservation: Reservation, growth: Growth | None, now_s: float)
     return min(max(least, int(peak * GROWING_FACTOR)), reservation.reserved_bytes)
 
 
+class Leaving(NamedTuple):
+    """A probe that leaves its device for the others."""
+
+    request_id: str
+    #: Its process is ended, and runs again. Otherwise it is suspended, and loses nothing.
+    ends: bool
+
+
 def allowance_bytes(state: DeviceState) -> int:
     """Return the bytes of a device that must be free for one more probe beside other tasks."""
     return int(state.capacity_bytes * ALLOWANCE)
@@ -113,8 +123,11 @@ def offered_bytes(request: Request, state: DeviceState, least_alone_bytes: int) 
     least = least_alone_bytes if alone else allowance_bytes(state)
     if request.confirms_probe:
         cap = request.need_bytes(state.device) or 0
+        least = max(least, int(request.returns_bytes * SETTLED_FACTOR))
         # The broker that decided has seen the other probes a moment earlier. A budget is not passed in any case.
-        most = free if alone or state.has_budgets else max(free, cap)
+        # Where a process comes back to a device of which others have taken a part, its cap may be more than is free.
+        whole = alone and not request.returns
+        most = free if whole or state.has_budgets else max(free, cap)
         return cap if min(least, cap) <= free and cap <= most else None
     if free < least:
         return None
@@ -133,22 +146,30 @@ def probe_of(request: Request, state: DeviceState, cap_bytes: int, now_s: float)
     """
     # What takes its cap when it starts counts for it from the beginning.
     at_once = request.probe_fraction < 1.0
-    return Probe(now_s, cap_bytes if at_once else min(cap_bytes, allowance_bytes(state)))
+    least = max(allowance_bytes(state), int(request.returns_bytes * SETTLED_FACTOR))
+    return Probe(now_s, cap_bytes if at_once else min(cap_bytes, least))
 
 
-def choose_ended(
-    state: DeviceState, growths: Mapping[str, Growth], now_s: float, headroom_bytes: int
-) -> str | None:
-    """Return which probe of a device is ended so that the others go on, by its request's id; `None`: none is.
+def choose_leaving(
+    state: DeviceState,
+    growths: Mapping[str, Growth],
+    now_s: float,
+    headroom_bytes: int,
+    leaving: Collection[str] = (),
+    staying: Collection[str] = (),
+) -> Leaving | None:
+    """Return which probe of a device leaves it so that the others go on; `None`: none does.
 
-    It is the newest, while it is in its first seconds, if the device runs short of memory and a probe there grows.
-    Where a task with a budget is on the device, or no other probe, the caps keep each to what it was given.
+    It is the newest, if the device runs short of memory and a probe there grows. Where a task with a budget is on the
+    device, or no other probe, the caps keep each to what it was given.
 
     Args:
         state: The device, from a reading.
         growths: Of the processes of its probes, by request id; those that have held nothing are left out.
         now_s: Monotonic seconds of the reading.
         headroom_bytes: Kept free on the device.
+        leaving: Request ids of probes that are on their way: while one is, no other leaves.
+        staying: Request ids of probes that have just come back, were refused, or are away.
     """
     if state.snapshot.error or state.has_budgets or len(state.reservations) < 2:
         return None
@@ -156,6 +177,11 @@ def choose_ended(
         return None
     if all(now_s - growth.grew_s >= QUIET_S for growth in growths.values()):
         return None
-    probes = [(r.probe.since_s, r.request_id) for r in state.reservations if r.probe is not None]
-    since_s, request_id = max(probes)
-    return request_id if now_s - since_s < FIRST_S else None
+    probes = {r.request_id: r.probe.since_s for r in state.reservations if r.probe is not None}
+    if not probes.keys().isdisjoint(leaving):
+        return None
+    may_leave = [(since_s, i) for i, since_s in probes.items() if i not in staying]
+    if not may_leave:
+        return None
+    since_s, request_id = max(may_leave)
+    return Leaving(request_id, ends=now_s - since_s < FIRST_S)

@@ -1,4 +1,4 @@
-"""Probes beside other tasks: when one more may start, what it is given, and which one is ended."""
+"""Probes beside other tasks: when one more may start, what it is given, and which one leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from prefect_gpu.scheduling.probes import (
     AT_ONCE_FRACTION,
     FIRST_S,
     Growth,
-    choose_ended,
+    Leaving,
+    choose_leaving,
     counted_bytes,
     observe,
 )
@@ -103,6 +104,30 @@ def test_where_a_confirmed_cap_is_above_what_is_free_beside_a_budget_it_waits() 
     assert place(replace(asked, memory=ModelBudgets((("simulated", 20 * GIB),))), full) is not None
 
 
+def test_one_that_comes_back_waits_for_what_it_holds_and_keeps_its_cap() -> None:
+    asked = replace(
+        probe(),
+        memory=ModelBudgets((("simulated", 20 * GIB),)),
+        confirms_probe=True,
+        returns=True,
+        returns_bytes=10 * GIB,
+    )
+    beside = device_state(snapshot(0, 24), (held_by("a", 24),), {}, 0, {"a": 12 * GIB})
+    placement = place(asked, beside)
+    assert placement is not None and placement.budget_bytes == (20 * GIB,)
+    # Until a reading shows it, it counts for what it brings.
+    assert placement.reservations[0].probe == Probe(5.0, 11 * GIB)
+    larger = device_state(snapshot(0, 24), (held_by("a", 24),), {}, 0, {"a": 14 * GIB})
+    assert place(asked, larger) is None
+    # Others have taken a part of the device.
+    assert place(asked, state(0, 24, used_gib=8)) is not None
+    assert place(asked, state(0, 24, used_gib=14)) is None
+    assert place(replace(asked, returns=False), state(0, 24, used_gib=8)) is None
+    # A task with a budget keeps what it was given.
+    assert place(asked, state(0, 24, [reserved(0, 8)])) is None
+    assert place(asked, state(0, 24, [reserved(0, 4)])) is not None
+
+
 # What it counts for.
 
 
@@ -167,7 +192,7 @@ def test_beside_a_budget_the_caps_count_for_other_probes_too() -> None:
     assert not fits_now(probe(), mixed)
 
 
-# Which one is ended.
+# Which one leaves.
 
 
 def short(*held: Reservation, left_gib: float = 1.0) -> DeviceState:
@@ -180,30 +205,40 @@ GROWS = {"old": grown(20, 1.0, 59.9), "new": grown(3, 55.0, 55.0)}
 
 
 @pytest.mark.parametrize(
-    ("on", "growths", "now_s", "ended"),
+    ("on", "growths", "now_s", "leaves"),
     [
         pytest.param(short(OLD, NEW), GROWS, 60.0, "new", id="the newest, though another grows"),
         pytest.param(short(NEW, OLD), GROWS, 60.0, "new", id="in any order of the ledger"),
         pytest.param(short(OLD, NEW, left_gib=2), GROWS, 60.0, None, id="none while there is room"),
         pytest.param(short(OLD, NEW), GROWS, 61.0, None, id="none if none grows"),
         pytest.param(short(OLD, NEW), {}, 60.0, None, id="none if others took the memory"),
-        pytest.param(
-            short(OLD, NEW),
-            {"old": grown(20, 1.0, 70.0)},
-            50.0 + FIRST_S,
-            None,
-            id="none after its first seconds",
-        ),
         pytest.param(short(OLD), GROWS, 5.0, None, id="none that has no other beside it"),
         pytest.param(
             short(OLD, NEW, reserved(0, 4, "known")), GROWS, 60.0, None, id="none beside a budget"
         ),
     ],
 )
-def test_which_probe_is_ended_for_the_others(
-    on: DeviceState, growths: dict[str, Growth], now_s: float, ended: str | None
+def test_which_probe_leaves_for_the_others(
+    on: DeviceState, growths: dict[str, Growth], now_s: float, leaves: str | None
 ) -> None:
-    assert choose_ended(on, growths, now_s, 0) == ended
+    found = choose_leaving(on, growths, now_s, 0)
+    assert found == (None if leaves is None else Leaving(leaves, ends=True))
+
+
+def test_after_its_first_seconds_it_is_suspended_and_not_ended() -> None:
+    growths = {"old": grown(20, 1.0, 70.0)}
+    at_s = NEW.probe.since_s + FIRST_S if NEW.probe else 0.0
+    assert choose_leaving(short(OLD, NEW), growths, at_s - 0.1, 0) == Leaving("new", ends=True)
+    assert choose_leaving(short(OLD, NEW), growths, at_s, 0) == Leaving("new", ends=False)
+
+
+def test_while_one_leaves_no_other_does_and_one_that_stays_is_not_chosen() -> None:
+    third = held_by("third", 20, since_s=40.0)
+    on = short(OLD, NEW, third)
+    assert choose_leaving(on, GROWS, 60.0, 0, leaving={"third"}) is None
+    assert choose_leaving(on, GROWS, 60.0, 0, leaving={"elsewhere"}) == Leaving("new", ends=True)
+    assert choose_leaving(on, GROWS, 60.0, 0, staying={"new"}) == Leaving("third", ends=False)
+    assert choose_leaving(on, GROWS, 60.0, 0, staying={"old", "new", "third"}) is None
 
 
 def test_a_device_that_is_held_back_for_a_probe_is_so_until_its_quarter_is_free() -> None:

@@ -1,25 +1,29 @@
 """An hour of first runs beside tasks with budgets, in virtual time: what holds whatever they need.
 
 The rules of `scheduling.probes` and of the scheduling pass decide; processes grow as hypothesis says. A process that
-would pass its cap, or finds its device full, runs out of memory, and the ladder's answer for a shared probe follows.
+would pass its cap, or finds its device full, runs out of memory, and the ladder's answer for a shared probe follows. A
+process that leaves past its first seconds is away once its memory has moved, and goes on where it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.memory import DeviceState, device_state
-from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.scheduling.model import ModelBudgets, Placement, Request
 from prefect_gpu.scheduling.placement import Board
+from prefect_gpu.scheduling.preemption import OUT_BYTES_S, REST_S
 from prefect_gpu.scheduling.probes import (
     AT_ONCE_FRACTION,
+    FIRST_S,
     Growth,
-    choose_ended,
+    choose_leaving,
     counted_bytes,
     observe,
 )
@@ -42,12 +46,14 @@ class Job(NamedTuple):
     known: bool
     #: It takes its whole cap when it starts, as TensorFlow does.
     at_once: bool
-    #: Seconds until it takes what it needs, and until it ends after that.
+    #: Seconds until it has all that it needs, and until it ends after that.
     grows_s: int
     runs_s: int
     arrives_s: int
     #: A first taste, in MiB: less than what it needs.
     taste: int
+    #: It takes the rest all at once, and not little by little.
+    jumps: bool = True
 
 
 JOBS = st.lists(
@@ -56,10 +62,11 @@ JOBS = st.lists(
         need=st.integers(64, 23 * 1024),
         known=st.booleans(),
         at_once=st.booleans(),
-        grows_s=st.integers(0, 20),
+        grows_s=st.integers(0, 60),
         runs_s=st.integers(1, 60),
         arrives_s=st.integers(0, 60),
         taste=st.integers(1, 512),
+        jumps=st.booleans(),
     ),
     min_size=1,
     max_size=12,
@@ -74,6 +81,17 @@ class Running:
     began_s: float
     held: int = 0
     growth: Growth | None = None
+    #: Seconds for which it has run.
+    age_s: float = 0.0
+    #: When its memory is on the host; `None`: it is not on its way.
+    away_s: float | None = None
+    #: It has a device again, and its memory is still on the host.
+    waits_for_room: bool = False
+    rests_until_s: float = 0.0
+
+    @property
+    def on_device(self) -> int:
+        return 0 if self.waits_for_room else self.held
 
     @property
     def cap(self) -> int:
@@ -91,6 +109,8 @@ class Machine:
         self.jobs = jobs
         self.queue = RequestQueue()
         self.running: dict[str, Running] = {}
+        #: Those whose memory is on the host, and that have no device.
+        self.away: dict[str, Running] = {}
         self.done: set[str] = set()
         #: How often each was ended or ran out of memory beside others.
         self.again: dict[str, int] = {}
@@ -105,7 +125,7 @@ class Machine:
         self.queue.add(asked)
 
     def state(self) -> DeviceState:
-        held = {name: each.held for name, each in self.running.items()}
+        held = {name: each.on_device for name, each in self.running.items()}
         reservations = [r for each in self.running.values() for r in each.placement.reservations]
         counts = {
             name: counted_bytes(each.placement.reservations[0], each.growth, self.now_s)
@@ -122,7 +142,18 @@ class Machine:
         assert not decisions.refusals
         for request, placement in decisions.placements:
             self.queue.remove(request)
-            self.running[request.id] = Running(placement, self.now_s)
+            back = self.away.pop(request.id, None)
+            self.running[request.id] = (
+                Running(placement, self.now_s)
+                if back is None
+                else replace(
+                    back,
+                    placement=placement,
+                    growth=None,
+                    waits_for_room=True,
+                    rests_until_s=self.now_s + REST_S,
+                )
+            )
             self.log.append(f"{self.now_s} {request.id} {placement.budget_bytes[0]}")
         self.check()
 
@@ -133,7 +164,7 @@ class Machine:
         if any(not each.shares for each in self.running.values()):
             assert caps <= capacity
         assert all(each.cap <= capacity for each in self.running.values())
-        assert sum(each.held for each in self.running.values()) <= DEVICE_GIB * GIB
+        assert sum(each.on_device for each in self.running.values()) <= DEVICE_GIB * GIB
 
     def run_again(self, name: str) -> None:
         """As `BodyRun` does after a probe was ended or ran out of memory: alone."""
@@ -142,12 +173,42 @@ class Machine:
         self.log.append(f"{self.now_s} {name} again")
         self.submit(int(name[1:]), 0.0)
 
+    def leave(self, name: str) -> None:
+        """As `broker.preempting` does: its request waits for room for what it holds, at the cap that it has."""
+        each = self.away[name] = self.running.pop(name)
+        each.away_s = None
+        self.log.append(f"{self.now_s} {name} away")
+        asked = Request(
+            *(name, name, int(name[1:]), self.now_s),
+            memory=ModelBudgets((("simulated", each.cap),)),
+            probe_fraction=1.0,
+            confirms_probe=True,
+            returns=True,
+            returns_bytes=each.held,
+        )
+        self.queue.add(asked)
+
     def step(self) -> None:
         self.now_s += STEP_S
         for name, each in list(self.running.items()):
+            if each.away_s is not None:
+                if self.now_s >= each.away_s:
+                    self.leave(name)
+                continue
+            if each.waits_for_room:
+                others = sum(other.on_device for other in self.running.values())
+                if others + each.held + GIB // 2 > DEVICE_GIB * GIB:
+                    continue
+                each.waits_for_room = False
+                each.rests_until_s = self.now_s + REST_S
             job = self.jobs[int(name[1:])]
-            age_s = self.now_s - each.began_s
-            wants = job.need * MIB if age_s > job.grows_s else min(job.taste, job.need) * MIB
+            each.age_s += STEP_S
+            age_s = each.age_s
+            taste = min(job.taste, job.need)
+            part = min(1.0, age_s / max(STEP_S, job.grows_s))
+            if job.jumps:
+                part = float(age_s > job.grows_s)
+            wants = taste * MIB + int((job.need - taste) * part) * MIB
             if job.at_once and each.shares:
                 wants = max(wants, each.cap)
             if wants > each.cap:
@@ -155,7 +216,7 @@ class Machine:
                 assert each.shares, (name, each)
                 self.run_again(name)
                 continue
-            free = DEVICE_GIB * GIB - sum(other.held for other in self.running.values())
+            free = DEVICE_GIB * GIB - sum(other.on_device for other in self.running.values())
             if wants - each.held > free:
                 # The device is full: that may happen to probes among themselves.
                 assert each.shares, (name, each)
@@ -167,12 +228,18 @@ class Machine:
                 self.done.add(name)
                 del self.running[name]
         growths = {n: r.growth for n, r in self.running.items() if r.shares and r.growth}
-        ended = choose_ended(self.state(), growths, self.now_s, HEADROOM_BYTES)
-        if ended is not None:
-            assert self.running[ended].shares and len(self.running) > 1
-            newest = max(r.began_s for r in self.running.values())
-            assert self.running[ended].began_s == newest
-            self.run_again(ended)
+        leaving = {name for name, each in self.running.items() if each.away_s is not None}
+        staying = {n for n, each in self.running.items() if each.rests_until_s > self.now_s}
+        found = choose_leaving(self.state(), growths, self.now_s, HEADROOM_BYTES, leaving, staying)
+        if found is not None:
+            each = self.running[found.request_id]
+            assert each.shares and len(self.running) > 1 and not leaving
+            if found.ends:
+                # It is not one that has come back.
+                assert each.age_s <= FIRST_S
+                self.run_again(found.request_id)
+            else:
+                each.away_s = self.now_s + each.held / OUT_BYTES_S
         self.check()
 
     def run(self) -> list[str]:
@@ -218,3 +285,15 @@ def test_a_known_task_behind_probes_starts_when_their_caps_leave_room() -> None:
     # The first may take all of the device, so the second waits for its end.
     assert [name for _, name, _ in starts] == ["j00", "j01"]
     assert float(starts[1][0]) > 5
+
+
+def test_where_one_grows_little_by_little_another_leaves_and_none_runs_again() -> None:
+    grows = Job(22 * 1024, False, False, 60, 20, 0, 1024, jumps=False)
+    machine = Machine([grows, Job(4096, False, False, 0, 90, 1, 4096)])
+    log = machine.run()
+    assert not machine.again
+    away = [line.split() for line in log if "away" in line]
+    assert [name for _, name, _ in away] == ["j01"]
+    # It comes back at the end of the one that it has left its device to, and takes what was left of its time.
+    ends_s = 80 + STEP_S
+    assert machine.now_s == pytest.approx(1 + 90 + ends_s - float(away[0][0]), abs=6)

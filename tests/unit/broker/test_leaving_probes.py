@@ -1,0 +1,216 @@
+"""First runs that share a device and are suspended for the others there, at a broker."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_gpu.broker.broker import ASK_AGAIN_S, Ticket
+from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS
+from prefect_gpu.scheduling.model import Device
+from prefect_gpu.scheduling.preemption import REST_S
+from prefect_gpu.scheduling.probes import FIRST_S
+from prefect_gpu.units import GIB
+from tests.unit.broker.broker_rig import MakeRig as MakeRig
+from tests.unit.broker.broker_rig import Rig, decided
+from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import rig as rig
+
+
+class FirstRun:
+    """A first run that shares its device, with the process and the runner that it has in a flow."""
+
+    def __init__(self, rig: Rig, name: str, gib: float) -> None:
+        self.rig, self.gib = rig, gib
+        self.ticket: Ticket = rig.place(name, probe_fraction=1.0)
+        self.pid = rig.start(self.ticket, gib)
+        #: What its runner was asked for, in that order.
+        self.asked: list[bool] = []
+        self.ended: list[Device] = []
+        self.ticket.on_held_back = self.asked.append
+        self.ticket.on_short = self.ended.append
+        self.ticket.may_leave = True
+
+    @property
+    def entry(self) -> Entry:
+        found = self.rig.ledger.entry(self.ticket.request.id)
+        assert found is not None
+        return found
+
+    def hear(self) -> list[bool]:
+        self.rig.broker.settle()
+        return self.asked
+
+    def grow(self, gib: float) -> None:
+        """Take more, and have it seen."""
+        self.rig.clock.advance(1)
+        self.rig.reader.allocate(self.pid, "SIM-0", int((gib - self.gib) * GIB))
+        self.gib = gib
+        self.rig.broker.read()
+
+    def move_out(self) -> None:
+        self.rig.broker.show_suspension(self.ticket, "moving out", "moving to the host")
+        self.rig.reader.detach(self.pid)
+        self.rig.clock.advance(5)
+        self.rig.broker.show_suspension(self.ticket, "away", "away")
+        self.rig.broker.read()
+
+    def move_in(self) -> None:
+        assert self.rig.broker.comes_back(self.ticket)
+        self.rig.reader.attach(self.pid, ["SIM-0"])
+        self.rig.reader.allocate(self.pid, "SIM-0", int(self.gib * GIB))
+        self.rig.broker.show_suspension(self.ticket, "running", "")
+        self.rig.broker.read()
+
+
+@pytest.fixture
+def two(rig: Rig) -> tuple[FirstRun, FirstRun]:
+    """Return two first runs that are past their first seconds, the older one first."""
+    old = FirstRun(rig, "old", 2)
+    rig.clock.advance(1)
+    new = FirstRun(rig, "new", 8)
+    rig.broker.read()
+    rig.clock.advance(FIRST_S)
+    rig.broker.read()
+    return old, new
+
+
+def test_the_newest_is_suspended_and_comes_back_as_a_first_run_when_there_is_room(
+    rig: Rig, two: tuple[FirstRun, FirstRun]
+) -> None:
+    old, new = two
+    cap = new.ticket.placement.budget_bytes[0] if new.ticket.placement else 0
+    old.grow(15)
+    assert new.hear() == [True] and not new.ended and old.hear() == []
+    assert new.ticket.held_back_for == FOR_FIRST_RUNS
+    # While it leaves, no other does, and it keeps its device.
+    old.grow(15.5)
+    assert new.hear() == [True] and old.hear() == []
+    assert {r.task_name for r in rig.reservations()} == {"old", "new"}
+    new.move_out()
+    assert [r.task_name for r in rig.reservations()] == ["old"]
+    old.grow(22)
+    assert new.hear() == [True] and new.entry.request.returns
+    rig.exit(old.ticket)
+    rig.broker.read()
+    assert new.hear() == [True, False]
+    (reservation,) = new.entry.reservations
+    assert reservation.probe is not None and reservation.reserved_bytes == cap
+    new.move_in()
+    assert not new.entry.leaves and not new.entry.away and not new.ended
+
+
+def test_it_comes_back_beside_the_others_once_they_leave_room_for_what_it_holds(
+    rig: Rig, two: tuple[FirstRun, FirstRun]
+) -> None:
+    old, new = two
+    old.grow(15)
+    new.move_out()
+    # What it holds, 8 GiB and a tenth, is not free beside 15 GiB and a tenth.
+    rig.clock.advance(5)
+    rig.broker.read()
+    assert new.hear() == [True]
+    rig.exit(old.ticket)
+    third = FirstRun(rig, "third", 2)
+    rig.broker.read()
+    rig.clock.advance(5)
+    rig.broker.read()
+    assert new.hear() == [True, False]
+    new.move_in()
+    assert {r.task_name for r in rig.reservations()} == {"new", "third"}
+    assert third.hear() == []
+
+
+def test_one_that_has_come_back_rests_and_is_not_ended(
+    rig: Rig, two: tuple[FirstRun, FirstRun]
+) -> None:
+    old, new = two
+    old.grow(15)
+    new.move_out()
+    rig.exit(old.ticket)
+    rig.broker.read()
+    new.move_in()
+    third = FirstRun(rig, "third", 1)
+    rig.broker.read()
+    rig.clock.advance(FIRST_S)
+    third.grow(15)
+    # The newest goes, though the other one has just come back.
+    assert third.hear() == [True] and new.hear() == [True, False]
+    rig.broker.show_suspension(third.ticket, "refused", "not suspended: it uses jax")
+    third.grow(15.5)
+    assert new.hear() == [True, False] and not new.ended
+    rig.clock.advance(REST_S - 1)
+    third.grow(15.9)
+    assert third.hear() == [True, True] and not third.ended
+
+
+def test_where_the_newest_refuses_the_next_one_goes(
+    rig: Rig, two: tuple[FirstRun, FirstRun]
+) -> None:
+    old, new = two
+    old.grow(15)
+    assert new.hear() == [True]
+    rig.broker.show_suspension(new.ticket, "refused", "not suspended: it uses jax")
+    assert not new.entry.leaves
+    old.grow(15.5)
+    assert old.hear() == [True] and new.hear() == [True]
+    rig.broker.show_suspension(old.ticket, "refused", "not suspended: it uses jax")
+    old.grow(15.7)
+    assert old.hear() == [True] and new.hear() == [True]
+    rig.clock.advance(ASK_AGAIN_S)
+    old.grow(15.9)
+    assert new.hear() == [True, True]
+
+
+def test_one_that_may_not_be_suspended_goes_on(rig: Rig, two: tuple[FirstRun, FirstRun]) -> None:
+    old, new = two
+    new.ticket.may_leave = False
+    old.grow(15)
+    assert new.hear() == old.hear() == [] and not new.ended and not old.ended
+
+
+def test_in_its_first_seconds_it_is_ended(rig: Rig) -> None:
+    old = FirstRun(rig, "old", 2)
+    rig.clock.advance(1)
+    new = FirstRun(rig, "new", 8)
+    rig.broker.read()
+    old.grow(15)
+    assert len(new.ended) == 1 and new.hear() == []
+
+
+def test_one_that_a_person_suspends_on_its_way_stays_away_until_resumed(
+    rig: Rig, two: tuple[FirstRun, FirstRun]
+) -> None:
+    old, new = two
+    old.grow(15)
+    assert new.hear() == [True]
+    rig.ledger.hold_back(new.ticket.request.id, True)
+    new.move_out()
+    assert new.ticket.held_back_for == BY_HAND
+    rig.exit(old.ticket)
+    rig.broker.read()
+    assert new.hear() == [True]
+    rig.ledger.hold_back(new.ticket.request.id, False)
+    rig.broker.read()
+    assert new.hear() == [True, False]
+
+
+def test_a_task_of_higher_priority_starts_in_the_room_that_it_left(
+    rig: Rig, two: tuple[FirstRun, FirstRun]
+) -> None:
+    old, new = two
+    rig.broker.learn_need(old.ticket, {old.ticket.devices[0].name: 16 * GIB})
+    known = rig.submit("known", 6, priority=1)
+    old.grow(15)
+    assert rig.waits(known)
+    new.move_out()
+    decided(known)
+    assert known.placement is not None
+    rig.start(known, 4)
+    rig.broker.read()
+    # Its cap does not fit beside the budget.
+    assert new.hear() == [True]
+    rig.exit(known)
+    rig.exit(old.ticket)
+    rig.broker.read()
+    assert new.hear() == [True, False]

@@ -888,6 +888,8 @@ class Broker:
     def _take_readings(self) -> None:
         arrived, self._arrived = self._arrived, []
         self._dirty = self._dirty or bool(arrived)
+        if self._recovery.ending:
+            self._recovery.suspended = sum(e.away for e in self._ledger.running().values())
         for reading in arrived:
             self._take_reading(reading)
         now_s = self._clock.now()

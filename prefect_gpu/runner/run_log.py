@@ -6,7 +6,7 @@ logs is in `prefect_engine`. The flow's report, with every process, is in `repor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prefect_gpu.reports.advice import NO_TAG_HELPS, TaskTags, task_tags
@@ -123,7 +123,8 @@ def _tag_line(tags: TaskTags) -> str:
 def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
     """Return the most bytes that all processes together held of each device.
 
-    A peak between two readings is only known of one process, by its frameworks' counters.
+    A peak between two readings is only known of one process, by its frameworks' counters. Readings that were merged keep
+    the largest, so the sum may be more than there was; it is never more than the device has.
     """
     changes: dict[Device, list[tuple[float, int]]] = {}
     alone: dict[Device, int] = {}
@@ -132,13 +133,28 @@ def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
             share = report.peak_process_bytes // len(report.devices)
             alone[device] = max(alone.get(device, 0), share)
             of_device, held = changes.setdefault(device, []), 0
-            for sample in report.samples:
-                if sample.process_bytes is not None:
-                    now = sample.process_bytes // len(report.devices)
-                    of_device.append((report.placed_at + sample.at_s, now - held))
-                    held = now
+            for at_s, process_bytes in _held(report):
+                now = process_bytes // len(report.devices)
+                of_device.append((report.placed_at + at_s, now - held))
+                held = now
             of_device.append((report.placed_at + report.held_s, -held))
     return {
-        device: max(alone[device], *accumulate(change for _, change in sorted(of_device)))
+        device: min(
+            device.total_bytes,
+            max(alone[device], *accumulate(change for _, change in sorted(of_device))),
+        )
         for device, of_device in changes.items()
     }
+
+
+def _held(report: TaskReport) -> Iterator[tuple[float, int]]:
+    """Yield what a process held from when on, as seconds since its placement and bytes: nothing while it was suspended."""
+    away = [(s.at_s + s.out_s, s.at_s + s.seconds - s.in_s) for s in report.suspensions]
+    held = [(s.at_s, s.process_bytes) for s in report.samples if s.process_bytes is not None]
+    yield from sorted(
+        [
+            *((at_s, size) for at_s, size in held if not any(a <= at_s < b for a, b in away)),
+            *((gone_s, 0) for gone_s, _ in away),
+            *((s.at_s + s.seconds - s.in_s, s.moved_bytes) for s in report.suspensions),
+        ]
+    )

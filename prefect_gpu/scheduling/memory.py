@@ -229,6 +229,7 @@ def judge_recovery(
     ownerless_before: int | None,
     tolerance_bytes: int,
     bookkeeping_bytes: int = 0,
+    suspended_bytes: int = 0,
 ) -> Recovery:
     """Return whether a device shows the memory of an ended process back.
 
@@ -239,6 +240,7 @@ def judge_recovery(
         tolerance_bytes: Difference on an otherwise empty device that is not reported.
         bookkeeping_bytes: What the driver keeps for each process that it lists, beside what it
             lists it with: others may have come since.
+        suspended_bytes: What it keeps for processes that it does not list, because they are suspended.
     """
     if snapshot.error:
         return Recovery(complete=False, missing_bytes=None)
@@ -255,6 +257,6 @@ def judge_recovery(
         return Recovery(complete=False, missing_bytes=None)
     missing = held + max(0, now - ownerless_before)
     others = len(snapshot.processes) - len(lingering)
-    if missing <= tolerance_bytes + others * bookkeeping_bytes:
+    if missing <= tolerance_bytes + others * bookkeeping_bytes + suspended_bytes:
         missing = 0
     return Recovery(complete=not lingering and missing == 0, missing_bytes=missing)

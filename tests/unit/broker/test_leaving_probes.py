@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from prefect_gpu.broker.broker import ASK_AGAIN_S, Ticket
+from prefect_gpu.broker.device_view import SUSPENDED_BYTES
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.scheduling.preemption import REST_S
 from prefect_gpu.scheduling.probes import FIRST_S
-from prefect_gpu.units import GIB
+from prefect_gpu.units import GIB, MIB
 from tests.unit.broker.broker_rig import MakeRig as MakeRig
 from tests.unit.broker.broker_rig import Rig, decided
 from tests.unit.broker.broker_rig import make_rig as make_rig
@@ -214,3 +215,17 @@ def test_a_task_of_higher_priority_starts_in_the_room_that_it_left(
     rig.exit(old.ticket)
     rig.broker.read()
     assert new.hear() == [True, False]
+
+
+def test_what_the_driver_keeps_for_one_that_is_away_is_not_missing_from_another(
+    rig: Rig, two: tuple[FirstRun, FirstRun], caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = two
+    old.grow(15)
+    new.move_out()
+    rig.reader.leaked_bytes["SIM-0"] = SUSPENDED_BYTES - MIB
+    old.ticket.on_recovered = lambda size: rig.recovered.put(("old", size))
+    rig.exit(old.ticket)
+    rig.broker.read()
+    assert rig.next_recovered() == ("old", 0)
+    assert "did not come back" not in caplog.text

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.measurements import Sample
+from prefect_gpu.reports.model import SuspensionFacts
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.run_log import ended_line, flow_summary, placed_line
 from prefect_gpu.scheduling.model import Placement
@@ -81,6 +82,31 @@ def test_a_summary_says_of_a_task_that_no_tag_helps_that_it_must_take_less() -> 
     assert tag == (
         "  grow (now 140GiB, probe): its device has 140GiB, so no tag helps: it must take less"
     )
+
+
+def test_a_process_holds_nothing_of_its_device_while_it_is_suspended() -> None:
+    # Of readings that were merged the largest is kept: the zeros of the time away are gone.
+    suspended = replace(
+        task_report(),
+        budget_bytes=60 * GIB,
+        samples=(Sample(0.0, 0), Sample(10.0, 90 * GIB), Sample(44.0, 90 * GIB)),
+        peak_process_bytes=90 * GIB,
+        suspensions=(
+            SuspensionFacts(20.0, 20.0, 4.0, 2.0, 90 * GIB, "other first runs", "device 0"),
+        ),
+    )
+    beside = replace(
+        task_report(),
+        placed_at=suspended.placed_at + 25.0,
+        samples=(Sample(0.0, 0), Sample(1.0, 120 * GIB), Sample(12.0, 20 * GIB)),
+        peak_process_bytes=120 * GIB,
+    )
+    said = flow_summary({"Completed": 2}, [suspended, beside])
+    assert "these tasks held at most 120GiB of 140GiB" in said
+    # From 38 s on both hold something, at the most what the device has.
+    longer = replace(beside, samples=(*beside.samples[:2], Sample(30.0, 120 * GIB)))
+    said = flow_summary({"Completed": 2}, [suspended, longer])
+    assert "these tasks held at most 140GiB of 140GiB" in said
 
 
 def test_a_device_held_at_least_what_one_process_held_between_two_readings() -> None:

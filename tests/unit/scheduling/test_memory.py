@@ -254,6 +254,12 @@ def test_what_the_driver_keeps_for_each_process_it_lists_is_no_leak() -> None:
     assert judge_recovery(lost, OURS, 0, 2 * MIB, 9 * MIB) == Recovery(False, GIB + 17 * MIB)
 
 
+def test_what_the_driver_keeps_for_suspended_processes_is_no_leak() -> None:
+    taken = replace(snapshot(), free_bytes=24 * GIB - 3 * MIB)
+    assert judge_recovery(taken, OURS, 0, 2 * MIB) == Recovery(False, 3 * MIB)
+    assert judge_recovery(taken, OURS, 0, 2 * MIB, suspended_bytes=4 * MIB) == Recovery(True, 0)
+
+
 def test_host_memory_is_back_when_its_processes_are_gone() -> None:
     taken = snapshot(used_gib=9, processes=(use(CHILD, 2, OURS),))
     taken = replace(taken, device=replace(taken.device, kind="host"))

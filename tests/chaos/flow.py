@@ -19,6 +19,8 @@ import sys
 import threading
 import time
 import traceback
+import types
+import weakref
 import zlib
 from collections import deque
 from pathlib import Path
@@ -35,6 +37,7 @@ from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.devices.nvml import NvmlReader
 from prefect_gpu.devices.simulated import SimulatedReader
 from prefect_gpu.errors import DeviceError
+from prefect_gpu.processes import transport
 from tests.chaos import bodies, plan
 
 #: Task runs that have not ended, at most.
@@ -46,6 +49,12 @@ STARTS = 3
 
 #: Seconds without a word after which a flow writes into its log what its threads do.
 SILENT_S = 60.0
+
+#: Seconds after which a memory file that is open is one that is kept.
+KEPT_S = 10.0
+
+#: Objects that are named of what holds one.
+MOST_HOLDERS = 15
 
 
 class Readings:
@@ -133,16 +142,48 @@ def drop_what_prefect_keeps() -> None:
 
 
 def memory_files() -> list[str]:
-    """Return the memory files that this process has open, but for those that Prefect keeps."""
-    # Twice: first of all, what nothing keeps is no context of Prefect's.
-    gc.collect()
-    drop_what_prefect_keeps()
-    gc.collect()
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return [link for link in found if link.startswith("/memfd:")]
+    """Return the memory files that this process keeps open, but for those that Prefect keeps, and what holds each."""
+    until_s = time.monotonic() + KEPT_S
+    while True:
+        # Twice: first of all, what nothing keeps is no context of Prefect's.
+        gc.collect()
+        drop_what_prefect_keeps()
+        gc.collect()
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(f"/proc/self/fd/{name}"))
+        kept = [link for link in found if link.startswith("/memfd:")]
+        # A thread may still be busy with the end of the last process.
+        if not kept or time.monotonic() > until_s:
+            return [*kept, *map(describe_holders, keepers())] if kept else []
+        time.sleep(0.1)
+
+
+def keepers() -> list[weakref.ref[Any]]:
+    """Return what keeps memory files open: the files, and mappings of them."""
+    files = [each for each in gc.get_objects() if isinstance(each, transport.MemoryFile)]
+    return [weakref.ref(each) for each in (*files, *transport._mapped)]
+
+
+def describe_holders(kept: weakref.ref[Any]) -> str:
+    """Return through which objects something is kept, by their types: one path of those that there are."""
+    path: list[str] = []
+    here, seen = kept(), set[int]()
+    while here is not None and len(path) < MOST_HOLDERS:
+        about = ""
+        if isinstance(here, types.FrameType):
+            about = f" of {here.f_code.co_name}"
+        elif isinstance(here, dict):
+            about = f" with {list(here)[:6]}"
+        path.append(f"{type(here).__module__}.{type(here).__qualname__}{about}"[:200])
+        seen.add(id(here))
+        holders = [each for each in gc.get_referrers(here) if id(each) not in seen]
+        seen.add(id(holders))
+        # A module or a frame is where a path ends, and says less than what is in between.
+        holders.sort(key=lambda each: isinstance(each, (types.FrameType, types.ModuleType)))
+        here = holders[0] if holders else None
+    return " in ".join(path)
 
 
 def main() -> int:

@@ -566,7 +566,8 @@ class Broker:
             budgets: Bytes on a device, by its model. Where a model is not named, nothing changes.
         """
         placement = ticket.placement
-        if placement is None or self.reader.remote or ticket.away_s is not None:
+        # One that is suspended, or about to be, comes back with what it had.
+        if placement is None or self.reader.remote or ticket.held_back or ticket.away_s is not None:
             return
         names = {device.key: device.name for device in placement.devices}
         lowered = tuple(
@@ -922,7 +923,8 @@ class Broker:
                     for device in ticket.devices
                 )
                 self._calls.append(partial(ticket.on_measured, reading.at_s, measured))
-        for (request_id, ends), device in self._view.probes_to_leave(self._ledger.running):
+        leaving = self._view.probes_to_leave(self._ledger.running, self._ledger.view().silent)
+        for (request_id, ends), device in leaving:
             probe = self._placed.get(request_id)
             if probe is None:
                 continue

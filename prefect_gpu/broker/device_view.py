@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import is_not
 
@@ -407,7 +407,7 @@ class DeviceView:
         return {i: counted_bytes(r, grown[i], now_s) for i, r in probes.items()}
 
     def probes_to_leave(
-        self, running: Callable[[], Mapping[str, Entry]]
+        self, running: Callable[[], Mapping[str, Entry]], silent: Container[str]
     ) -> Iterator[tuple[Leaving, Device]]:
         """Yield the probes that should leave their devices for the others, of all brokers, each with its device.
 
@@ -415,19 +415,27 @@ class DeviceView:
 
         Args:
             running: Returns the entries of all tasks that have devices, by request id.
+            silent: Owners that send no heartbeats: they suspend nothing.
         """
         reading = self.reading
         if reading is None or reading.error or not self._growths:
             return
         now_s, entries = reading.at_s, running()
-        leaving = {i for i, e in entries.items() if e.leaves}
+        # One at a time is suspended: what the machine's own memory can hold is seen once it is there.
+        busy = any(e.leaves and not e.away for e in entries.values())
         staying = {
             i for i, e in entries.items() if e.away or e.stays_away or e.rests_until_s > now_s
         }
+        fixed = {
+            i
+            for i, e in entries.items()
+            if e.pid is None or len(e.reservations) > 1 or e.owner in silent
+        }
         for key, state in zip(self._keys, self._states, strict=True):
             growths = self._growths.get(key, {})
-            found = choose_leaving(state, growths, now_s, self._headroom_bytes, leaving, staying)
-            if found is not None:
+            found = choose_leaving(state, growths, now_s, self._headroom_bytes, staying, fixed)
+            if found is not None and (found.ends or not busy):
+                busy = busy or not found.ends
                 yield found, state.device
 
     def measured_bytes(self, request_id: str, device: Device) -> int:

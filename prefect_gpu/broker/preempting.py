@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import Device, DeviceKey, ModelBudgets, Request
+from prefect_gpu.scheduling.model import Device, DeviceKey, Request
 from prefect_gpu.scheduling.preemption import Plan, Running, plan
 
 #: Major version of the driver from which a process can come back on another device.
@@ -148,17 +148,19 @@ def ask_to_leave(entry: Entry, held_bytes: int) -> Entry:
 
     Args:
         entry: Of the task, which has one device.
-        held_bytes: What its process holds there.
+        held_bytes: What its process holds there. If that is more than is reserved, which was lowered to what the task
+            is known to need, it stays: it would come back to too little.
     """
     if entry.away or entry.suspended_for or entry.stays_away or entry.pid is None:
         return entry
-    # Its framework keeps to the cap that it was given, and nobody knows that it needs so much.
-    request = replace(entry.request, confirms_probe=True, returns_bytes=held_bytes)
-    return replace(entry, request=request, leaves=True)
+    fits = held_bytes <= entry.reservations[0].reserved_bytes
+    return replace(entry, leaves=True) if fits else entry
 
 
 def leave(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
     """Return the entry of a first run that has left its device to those beside it: its request waits for room.
+
+    It asks for its cap, to which its framework keeps, as a task with a budget does. So others cannot take its room again.
 
     Args:
         entry: Of the task, which has one device.
@@ -167,11 +169,8 @@ def leave(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> En
     """
     if not (entry.leaves and entry.away and entry.reservations):
         return entry
-    if homes := _homes(entry, devices):
-        cap = ModelBudgets(((devices[homes[0]].name, entry.reservations[0].reserved_bytes),))
-        entry = _make_way(entry, homes, now_s)
-        entry = replace(entry, request=replace(entry.request, memory=cap))
-    return replace(entry, leaves=False)
+    homes = _homes(entry, devices)
+    return _make_way(entry, homes, now_s) if homes else replace(entry, leaves=False)
 
 
 def stop_return(entry: Entry) -> Entry:
@@ -228,6 +227,7 @@ def _running(
         reservations=entry.reservations,
         devices=_homes(entry, devices),
         moved_bytes=held_bytes or own[0].reserved_bytes,
+        leaves=entry.leaves,
         since_s=entry.placed_s,
         rests_until_s=entry.rests_until_s,
         # A flow that was stopped suspends nothing.
@@ -296,4 +296,4 @@ def _make_way(entry: Entry, homes: Iterable[DeviceKey], now_s: float) -> Entry:
         submitted_s=now_s,
         standby="",
     )
-    return replace(entry, request=request, suspended_for="", reservations=())
+    return replace(entry, request=request, suspended_for="", leaves=False, reservations=())

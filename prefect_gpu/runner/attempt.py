@@ -151,6 +151,8 @@ class Attempt:
         self._cancelled = threading.Event()
         #: It waits no longer as a probe.
         self._need_learned = False
+        #: It was placed as a probe that shares its devices. Where it comes back after a suspension it has a budget, its cap.
+        self.shares = False
         self._handle: ChildHandle | None = None
         self._launched = threading.Event()
         #: Once there is a process.
@@ -195,12 +197,6 @@ class Attempt:
         self._need_learned = True
         if not self._broker.withdraw(ticket):
             self._broker.learn_need(ticket, {device_name: budget_bytes})
-
-    @property
-    def shares(self) -> bool:
-        """Whether it was placed as a probe that shares its devices."""
-        placement = None if self._ticket is None else self._ticket.placement
-        return placement is not None and any(r.probe for r in placement.reservations)
 
     @property
     def whole_device(self) -> bool:
@@ -327,6 +323,7 @@ class Attempt:
             if self._need_learned and not self._cancelled.is_set():
                 raise NeedLearned from None
             raise CancelledByRunner from None
+        self.shares = any(reservation.probe for reservation in placement.reservations)
         # What it waited for another's probe, too.
         queued_s = self._grant.waited_s + ticket.placed_s - ticket.request.submitted_s
         self._run.show_placed(placed_line(placement, self._grant, self.whole_device, queued_s))

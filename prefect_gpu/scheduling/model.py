@@ -198,9 +198,6 @@ class Request:
     preemptible: bool = False
     #: It is of a process that was suspended and waits for room to come back.
     returns: bool = False
-    #: Bytes that this process holds, if it is a probe that shares a device: it comes back where they fit, though its cap
-    #: is larger. 0: it needs what it asks for.
-    returns_bytes: int = 0
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all that it has free."""

@@ -84,6 +84,8 @@ class Running:
     suspended_for: str = ""
     #: Its memory is on the host.
     away: bool = False
+    #: It goes for the first runs beside it; see `probes`.
+    leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +231,7 @@ class _Machine:
         }
         for task in running.values():
             state = self._states.get(task.reservations[0].device_key)
-            if task.suspended_for and not task.away and state is not None:
+            if (task.suspended_for or task.leaves) and not task.away and state is not None:
                 self._host_bytes[state.device.host] -= task.moved_bytes
         #: Devices that no later plan has.
         self._kept: set[DeviceKey] = set()

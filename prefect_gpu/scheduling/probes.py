@@ -123,11 +123,8 @@ def offered_bytes(request: Request, state: DeviceState, least_alone_bytes: int) 
     least = least_alone_bytes if alone else allowance_bytes(state)
     if request.confirms_probe:
         cap = request.need_bytes(state.device) or 0
-        least = max(least, int(request.returns_bytes * SETTLED_FACTOR))
         # The broker that decided has seen the other probes a moment earlier. A budget is not passed in any case.
-        # Where a process comes back to a device of which others have taken a part, its cap may be more than is free.
-        whole = alone and not request.returns
-        most = free if whole or state.has_budgets else max(free, cap)
+        most = free if alone or state.has_budgets else max(free, cap)
         return cap if min(least, cap) <= free and cap <= most else None
     if free < least:
         return None
@@ -146,8 +143,7 @@ def probe_of(request: Request, state: DeviceState, cap_bytes: int, now_s: float)
     """
     # What takes its cap when it starts counts for it from the beginning.
     at_once = request.probe_fraction < 1.0
-    least = max(allowance_bytes(state), int(request.returns_bytes * SETTLED_FACTOR))
-    return Probe(now_s, cap_bytes if at_once else min(cap_bytes, least))
+    return Probe(now_s, cap_bytes if at_once else min(cap_bytes, allowance_bytes(state)))
 
 
 def choose_leaving(
@@ -155,8 +151,8 @@ def choose_leaving(
     growths: Mapping[str, Growth],
     now_s: float,
     headroom_bytes: int,
-    leaving: Collection[str] = (),
     staying: Collection[str] = (),
+    fixed: Collection[str] = (),
 ) -> Leaving | None:
     """Return which probe of a device leaves it so that the others go on; `None`: none does.
 
@@ -168,8 +164,8 @@ def choose_leaving(
         growths: Of the processes of its probes, by request id; those that have held nothing are left out.
         now_s: Monotonic seconds of the reading.
         headroom_bytes: Kept free on the device.
-        leaving: Request ids of probes that are on their way: while one is, no other leaves.
-        staying: Request ids of probes that have just come back, were refused, or are away.
+        staying: Request ids of probes that do not leave now: they were refused, or are away.
+        fixed: Request ids of those that cannot be suspended, but can be ended.
     """
     if state.snapshot.error or state.has_budgets or len(state.reservations) < 2:
         return None
@@ -178,10 +174,9 @@ def choose_leaving(
     if all(now_s - growth.grew_s >= QUIET_S for growth in growths.values()):
         return None
     probes = {r.request_id: r.probe.since_s for r in state.reservations if r.probe is not None}
-    if not probes.keys().isdisjoint(leaving):
-        return None
-    may_leave = [(since_s, i) for i, since_s in probes.items() if i not in staying]
-    if not may_leave:
-        return None
-    since_s, request_id = max(may_leave)
-    return Leaving(request_id, ends=now_s - since_s < FIRST_S)
+    newest_first = sorted(((since_s, i) for i, since_s in probes.items()), reverse=True)
+    for since_s, request_id in newest_first:
+        ends = now_s - since_s < FIRST_S
+        if request_id not in staying and (ends or request_id not in fixed):
+            return Leaving(request_id, ends)
+    return None

@@ -57,8 +57,6 @@ class Shape(NamedTuple):
     probe_fraction: float = 0.0
     #: A suspended process comes back; while it is blocked, a device is kept for it.
     returns: bool = False
-    #: What it holds, if it is a probe.
-    returns_bytes: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Shape:
@@ -74,7 +72,6 @@ class Shape(NamedTuple):
             request.nodes,
             request.probe_fraction,
             request.returns,
-            request.returns_bytes,
         )
 
 

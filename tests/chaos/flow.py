@@ -54,7 +54,7 @@ SILENT_S = 60.0
 KEPT_S = 10.0
 
 #: Objects that are named of what holds one.
-MOST_HOLDERS = 15
+MOST_HOLDERS = 25
 
 
 class Readings:
@@ -166,6 +166,24 @@ def keepers() -> list[weakref.ref[Any]]:
     return [weakref.ref(each) for each in (*files, *transport._mapped)]
 
 
+def holders_of_arrays_on(memory: memoryview) -> list[Any]:
+    """Return what refers to arrays that are made on some memory: arrays themselves are not known to `gc`."""
+    found = []
+    for each in gc.get_objects():
+        for base in gc.get_referents(each):
+            while isinstance(base, np.ndarray):
+                base = base.base
+                if base is memory:
+                    found.append(each)
+    return found
+
+
+def rank_holder(holder: object) -> int:
+    if isinstance(holder, BaseException):
+        return 0
+    return 2 if isinstance(holder, (types.FrameType, types.ModuleType, types.CellType)) else 1
+
+
 def describe_holders(kept: weakref.ref[Any]) -> str:
     """Return through which objects something is kept, by their types: one path of those that there are."""
     path: list[str] = []
@@ -174,14 +192,18 @@ def describe_holders(kept: weakref.ref[Any]) -> str:
         about = ""
         if isinstance(here, types.FrameType):
             about = f" of {here.f_code.co_name}"
+        elif isinstance(here, BaseException):
+            about = f" {here}"
         elif isinstance(here, dict):
             about = f" with {list(here)[:6]}"
         path.append(f"{type(here).__module__}.{type(here).__qualname__}{about}"[:200])
         seen.add(id(here))
         holders = [each for each in gc.get_referrers(here) if id(each) not in seen]
         seen.add(id(holders))
-        # A module or a frame is where a path ends, and says less than what is in between.
-        holders.sort(key=lambda each: isinstance(each, (types.FrameType, types.ModuleType)))
+        if not holders and isinstance(here, memoryview):
+            holders = holders_of_arrays_on(here)
+        # A module or a frame is where a path ends, and says less than what is in between. An error says more.
+        holders.sort(key=rank_holder)
         here = holders[0] if holders else None
     return " in ".join(path)
 

@@ -9,7 +9,6 @@ from prefect_gpu.broker.device_view import SUSPENDED_BYTES
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS
 from prefect_gpu.scheduling.model import Device
-from prefect_gpu.scheduling.preemption import REST_S
 from prefect_gpu.scheduling.probes import FIRST_S
 from prefect_gpu.units import GIB, MIB
 from tests.unit.broker.broker_rig import MakeRig as MakeRig
@@ -21,9 +20,9 @@ from tests.unit.broker.broker_rig import rig as rig
 class FirstRun:
     """A first run that shares its device, with the process and the runner that it has in a flow."""
 
-    def __init__(self, rig: Rig, name: str, gib: float) -> None:
-        self.rig, self.gib = rig, gib
-        self.ticket: Ticket = rig.place(name, probe_fraction=1.0)
+    def __init__(self, rig: Rig, name: str, gib: float, device: str = "0") -> None:
+        self.rig, self.gib, self.uuid = rig, gib, f"SIM-{device}"
+        self.ticket: Ticket = rig.place(name, probe_fraction=1.0, devices=(device,))
         self.pid = rig.start(self.ticket, gib)
         #: What its runner was asked for, in that order.
         self.asked: list[bool] = []
@@ -45,7 +44,7 @@ class FirstRun:
     def grow(self, gib: float) -> None:
         """Take more, and have it seen."""
         self.rig.clock.advance(1)
-        self.rig.reader.allocate(self.pid, "SIM-0", int((gib - self.gib) * GIB))
+        self.rig.reader.allocate(self.pid, self.uuid, int((gib - self.gib) * GIB))
         self.gib = gib
         self.rig.broker.read()
 
@@ -58,8 +57,8 @@ class FirstRun:
 
     def move_in(self) -> None:
         assert self.rig.broker.comes_back(self.ticket)
-        self.rig.reader.attach(self.pid, ["SIM-0"])
-        self.rig.reader.allocate(self.pid, "SIM-0", int(self.gib * GIB))
+        self.rig.reader.attach(self.pid, [self.uuid])
+        self.rig.reader.allocate(self.pid, self.uuid, int(self.gib * GIB))
         self.rig.broker.show_suspension(self.ticket, "running", "")
         self.rig.broker.read()
 
@@ -76,7 +75,7 @@ def two(rig: Rig) -> tuple[FirstRun, FirstRun]:
     return old, new
 
 
-def test_the_newest_is_suspended_and_comes_back_as_a_first_run_when_there_is_room(
+def test_the_newest_is_suspended_and_comes_back_with_its_cap_for_a_budget(
     rig: Rig, two: tuple[FirstRun, FirstRun]
 ) -> None:
     old, new = two
@@ -84,7 +83,7 @@ def test_the_newest_is_suspended_and_comes_back_as_a_first_run_when_there_is_roo
     old.grow(15)
     assert new.hear() == [True] and not new.ended and old.hear() == []
     assert new.ticket.held_back_for == FOR_FIRST_RUNS
-    # While it leaves, no other does, and it keeps its device.
+    # It keeps its device until it is away.
     old.grow(15.5)
     assert new.hear() == [True] and old.hear() == []
     assert {r.task_name for r in rig.reservations()} == {"old", "new"}
@@ -96,53 +95,71 @@ def test_the_newest_is_suspended_and_comes_back_as_a_first_run_when_there_is_roo
     rig.broker.read()
     assert new.hear() == [True, False]
     (reservation,) = new.entry.reservations
-    assert reservation.probe is not None and reservation.reserved_bytes == cap
+    # It is safe from the others now.
+    assert reservation.probe is None and reservation.reserved_bytes == cap
     new.move_in()
     assert not new.entry.leaves and not new.entry.away and not new.ended
 
 
-def test_it_comes_back_beside_the_others_once_they_leave_room_for_what_it_holds(
+def test_it_comes_back_only_where_its_whole_cap_fits(
     rig: Rig, two: tuple[FirstRun, FirstRun]
 ) -> None:
     old, new = two
     old.grow(15)
     new.move_out()
-    # What it holds, 8 GiB and a tenth, is not free beside 15 GiB and a tenth.
+    third = rig.submit("third", probe_fraction=1.0)
     rig.clock.advance(5)
+    rig.broker.read()
+    # 8 GiB are free, which is what it holds. New first runs do not take them before it.
+    assert new.hear() == [True] and rig.waits(third)
+    # It is known what the other one needs.
+    rig.broker.learn_need(old.ticket, {old.ticket.devices[0].name: 16 * GIB})
     rig.broker.read()
     assert new.hear() == [True]
     rig.exit(old.ticket)
-    third = FirstRun(rig, "third", 2)
-    rig.broker.read()
-    rig.clock.advance(5)
     rig.broker.read()
     assert new.hear() == [True, False]
     new.move_in()
-    assert {r.task_name for r in rig.reservations()} == {"new", "third"}
-    assert third.hear() == []
+    assert [r.task_name for r in rig.reservations()] == ["new", "third"]
 
 
-def test_one_that_has_come_back_rests_and_is_not_ended(
+def test_one_that_holds_more_than_was_reserved_for_it_at_last_stays(
     rig: Rig, two: tuple[FirstRun, FirstRun]
 ) -> None:
     old, new = two
+    rig.broker.learn_need(new.ticket, {new.ticket.devices[0].name: 7 * GIB})
     old.grow(15)
+    assert new.hear() == []
+
+
+def test_what_is_learned_while_it_leaves_does_not_take_its_room(
+    rig: Rig, two: tuple[FirstRun, FirstRun]
+) -> None:
+    old, new = two
+    cap = new.entry.reservations[0].reserved_bytes
+    old.grow(15)
+    assert new.hear() == [True]
+    rig.broker.learn_need(new.ticket, {new.ticket.devices[0].name: 7 * GIB})
     new.move_out()
-    rig.exit(old.ticket)
-    rig.broker.read()
-    new.move_in()
-    third = FirstRun(rig, "third", 1)
+    assert new.entry.request.memory == cap
+
+
+def test_one_at_a_time_leaves_on_a_machine(make_rig: MakeRig) -> None:
+    rig = make_rig("2x24GiB")
+    runs = {}
+    for index in range(2):
+        for name in ("old", "new"):
+            runs[name, index] = FirstRun(rig, f"{name} {index}", 8, f"{index}")
+            rig.clock.advance(1)
     rig.broker.read()
     rig.clock.advance(FIRST_S)
-    third.grow(15)
-    # The newest goes, though the other one has just come back.
-    assert third.hear() == [True] and new.hear() == [True, False]
-    rig.broker.show_suspension(third.ticket, "refused", "not suspended: it uses jax")
-    third.grow(15.5)
-    assert new.hear() == [True, False] and not new.ended
-    rig.clock.advance(REST_S - 1)
-    third.grow(15.9)
-    assert third.hear() == [True, True] and not third.ended
+    for index in range(2):
+        runs["old", index].grow(15)
+    asked = [each for each in runs.values() if each.hear()]
+    assert [each.ticket.request.task_name for each in asked] == ["new 0"]
+    asked[0].move_out()
+    runs["old", 1].grow(15.5)
+    assert runs["new", 1].hear() == [True]
 
 
 def test_where_the_newest_refuses_the_next_one_goes(

@@ -104,30 +104,6 @@ def test_where_a_confirmed_cap_is_above_what_is_free_beside_a_budget_it_waits() 
     assert place(replace(asked, memory=ModelBudgets((("simulated", 20 * GIB),))), full) is not None
 
 
-def test_one_that_comes_back_waits_for_what_it_holds_and_keeps_its_cap() -> None:
-    asked = replace(
-        probe(),
-        memory=ModelBudgets((("simulated", 20 * GIB),)),
-        confirms_probe=True,
-        returns=True,
-        returns_bytes=10 * GIB,
-    )
-    beside = device_state(snapshot(0, 24), (held_by("a", 24),), {}, 0, {"a": 12 * GIB})
-    placement = place(asked, beside)
-    assert placement is not None and placement.budget_bytes == (20 * GIB,)
-    # Until a reading shows it, it counts for what it brings.
-    assert placement.reservations[0].probe == Probe(5.0, 11 * GIB)
-    larger = device_state(snapshot(0, 24), (held_by("a", 24),), {}, 0, {"a": 14 * GIB})
-    assert place(asked, larger) is None
-    # Others have taken a part of the device.
-    assert place(asked, state(0, 24, used_gib=8)) is not None
-    assert place(asked, state(0, 24, used_gib=14)) is None
-    assert place(replace(asked, returns=False), state(0, 24, used_gib=8)) is None
-    # A task with a budget keeps what it was given.
-    assert place(asked, state(0, 24, [reserved(0, 8)])) is None
-    assert place(asked, state(0, 24, [reserved(0, 4)])) is not None
-
-
 # What it counts for.
 
 
@@ -232,13 +208,21 @@ def test_after_its_first_seconds_it_is_suspended_and_not_ended() -> None:
     assert choose_leaving(short(OLD, NEW), growths, at_s, 0) == Leaving("new", ends=False)
 
 
-def test_while_one_leaves_no_other_does_and_one_that_stays_is_not_chosen() -> None:
+def test_one_that_stays_is_not_chosen() -> None:
     third = held_by("third", 20, since_s=40.0)
     on = short(OLD, NEW, third)
-    assert choose_leaving(on, GROWS, 60.0, 0, leaving={"third"}) is None
-    assert choose_leaving(on, GROWS, 60.0, 0, leaving={"elsewhere"}) == Leaving("new", ends=True)
     assert choose_leaving(on, GROWS, 60.0, 0, staying={"new"}) == Leaving("third", ends=False)
     assert choose_leaving(on, GROWS, 60.0, 0, staying={"old", "new", "third"}) is None
+
+
+def test_one_that_cannot_be_suspended_is_ended_in_its_first_seconds_and_then_keeps_no_other_from_it() -> (
+    None
+):
+    third = held_by("third", 20, since_s=40.0)
+    on, growths = short(OLD, NEW, third), {"old": grown(20, 1.0, 70.0)}
+    assert choose_leaving(on, GROWS, 60.0, 0, fixed={"new"}) == Leaving("new", ends=True)
+    assert choose_leaving(on, growths, 70.0, 0, fixed={"new"}) == Leaving("third", ends=False)
+    assert choose_leaving(on, growths, 70.0, 0, fixed={"old", "new", "third"}) is None
 
 
 def test_a_device_that_is_held_back_for_a_probe_is_so_until_its_quarter_is_free() -> None:

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.memory import DeviceState, device_state
-from prefect_gpu.scheduling.model import ModelBudgets, Placement, Request
+from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.scheduling.placement import Board
-from prefect_gpu.scheduling.preemption import OUT_BYTES_S, REST_S
+from prefect_gpu.scheduling.preemption import OUT_BYTES_S
 from prefect_gpu.scheduling.probes import (
     AT_ONCE_FRACTION,
     FIRST_S,
@@ -87,7 +87,8 @@ class Running:
     away_s: float | None = None
     #: It has a device again, and its memory is still on the host.
     waits_for_room: bool = False
-    rests_until_s: float = 0.0
+    #: It was placed without a budget. One that has come back has its cap for one.
+    unknown: bool = False
 
     @property
     def on_device(self) -> int:
@@ -144,14 +145,17 @@ class Machine:
             self.queue.remove(request)
             back = self.away.pop(request.id, None)
             self.running[request.id] = (
-                Running(placement, self.now_s)
+                Running(
+                    placement,
+                    self.now_s,
+                    unknown=placement.reservations[0].probe is not None,
+                )
                 if back is None
                 else replace(
                     back,
                     placement=placement,
                     growth=None,
                     waits_for_room=True,
-                    rests_until_s=self.now_s + REST_S,
                 )
             )
             self.log.append(f"{self.now_s} {request.id} {placement.budget_bytes[0]}")
@@ -174,17 +178,15 @@ class Machine:
         self.submit(int(name[1:]), 0.0)
 
     def leave(self, name: str) -> None:
-        """As `broker.preempting` does: its request waits for room for what it holds, at the cap that it has."""
+        """As `broker.preempting` does: its request waits for room for its cap."""
         each = self.away[name] = self.running.pop(name)
         each.away_s = None
         self.log.append(f"{self.now_s} {name} away")
         asked = Request(
             *(name, name, int(name[1:]), self.now_s),
-            memory=ModelBudgets((("simulated", each.cap),)),
+            memory=each.cap,
             probe_fraction=1.0,
-            confirms_probe=True,
             returns=True,
-            returns_bytes=each.held,
         )
         self.queue.add(asked)
 
@@ -200,7 +202,6 @@ class Machine:
                 if others + each.held + GIB // 2 > DEVICE_GIB * GIB:
                     continue
                 each.waits_for_room = False
-                each.rests_until_s = self.now_s + REST_S
             job = self.jobs[int(name[1:])]
             each.age_s += STEP_S
             age_s = each.age_s
@@ -213,7 +214,7 @@ class Machine:
                 wants = max(wants, each.cap)
             if wants > each.cap:
                 # Its own cap; only a probe that was given less than the device.
-                assert each.shares, (name, each)
+                assert each.unknown, (name, each)
                 self.run_again(name)
                 continue
             free = DEVICE_GIB * GIB - sum(other.on_device for other in self.running.values())
@@ -228,12 +229,13 @@ class Machine:
                 self.done.add(name)
                 del self.running[name]
         growths = {n: r.growth for n, r in self.running.items() if r.shares and r.growth}
-        leaving = {name for name, each in self.running.items() if each.away_s is not None}
-        staying = {n for n, each in self.running.items() if each.rests_until_s > self.now_s}
-        found = choose_leaving(self.state(), growths, self.now_s, HEADROOM_BYTES, leaving, staying)
+        leaving = any(each.away_s is not None for each in self.running.values())
+        found = None
+        if not leaving:
+            found = choose_leaving(self.state(), growths, self.now_s, HEADROOM_BYTES)
         if found is not None:
             each = self.running[found.request_id]
-            assert each.shares and len(self.running) > 1 and not leaving
+            assert each.shares and len(self.running) > 1
             if found.ends:
                 # It is not one that has come back.
                 assert each.age_s <= FIRST_S

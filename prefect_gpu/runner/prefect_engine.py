@@ -23,6 +23,7 @@ import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from types import FrameType, TracebackType
 from typing import Any, cast
@@ -213,7 +214,7 @@ def with_body(
     body: Callable[..., Any],
     hopeless: Callable[[object], bool],
     speaks_for_itself: Callable[[Exception], bool],
-    submitted_at: TracebackType | None = None,
+    submitted_at: CallingLine | None = None,
 ) -> Task[..., Any]:
     """Return a copy of a task whose body is replaced, for Prefect's engine to run in a thread.
 
@@ -237,7 +238,8 @@ def with_body(
             told = error
         # The frames of this package would stand between the user's, which are its cause, and Prefect's.
         try:
-            raise told.with_traceback(submitted_at if isinstance(told, PrefectGPUError) else None)
+            line = submitted_at if isinstance(told, PrefectGPUError) else None
+            raise told.with_traceback(None if line is None else line.traceback())
         finally:
             # It holds this frame.
             del told
@@ -252,12 +254,34 @@ def with_body(
     return shadow
 
 
-def calling_line() -> TracebackType | None:
-    """Return a traceback of the innermost line that is neither of Prefect nor of this package; `None`: there is none."""
+@dataclass(frozen=True, slots=True)
+class CallingLine:
+    """A line of the user's. It keeps nothing of the call: a frame would keep all that is in its variables."""
+
+    file: str
+    line: int
+    function: str
+    module: str
+
+    def traceback(self) -> TracebackType:
+        """Return a traceback of this line alone, without what was in its variables."""
+        # A frame is only made by running code; this code says that it is from there.
+        code = compile("here.append(frame())", self.file, "exec").replace(co_name=self.function)
+        here: list[FrameType] = []
+        exec(code, {"here": here, "frame": sys._getframe, "__name__": self.module})
+        # -1: it is not known where in the line.
+        return TracebackType(None, here.pop(), -1, self.line)
+
+
+def calling_line() -> CallingLine | None:
+    """Return the innermost line that is neither of Prefect nor of this package; `None`: there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         frame = frame.f_back
-    return frame and TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
+    if frame is None:
+        return None
+    code, module = frame.f_code, frame.f_globals.get("__name__", "")
+    return CallingLine(code.co_filename, frame.f_lineno, code.co_name, module)
 
 
 def _retry_condition(

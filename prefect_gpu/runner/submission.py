@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
@@ -55,6 +54,7 @@ from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
     LONGEST_LINE,
+    CallingLine,
     CancelledByRunner,
     ChildCrash,
     EngineRun,
@@ -454,7 +454,7 @@ class GPUTask:
         task: Task[..., Any],
         plan: TaskPlan | Exception,
         place: Place,
-        submitted_at: TracebackType | None,
+        submitted_at: CallingLine | None,
     ) -> None:
         self._runner = runner
         self._task = task

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from types import TracebackType
+import weakref
 
 import pytest
 from prefect import task
 
 from prefect_gpu.errors import PlacementError, ProtocolError
 from prefect_gpu.runner.attempt import ChildTraceback
-from prefect_gpu.runner.prefect_engine import calling_line, with_body
+from prefect_gpu.runner.prefect_engine import CallingLine, calling_line, with_body
 from prefect_gpu.runner.submission import speaks_for_itself
 
 
@@ -19,7 +19,7 @@ def users() -> None:
     pass
 
 
-def frames(error: Exception, submitted_at: TracebackType | None = None) -> list[str]:
+def frames(error: Exception, submitted_at: CallingLine | None = None) -> list[str]:
     """Return the functions that the traceback of an error names, once it was raised two calls deep."""
 
     def deeper() -> None:
@@ -43,7 +43,7 @@ def test_frames_of_this_package_stand_above_no_error_of_the_users() -> None:
 
 
 def test_an_error_without_frames_of_the_users_shows_the_line_that_submitted_the_task() -> None:
-    def submits() -> TracebackType | None:
+    def submits() -> CallingLine | None:
         return calling_line()
 
     error = PlacementError("too large")
@@ -51,6 +51,29 @@ def test_an_error_without_frames_of_the_users_shows_the_line_that_submitted_the_
     of_body = ValueError("of the body")
     of_body.__cause__ = ChildTraceback("Traceback ...")
     assert frames(of_body, submits()) == ["call_body"]
+
+
+def test_the_line_that_submitted_a_task_is_shown_as_it_is_written_and_keeps_no_variable() -> None:
+    class Large:
+        pass
+
+    def submits() -> tuple[CallingLine | None, weakref.ref[Large]]:
+        large = Large()
+        return calling_line(), weakref.ref(large)
+
+    line, large = submits()
+    assert line is not None and large() is None
+    shadow = with_body(users, raises, lambda error: False, speaks_for_itself, line)
+    with pytest.raises(PlacementError) as caught:
+        shadow.fn()
+    shown = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (shown.filename, shown.name) == (__file__, "submits")
+    assert shown.line == "return calling_line(), weakref.ref(large)"
+    assert "^" not in "".join(traceback.format_tb(caught.value.__traceback__)[-1:])
+
+
+def raises() -> None:
+    raise PlacementError("too large")
 
 
 def test_a_fault_of_this_package_keeps_its_frames() -> None:

@@ -488,6 +488,7 @@ class Broker:
             )
             with self._changed:
                 ticket.held_back = False
+            self._use_learned(ticket)
         elif stage == "moving out":
             self._ledger.set_suspension(request_id, text, away=False)
             with self._changed:
@@ -496,6 +497,7 @@ class Broker:
                 self._wake()
         elif stage == "running":
             self._ledger.set_suspension(request_id, text, away=False, rests_until_s=now_s + REST_S)
+            self._use_learned(ticket)
         else:
             self._ledger.set_suspension(request_id, text, away=True)
 
@@ -566,9 +568,15 @@ class Broker:
             budgets: Bytes on a device, by its model. Where a model is not named, nothing changes.
         """
         placement = ticket.placement
-        # One that is suspended, or about to be, comes back with what it had.
-        if placement is None or self.reader.remote or ticket.held_back or ticket.away_s is not None:
+        if placement is None or self.reader.remote:
             return
+        with self._changed:
+            # So little may not be enough to come back to.
+            ticket.may_leave = False
+            if ticket.held_back or ticket.away_s is not None:
+                # One that is suspended, or about to be, comes back to what it had.
+                ticket.learned = budgets
+                return
         names = {device.key: device.name for device in placement.devices}
         lowered = tuple(
             each
@@ -585,6 +593,11 @@ class Broker:
             self._ledger.lower(ticket.request.id, lowered)
             with self._changed:
                 self._wake()
+
+    def _use_learned(self, ticket: Ticket) -> None:
+        budgets, ticket.learned = ticket.learned, None
+        if budgets is not None:
+            self.learn_need(ticket, budgets)
 
     def mark_running(self, ticket: Ticket) -> None:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
@@ -923,21 +936,26 @@ class Broker:
                     for device in ticket.devices
                 )
                 self._calls.append(partial(ticket.on_measured, reading.at_s, measured))
-        leaving = self._view.probes_to_leave(self._ledger.running, self._ledger.view().silent)
-        for (request_id, ends), device in leaving:
-            probe = self._placed.get(request_id)
-            if probe is None:
-                continue
-            if not ends and probe.may_leave:
-                held_bytes = self._view.measured_bytes(request_id, device)
-                ask = partial(ask_to_leave, held_bytes=held_bytes)
-                self._calls.append(partial(self._ledger.rewrite, request_id, ask))
-            elif ends and probe.on_short is not None:
-                self._calls.append(partial(probe.on_short, device))
-                probe.on_short = None
+        self._make_probes_leave()
         for device, why in self._view.warn(reading):
             self._calls += [partial(call, device, why) for call in self._fault_watchers]
         self._release_all(self._recovery.check(reading, self._placed.values()))
+
+    def _make_probes_leave(self) -> None:
+        """End or suspend own probes for the others on their devices, if a reading has shown that one must leave."""
+        fixed = {i for i, ticket in self._placed.items() if not ticket.may_leave}
+        silent = self._ledger.view().silent
+        asked = False
+        for leaving, device in self._view.probes_to_leave(self._ledger.running, silent, fixed):
+            probe = self._placed.get(leaving.request_id)
+            if probe is None:
+                continue
+            if not leaving.ends and not asked:
+                asked = True
+                self._calls.append(partial(self._ledger.rewrite, leaving.request_id, ask_to_leave))
+            elif leaving.ends and probe.on_short is not None:
+                self._calls.append(partial(probe.on_short, device))
+                probe.on_short = None
 
     def _note_neighbours(self, devices: Sequence[Device]) -> None:
         """Note which tasks share a device. Devices without new reservations since the last call are skipped."""

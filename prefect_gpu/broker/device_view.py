@@ -9,7 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from itertools import compress
 from operator import is_not
 
@@ -407,35 +416,40 @@ class DeviceView:
         return {i: counted_bytes(r, grown[i], now_s) for i, r in probes.items()}
 
     def probes_to_leave(
-        self, running: Callable[[], Mapping[str, Entry]], silent: Container[str]
+        self, entries: Callable[[], Mapping[str, Entry]], silent: Container[str], fixed: Set[str]
     ) -> Iterator[tuple[Leaving, Device]]:
         """Yield the probes that should leave their devices for the others, of all brokers, each with its device.
 
         Of the states that `states` has last returned.
 
         Args:
-            running: Returns the entries of all tasks that have devices, by request id.
+            entries: Returns those of all tasks that have devices, by request id.
             silent: Owners that send no heartbeats: they suspend nothing.
+            fixed: Request ids of further tasks that cannot be suspended.
         """
         reading = self.reading
         if reading is None or reading.error or not self._growths:
             return
-        now_s, entries = reading.at_s, running()
+        now_s, running = reading.at_s, entries()
+        goes = {i for i, e in running.items() if e.leaves or e.stays_away or e.suspended_for}
+        away = goes | {i for i, e in running.items() if e.away}
         # One at a time is suspended: what the machine's own memory can hold is seen once it is there.
-        busy = any(e.leaves and not e.away for e in entries.values())
-        staying = {
-            i for i, e in entries.items() if e.away or e.stays_away or e.rests_until_s > now_s
-        }
-        fixed = {
+        if any(not running[i].away and running[i].owner not in silent for i in goes):
+            fixed = running.keys()
+        fixed = fixed | {
             i
-            for i, e in entries.items()
-            if e.pid is None or len(e.reservations) > 1 or e.owner in silent
+            for i, e in running.items()
+            if e.pid is None
+            or len(e.reservations) > 1
+            or e.rests_until_s > now_s
+            or e.owner in silent
+            # A node's agent has no say in what a flow suspends.
+            or e.request.confirms_probe
         }
         for key, state in zip(self._keys, self._states, strict=True):
             growths = self._growths.get(key, {})
-            found = choose_leaving(state, growths, now_s, self._headroom_bytes, staying, fixed)
-            if found is not None and (found.ends or not busy):
-                busy = busy or not found.ends
+            found = choose_leaving(state, growths, now_s, self._headroom_bytes, away, fixed)
+            if found is not None:
                 yield found, state.device
 
     def measured_bytes(self, request_id: str, device: Device) -> int:

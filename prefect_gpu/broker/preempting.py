@@ -143,18 +143,11 @@ def wait_again(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) 
     return _make_way(let_go(entry), homes, now_s) if homes else entry
 
 
-def ask_to_leave(entry: Entry, held_bytes: int) -> Entry:
-    """Return the entry of a first run whose memory is wanted on the host for those beside it.
-
-    Args:
-        entry: Of the task, which has one device.
-        held_bytes: What its process holds there. If that is more than is reserved, which was lowered to what the task
-            is known to need, it stays: it would come back to too little.
-    """
+def ask_to_leave(entry: Entry) -> Entry:
+    """Return the entry of a first run, which has one device, whose memory is wanted on the host for those beside it."""
     if entry.away or entry.suspended_for or entry.stays_away or entry.pid is None:
         return entry
-    fits = held_bytes <= entry.reservations[0].reserved_bytes
-    return replace(entry, leaves=True) if fits else entry
+    return replace(entry, leaves=True)
 
 
 def leave(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:

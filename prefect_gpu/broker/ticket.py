@@ -82,6 +82,8 @@ class Ticket:
     on_short: Callable[[Device], None] | None = None
     #: It is such a probe, and may be suspended for them in place of its end.
     may_leave: bool = False
+    #: Budgets that were learned while it was suspended, by model of the device; see `Broker.learn_need`.
+    learned: Mapping[str, int] | None = None
     #: What others' processes held on its devices when it was placed, in bytes.
     foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
     #: Bytes that no process held on its devices when it was placed, and what others leaked there since.

@@ -261,12 +261,15 @@ class CallingLine:
     file: str
     line: int
     function: str
+    #: Of the function.
+    first_line: int
     module: str
 
     def traceback(self) -> TracebackType:
         """Return a traceback of this line alone, without what was in its variables."""
         # A frame is only made by running code; this code says that it is from there.
-        code = compile("here.append(frame())", self.file, "exec").replace(co_name=self.function)
+        code = compile("here.append(frame())", self.file, "exec")
+        code = code.replace(co_name=self.function, co_firstlineno=self.first_line)
         here: list[FrameType] = []
         exec(code, {"here": here, "frame": sys._getframe, "__name__": self.module})
         # -1: it is not known where in the line.
@@ -281,7 +284,7 @@ def calling_line() -> CallingLine | None:
     if frame is None:
         return None
     code, module = frame.f_code, frame.f_globals.get("__name__", "")
-    return CallingLine(code.co_filename, frame.f_lineno, code.co_name, module)
+    return CallingLine(code.co_filename, frame.f_lineno, code.co_name, code.co_firstlineno, module)
 
 
 def _retry_condition(

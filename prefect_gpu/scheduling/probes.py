@@ -8,7 +8,7 @@ Pure: readings over time, reservations and times come in.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -151,32 +151,35 @@ def choose_leaving(
     growths: Mapping[str, Growth],
     now_s: float,
     headroom_bytes: int,
-    staying: Collection[str] = (),
-    fixed: Collection[str] = (),
+    away: Container[str] = (),
+    fixed: Container[str] = (),
 ) -> Leaving | None:
     """Return which probe of a device leaves it so that the others go on; `None`: none does.
 
     It is the newest, if the device runs short of memory and a probe there grows. Where a task with a budget is on the
-    device, or no other probe, the caps keep each to what it was given.
+    device, or no other probe, the caps keep each to what it was given. One with nearly the whole device as its cap is not
+    suspended: the device might never have so much again.
 
     Args:
         state: The device, from a reading.
         growths: Of the processes of its probes, by request id; those that have held nothing are left out.
         now_s: Monotonic seconds of the reading.
         headroom_bytes: Kept free on the device.
-        staying: Request ids of probes that do not leave now: they were refused, or are away.
-        fixed: Request ids of those that cannot be suspended, but can be ended.
+        away: Request ids of tasks whose memory is not there, or on its way.
+        fixed: Request ids of those that cannot be suspended now. They can be ended.
     """
-    if state.snapshot.error or state.has_budgets or len(state.reservations) < 2:
+    here = [r for r in state.reservations if r.request_id not in away]
+    if state.snapshot.error or state.has_budgets or len(here) < 2:
         return None
     if state.snapshot.free_bytes - headroom_bytes >= state.capacity_bytes * SHORT:
         return None
     if all(now_s - growth.grew_s >= QUIET_S for growth in growths.values()):
         return None
-    probes = {r.request_id: r.probe.since_s for r in state.reservations if r.probe is not None}
-    newest_first = sorted(((since_s, i) for i, since_s in probes.items()), reverse=True)
-    for since_s, request_id in newest_first:
-        ends = now_s - since_s < FIRST_S
-        if request_id not in staying and (ends or request_id not in fixed):
-            return Leaving(request_id, ends)
+    # Of those that were placed together, each later one has a smaller cap.
+    probes = [(r.probe.since_s, -r.reserved_bytes, r.request_id) for r in here if r.probe]
+    for since_s, cap_bytes, request_id in sorted(probes, reverse=True):
+        if now_s - since_s < FIRST_S:
+            return Leaving(request_id, ends=True)
+        if request_id not in fixed and -cap_bytes <= state.capacity_bytes * (1 - SHORT):
+            return Leaving(request_id, ends=False)
     return None

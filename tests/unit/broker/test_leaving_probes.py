@@ -123,9 +123,7 @@ def test_it_comes_back_only_where_its_whole_cap_fits(
     assert [r.task_name for r in rig.reservations()] == ["new", "third"]
 
 
-def test_one_that_holds_more_than_was_reserved_for_it_at_last_stays(
-    rig: Rig, two: tuple[FirstRun, FirstRun]
-) -> None:
+def test_one_whose_need_is_known_by_now_stays(rig: Rig, two: tuple[FirstRun, FirstRun]) -> None:
     old, new = two
     rig.broker.learn_need(new.ticket, {new.ticket.devices[0].name: 7 * GIB})
     old.grow(15)
@@ -166,18 +164,50 @@ def test_where_the_newest_refuses_the_next_one_goes(
     rig: Rig, two: tuple[FirstRun, FirstRun]
 ) -> None:
     old, new = two
+    third = FirstRun(rig, "third", 1)
+    rig.clock.advance(FIRST_S)
+    rig.broker.read()
+    old.grow(13.6)
+    assert third.hear() == [True] and new.hear() == []
+    rig.broker.show_suspension(third.ticket, "refused", "not suspended: it uses jax")
+    assert not third.entry.leaves
+    old.grow(14)
+    assert new.hear() == [True] and third.hear() == [True]
+    rig.broker.show_suspension(new.ticket, "refused", "not suspended: it uses jax")
+    # The oldest has the whole device as its cap.
+    old.grow(14.4)
+    assert new.hear() == [True] and third.hear() == [True] and old.hear() == []
+    rig.clock.advance(ASK_AGAIN_S)
+    old.grow(14.8)
+    assert third.hear() == [True, True]
+
+
+def test_what_is_learned_of_one_that_was_asked_counts_once_it_has_refused(
+    rig: Rig, two: tuple[FirstRun, FirstRun]
+) -> None:
+    old, new = two
     old.grow(15)
     assert new.hear() == [True]
+    rig.broker.learn_need(new.ticket, {new.ticket.devices[0].name: 9 * GIB})
+    assert new.entry.reservations[0].reserved_bytes > 9 * GIB
     rig.broker.show_suspension(new.ticket, "refused", "not suspended: it uses jax")
-    assert not new.entry.leaves
-    old.grow(15.5)
-    assert old.hear() == [True] and new.hear() == [True]
-    rig.broker.show_suspension(old.ticket, "refused", "not suspended: it uses jax")
-    old.grow(15.7)
-    assert old.hear() == [True] and new.hear() == [True]
-    rig.clock.advance(ASK_AGAIN_S)
-    old.grow(15.9)
-    assert new.hear() == [True, True]
+    assert new.entry.reservations[0].reserved_bytes == 9 * GIB
+
+
+def test_one_that_a_person_has_suspended_is_no_neighbour(
+    rig: Rig, two: tuple[FirstRun, FirstRun]
+) -> None:
+    old, new = two
+    third = FirstRun(rig, "third", 1)
+    rig.clock.advance(FIRST_S)
+    rig.broker.read()
+    for each in (third, new):
+        rig.ledger.hold_back(each.ticket.request.id, True)
+        rig.broker.read()
+        each.move_out()
+    old.grow(22.5)
+    assert old.hear() == [] and old.entry.reservations
+    assert not (third.entry.leaves or new.entry.leaves)
 
 
 def test_one_that_may_not_be_suspended_goes_on(rig: Rig, two: tuple[FirstRun, FirstRun]) -> None:

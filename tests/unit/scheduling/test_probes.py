@@ -208,21 +208,35 @@ def test_after_its_first_seconds_it_is_suspended_and_not_ended() -> None:
     assert choose_leaving(short(OLD, NEW), growths, at_s, 0) == Leaving("new", ends=False)
 
 
-def test_one_that_stays_is_not_chosen() -> None:
-    third = held_by("third", 20, since_s=40.0)
-    on = short(OLD, NEW, third)
-    assert choose_leaving(on, GROWS, 60.0, 0, staying={"new"}) == Leaving("third", ends=False)
-    assert choose_leaving(on, GROWS, 60.0, 0, staying={"old", "new", "third"}) is None
+THIRD = held_by("third", 20, since_s=40.0)
 
 
-def test_one_that_cannot_be_suspended_is_ended_in_its_first_seconds_and_then_keeps_no_other_from_it() -> (
-    None
-):
-    third = held_by("third", 20, since_s=40.0)
-    on, growths = short(OLD, NEW, third), {"old": grown(20, 1.0, 70.0)}
+def test_one_that_cannot_be_suspended_keeps_no_other_from_it() -> None:
+    on, growths = short(OLD, NEW, THIRD), {"old": grown(20, 1.0, 70.0)}
     assert choose_leaving(on, GROWS, 60.0, 0, fixed={"new"}) == Leaving("new", ends=True)
     assert choose_leaving(on, growths, 70.0, 0, fixed={"new"}) == Leaving("third", ends=False)
     assert choose_leaving(on, growths, 70.0, 0, fixed={"old", "new", "third"}) is None
+
+
+def test_those_that_are_away_neither_leave_nor_count() -> None:
+    growths = {"old": grown(20, 1.0, 70.0)}
+    on = short(OLD, NEW, THIRD)
+    assert choose_leaving(on, growths, 70.0, 0, away={"new"}) == Leaving("third", ends=False)
+    assert choose_leaving(on, growths, 70.0, 0, away={"new", "third"}) is None
+
+
+def test_one_with_the_whole_device_as_its_cap_is_not_suspended() -> None:
+    # Even what the driver keeps for it would keep it from coming back.
+    whole = held_by("whole", 24, since_s=50.0)
+    growths = {"old": grown(20, 1.0, 70.0)}
+    assert choose_leaving(short(OLD, whole), growths, 70.0, 0) is None
+    assert choose_leaving(short(THIRD, whole), growths, 70.0, 0) == Leaving("third", ends=False)
+
+
+def test_of_those_that_were_placed_together_the_one_with_the_smallest_cap_leaves() -> None:
+    nine, ten = (held_by(name, cap, since_s=0.0) for name, cap in (("id-9", 18), ("id-10", 6)))
+    growths = {"id-9": grown(20, 1.0, 70.0)}
+    assert choose_leaving(short(nine, ten), growths, 70.0, 0) == Leaving("id-10", ends=False)
 
 
 def test_a_device_that_is_held_back_for_a_probe_is_so_until_its_quarter_is_free() -> None:

@@ -91,16 +91,17 @@ def open_artifact(page: Page, api_url: str, artifact: UUID, ui: UI = "v2") -> Se
     image = page.locator('img[src^="data:image/svg+xml"]').first
     image.wait_for(state="visible", timeout=PATIENCE_MS)
     page.locator("table").first.wait_for(state="visible", timeout=PATIENCE_MS)
-    # Read in the step that waits: the page may draw its images anew at any time.
-    charts = page.wait_for_function(
+    # Read in the step that waits: the page may draw all of the report anew at any time.
+    drawn = page.wait_for_function(
         """() => {
             const charts = [...document.images].filter(i => i.src.startsWith('data:'));
-            return charts.length && charts.every(i => i.complete) && charts.map(i => i.naturalWidth);
+            const isDrawn = charts.length && charts.every(i => i.complete) && document.querySelector('table');
+            return isDrawn && [document.body.innerText, charts.map(i => i.naturalWidth)];
         }""",
         timeout=PATIENCE_MS,
     )
-    widths = charts.json_value()
-    return Seen(page.locator("body").inner_text(), widths)
+    text, widths = drawn.json_value()
+    return Seen(text, widths)
 
 
 def open_page(page: Page, api_url: str, path: str, words: str, ui: UI = "v2") -> str:

@@ -1040,7 +1040,7 @@ class Broker:
                 self._age(ticket, ticket.was_away_s + self._clock.now() - ticket.away_s)
 
     def _let_go_of_device(self, request_id: str, how: Callable[..., Entry]) -> None:
-        """Have the request of a suspended process wait for room, by `preempting.share` or `preempting.leave`."""
+        """Put the request of a suspended process into the queue again, by `preempting.share` or `preempting.leave`."""
         devices = {device.key: device for device in self.devices}
         change = partial(how, devices=devices, now_s=self._clock.now())
         self._calls.append(partial(self._ledger.rewrite, request_id, change))

@@ -50,9 +50,6 @@ STARTS = 3
 #: Seconds without a word after which a flow writes into its log what its threads do.
 SILENT_S = 60.0
 
-#: Seconds after which a memory file that is open is one that is kept.
-KEPT_S = 10.0
-
 #: Objects that are named of what holds one.
 MOST_HOLDERS = 25
 
@@ -143,21 +140,16 @@ def drop_what_prefect_keeps() -> None:
 
 def memory_files() -> list[str]:
     """Return the memory files that this process keeps open, but for those that Prefect keeps, and what holds each."""
-    until_s = time.monotonic() + KEPT_S
-    while True:
-        # Twice: first of all, what nothing keeps is no context of Prefect's.
-        gc.collect()
-        drop_what_prefect_keeps()
-        gc.collect()
-        found = []
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                found.append(os.readlink(f"/proc/self/fd/{name}"))
-        kept = [link for link in found if link.startswith("/memfd:")]
-        # A thread may still be busy with the end of the last process.
-        if not kept or time.monotonic() > until_s:
-            return [*kept, *map(describe_holders, keepers())] if kept else []
-        time.sleep(0.1)
+    # Twice: first of all, what nothing keeps is no context of Prefect's.
+    gc.collect()
+    drop_what_prefect_keeps()
+    gc.collect()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    kept = [link for link in found if link.startswith("/memfd:")]
+    return [*kept, *map(describe_holders, keepers())] if kept else []
 
 
 def keepers() -> list[weakref.ref[Any]]:

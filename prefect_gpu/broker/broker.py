@@ -216,6 +216,8 @@ class Broker:
         self._noted: dict[DeviceKey, tuple[Reservation, ...]] = {}
         #: A reading was requested for a pass, and has not arrived.
         self._wants_reading = False
+        #: The next pass needs a reading that began at these monotonic seconds or later; `None`: any fresh one.
+        self._read_after_s: float | None = None
         self._sampler = Sampler(
             reader,
             self._roots,
@@ -231,6 +233,8 @@ class Broker:
         self._rests_until_s = float("-inf")
         #: Changes of waiting requests in the ledger.
         self._subscription = ledger.subscribe(self._look_again)
+        #: See `LedgerView.freed`, at the last pass.
+        self._freed = ledger.view().freed
 
     # Any thread.
 
@@ -1121,17 +1125,38 @@ class Broker:
         if self._waiting:
             reading = self._view.reading
             if reading is None or not self._view.fresh:
-                if not self._wants_reading:
-                    self._sampler.refresh()
-                    self._wants_reading = True
+                self._want_reading()
             elif not reading.error:
                 self._make_pass(reading)
         follows = self._waiting or self._placed or self._parked or self._recovery.ending
         self._sampler.set_active(bool(follows or self._watchers))
 
+    def _want_reading(self) -> None:
+        if not self._wants_reading:
+            self._sampler.refresh()
+            self._wants_reading = True
+
+    def _is_outdated(self, reading: Reading, view: LedgerView) -> bool:
+        """Return whether a reading may show memory as taken that another process has given up since.
+
+        A pass on it would give the rest of a device to a small request, although the large one before it fits.
+        A pass waits for one new reading at most, so there is one for each reading where memory is given up all the time.
+        """
+        if view.freed != self._freed:
+            self._freed = view.freed
+            if self._read_after_s is None:
+                self._read_after_s = self._clock.now()
+        if self._read_after_s is not None and reading.at_s < self._read_after_s:
+            return True
+        self._read_after_s = None
+        return False
+
     def _make_pass(self, reading: Reading) -> None:
         while True:
             view = self._ledger.view()
+            if self._is_outdated(reading, view):
+                self._want_reading()
+                return
             self._take_changes(self._subscription.take())
             states = self._states(view)
             decisions, settled = self._decide(states, self._host_state(reading, view), view)

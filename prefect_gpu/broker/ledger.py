@@ -261,6 +261,8 @@ class LedgerView:
     silent: frozenset[str] = frozenset()
     #: Requests that hold devices and may be suspended for others.
     preemptible: int = 0
+    #: Version at which another process last gave up a device.
+    freed: int = 0
 
     @property
     def tasks(self) -> int:
@@ -332,6 +334,8 @@ class Ledger:
         self._base = 0
         #: Version at which the last reservation was added.
         self._promised = 0
+        #: See `LedgerView.freed`.
+        self._freed = 0
         #: How often the store was opened again because its files were replaced.
         self._opened = 0
         #: Other processes have made changes for which the watchers were not called yet.
@@ -710,11 +714,14 @@ class Ledger:
             mine = self._entries.get(row.request_id)
             if row.entry is None and mine is not None and mine.owner == self._store.owner:
                 raise StoreError("its file that says that this process is alive was removed")
+            held = row.request_id in self._holding
             self._apply(row.request_id, row.entry, row)
+            if held and row.request_id not in self._holding:
+                self._freed = self._base + self._number
             self._news = True
         if left_out:
-            # Any of the missing rows may have added a reservation.
-            self._promised = self._base + self._number
+            # Any of the missing rows may have added a reservation, or removed one.
+            self._promised = self._freed = self._base + self._number
 
     def _apply(self, request_id: str, entry: Entry | None, row: Row | None) -> None:
         """Apply one change to the entries."""
@@ -797,6 +804,7 @@ class Ledger:
             dict(self._host_use),
             self._silent,
             preemptible,
+            self._freed,
         )
 
     # Without the lock.

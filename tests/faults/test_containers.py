@@ -58,6 +58,9 @@ def contained():
     wait_for_all("submits")
     for future in [alone.submit() for _ in range(3)]:
         future.result()
+    # One that waits for the other flow must not take the room that a task of that flow waits for.
+    say(f"was alone {name}")
+    wait_for_all("was alone")
     return together.submit().result()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.broker import PASSIVE_S, Ticket
+from prefect_gpu.broker.broker import PASSIVE_S, POLL_S, Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.devices import simulated
@@ -104,6 +104,25 @@ def test_the_first_that_was_submitted_starts_first_in_whatever_process(
     decided(early)
     rig.look()
     decided(late)
+
+
+def test_the_devices_are_read_again_once_another_process_has_given_up_memory(
+    machine: Callable[..., Machine],
+) -> None:
+    rig = machine()
+    running = rig.place("a", 15)
+    rig.start(running, gib=12)
+    rig.look()
+    large = rig.submit("large", 15, broker=rig.other)
+    small = rig.submit("small", 10, broker=rig.other)
+    assert rig.waits_anywhere(large, small)
+    rig.exit(running)
+    rig.broker.read()
+    assert not rig.reservations()
+    # The other one looks at the ledger again. What it has read last of the device says that 12 GiB are free.
+    rig.clock.advance(POLL_S)
+    decided(large)
+    assert rig.waits_anywhere(small), "it has passed the first, which fits"
 
 
 def test_a_higher_priority_starts_first_in_whatever_process(

@@ -216,7 +216,7 @@ class Broker:
         self._noted: dict[DeviceKey, tuple[Reservation, ...]] = {}
         #: A reading was requested for a pass, and has not arrived.
         self._wants_reading = False
-        #: The next pass needs a reading that began at these monotonic seconds or later; `None`: any fresh one.
+        #: A pass was put off until a reading comes that began at these monotonic seconds or later; `None`: none was.
         self._read_after_s: float | None = None
         self._sampler = Sampler(
             reader,
@@ -233,8 +233,6 @@ class Broker:
         self._rests_until_s = float("-inf")
         #: Changes of waiting requests in the ledger.
         self._subscription = ledger.subscribe(self._look_again)
-        #: See `LedgerView.freed`, at the last pass.
-        self._freed = ledger.view().freed
 
     # Any thread.
 
@@ -1127,7 +1125,12 @@ class Broker:
             if reading is None or not self._view.fresh:
                 self._want_reading()
             elif not reading.error:
-                self._make_pass(reading)
+                if self._is_outdated(reading):
+                    self._want_reading()
+                else:
+                    self._make_pass(reading)
+        else:
+            self._read_after_s = None
         follows = self._waiting or self._placed or self._parked or self._recovery.ending
         self._sampler.set_active(bool(follows or self._watchers))
 
@@ -1136,16 +1139,15 @@ class Broker:
             self._sampler.refresh()
             self._wants_reading = True
 
-    def _is_outdated(self, reading: Reading, view: LedgerView) -> bool:
+    def _is_outdated(self, reading: Reading) -> bool:
         """Return whether a reading may show memory as taken that another process has given up since.
 
-        A pass on it would give the rest of a device to a small request, although the large one before it fits.
-        A pass waits for one new reading at most, so there is one for each reading where memory is given up all the time.
+        A pass on it would give the rest of a device to a small request, although the large one before it fits. A reading
+        that began after the release that put the pass off is good enough: others may give up memory all the time.
         """
-        if view.freed != self._freed:
-            self._freed = view.freed
-            if self._read_after_s is None:
-                self._read_after_s = self._clock.now()
+        freed_s = self._ledger.view().freed_s
+        if self._read_after_s is None and reading.at_s < freed_s:
+            self._read_after_s = freed_s
         if self._read_after_s is not None and reading.at_s < self._read_after_s:
             return True
         self._read_after_s = None
@@ -1154,9 +1156,6 @@ class Broker:
     def _make_pass(self, reading: Reading) -> None:
         while True:
             view = self._ledger.view()
-            if self._is_outdated(reading, view):
-                self._want_reading()
-                return
             self._take_changes(self._subscription.take())
             states = self._states(view)
             decisions, settled = self._decide(states, self._host_state(reading, view), view)

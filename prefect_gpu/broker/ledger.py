@@ -261,8 +261,8 @@ class LedgerView:
     silent: frozenset[str] = frozenset()
     #: Requests that hold devices and may be suspended for others.
     preemptible: int = 0
-    #: Version at which another process last gave up a device.
-    freed: int = 0
+    #: Monotonic seconds at which a row was last read by which another process may have given up a device.
+    freed_s: float = float("-inf")
 
     @property
     def tasks(self) -> int:
@@ -293,7 +293,7 @@ class Ledger:
     Args:
         open_store: Opens the store, when the ledger is used first. What it raises as `StoreError` is logged
             once, and the process shares nothing until the store can be used again.
-        now: Returns monotonic seconds.
+        now: Returns monotonic seconds, of the clock that its brokers use.
     """
 
     def __init__(
@@ -334,8 +334,8 @@ class Ledger:
         self._base = 0
         #: Version at which the last reservation was added.
         self._promised = 0
-        #: See `LedgerView.freed`.
-        self._freed = 0
+        #: See `LedgerView.freed_s`.
+        self._freed_s = float("-inf")
         #: How often the store was opened again because its files were replaced.
         self._opened = 0
         #: Other processes have made changes for which the watchers were not called yet.
@@ -710,6 +710,7 @@ class Ledger:
             if not row.request_id:
                 left_out = True
                 self._forget_entries()
+                self._freed_s = self._now()
                 continue
             mine = self._entries.get(row.request_id)
             if row.entry is None and mine is not None and mine.owner == self._store.owner:
@@ -717,11 +718,11 @@ class Ledger:
             held = row.request_id in self._holding
             self._apply(row.request_id, row.entry, row)
             if held and row.request_id not in self._holding:
-                self._freed = self._base + self._number
+                self._freed_s = self._now()
             self._news = True
         if left_out:
-            # Any of the missing rows may have added a reservation, or removed one.
-            self._promised = self._freed = self._base + self._number
+            # Any of the missing rows may have added a reservation.
+            self._promised = self._base + self._number
 
     def _apply(self, request_id: str, entry: Entry | None, row: Row | None) -> None:
         """Apply one change to the entries."""
@@ -804,7 +805,7 @@ class Ledger:
             dict(self._host_use),
             self._silent,
             preemptible,
-            self._freed,
+            self._freed_s,
         )
 
     # Without the lock.

@@ -143,7 +143,7 @@ class Owner:
         now = machine.clock.now
         inner = HostStore(machine.folder, lambda path: SharedFolder(path, now), owners_s=0.0)
         self.store = WatchedStore(inner, machine.observe)
-        self.ledger = Ledger(lambda: self.store)
+        self.ledger = Ledger(lambda: self.store, now)
         self.broker = SteppedBroker(
             machine.reader,
             self.ledger,

@@ -35,7 +35,8 @@ class Machine(Rig):
         return Ledger(
             lambda: HostStore(
                 self._folder, lambda path: SharedFolder(path, self.clock.now), owners_s=0.0
-            )
+            ),
+            lambda: self.clock.now(),
         )
 
     def pass_time(self, seconds: float) -> None:

@@ -528,7 +528,7 @@ class Broker:
         self._ledger.hold_back(ticket.request.id, away, shared)
 
     def wait_again(self, ticket: Ticket) -> None:
-        """Have the request of a suspended process wait for a device again, since it cannot have the one reserved for it."""
+        """Put the request of a suspended process into the queue again: the device reserved for it cannot be had."""
         with self._changed:
             devices = {device.key: device for device in self.devices}
         again = partial(wait_again, devices=devices, now_s=self._clock.now())
@@ -1135,6 +1135,7 @@ class Broker:
         self._sampler.set_active(bool(follows or self._watchers))
 
     def _want_reading(self) -> None:
+        """Ask for a reading to make a pass on, if that was not done since the last one came."""
         if not self._wants_reading:
             self._sampler.refresh()
             self._wants_reading = True
@@ -1466,7 +1467,7 @@ class Broker:
         return changes, settled
 
     def _refuse(self, request: Request, error: PrefectGPUError) -> None:
-        """Give up a waiting request that can never be placed."""
+        """Remove a request that can never be placed from the queue, and give its ticket the error."""
         ticket = self._remove(request)
         if ticket is None:
             return

@@ -387,7 +387,7 @@ class Cluster:
             self.nodes.leave(member.name, why)
 
     def _tell_expected(self) -> None:
-        """Tell the nodes which of the submitted tasks have not started. Once in `EXPECT_S` seconds at most."""
+        """Tell the nodes, at most once in `EXPECT_S` seconds, which of the submitted tasks have not started."""
         now_s = time.monotonic()
         if now_s - self._expected_s < EXPECT_S:
             return

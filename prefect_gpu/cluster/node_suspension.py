@@ -106,7 +106,7 @@ class NodeSuspension(SuspendableProcess):
         self._introduced = True
 
     def look(self) -> None:
-        """Tell the flow what a person asks for, if that has changed, and if its device cannot be reserved. On the broker's thread."""
+        """Tell the flow what a person asks for now, and whether its device cannot be reserved. Called on the broker's thread."""
         if not self._introduced:
             return
         with self._telling:

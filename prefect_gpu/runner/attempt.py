@@ -786,7 +786,7 @@ class TimeLimit:
         self._at_s = at_s
 
     def lift(self) -> None:
-        """Let there be no limit from now on."""
+        """Remove the limit."""
         self._at_s = None
 
     def pause(self, now_s: float) -> None:
@@ -876,7 +876,7 @@ class _Suspended(SuspendableProcess):
         self._attempt._messages.put(ProcessLostError(why))
 
     def lose(self, error: PrefectGPUError) -> None:
-        """Give it up: there is no device for it any more. On the broker's thread."""
+        """Report the process as lost: there is no device for it any more. Called on the broker's thread."""
         self.lost(f"it was suspended and cannot come back: {first_line(error)}")
 
 

@@ -296,7 +296,7 @@ class BudgetBook:
                 self._probes.setdefault(key, []).append(learns)
 
     def begin_end(self, keys: Iterable[HistoryKey]) -> None:
-        """Have tasks of some histories wait for the run of a probe that has ended, until `end`."""
+        """Make tasks of some histories wait until `end`, while the run of a probe that has ended is kept."""
         self._gate.begin_end(keys)
 
     def end(self, keys: Iterable[HistoryKey]) -> None:

@@ -131,7 +131,7 @@ def move_in(
 
 
 def _unlock(calls: DriverCalls, pid: int, why: str) -> None:
-    """Let a locked process go on; one that is not locked does so already.
+    """Unlock a process, so that its CUDA calls go on; one that is not locked is left as it is.
 
     Args:
         calls: Of the driver.

@@ -52,7 +52,7 @@ def measure(node_id: str, size: int) -> list[tuple[float, float, float, float]]:
 
     from prefect_gpu.cluster.membership import RayStore
     from prefect_gpu.cluster.wire import receive_result, send_result
-    from prefect_gpu.processes.transport import ReceivedValue
+    from prefect_gpu.values.transport import ReceivedValue
 
     @ray.remote(num_cpus=0)
     class Agent:

@@ -99,7 +99,7 @@ class ResultError(PrefectGPUError):
         if self.what == "return value":
             text += "; return plain data, or write it to a file inside the task and return the path"
         elif self.what in ("argument", "function"):
-            text += "; make it inside the task, or pass what it is made from"
+            text += "; make it inside the task, or in a module that the script imports"
         return text
 
 
@@ -217,3 +217,12 @@ class ReportError(PrefectGPUError):
 
 class ProtocolError(PrefectGPUError):
     """A message between parent and child does not follow the protocol: a fault of this package."""
+
+
+def short_text(error: BaseException) -> str:
+    """Return the type and the text of an error, also of one whose text fails."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = f"{type(error).__name__}, whose text cannot be had"
+    return text if len(text) <= 500 else text[:500] + "…"

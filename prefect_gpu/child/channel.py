@@ -15,10 +15,11 @@ from typing import Any
 
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
-from prefect_gpu.processes import guardian, messages, transport
+from prefect_gpu.processes import guardian, messages
 from prefect_gpu.processes.guardian import TOKEN_VARIABLE
 from prefect_gpu.processes.messages import Answered, Asked, Message, ReleaseUnused
-from prefect_gpu.processes.transport import Frame, FrameReader, PackedValue, ReceivedValue
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import Frame, FrameReader, PackedValue, ReceivedValue
 
 
 class Channel:

@@ -8,6 +8,7 @@ to the parent.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import inspect
@@ -16,9 +17,9 @@ import sys
 import traceback
 from typing import Any
 
-from prefect_gpu import in_task
+from prefect_gpu import in_task, values
 from prefect_gpu.child import exit as process_exit
-from prefect_gpu.child import spawned, warm_up
+from prefect_gpu.child import warm_up
 from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
 from prefect_gpu.child.late_prefect import LatePrefect
 from prefect_gpu.child.readings import Readings
@@ -28,7 +29,6 @@ from prefect_gpu.errors import FrameworkError, ProtocolError
 from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.process_resources import read_own_bytes
-from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import UNSUITED_CODE
 from prefect_gpu.processes.messages import (
     Accepted,
@@ -40,6 +40,7 @@ from prefect_gpu.processes.messages import (
     Prepare,
     Warmed,
 )
+from prefect_gpu.values import registrations, spawned, stand_ins
 
 
 def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -> None:
@@ -115,9 +116,12 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
                 importlib.import_module(library)
             # The end leaves as it is what is not the user's: finalising it keeps the device's memory taken.
             gc.freeze()
+        stand_ins.set_source(functools.partial(_fetch, channel))
+        stand_ins.install(prepare.private_modules, prepare.users_modules)
+        spawned.install()
+        registrations.register_after_import(prepare.registered)
         # No name for the value: its memory is freed as soon as it is read.
         call = values.load_call(channel.receive_value())
-        spawned.install(call.function)
         with late_prefect.run(call, channel.send):
             sampler.start()
             # The bootstrap switched it off for the imports. The first pass visits every object that they
@@ -130,6 +134,7 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
                 result = run_body(call)
             except BaseException as error:
                 failed = error
+                registrations.add_note(error, call.function)
                 # At once: other processes take memory, and the body's frames are released.
                 shortage = find_shortage(error, names, readings)
                 raise
@@ -146,10 +151,28 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
             failed, shortage = error, find_shortage(error, names, readings)
         raised, text = True, _format_traceback(failed)
         data = values.dump_exception(failed, reducers)
+    # The flow's process answers no more once it has the value.
+    stand_ins.set_source(None)
     # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
     host_peak_bytes = read_own_bytes("VmHWM")
     ended = BodyEnded(raised, shortage, text, *sampler.last(), host_peak_bytes, recorder.metrics)
     channel.send_with_value(ended, data)
+
+
+def _fetch(channel: Channel, module: str, name: str) -> Any:
+    """Ask the flow's process for an attribute of one of its modules.
+
+    Raises:
+        AttributeError: It has none, or it cannot be sent.
+    """
+    try:
+        return channel.ask("attribute", module=module, name=name).load()
+    except AttributeError:
+        raise
+    except Exception as error:
+        raise AttributeError(
+            f"{module}.{name} cannot be had from the flow's process: {error}"
+        ) from error
 
 
 def run_body(call: Call) -> Any:

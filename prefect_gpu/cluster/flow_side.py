@@ -49,7 +49,6 @@ from prefect_gpu.processes.launch_spec import (
     Listener,
     ValueArrived,
 )
-from prefect_gpu.processes.transport import MemoryFile, PackedValue
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceKind,
@@ -60,6 +59,7 @@ from prefect_gpu.scheduling.model import (
 )
 from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
 from prefect_gpu.units import format_seconds
+from prefect_gpu.values.transport import MemoryFile, PackedValue
 
 logger = logging.getLogger(__name__)
 

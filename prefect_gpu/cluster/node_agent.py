@@ -82,11 +82,11 @@ from prefect_gpu.processes.messages import (
     ReleasedUnused,
 )
 from prefect_gpu.processes.standby_pool import standby_pool
-from prefect_gpu.processes.transport import AVAILABLE, MemoryFile, ReceivedValue, write_file
 from prefect_gpu.scheduling.model import DeviceSnapshot, Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.standbys import most_by_default
 from prefect_gpu.suspension.remote import COMMANDS
+from prefect_gpu.values.transport import AVAILABLE, MemoryFile, ReceivedValue, write_file
 
 logger = logging.getLogger(__name__)
 

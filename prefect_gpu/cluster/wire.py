@@ -20,7 +20,8 @@ from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.launch_spec import LaunchSpec
 from prefect_gpu.processes.standby_kind import Kind
-from prefect_gpu.processes.transport import (
+from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Request
+from prefect_gpu.values.transport import (
     VALUE,
     Frame,
     MemoryFile,
@@ -29,7 +30,6 @@ from prefect_gpu.processes.transport import (
     unpack,
     write_file,
 )
-from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Request
 
 #: Exit code of a process that was lost with its node or with its value: as if it was killed.
 LOST_CODE = -int(signal.SIGKILL)

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy, look_at
@@ -82,6 +82,14 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+#: Attributes that lead from a decorated function to the function below: of a Prefect task or flow, of
+#: `functools.wraps`, of static and class methods.
+_BELOW = ("fn", "__wrapped__", "__func__")
+
+#: Decorators above one function, at most.
+_MOST_DECORATORS = 8
+
+
 def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
     """Return the adapters of a child: those that tags name, else all; `none` names none."""
     if not policy.frameworks:
@@ -127,8 +135,8 @@ def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]
 def needed_modules(fn: Any) -> tuple[str, ...]:
     """Return what unpickling a function and calling it imports, by reading it: its own module first.
 
-    The function of a decorated task travels by value, since its module has the task under its name; so does a
-    function inside another one. Its own module is then imported only if the function refers to more of it.
+    A function inside another one travels by value. Its own module is then imported only if the function refers to more
+    of it.
 
     Args:
         fn: As for `detect_frameworks`.
@@ -147,12 +155,39 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
     return tuple(entry for entry in dict.fromkeys([own, *reached]) if entry)
 
 
+def find_in_namespace(module: str, name: str) -> Any:
+    """Return what a loaded module holds under a qualified name; `None`: nothing. Its `__getattr__` is not asked."""
+    first, *others = name.split(".")
+    found = (look_at(module, "__dict__") or {}).get(first)
+    for each in others:
+        found = inspect.getattr_static(found, each, None)
+    return found
+
+
+def find_steps(found: Any, wanted: Any, left: int = _MOST_DECORATORS) -> tuple[str, ...] | None:
+    """Return the attributes that lead from a decorated object to a function below; `None`: none do.
+
+    Args:
+        found: The object, which may be the function.
+        wanted: The function.
+        left: Decorators to look below, at most.
+    """
+    if found is wanted:
+        return ()
+    for step in _BELOW if left else ():
+        below = inspect.getattr_static(found, step, None)
+        if isinstance(below, MemberDescriptorType):
+            below = getattr(found, step, None)
+        if callable(below) and below is not found:
+            steps = find_steps(below, wanted, left - 1)
+            if steps is not None:
+                return step, *steps
+    return None
+
+
 def _is_in_its_module(fn: FunctionType) -> bool:
-    first, *others = fn.__qualname__.split(".")
-    found = look_at(_text(fn.__module__), first)
-    for name in others:
-        found = inspect.getattr_static(found, name, None)
-    return found is fn or getattr(found, "__func__", None) is fn
+    found = find_in_namespace(_text(fn.__module__), fn.__qualname__)
+    return found is not None and find_steps(found, fn) is not None
 
 
 def uses_prefect(fn: Any) -> bool:

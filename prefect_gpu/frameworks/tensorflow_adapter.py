@@ -174,6 +174,25 @@ def _started_tensorflow() -> Any:
     return imported("tensorflow", "config")
 
 
+def reduce_traced(value: Any) -> Any:
+    """Return a pickle reduction that makes a `tf.function` anew of its Python function, or `NotImplemented`.
+
+    What it has traced belongs to this process.
+    """
+    if type(value).__name__ != "Function" or not hasattr(value, "python_function"):
+        return NotImplemented
+    options = {
+        "input_signature": value.input_signature,
+        "jit_compile": getattr(value, "_jit_compile", None),
+        "reduce_retracing": getattr(value, "_reduce_retracing", False),
+    }
+    return _trace, (value.python_function, options)
+
+
+def _trace(function: Any, options: dict[str, Any]) -> Any:
+    return import_module("tensorflow").function(function, **options)
+
+
 def _reduce_keras(tf: Any, value: Any) -> Any:
     keras = imported("keras", "Variable", "Model", "backend")
     if keras is None or keras.backend.backend() != "tensorflow":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import math
 import os
 import re
@@ -39,7 +40,7 @@ ALL_MARGIN_BYTES = 64 * MIB
 LARGE_BLOCK_BYTES = 2 * MIB
 
 #: Bytes from which a storage in host memory travels as a buffer: a whole part of a value
-#: (`processes.transport.FILE_BYTES`). PyTorch pickles a smaller one itself, so that it can be resized.
+#: (`values.transport.FILE_BYTES`). PyTorch pickles a smaller one itself, so that it can be resized.
 LARGE_STORAGE_BYTES = 1 * MIB
 
 #: The first release that was seen to know the option `per_process_memory_fraction`. Older ones refuse
@@ -328,6 +329,47 @@ def reduce_large(value: Any) -> Any:
     if isinstance(value, storage.UntypedStorage) and _is_large(value):
         return reduce_storage(value)
     return NotImplemented
+
+
+def reduce_compiled(value: Any) -> Any:
+    """Return a pickle reduction that compiles a function anew of what it was compiled of, or `NotImplemented`.
+
+    For functions under `torch.compile` and `torch.jit.script`, and for scripted modules.
+    """
+    original = getattr(value, "_torchdynamo_orig_callable", None)
+    if original is not None:
+        variables = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        context, backend = (
+            variables[n].cell_contents if n in variables else None for n in ("self", "callback")
+        )
+        while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+            backend = inner
+        options = {
+            "backend": backend or "inductor",
+            "fullgraph": bool(getattr(context, "fullgraph", False)),
+            "dynamic": getattr(context, "_dynamic", None),
+        }
+        return _compile, (original, options)
+    if type(value).__name__.endswith("ScriptFunction"):
+        original = getattr(value, "_torchdynamo_inline", None)
+        return NotImplemented if original is None else (_script, (original,))
+    if type(value).__name__ == "RecursiveScriptModule":
+        buffer = io.BytesIO()
+        import_module("torch").jit.save(value, buffer)
+        return _load_scripted, (buffer.getvalue(),)
+    return NotImplemented
+
+
+def _compile(function: Any, options: dict[str, Any]) -> Any:
+    return import_module("torch").compile(function, **options)
+
+
+def _script(function: Any) -> Any:
+    return import_module("torch").jit.script(function)
+
+
+def _load_scripted(data: bytes) -> Any:
+    return import_module("torch").jit.load(io.BytesIO(data), map_location="cpu")
 
 
 def _is_large(storage: Any) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prefect_gpu.processes.messages import Prepare
-from prefect_gpu.processes.transport import PackedValue, ReceivedValue
 from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.values.transport import PackedValue, ReceivedValue
 
 
 @dataclass(frozen=True, slots=True)

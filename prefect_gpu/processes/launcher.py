@@ -28,7 +28,7 @@ from typing import Any
 
 from prefect_gpu.errors import CapacityError, ProtocolError
 from prefect_gpu.process_resources import PROCESS_RESOURCES, describe_process_limit, start_thread
-from prefect_gpu.processes import guardian, messages, transport
+from prefect_gpu.processes import guardian, messages
 from prefect_gpu.processes.guardian import Guardian, with_token
 from prefect_gpu.processes.interpreter import (
     Process,
@@ -56,7 +56,8 @@ from prefect_gpu.processes.messages import (
     Warmed,
 )
 from prefect_gpu.processes.output import ChildOutput, OutputForwarder, unwatch
-from prefect_gpu.processes.transport import Frame, FrameReader, MemoryFile
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import Frame, FrameReader, MemoryFile
 
 #: Seconds that a child may take to end once its value has arrived: enough for libraries to shut down
 #: (chosen, not measured), and an end for a thread that would never return.

@@ -49,12 +49,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prefect_gpu.errors import ProtocolError
+from prefect_gpu.errors import ProtocolError, short_text
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.measurements import Mark, StepFacts
-from prefect_gpu.processes.transport import MESSAGE, FrameBody, frame_header
+from prefect_gpu.values.transport import MESSAGE, FrameBody, frame_header
 
 
 class Message:
@@ -79,6 +79,12 @@ class Prepare(Message):
     #: Modules that the call needs and that are not the user's: imported before the call is read, if
     #: the process was started for it.
     libraries: tuple[str, ...] = ()
+    #: Modules of the flow's process that no fresh interpreter can import.
+    private_modules: tuple[str, ...] = ()
+    #: The user's other modules that the flow's process has loaded.
+    users_modules: tuple[str, ...] = ()
+    #: Functions and classes of such modules in the registry of Keras: module and qualified name by registered name.
+    registered: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,12 +298,3 @@ def decode(body: bytes | FrameBody) -> Message:
     if not isinstance(message, Message):
         raise ProtocolError(f"a process sent a {type(message).__name__}, which is no message")
     return message
-
-
-def short_text(error: BaseException) -> str:
-    """Return the type and the text of an error, also of one whose text fails."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:
-        text = f"{type(error).__name__}, whose text cannot be had"
-    return text if len(text) <= 500 else text[:500] + "…"

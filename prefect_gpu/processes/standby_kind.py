@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Iterable,
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from prefect_gpu import values
 from prefect_gpu.devices.shared_folder import Hold
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import (
@@ -30,7 +31,6 @@ from prefect_gpu.frameworks.adapter import (
     child_environment,
     late_changes,
 )
-from prefect_gpu.processes import values
 from prefect_gpu.processes.interpreter import environment_with
 from prefect_gpu.processes.launch_spec import WarmSpec
 from prefect_gpu.processes.launcher import Handle

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
 from prefect_gpu.broker.suspendable import SuspendableProcess
 from prefect_gpu.broker.ticket import BY_HAND, Measured
@@ -39,7 +40,6 @@ from prefect_gpu.in_task import Allocation
 from prefect_gpu.live.progress import RunningTask
 from prefect_gpu.live.table import device_label
 from prefect_gpu.process_resources import PROCESS_RESOURCES
-from prefect_gpu.processes import values
 from prefect_gpu.processes.crash_site import crashed_at
 from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launch_spec import (
@@ -62,7 +62,6 @@ from prefect_gpu.processes.messages import (
     Prepare,
 )
 from prefect_gpu.processes.standby_kind import OWN_MODULES
-from prefect_gpu.processes.transport import ReceivedValue
 from prefect_gpu.reports.events import ended_events, placed_event
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import BudgetSource, TaskReport
@@ -79,6 +78,8 @@ from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.suspension.remote import NEWS, RemoteSuspender
 from prefect_gpu.suspension.suspended import Stage, Suspender, Suspension, lost_tasks
 from prefect_gpu.units import format_bytes, format_seconds
+from prefect_gpu.values.registrations import find_registered
+from prefect_gpu.values.transport import ReceivedValue
 
 #: Seconds between two readings of a framework's counters in the child. The reading takes
 #: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
@@ -117,6 +118,26 @@ class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
 
     def __str__(self) -> str:
         return f"\n\nin the process of the GPU task:\n{self.text}"
+
+
+def attach_traceback(error: BaseException, text: str) -> None:
+    """Make a traceback in the child, as text, the first cause of an exception: it may have causes of its own."""
+    seen: set[int] = set()
+    while (before := error.__cause__ or error.__context__) is not None and id(error) not in seen:
+        seen.add(id(error))
+        error = before
+    error.__cause__ = ChildTraceback(text)
+
+
+def has_traceback(error: BaseException | None) -> bool:
+    """Return whether `attach_traceback` was called with an exception."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, ChildTraceback):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class Attempt:
@@ -429,6 +450,9 @@ class Attempt:
                 allocation,
                 COUNTERS_INTERVAL_S,
                 libraries=OWN_MODULES if self._plan.with_prefect else (),
+                private_modules=values.private_modules(),
+                users_modules=values.users_modules(),
+                registered=find_registered(),
             ),
             # Not before there is a device: the arguments of waiting tasks are not held twice.
             call=self._call.pack(),
@@ -547,6 +571,8 @@ class Attempt:
                     raise message.error
             elif isinstance(message, ChildExited):
                 raise reason or lost or self._take_death(message)
+            elif isinstance(message, Asked):
+                self._answer_for_modules(message)
             elif isinstance(message, LogEmitted):
                 self._run.forward_log(message.log)
             elif isinstance(message, EventEmitted):
@@ -587,8 +613,10 @@ class Attempt:
         """Return the value of the body, or raise its error."""
         try:
             value = values.loads(data, "exception" if ended.raised else "return value")
-        except Exception:
+        except Exception as problem:
             self._verdict = Verdict("failed")
+            if ended.traceback:
+                problem.__cause__ = ChildTraceback(ended.traceback)
             raise
         if not ended.raised:
             self._verdict = Verdict("completed")
@@ -603,7 +631,7 @@ class Attempt:
             self._verdict = Verdict("died", said)
             raise _death_by_exception(self._plan.task_name, error, ended.traceback, self._learned)
         if ended.traceback:
-            error.__cause__ = ChildTraceback(ended.traceback)
+            attach_traceback(error, ended.traceback)
         raise error
 
     # While there is one: other threads.
@@ -622,8 +650,9 @@ class Attempt:
                 self._broker.mark_running(self._ticket)
         elif isinstance(message, CountersRead):
             self._take_counters(message)
-        elif isinstance(message, Asked):
+        elif isinstance(message, Asked) and message.method != "attribute":
             self._answer(message)
+            return
         elif isinstance(message, BodyEnded):
             self._learned.add_end(message)
         elif isinstance(message, ValueArrived):
@@ -658,6 +687,14 @@ class Attempt:
     def _answer(self, question: Asked) -> None:
         try:
             answer = Answered(result=self._memory.answer(question.method, question.arguments))
+        except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
+            answer = Answered(error=error)
+        self._send(answer)
+
+    def _answer_for_modules(self, question: Asked) -> None:
+        """Answer what a module of this process has under a name, on the engine's thread: it may take long to pickle."""
+        try:
+            answer = Answered(result=values.attribute(**question.arguments))
         except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
             answer = Answered(error=error)
         self._send(answer)

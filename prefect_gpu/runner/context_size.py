@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, Ticket
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy, child_environment
@@ -28,7 +29,6 @@ from prefect_gpu.frameworks.context import (
 )
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.process_resources import PROCESS_RESOURCES
-from prefect_gpu.processes import values
 from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.processes.launch_spec import (
     ChildExited,

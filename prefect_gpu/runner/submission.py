@@ -40,15 +40,14 @@ from prefect_gpu.live.progress import RunningTask, WaitingTask
 from prefect_gpu.processes.launch_spec import Launcher
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_pool import Announcement
-from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.runner.attempt import (
     Attempt,
-    ChildTraceback,
     NeedLearned,
     ProbeEnded,
     first_line,
+    has_traceback,
 )
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import asked_first
@@ -79,6 +78,7 @@ from prefect_gpu.scheduling.ladder import (
 )
 from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.units import format_seconds
+from prefect_gpu.values import argument_files
 
 #: Seconds after which a task asks again for a device that its node has refused: readings come every 0.25 s.
 REFUSED_S = 0.25
@@ -434,7 +434,7 @@ def speaks_for_itself(error: Exception) -> bool:
     if isinstance(error, ProtocolError):
         # A fault of this package.
         return False
-    return isinstance(error, PrefectGPUError) or isinstance(error.__cause__, ChildTraceback)
+    return isinstance(error, PrefectGPUError) or has_traceback(error)
 
 
 class GPUTask:

@@ -17,6 +17,7 @@ from typing import Any
 
 from prefect import Task
 
+from prefect_gpu import values
 from prefect_gpu.devices.host import count_cores
 from prefect_gpu.errors import NO_ROOM, PrefectGPUError, ResultError
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
@@ -28,10 +29,7 @@ from prefect_gpu.frameworks.registry import (
 )
 from prefect_gpu.frameworks.torch_adapter import reduce_large
 from prefect_gpu.policy import GPUPolicy
-from prefect_gpu.processes import values
 from prefect_gpu.processes.messages import Call
-from prefect_gpu.processes.transport import PackedValue
-from prefect_gpu.processes.values import Share
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.runner.learn_by import describe_values, digest_values
 from prefect_gpu.runner.prefect_engine import (
@@ -44,6 +42,8 @@ from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
+from prefect_gpu.values import Share
+from prefect_gpu.values.transport import PackedValue
 
 #: Frameworks that take their whole cap when they start: TensorFlow knows a cap or growth, not both.
 TAKES_AT_ONCE = frozenset({"tensorflow"})
@@ -230,6 +230,9 @@ class TaskCall:
         Raises:
             ResultError: Something in it cannot be pickled; the error names the argument.
         """
+        bound = inspect.signature(self.plan.function).bind(*self.args, **self.kwargs).arguments
+        for name, value in bound.items():
+            values.refuse_shared(value, "argument", name)
         context, log_prints = self.run.context_for_child()
         context, parameters = without_flow_parameters(context)
         call = Call(

@@ -37,7 +37,7 @@ from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.devices.nvml import NvmlReader
 from prefect_gpu.devices.simulated import SimulatedReader
 from prefect_gpu.errors import DeviceError
-from prefect_gpu.processes import transport
+from prefect_gpu.values import transport
 from tests.chaos import bodies, plan
 
 #: Task runs that have not ended, at most.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from prefect_gpu.processes.transport import Frame, FrameReader
+from prefect_gpu.values.transport import Frame, FrameReader
 
 
 def feed(reader: FrameReader, data: bytes) -> list[Frame]:

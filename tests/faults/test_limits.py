@@ -10,9 +10,9 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
+from prefect_gpu import values
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import CapacityError
-from prefect_gpu.processes import values
 from prefect_gpu.processes.fork_server import ForkServer
 from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ValueArrived

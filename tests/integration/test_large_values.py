@@ -12,9 +12,8 @@ from prefect.cache_policies import NO_CACHE
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.errors import NO_ROOM, ResultError
-from prefect_gpu.processes import transport
-from prefect_gpu.processes.values import argument_files
 from prefect_gpu.runner.submission import is_hopeless
+from prefect_gpu.values import argument_files, transport
 from tests.integration import engine_api as api
 
 np = pytest.importorskip("numpy")

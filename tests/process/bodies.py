@@ -8,6 +8,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -68,7 +69,7 @@ def fail(kind: str) -> None:
 def locked_model() -> dict[str, Any]:
     class Model:
         def __init__(self) -> None:
-            self.lock = threading.Lock()
+            self.database = sqlite3.connect(":memory:")
 
     return {"score": 1.0, "model": Model()}
 
@@ -365,7 +366,9 @@ def fail_with(count: int) -> None:
 
 def die_sending(count: int, after_header: bool) -> None:
     """Die between the message that announces a value, or its frame's first bytes, and its end."""
-    from prefect_gpu.processes import messages, transport, values
+    from prefect_gpu import values
+    from prefect_gpu.processes import messages
+    from prefect_gpu.values import transport
 
     own = channel.current_channel()
     assert own is not None
@@ -379,7 +382,8 @@ def die_sending(count: int, after_header: bool) -> None:
 def send_wrong_table(count: int) -> None:
     from dataclasses import replace
 
-    from prefect_gpu.processes import messages, values
+    from prefect_gpu import values
+    from prefect_gpu.processes import messages
 
     own = channel.current_channel()
     assert own is not None
@@ -390,7 +394,7 @@ def send_wrong_table(count: int) -> None:
 
 def no_memory_for_files() -> Any:
     """Return an array where the system has no memory for its file."""
-    from prefect_gpu.processes import transport
+    from prefect_gpu.values import transport
 
     def refuse(*given: object) -> int:
         raise OSError(12, "Cannot allocate memory")

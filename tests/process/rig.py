@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 
+from prefect_gpu import values
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.in_task import Allocation
-from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,

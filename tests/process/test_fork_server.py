@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu import values
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PolicyError
-from prefect_gpu.processes import messages, transport, values
+from prefect_gpu.processes import messages
 from prefect_gpu.processes.fork_server import UNKNOWN_CODE, ForkServer, _pass_on, check_modules
 from prefect_gpu.processes.interpreter import SpawnRequest, import_paths
 from prefect_gpu.processes.messages import Call
+from prefect_gpu.values import transport
 from tests.process.rig import PREPARE
 
 MODULES = (

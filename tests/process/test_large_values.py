@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu import values
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import ProtocolError, ResultError
-from prefect_gpu.processes import transport, values
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,
@@ -27,7 +27,7 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
 )
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, Call
-from prefect_gpu.processes.values import ArgumentFiles
+from prefect_gpu.values import ArgumentFiles, transport
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, spec_of
 
@@ -316,8 +316,8 @@ _FORKED = """
 import contextlib, os, sys, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
 import numpy as np
-from prefect_gpu.processes import values
-from prefect_gpu.processes.values import argument_files
+from prefect_gpu import values
+from prefect_gpu.values import argument_files
 from tests.process import bodies
 from tests.process.rig import Heard, Rig, spec_of
 

@@ -183,7 +183,8 @@ def test_a_child_ends_if_its_parent_died_before_it_sent_the_call() -> None:
     import socket
 
     from prefect_gpu.child import bootstrap
-    from prefect_gpu.processes import messages, transport
+    from prefect_gpu.processes import messages
+    from prefect_gpu.values import transport
     from tests.process.rig import PREPARE
 
     ours, theirs = socket.socketpair()

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from prefect_gpu import values
 from prefect_gpu.child import channel as channels
 from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
 from prefect_gpu.errors import ProtocolError
-from prefect_gpu.processes import messages, transport, values
+from prefect_gpu.processes import messages
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted, ReleaseUnused
-from prefect_gpu.processes.transport import Frame, FrameReader, PackedValue
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import Frame, FrameReader, PackedValue
 from tests.fakes.frames import feed
 
 

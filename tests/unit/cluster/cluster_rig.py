@@ -8,13 +8,13 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from prefect_gpu import values
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.cluster.flow_side import Node, Nodes
 from prefect_gpu.cluster.wire import News, NodeFacts
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.in_task import Allocation
-from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import LaunchSpec
 from prefect_gpu.processes.messages import Call, Prepare
 from prefect_gpu.scheduling.model import (

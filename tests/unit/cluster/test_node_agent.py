@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Ledger
@@ -32,7 +33,6 @@ from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings
 from prefect_gpu.cluster.wire import Expect, NodeFacts, OpenFile, SharedResult, can_share
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import NodeRefusedError
-from prefect_gpu.processes import transport, values
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,
@@ -42,9 +42,10 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
 )
 from prefect_gpu.processes.messages import Answered, Asked, BodyStarted
-from prefect_gpu.processes.transport import write_file
 from prefect_gpu.scheduling.model import Device, Probe, Request
 from prefect_gpu.units import GIB
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import write_file
 from tests.unit.cluster.cluster_rig import FakeStore, Heard, place_on, spec_for
 from tests.unit.cluster.test_expected import KIND, POLICY, FakePool
 

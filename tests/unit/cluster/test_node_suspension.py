@@ -22,13 +22,13 @@ from prefect_gpu.cluster.flow_side import ClusterReader
 from prefect_gpu.devices.simulated import SimulatedMemory
 from prefect_gpu.errors import NodeRefusedError
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ChildStarted, ValueArrived
-from prefect_gpu.processes.transport import ReceivedValue
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.suspension import suspended
 from prefect_gpu.suspension.driver_calls import DriverCallError
 from prefect_gpu.suspension.remote import NEWS, RemoteSuspender
 from prefect_gpu.suspension.suspended import Stage, Suspension
 from prefect_gpu.units import GIB
+from prefect_gpu.values.transport import ReceivedValue
 from tests.unit.cluster.cluster_rig import spec_for
 from tests.unit.cluster.test_node_agent import FakeChild, Scene, wait_until
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu import values
 from prefect_gpu.cluster import flow_side
 from prefect_gpu.cluster.flow_side import ClusterReader, NodeMemory, Nodes, RemoteHandle
 from prefect_gpu.cluster.wire import (
@@ -22,7 +23,6 @@ from prefect_gpu.cluster.wire import (
     send_result,
 )
 from prefect_gpu.errors import ChildDiedError, DeviceError, NodeRefusedError
-from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,

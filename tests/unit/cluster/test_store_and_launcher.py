@@ -15,10 +15,10 @@ from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.cluster.flow_side import ClusterLauncher, ClusterStore, Node, Nodes
 from prefect_gpu.cluster.wire import Kill, Launch
 from prefect_gpu.errors import NodeRefusedError
-from prefect_gpu.processes import transport
 from prefect_gpu.processes.launch_spec import ChildRefused
 from prefect_gpu.scheduling.model import Device, ModelBudgets, Probe, Request, Reservation
 from prefect_gpu.units import GIB
+from prefect_gpu.values import transport
 from tests.unit.cluster.cluster_rig import (
     FakeStore,
     Heard,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu import values
 from prefect_gpu.cluster.wire import (
     STORED_BYTES,
     receive_call,
@@ -15,9 +16,9 @@ from prefect_gpu.cluster.wire import (
     send_call,
     send_result,
 )
-from prefect_gpu.processes import transport, values
 from prefect_gpu.processes.messages import Call
-from prefect_gpu.processes.transport import MemoryFile, PackedValue
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import MemoryFile, PackedValue
 from tests.unit.cluster.cluster_rig import FakeStore
 
 np = pytest.importorskip("numpy")

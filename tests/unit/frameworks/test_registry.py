@@ -121,8 +121,7 @@ def test_detection_imports_nothing_and_wakes_no_lazy_module():
 @pytest.mark.parametrize(
     ("fn", "uses"),
     [
-        (task_bodies.alone.fn, False),
-        (task_bodies.uses_another_module.fn, False),
+        (task_bodies.alone.fn, True),
         (kind_bodies.plain, False),
         (user_module("def f():\n from prefect import get_client").f, True),
         (task_bodies.logs.fn, True),
@@ -131,8 +130,7 @@ def test_detection_imports_nothing_and_wakes_no_lazy_module():
         (task_bodies.plain, True),
     ],
     ids=[
-        "not: a task that refers to nothing of its module",
-        "not: a task that refers to a module without Prefect",
+        "a task of an importable module, which is imported",
         "not: a function of a module without Prefect",
         "an import in the body",
         "a function of Prefect",

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_gpu import values
 from prefect_gpu.errors import PrefectGPUError, ProtocolError
 from prefect_gpu.frameworks.adapter import Counters
-from prefect_gpu.processes import messages, transport, values
+from prefect_gpu.processes import messages
 from prefect_gpu.processes.messages import (
     Answered,
     Asked,
@@ -27,7 +28,8 @@ from prefect_gpu.processes.messages import (
     ReleaseUnused,
     Warmed,
 )
-from prefect_gpu.processes.transport import Frame, FrameReader, frame_header
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import Frame, FrameReader, frame_header
 from tests.fakes.frames import feed
 
 MIB = 1 << 20

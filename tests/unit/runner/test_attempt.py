@@ -11,6 +11,7 @@ from uuid import UUID
 
 import pytest
 
+from prefect_gpu import values
 from prefect_gpu.broker import suspendable
 from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
@@ -24,7 +25,6 @@ from prefect_gpu.errors import (
 )
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.policy import GPUPolicy
-from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,
@@ -39,7 +39,6 @@ from prefect_gpu.processes.messages import (
     ReleasedUnused,
     ReleaseUnused,
 )
-from prefect_gpu.processes.values import argument_files
 from prefect_gpu.reports.events import LEAKED, PLACED, GPUEvent
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.attempt import Attempt
@@ -61,6 +60,7 @@ from prefect_gpu.suspension.remote import (
 )
 from prefect_gpu.suspension.suspended import Suspension, lost_tasks
 from prefect_gpu.units import GIB
+from prefect_gpu.values import argument_files
 
 PID = 77
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu import values
 from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy
 from prefect_gpu.frameworks.context import (
@@ -19,7 +20,6 @@ from prefect_gpu.frameworks.context import (
     fallback_context_bytes,
 )
 from prefect_gpu.frameworks.registry import ADAPTERS
-from prefect_gpu.processes import values
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.errors import ProtocolError
-from prefect_gpu.processes import transport
-from prefect_gpu.processes.transport import FrameReader, frame_header
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import FrameReader, frame_header
 from tests.fakes.frames import feed
 
 FRAMES = st.lists(

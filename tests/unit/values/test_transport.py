@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_gpu import values
 from prefect_gpu.errors import NO_ROOM, ProtocolError, ResultError
-from prefect_gpu.processes import transport, values
-from prefect_gpu.processes.transport import (
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import (
     FILE_BYTES,
     MOST_FILES,
     VALUE,

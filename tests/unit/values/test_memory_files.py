@@ -13,8 +13,8 @@ import sys
 import pytest
 
 from prefect_gpu.errors import ProtocolError
-from prefect_gpu.processes import transport
-from prefect_gpu.processes.transport import MemoryFile, lay_out, write_file
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import MemoryFile, lay_out, write_file
 
 pytestmark = pytest.mark.skipif(not transport.AVAILABLE, reason="no memory files on this system")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.processes import transport, values
-from prefect_gpu.processes.transport import MemoryFile, PackedValue, write_file
-from prefect_gpu.processes.values import ArgumentFiles, Share
+from prefect_gpu import values
+from prefect_gpu.values import ArgumentFiles, Share, transport
+from prefect_gpu.values.transport import MemoryFile, PackedValue, write_file
 
 np = pytest.importorskip("numpy")
 

@@ -1,0 +1,42 @@
+"""Users' values on their way between processes, and the bytes that they travel in.
+
+What travels by reference, by value, is made anew or refused is decided here; `docs/reference.md` has the table. A value
+is pickled in one process (`dumps`) and rebuilt in another (`loads`, `load_call`). Messages, processes and the order in
+which they exchange values are not here but in `processes` and `child`.
+"""
+
+from prefect_gpu.values.argument_files import ArgumentFiles, Share, argument_files
+from prefect_gpu.values.importable import (
+    is_importable,
+    private_modules,
+    travels_by_value,
+    users_modules,
+)
+from prefect_gpu.values.pickling import (
+    Apart,
+    attribute,
+    check,
+    dump_exception,
+    dumps,
+    load_call,
+    loads,
+    refuse_shared,
+)
+
+__all__ = [
+    "Apart",
+    "ArgumentFiles",
+    "Share",
+    "argument_files",
+    "attribute",
+    "check",
+    "dump_exception",
+    "dumps",
+    "is_importable",
+    "load_call",
+    "loads",
+    "private_modules",
+    "refuse_shared",
+    "travels_by_value",
+    "users_modules",
+]

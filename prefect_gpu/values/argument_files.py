@@ -1,0 +1,130 @@
+"""Large arguments that several GPU tasks take: written to a memory file once.
+
+Every call of a task has a `Share` from when it begins to wait for a device to its end. A file stays for as long as a share
+that used it is open. The files that were used last also stay while a call waits, since it may take the same argument:
+tasks that run one after another write it once. How values are pickled is in `pickling`, and how they travel in
+`transport`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.values import transport
+from prefect_gpu.values.transport import MemoryFile, PackedValue, WriteFile
+
+
+class ArgumentFiles:
+    """The memory files of one process's arguments. Safe to use from several threads.
+
+    Args:
+        write: Makes a file.
+    """
+
+    def __init__(self, write: WriteFile = transport.write_file) -> None:
+        self._write = write
+        self._lock = threading.Lock()
+        #: The calls that have not packed their arguments: each may need any file.
+        self._waiting: set[Share] = set()
+        #: The files of the call that used one last, as long as another one waits.
+        self._last: tuple[_Entry, ...] = ()
+        #: By address and length in bytes of what each file holds; kept alive by the calls that use it.
+        self._entries: weakref.WeakValueDictionary[tuple[tuple[int, int], ...], _Entry] = (
+            weakref.WeakValueDictionary()
+        )
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Share]:
+        """Begin a call, which ends with the `with` block."""
+        share = Share(self)
+        with self._lock:
+            self._waiting.add(share)
+        try:
+            yield share
+        finally:
+            self.take_packed(share)
+            share.entries.clear()
+
+    def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
+        """Return a file that holds `parts`: that of another share, or a new one.
+
+        The bytes of an existing file are compared first: the flow may have written to its array in
+        between.
+
+        Raises:
+            OSError: As in `write_file`.
+        """
+        addresses = [_address_of(part) for part in parts]
+        if None in addresses:
+            return self._write(parts)
+        key = tuple((at or 0, part.nbytes) for at, part in zip(addresses, parts, strict=True))
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry()
+            share.entries.add(entry)
+            dropped, self._last = self._last, tuple(share.entries)
+        # Gigabytes may go back to the system here: not under the lock.
+        del dropped
+        # Other calls with the same argument wait here until it is written, instead of writing it too.
+        with entry.lock:
+            if entry.file is None or not entry.file.holds(parts):
+                # The old one is closed once it has reached the calls that it was written for.
+                entry.file = None
+                entry.file = self._write(parts)
+            return entry.file
+
+    def take_packed(self, share: Share) -> None:
+        """Note that a call has packed its arguments, or ended without."""
+        with self._lock:
+            self._waiting.discard(share)
+            dropped = self._last
+            if not self._waiting:
+                self._last = ()
+        del dropped
+
+    def __len__(self) -> int:
+        """Return the number of files that are kept."""
+        return sum(entry.file is not None for entry in tuple(self._entries.values()))
+
+
+class _Entry:
+    """A file; the lock is held while it is written."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.file: MemoryFile | None = None
+
+
+class Share:
+    """The part of one call in the files."""
+
+    def __init__(self, files: ArgumentFiles) -> None:
+        self._files = files
+        #: What it uses, until the call ends.
+        self.entries: set[_Entry] = set()
+
+    def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
+        """Pack the call's arguments, as `transport.pack` does."""
+        try:
+            return transport.pack(stream, buffers, lambda parts: self._files.file_for(self, parts))
+        finally:
+            self._files.take_packed(self)
+
+
+def _address_of(view: memoryview) -> int | None:
+    """Return the address of flat memory; `None` where NumPy, which alone says it, is not in use."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    return int(numpy.frombuffer(view, dtype="u1").__array_interface__["data"][0])
+
+
+def argument_files() -> ArgumentFiles:
+    """Return the files of this Python process; a fork of it begins without any."""
+    return PROCESS_RESOURCES.get(ArgumentFiles, ArgumentFiles)

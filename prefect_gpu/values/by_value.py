@@ -1,0 +1,436 @@
+"""Functions and classes that travel by value, and how they are made where they arrive.
+
+A function or class of an importable module travels by reference, also where the module has it below a decorator such as
+Prefect's `@task`. Others travel by value. Where they arrive, the functions of one module share their global variables:
+those of the module itself where it can be imported, else of its stand-in (`stand_ins`). A function or class that the
+module has under its name there stays the one of that name, and a variable that exists keeps its value.
+
+What a task returns to its flow is a copy instead: its functions keep the values that their global variables have in the
+task's process.
+
+Cloudpickle takes functions and classes apart and puts them together; which of them, and in which namespace, is decided
+here. Objects that are made anew, such as locks, are in `made_anew`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import sys
+import types
+import typing
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any, TypeAlias
+
+import cloudpickle
+from cloudpickle import cloudpickle as internals
+
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import look_at
+from prefect_gpu.frameworks.registry import find_in_namespace
+from prefect_gpu.values import made_anew
+from prefect_gpu.values.importable import (
+    Reference,
+    find_reference,
+    is_importable,
+    resolve,
+    travels_by_value,
+)
+from prefect_gpu.values.stand_ins import namespace, stand_in
+
+#: The module and the qualified name of a function or class.
+Key: TypeAlias = tuple[str, str]
+
+#: What cloudpickle 3.1.3 and later write in place of the file name of code.
+_NO_FILE = "<dynamic-code>"
+
+#: Values that are equal in every copy.
+_CONSTANTS = (int, float, complex, str, bytes, bool, Enum)
+
+#: Types of values that are referred to, or travel by value, whole.
+_DEFINITIONS = (type, types.ModuleType, types.FunctionType)
+
+#: Types of values that stand in annotations.
+_IN_ANNOTATIONS = (type, types.ModuleType, types.GenericAlias, types.UnionType, typing.TypeVar)
+
+#: Functions and classes that have been given their state in this process.
+_finished: weakref.WeakSet[Any] = weakref.WeakSet()
+
+#: In a task's process: classes that came by value and exist in the flow's process.
+_from_flow: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def arrivals() -> Iterator[None]:
+    """Note that the classes which arrive by value in a `with` block exist in the flow's process."""
+    # The body may have received classes of other processes by now.
+    before = set(_finished)
+    yield
+    _from_flow.update(each for each in set(_finished) - before if isinstance(each, type))
+
+
+class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
+    """Pickles by reference what another interpreter can import, and by value what it cannot.
+
+    Args:
+        file: Has `write`.
+        to_flow: The value returns to the flow's process, which has the classes that came from there.
+        lacking: Names that the other process has not found in a module that it could import.
+        with_hints: Names in annotations travel with functions and classes.
+        options: Of `pickle.Pickler`.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        *,
+        to_flow: bool = False,
+        lacking: frozenset[Key] = frozenset(),
+        with_hints: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(file, **{"protocol": 5, **options})
+        self._to_flow = to_flow
+        self._lacking = lacking
+        self._with_hints = with_hints
+        self._named = made_anew.NamedObjects(to_flow)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how one object is pickled; `NotImplemented` leaves it to pickle."""
+        # By the type: `__class__` of a module that loads itself late would load it.
+        kind = type(obj)
+        if issubclass(kind, types.ModuleType):
+            return self._module(obj)
+        if issubclass(kind, type):
+            return self._class(obj)
+        if kind is types.FunctionType:
+            return self._function(obj)
+        if kind is types.CodeType:
+            make, parts = self.dispatch_table[types.CodeType](obj)
+            return make, tuple(
+                obj.co_filename if isinstance(part, str) and part == _NO_FILE else part
+                for part in parts
+            )
+        if kind is typing.TypeVar and travels_by_value(obj):
+            return internals._make_typevar, internals._decompose_typevar(obj)
+        return self._named.reduce(obj)
+
+    def _module(self, module: types.ModuleType) -> Any:
+        name = object.__getattribute__(module, "__dict__").get("__name__")
+        if isinstance(name, str) and sys.modules.get(name) is module:
+            if travels_by_value_of_module(name):
+                return _private_module, (name, _module_attributes(vars(module)))
+            # Cloudpickle would read its attributes.
+            return internals.subimport, (name,)
+        # Another module may have its name.
+        held = {k: v for k, v in vars(module).items() if k != "__builtins__"}
+        return internals.dynamic_subimport, (name, held)
+
+    def _class(self, obj: Any) -> Any:
+        if self._to_flow and obj in _from_flow:
+            # Cloudpickle gives each class that it sends by value an id, so that two copies become one class where they
+            # arrive: here, the flow's own.
+            return internals._lookup_class_or_track, (
+                internals._get_or_create_tracker_id(obj),
+                None,
+            )
+        reduction = super().reducer_override(obj)
+        if reduction is NotImplemented and (travels_by_value(obj) or self._is_lacking(obj)):
+            reduction = internals._dynamic_class_reduce(obj)
+        if reduction is NotImplemented or len(reduction) != 6:
+            return reduction
+        make, arguments, state, *_ = reduction
+        if make is internals._make_skeleton_class and vars(obj).get("__slots__"):
+            arguments, state = _with_slots(obj, arguments, state)
+        key = self._key(obj)
+        hints = self._hints(_annotations_of_class(obj), obj.__module__)
+        tracker_id = internals._get_or_create_tracker_id(obj)
+        return (
+            _make_class, (key, tracker_id, make, *arguments),
+            (hints, state), None, None, _set_class,
+        )  # fmt: skip
+
+    def _function(self, obj: types.FunctionType) -> Any:
+        lacking = self._is_lacking(obj)
+        if not lacking:
+            reference = find_reference(obj)
+            if reference is not None:
+                return _reduce_reference(reference)
+        reduction = made_anew.reduce_function(obj)
+        if reduction is not NotImplemented:
+            return reduction
+        _, arguments, (attributes, slots), *_ = self._dynamic_function_reduce(obj)
+        code, base, *others = arguments
+        variables = {**slots["__globals__"], **_used_by_classes(obj)}
+        patches = self._patches(obj, variables)
+        module = self._namespace_of(obj, variables)
+        if module is not None and is_importable(module) and not lacking:
+            # The module has its own, but for what was added to it.
+            variables = {n: v for n, v in variables.items() if _is_private(v)}
+        slots["__globals__"] = {n: self._by_reference(v) for n, v in variables.items()}
+        hints = self._hints(obj.__annotations__, obj.__module__, obj.__globals__)
+        key = self._key(obj)
+        return (
+            _make_function, (module, key, code, base, *others), (patches, hints, (attributes, slots)),
+            None, None, _set_function,
+        )  # fmt: skip
+
+    def _is_lacking(self, obj: Any) -> bool:
+        """Return whether the other process has not found a function or class, or the class that it is of."""
+        return (obj.__module__, obj.__qualname__.partition(".")[0]) in self._lacking
+
+    def _namespace_of(
+        self, function: types.FunctionType, variables: Mapping[str, Any]
+    ) -> str | None:
+        """Return the module whose global variables a function shall have; `None`: copies of its own."""
+        name = str(function.__globals__.get("__name__"))
+        if self._to_flow or look_at(name, "__dict__") is not function.__globals__:
+            return None
+        if is_importable(name) and not _has_state(function, variables):
+            # What it refers to is the same everywhere: the module need not be imported for it.
+            return None
+        return name
+
+    def _key(self, obj: Any) -> Key | None:
+        """Return under which name the other process keeps a function or class; `None`: under none."""
+        module, name = obj.__module__, obj.__qualname__
+        if self._to_flow or not isinstance(module, str) or "<" in name:
+            return None
+        return (module, name) if find_in_namespace(module, name) is obj else None
+
+    def _by_reference(self, value: Any) -> Any:
+        """Return a global variable; what cannot be pickled and an importable module has under a name, by reference."""
+        if self._to_flow or value is None or isinstance(value, (*_CONSTANTS, *_DEFINITIONS)):
+            return value
+        name = self._named.users_reference(value)
+        if name is None:
+            return value
+        try:
+            ByValuePickler(io.BytesIO(), with_hints=False).dump(value)
+        except Exception:  # whatever pickling it raises
+            return made_anew.Referenced(name)
+        return value
+
+    def _hints(
+        self,
+        annotations: Mapping[str, Any],
+        module: str,
+        variables: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the variables that annotations name as text."""
+        if not self._with_hints or self._to_flow:
+            return {}
+        held = variables if variables is not None else look_at(module, "__dict__") or {}
+        if is_importable(module):
+            return {}
+        found = {}
+        for name in dict.fromkeys(_names_in(annotations.values())):
+            value = held.get(name)
+            if isinstance(value, _IN_ANNOTATIONS) or type(value).__module__ == "typing":
+                found[name] = value
+        return found
+
+    def _patches(
+        self, function: types.FunctionType, variables: Mapping[str, Any]
+    ) -> list[tuple[types.ModuleType, str, Any]]:
+        """Return what a function uses of modules that it refers to and that a process which imports them lacks."""
+        if self._to_flow:
+            return []
+        found = []
+        names = [name for code in nested_code(function.__code__) for name in code.co_names]
+        for module in variables.values():
+            if not issubclass(type(module), types.ModuleType):
+                continue
+            held = object.__getattribute__(module, "__dict__")
+            private = travels_by_value_of_module(held.get("__name__", ""))
+            for name in dict.fromkeys(names):
+                value = held.get(name)
+                if isinstance(value, (type, types.FunctionType)) and (
+                    private or _is_private(value)
+                ):
+                    found.append((module, name, value))
+        return found
+
+
+def travels_by_value_of_module(name: str) -> bool:
+    """Return whether the top module of a module is private."""
+    return not is_importable(name.partition(".")[0])
+
+
+def _is_private(value: Any) -> bool:
+    """Return whether a function or class is the user's, and of a module that no fresh interpreter can import."""
+    return (
+        isinstance(value, (type, types.FunctionType))
+        and travels_by_value(value)
+        and registry.is_users(value.__module__)
+    )
+
+
+def _reduce_reference(reference: Reference) -> Any:
+    if reference.steps:
+        return resolve, (reference.module, reference.name, reference.steps)
+    return NotImplemented
+
+
+def _module_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
+    names = "__package__", "__path__", "__file__"
+    return {
+        name: list(v) if name == "__path__" else v for name in names if (v := variables.get(name))
+    }
+
+
+def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code and that of the functions inside."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_code(constant)
+
+
+def _with_slots(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
+    """Return the parts of a class that has slots: cloudpickle makes one whose objects have a `__dict__`."""
+    maker, name, bases, attributes, *others = arguments
+    attributes = {**attributes, "__slots__": vars(kind)["__slots__"]}
+    found, slots = state
+    found = {k: v for k, v in found.items() if not isinstance(v, types.MemberDescriptorType)}
+    return (maker, name, bases, attributes, *others), (found, slots)
+
+
+def _used_by_classes(function: types.FunctionType) -> dict[str, Any]:
+    """Return the global variables that the bodies of classes inside a function use: cloudpickle sees none of them."""
+    held = function.__globals__
+    bodies = (c for c in nested_code(function.__code__) if not c.co_flags & inspect.CO_OPTIMIZED)
+    return {name: held[name] for code in bodies for name in code.co_names if name in held}
+
+
+def _has_state(function: types.FunctionType, variables: Mapping[str, Any]) -> bool:
+    """Return whether a function of an importable module uses variables of that module that may change."""
+    module = function.__globals__.get("__name__")
+    if any(_stores_globals(code) for code in nested_code(function.__code__)):
+        return True
+    for value in variables.values():
+        if issubclass(type(value), types.ModuleType):
+            continue
+        if isinstance(value, (type, types.FunctionType)):
+            if value.__module__ == module:
+                return True
+            continue
+        if not isinstance(value, _CONSTANTS):
+            return True
+    return False
+
+
+@functools.cache
+def _stores_globals(code: types.CodeType) -> bool:
+    import dis
+
+    return any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for i in dis.get_instructions(code))
+
+
+def _annotations_of_class(kind: type) -> dict[str, Any]:
+    # Not those of its bases, and as text where they are text.
+    return inspect.get_annotations(kind)
+
+
+def _names_in(annotations: Iterable[Any]) -> Iterator[str]:
+    """Yield the names that annotations contain as text, also inside `Optional["Name"]`."""
+    # Not before: a child rarely needs it.
+    import ast
+
+    for each in annotations:
+        if isinstance(each, typing.ForwardRef):
+            each = each.__forward_arg__
+        if isinstance(each, str):
+            try:
+                tree = ast.parse(each.strip(), mode="eval")
+            except SyntaxError:
+                continue
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Name):
+                    yield node.id
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield from _names_in([node.value])
+        else:
+            yield from _names_in(getattr(each, "__args__", None) or ())
+
+
+# Where they arrive.
+
+
+def _private_module(name: str, attributes: Mapping[str, Any]) -> types.ModuleType:
+    namespace(name, attributes)
+    return sys.modules[name]
+
+
+def find(key: Key | None) -> Any:
+    """Return the function or class that this process has under a name; `None`: none. Nothing is asked for."""
+    if key is None:
+        return None
+    found = find_in_namespace(*key)
+    # Not what a class inherits under that name.
+    is_it = isinstance(found, (type, types.FunctionType)) and key == (
+        found.__module__,
+        found.__qualname__,
+    )
+    return found if is_it else None
+
+
+def keep(key: Key | None, value: Any) -> None:
+    """Keep a function or class under its name in its module, unless there is one."""
+    if key is not None and "." not in key[1]:
+        vars(stand_in(key[0])).setdefault(key[1], value)
+
+
+def _make_function(
+    module: str | None, key: Key | None, code: types.CodeType, base: dict[str, Any], *others: Any
+) -> types.FunctionType:
+    found = find(key)
+    if isinstance(found, types.FunctionType):
+        return found
+    if module is None:
+        return internals._make_function(code, base, *others)  # type: ignore[no-any-return]
+    name, defaults, closure = others
+    function = types.FunctionType(code, namespace(module, base), name, defaults, closure)
+    keep(key, function)
+    return function
+
+
+def _set_function(function: types.FunctionType, state: Any) -> None:
+    patches, hints, (attributes, slots) = state
+    for module, name, value in patches:
+        vars(module).setdefault(name, value)
+    exist = function.__globals__
+    missing = {k: v for k, v in {**hints, **slots["__globals__"]}.items() if k not in exist}
+    if function in _finished:
+        exist.update(missing)
+        return
+    _finished.add(function)
+    internals._function_setstate(function, (attributes, {**slots, "__globals__": missing}))
+
+
+def _make_class(
+    key: Key | None, tracker_id: str, make: Callable[..., type], *arguments: Any
+) -> type:
+    found = find(key)
+    if not isinstance(found, type):
+        # Making it again would call `__init_subclass__` of its base again.
+        found = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+    made = make(*arguments) if found is None else found
+    keep(key, made)
+    return made
+
+
+def _set_class(made: type, state: Any) -> None:
+    hints, parts = state
+    if hints:
+        variables = namespace(made.__module__, {})
+        for name, value in hints.items():
+            variables.setdefault(name, value)
+    # One that exists here keeps its attributes, and its methods their identity.
+    if made not in _finished:
+        _finished.add(made)
+        internals._class_setstate(made, parts)

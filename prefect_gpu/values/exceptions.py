@@ -1,0 +1,134 @@
+"""Exceptions on their way between processes: type, text, attributes, notes, cause and context arrive.
+
+The constructor of an exception's class is not called again: many take other arguments than they pass on. How an exception
+is packed, and what replaces one whose class cannot be had, is in `pickling`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+#: Returns why a value cannot be pickled; `None`: it can be.
+Problem = Callable[[Any], "str | None"]
+
+#: Characters of a value's `repr` that stand for an argument which cannot be sent.
+_LONGEST_REPR = 200
+
+
+def reduce_exception(error: BaseException, find_problem: Problem | None, own_way: bool) -> Any:
+    """Return a pickle reduction of an exception.
+
+    Args:
+        error: Any exception.
+        find_problem: Says what cannot be pickled: it is left out, and a note names it. `None`: all of it is sent.
+        own_way: A class with a `__reduce__` of its own is pickled by it.
+    """
+    kind = type(error)
+    arguments, attributes = error.args, dict(error.__dict__)
+    if own_way and not _is_of_python(kind):
+        reduced: Any = error.__reduce_ex__(5)
+        make, first, *rest = reduced
+        made: Any = (make, tuple(first))
+        attributes = {**attributes, **rest[0]} if rest and isinstance(rest[0], dict) else attributes
+    else:
+        # As Python's own class tells what it is made of: an `OSError` has more than its `args`.
+        of_python: Any = _base(kind).__reduce__(error)
+        _, initial, *rest = of_python
+        if find_problem is None:
+            made = _make, (kind, tuple(initial), arguments)
+        else:
+            shown = tuple(_shown(each, find_problem) for each in arguments)
+            made = _make, (kind, tuple(_shown(each, find_problem) for each in initial), shown)
+        attributes.update(
+            {k: v for k, v in (rest[0] if rest else {}).items() if k not in attributes}
+        )
+    attributes.update(_slots(error))
+    links: dict[str, Any] = {"cause": error.__cause__, "context": error.__context__}
+    if find_problem is not None:
+        attributes, links = _without_problems(attributes, links, find_problem)
+    links["suppress"] = error.__suppress_context__
+    return (*made, (attributes, links), None, None, _finish)
+
+
+def _base(kind: type[BaseException]) -> type[BaseException]:
+    """Return Python's own class that a class of exceptions derives from."""
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
+
+
+def _is_of_python(kind: type[BaseException]) -> bool:
+    """Return whether Python itself says how exceptions of a class are pickled."""
+    for name in ("__reduce_ex__", "__reduce__"):
+        owner = next(base for base in kind.__mro__ if name in vars(base))
+        if owner.__module__ != "builtins":
+            return False
+    return True
+
+
+def _slots(error: BaseException) -> dict[str, Any]:
+    found = {}
+    for kind in type(error).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(error, name):
+                found[name] = getattr(error, name)
+    return found
+
+
+def _shown(value: Any, find_problem: Problem) -> Any:
+    if find_problem(value) is None:
+        return value
+    try:
+        return repr(value)[:_LONGEST_REPR]
+    except Exception:
+        return f"a {type(value).__qualname__}"
+
+
+def _without_problems(
+    attributes: Mapping[str, Any], links: Mapping[str, Any], find_problem: Problem
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    kept, notes = {}, list(attributes.get("__notes__", ()))
+    for name, value in attributes.items():
+        problem = find_problem(value)
+        if problem is None:
+            kept[name] = value
+        else:
+            notes.append(f"Attribute {name!r} was left out on the way from the GPU task: {problem}")
+    sent = {}
+    for name, value in links.items():
+        problem = None if value is None else find_problem(value)
+        sent[name] = value if problem is None else None
+        if problem is not None:
+            notes.append(
+                f"The {name} of this error was left out on the way from the GPU task: {problem}"
+            )
+    if notes:
+        kept["__notes__"] = notes
+    return kept, sent
+
+
+def _make(
+    kind: type[BaseException], initial: tuple[Any, ...], arguments: tuple[Any, ...]
+) -> BaseException:
+    try:
+        made = kind.__new__(kind, *initial)
+    except TypeError:
+        # Its own `__new__` takes other arguments.
+        made = _base(kind).__new__(kind, *initial)
+    base = _base(kind)
+    if base.__init__ is not BaseException.__init__:
+        with contextlib.suppress(Exception):
+            base.__init__(made, *initial)
+    made.args = arguments
+    return made
+
+
+def _finish(error: BaseException, state: Any) -> None:
+    attributes, links = state
+    for name, value in attributes.items():
+        # A property without a setter follows from the others.
+        with contextlib.suppress(AttributeError, TypeError):
+            setattr(error, name, value)
+    error.__cause__, error.__context__ = links["cause"], links["context"]
+    error.__suppress_context__ = links["suppress"]

@@ -1,0 +1,393 @@
+"""Objects that Python cannot pickle, or that must stay one object, and how the other process gets them.
+
+Locks, caches, context variables and the like have no state worth keeping, or one that is what they wrap: the other
+process makes them anew. An object without state that a module has under a name, such as `dataclasses.MISSING`, is
+compared by `is`: it stays the object of that name. Objects that belong to one process (threads, running programs, open
+files) are refused.
+
+Functions and classes are in `by_value`; objects of frameworks in the adapters.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copyreg
+import functools
+import importlib
+import io
+import sys
+import threading
+import types
+import typing
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from prefect_gpu.frameworks import registry
+from prefect_gpu.frameworks.adapter import look_at
+from prefect_gpu.frameworks.registry import find_in_namespace
+from prefect_gpu.frameworks.tensorflow_adapter import reduce_traced
+from prefect_gpu.frameworks.torch_adapter import reduce_compiled
+from prefect_gpu.values.importable import (
+    find_reference,
+    is_importable,
+    resolve,
+    travels_by_value,
+    users_modules,
+)
+from prefect_gpu.values.stand_ins import stand_in
+
+#: What makes an object anew: a callable and its arguments, as in a pickle reduction.
+Made = tuple[Any, ...]
+
+_LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
+
+#: Objects with which the threads of one process wait for each other.
+SYNCHRONISATION: tuple[type, ...] = (
+    _LOCK,
+    _RLOCK,
+    threading.Event,
+    threading.Condition,
+    threading.Semaphore,
+    threading.Barrier,
+)
+
+
+# By type: how an object is made anew.
+
+
+def _event(event: threading.Event) -> Made:
+    return _make_event, (event.is_set(),)
+
+
+def _make_event(is_set: bool) -> threading.Event:
+    event = threading.Event()
+    if is_set:
+        event.set()
+    return event
+
+
+def _context_variable(variable: contextvars.ContextVar[Any]) -> Made:
+    nothing: Any = _Nothing
+    # Only an empty context tells the default.
+    try:
+        default = contextvars.Context().run(variable.get)
+    except LookupError:
+        default = nothing
+    value = variable.get(nothing)
+    return _make_context_variable, (variable.name, default, nothing if value is default else value)
+
+
+def _make_context_variable(name: str, default: Any, value: Any) -> contextvars.ContextVar[Any]:
+    made: contextvars.ContextVar[Any]
+    if default is _Nothing:
+        made = contextvars.ContextVar(name)
+    else:
+        made = contextvars.ContextVar(name, default=default)
+    if value is not _Nothing:
+        made.set(value)
+    return made
+
+
+class _Nothing:
+    """Stands for no value. A class, so that it is the same in both processes."""
+
+
+def _cached_function(function: Any) -> Made:
+    parameters = function.cache_parameters()
+    return _make_cached, (function.__wrapped__, parameters["maxsize"], parameters["typed"])
+
+
+def _make_cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def _cached_property(found: functools.cached_property[Any]) -> Made:
+    return _make_cached_property, (found.func, found.attrname)
+
+
+def _make_cached_property(
+    function: Callable[[Any], Any], name: str | None
+) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _make_reference(target: Any) -> weakref.ref[Any]:
+    # Without a target: it has ended.
+    return weakref.ref(_Ended() if target is None else target)
+
+
+class _Ended:
+    """Is gone as soon as it is made."""
+
+
+def _new_type(found: Any) -> Made:
+    return _make_new_type, (found.__name__, found.__supertype__, found.__module__)
+
+
+def _make_new_type(name: str, of: Any, module: str) -> Any:
+    make: Any = typing.NewType
+    made = make(name, of)
+    made.__module__ = module
+    return made
+
+
+def _file(file: io.TextIOWrapper) -> Made:
+    for name in ("stdout", "stderr", "stdin"):
+        if getattr(sys, name) is file:
+            return getattr, (sys, name)
+    raise TypeError("an open file belongs to the process that opened it; pass its path")
+
+
+_ANEW: dict[type, Callable[[Any], Made]] = {
+    _LOCK: lambda _: (threading.Lock, ()),
+    _RLOCK: lambda _: (threading.RLock, ()),
+    threading.Event: _event,
+    threading.Condition: lambda found: (threading.Condition, (found._lock,)),
+    threading.Semaphore: lambda found: (threading.Semaphore, (found._value,)),
+    threading.BoundedSemaphore: lambda found: (threading.BoundedSemaphore, (found._initial_value,)),
+    threading.Barrier: lambda found: (
+        threading.Barrier,
+        (found.parties, found._action, found._timeout),
+    ),
+    threading.local: lambda _: (threading.local, ()),
+    contextvars.ContextVar: _context_variable,
+    type(functools.lru_cache(_make_event)): _cached_function,
+    functools.cached_property: _cached_property,
+    weakref.WeakValueDictionary: lambda found: (weakref.WeakValueDictionary, (dict(found),)),
+    weakref.WeakKeyDictionary: lambda found: (weakref.WeakKeyDictionary, (dict(found),)),
+    weakref.ref: lambda found: (_make_reference, (found(),)),
+    io.TextIOWrapper: _file,
+}
+
+#: Types whose objects pickle names by their module: made anew where that is private.
+_NAMED_TYPES: dict[type, Callable[[Any], Made]] = {
+    typing.NewType: _new_type,
+    typing.ParamSpec: lambda found: (typing.ParamSpec, (found.__name__,)),
+}
+
+#: Objects of these types, by name, belong to one process, although each could be copied with its locks made anew.
+_REFUSED = {
+    "threading.Thread": "a thread runs in one process",
+    "concurrent.futures._base.Future": "what it waits for happens in one process; pass its result",
+    "concurrent.futures._base.Executor": "its threads or processes belong to one process",
+    "queue.Queue": "a copy would get nothing of what is put into it; use multiprocessing.Manager().Queue()",
+    "subprocess.Popen": "only the process that started a program waits for it; pass its pid",
+}
+
+
+#: By package: how its compiled functions and models are made anew.
+_FRAMEWORKS: dict[str, Callable[[Any], Any]] = {
+    "torch": reduce_compiled,
+    "tensorflow": reduce_traced,
+}
+
+#: How the names of their types end.
+_COMPILED = ("ScriptFunction", "RecursiveScriptModule", "Function")
+
+
+class Referenced:
+    """Stands in a pickle for an object that the other process imports."""
+
+    def __init__(self, name: tuple[str, str]) -> None:
+        self._name = name
+
+    def __reduce__(self) -> Any:
+        return resolve, self._name
+
+
+def _parser(suppress: str, obj: Any) -> Any:
+    """Reduce a part of an `argparse` parser: the text `SUPPRESS` is compared by `is`."""
+    name = Referenced(("argparse", "SUPPRESS"))
+    state = {key: name if value is suppress else value for key, value in vars(obj).items()}
+    return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]
+
+
+def _refuse(reason: str, obj: Any) -> NoReturn:
+    raise TypeError(reason)
+
+
+class NamedObjects:
+    """The objects of one pickle that stay one object, or are made anew."""
+
+    def __init__(self, to_flow: bool) -> None:
+        self._to_flow = to_flow
+        #: By type: how its objects are reduced; `None`: as pickle does it.
+        self._rules: dict[type, Callable[[Any], Any] | None] = {}
+        #: By id: the module and the name of objects that modules have under a name.
+        self._names: dict[int, tuple[str, str]] | None = None
+        self._users: dict[int, tuple[str, str]] | None = None
+
+    def reduce(self, obj: Any) -> Any:
+        """Return a pickle reduction of an object that is no function, class or module, or `NotImplemented`."""
+        kind = type(obj)
+        try:
+            rule = self._rules[kind]
+        except KeyError:
+            rule = self._rules[kind] = self._rule(kind)
+        return NotImplemented if rule is None else rule(obj)
+
+    def _rule(self, kind: type) -> Callable[[Any], Any] | None:
+        if kind in _ANEW:
+            return functools.partial(self._anew, _ANEW[kind])
+        if kind in _NAMED_TYPES:
+            return functools.partial(self._private, _NAMED_TYPES[kind])
+        if kind is object:
+            return functools.partial(self._anew, lambda _: (object, ()))
+        for base in kind.__mro__:
+            reason = _REFUSED.get(f"{base.__module__}.{base.__qualname__}")
+            if reason is not None:
+                return functools.partial(_refuse, reason)
+        if kind.__module__ == "argparse" and hasattr(kind, "_get_kwargs"):
+            return functools.partial(_parser, importlib.import_module("argparse").SUPPRESS)
+        if kind.__module__.partition(".")[0] in _FRAMEWORKS and kind.__name__.endswith(_COMPILED):
+            return _FRAMEWORKS[kind.__module__.partition(".")[0]]
+        if not _is_plain(kind):
+            return None
+        index = {id(value): name for name, value in _held_near(kind)}
+        return functools.partial(self._singleton, kind, index) if index else None
+
+    def _anew(self, make: Callable[[Any], Made], obj: Any) -> Any:
+        name = None
+        if hasattr(obj, "__qualname__"):
+            reference = find_reference(obj)
+            if reference is not None:
+                return resolve, (reference.module, reference.name, reference.steps)
+        else:
+            name = self._name_of(obj)
+            if name is not None and is_importable(name[0]):
+                return resolve, name
+        return _make, (name, not self._to_flow, *make(obj))
+
+    def _private(self, make: Callable[[Any], Made], obj: Any) -> Any:
+        if not travels_by_value(obj):
+            return NotImplemented
+        name = (obj.__module__, obj.__name__)
+        held = find_in_namespace(*name) is obj
+        return _make, (name if held else None, not self._to_flow, *make(obj))
+
+    def _singleton(self, kind: type, index: Mapping[int, tuple[str, str]], obj: Any) -> Any:
+        name = index.get(id(obj))
+        if name is None or find_in_namespace(*name) is not obj:
+            return NotImplemented
+        has_state = bool(getattr(obj, "__dict__", None)) or bool(copyreg._slotnames(kind))  # type: ignore[attr-defined]
+        if is_importable(name[0]):
+            # What a library has under a name is the library's own, whatever its state.
+            return NotImplemented if has_state and registry.is_users(name[0]) else (resolve, name)
+        if has_state:
+            return NotImplemented
+        return _make, (name, not self._to_flow, object.__new__, (kind,))
+
+    def _name_of(self, obj: Any) -> tuple[str, str] | None:
+        """Return the name that a module has for an object that may be made anew; `None`: none has one."""
+        if self._names is None:
+            kinds = {*_ANEW, object}
+            self._names = {
+                id(value): name for name, value in _held(sys.modules) if type(value) in kinds
+            }
+        return self._names.get(id(obj))
+
+    def users_reference(self, obj: Any) -> tuple[str, str] | None:
+        """Return the name that an importable module of the user's has for an object; `None`: none has one."""
+        if self._users is None:
+            self._users = {id(value): name for name, value in _held(users_modules())}
+        return self._users.get(id(obj))
+
+
+def _is_plain(kind: type) -> bool:
+    """Return whether pickle takes an object of a type apart itself, into its attributes."""
+    as_python: Any = object
+    return (
+        kind.__reduce_ex__ is as_python.__reduce_ex__
+        and kind.__reduce__ is as_python.__reduce__
+        and kind not in copyreg.dispatch_table
+        and all(base is object or base.__module__ != "builtins" for base in kind.__mro__)
+    )
+
+
+def _held_near(kind: type) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield the objects of a type that its module, and the packages of that, have under a name."""
+    name = kind.__module__
+    while isinstance(name, str) and name:
+        yield from (each for each in _held([name]) if type(each[1]) is kind)
+        name = name.rpartition(".")[0]
+
+
+def _held(modules: Any) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield what modules have under a name, with the module and the name."""
+    for module in list(modules):
+        for name, value in list((look_at(module, "__dict__") or {}).items()):
+            yield (module, name), value
+
+
+def _make(
+    name: tuple[str, str] | None,
+    keeps: bool,
+    make: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    """Return the object that this process has under a name, else a new one.
+
+    Args:
+        name: A module, and the name in it; `None`: the object has no name.
+        keeps: The module has the new one under that name from now on.
+        make: Makes a new one.
+        arguments: Of `make`.
+    """
+    made = make(*arguments)
+    if name is None:
+        return made
+    found = find_in_namespace(*name)
+    if type(found) is type(made):
+        return found
+    if keeps:
+        vars(stand_in(name[0])).setdefault(name[1], made)
+    return made
+
+
+# Functions that wrap a function.
+
+#: The code of all functions that `functools.singledispatch` makes.
+_DISPATCH_CODE = functools.singledispatch(_make_event).__code__  # type: ignore[attr-defined]
+
+
+def reduce_function(function: types.FunctionType) -> Any:
+    """Return a reduction of a function that wraps another one and has more than Python can pickle, or `NotImplemented`.
+
+    It is made anew of what it wraps, with the same options as far as it tells them.
+    """
+    if function.__code__ is _DISPATCH_CODE:
+        # The functions may refer to this one.
+        return _new_dispatch, (), dict(function.registry), None, None, _set_dispatch  # type: ignore[attr-defined]
+    if _made_by(function, "torch"):
+        return reduce_compiled(function)
+    if _made_by(function, "pydantic"):
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        options: Any = getattr(cells["wrapper"].cell_contents, "__self__", None)
+        config = getattr(getattr(options, "config_wrapper", None), "config_dict", None)
+        validate_return = bool(getattr(options, "validate_return", False))
+        return _make_validated, (function.__wrapped__, config, validate_return)  # type: ignore[attr-defined]
+    return NotImplemented
+
+
+def _made_by(function: types.FunctionType, package: str) -> bool:
+    """Return whether a package's decorator made a function that has another one's name."""
+    made = function.__globals__.get("__name__", "")
+    return made.partition(".")[0] == package and hasattr(function, "__wrapped__")
+
+
+def _new_dispatch() -> Any:
+    return functools.singledispatch(lambda *_: None)
+
+
+def _set_dispatch(dispatch: Any, functions: Mapping[type, Callable[..., Any]]) -> None:
+    for kind, function in functions.items():
+        dispatch.register(kind, function)
+    functools.update_wrapper(dispatch, functions[object])
+
+
+def _make_validated(function: Callable[..., Any], config: Any, validate_return: bool) -> Any:
+    decorate = importlib.import_module("pydantic").validate_call
+    return decorate(config=config, validate_return=validate_return)(function)

@@ -1,0 +1,368 @@
+"""Pickling of users' values on their way between processes.
+
+What another process can import travels by reference, other functions and classes by value (`by_value`), locks and the
+like are made anew (`made_anew`), exceptions arrive whole (`exceptions`). Classes keep their identity, so `except MyError`
+and `isinstance` hold in the flow. Values on a device travel as host copies. Large buffers (NumPy's, pandas', storages of
+PyTorch) are left where they are, beside the stream (pickle protocol 5). What cannot be pickled is refused with its type
+and the path to it.
+
+How packed values travel is in `transport`; when they are sent is up to the launcher and the child.
+"""
+
+from __future__ import annotations
+
+import pickle
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefect_gpu.errors import NO_ROOM, REBUILT, ResultError, short_text
+from prefect_gpu.units import format_bytes
+from prefect_gpu.values import made_anew, transport
+from prefect_gpu.values.by_value import ByValuePickler, Key, arrivals
+from prefect_gpu.values.exceptions import reduce_exception
+from prefect_gpu.values.importable import find_in_module
+from prefect_gpu.values.transport import PackedValue, ReceivedValue
+
+#: A function that returns a pickle reduction for a value, or `NotImplemented`.
+Reducer = Callable[[Any], Any]
+
+#: Types whose objects no framework reduces.
+_NOT_REDUCED = (type, types.FunctionType, types.ModuleType)
+
+#: Packs a stream, in pieces, and the buffers beside it, as `transport.pack` does.
+Pack = Callable[[Sequence[memoryview], Sequence[memoryview]], PackedValue]
+
+#: Bytes from which a buffer is not copied into the stream. From this size on the pickler writes every
+#: object separately anyway (`FRAME_SIZE_TARGET`).
+_BESIDE_BYTES = 64 * 1024
+
+#: Length of the path to what cannot be pickled, at most.
+_LONGEST_PATH = 8
+
+#: Ways to pickle an exception, tried in this order.
+_WHOLE, _BY_PARTS, _TRIMMED = "whole", "by parts", "trimmed"
+
+#: What returns to the flow's process.
+_TO_FLOW = ("return value", "exception")
+
+
+class _Output:
+    """Receives a pickler's output: the pieces of its stream and the buffers beside it, uncopied."""
+
+    def __init__(self) -> None:
+        # Joined pieces would hold a large `bytes` twice, and more while they grow.
+        self.stream: list[memoryview] = []
+        self.buffers: list[memoryview] = []
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Take the next piece of the stream. The pickler passes large objects as they are."""
+        self.stream.append(memoryview(data))
+
+    def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take a buffer, unless it is small; `True`: it goes into the stream."""
+        view = buffer.raw()
+        if view.nbytes < _BESIDE_BYTES:
+            return True
+        self.buffers.append(view)
+        return False
+
+
+class ValuePickler(ByValuePickler):
+    """Pickles values of a task: functions and classes as `ByValuePickler`, device memory as host copies.
+
+    Args:
+        output: Takes the stream and the buffers.
+        reducers: Of the frameworks in use.
+        error_way: How exceptions are pickled.
+        options: Of `ByValuePickler`.
+    """
+
+    def __init__(
+        self,
+        output: _Output,
+        reducers: tuple[Reducer, ...] = (),
+        error_way: str = _WHOLE,
+        **options: Any,
+    ) -> None:
+        super().__init__(output, buffer_callback=output.take_buffer, **options)
+        self._reducers = reducers
+        self._error_way = error_way
+        self._options = options
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See `ByValuePickler.reducer_override`."""
+        kind = type(obj)
+        # By the type: `__class__` of a module that loads itself late would load it.
+        if not issubclass(kind, _NOT_REDUCED):
+            for reduce in self._reducers:
+                reduction = reduce(obj)
+                if reduction is not NotImplemented:
+                    return reduction
+            if issubclass(kind, BaseException):
+                find_problem = self._find_problem if self._error_way == _TRIMMED else None
+                return reduce_exception(obj, find_problem, self._error_way == _WHOLE)
+        return super().reducer_override(obj)
+
+    def _find_problem(self, value: Any) -> str | None:
+        try:
+            ValuePickler(_Output(), self._reducers, self._error_way, **self._options).dump(value)
+        except Exception as error:
+            return f"{_type_name(value)} cannot be pickled ({short_text(error)})"
+        return None
+
+
+def load_call(data: PackedValue | ReceivedValue) -> Any:
+    """Return the call that a child received.
+
+    Classes in it that the child cannot import exist in the flow's process: they go back by their id alone. Sent by
+    value, they would set every attribute of the flow's class anew: its class variables to the child's, its methods to
+    copies with other globals.
+
+    Raises:
+        ResultError: The child cannot import a function or an argument.
+    """
+    try:
+        with arrivals():
+            return _load(data)
+    except (ImportError, AttributeError, pickle.UnpicklingError) as error:
+        raise ResultError("call", "it", REBUILT, short_text(error)) from error
+
+
+def attribute(module: str, name: str) -> Apart:
+    """Return an attribute of a module of this process for a child that lacks it: by value, also where it can be imported.
+
+    Raises:
+        AttributeError: This process has no such module, or the module no such attribute.
+        ResultError: It cannot be pickled.
+    """
+    value = find_in_module(module, name)
+    if value is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return Apart.of(value, "function", f"{module}.{name}", lacking=frozenset({(module, name)}))
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A value inside another one that is unpickled only where it is asked for."""
+
+    stream: bytes
+    #: Beside the stream.
+    buffers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any, what: str, name: str, lacking: frozenset[Key] = frozenset()) -> Apart:
+        """Pickle a value.
+
+        Args:
+            value: Anything.
+            what: As in `dumps`.
+            name: As in `dumps`.
+            lacking: As in `ByValuePickler`.
+
+        Raises:
+            ResultError: As in `dumps`.
+        """
+        output = check(value, what, name, lacking=lacking)
+        return cls(b"".join(output.stream), tuple(map(pickle.PickleBuffer, output.buffers)))
+
+    def load(self) -> Any:
+        """Unpickle it. What it has of the parent's classes counts as if it had come with the call.
+
+        Raises:
+            Exception: It cannot be rebuilt here.
+        """
+        with arrivals():
+            return pickle.loads(self.stream, buffers=self.buffers)
+
+
+def dumps(
+    value: Any,
+    what: str,
+    name: str,
+    reducers: tuple[Reducer, ...] = (),
+    pack: Pack = transport.pack,
+) -> PackedValue:
+    """Pickle and pack a value for the other process.
+
+    Args:
+        value: Anything.
+        what: "return value", "exception", "argument" or "function", for the error.
+        name: How the error calls the value itself: "result".
+        reducers: Of the frameworks in use.
+        pack: Packs it.
+
+    Raises:
+        ResultError: A part of it cannot be pickled (the error names its type and the path to it), or
+            there is no memory for it.
+    """
+    refuse_shared(value, what, name)
+    output = check(value, what, name, reducers)
+    try:
+        return pack(output.stream, output.buffers)
+    except (OSError, MemoryError) as error:
+        size_bytes = sum(part.nbytes for part in (*output.stream, *output.buffers))
+        reason = f"{format_bytes(size_bytes)}: {short_text(error)}"
+        raise ResultError(what, name, NO_ROOM, reason) from error
+
+
+def refuse_shared(value: object, what: str, name: str) -> None:
+    """Refuse an argument or return value that is itself a lock or the like: a new one would guard nothing.
+
+    Args:
+        value: As in `dumps`.
+        what: As in `dumps`.
+        name: As in `dumps`.
+
+    Raises:
+        ResultError: It is one.
+    """
+    if isinstance(value, made_anew.SYNCHRONISATION):
+        kind = type(value).__name__.strip("_").capitalize()
+        reason = (
+            f"it works between the threads of one process; use multiprocessing.Manager().{kind}()"
+        )
+        raise ResultError(what, name, _type_name(value), reason)
+
+
+def check(
+    value: Any,
+    what: str,
+    name: str,
+    reducers: tuple[Reducer, ...] = (),
+    depth: int = _LONGEST_PATH,
+    error_way: str = _WHOLE,
+    lacking: frozenset[Key] = frozenset(),
+) -> _Output:
+    """Pickle a value without packing it.
+
+    Args:
+        value: As in `dumps`.
+        what: As in `dumps`.
+        name: As in `dumps`.
+        reducers: As in `dumps`.
+        depth: How far to look for what cannot be pickled.
+        error_way: How exceptions are pickled.
+        lacking: As in `ByValuePickler`.
+
+    Raises:
+        ResultError: As in `dumps`.
+    """
+    to_flow = what in _TO_FLOW
+    try:
+        # What annotations name is of use to few, and may be what cannot be pickled.
+        for with_hints in (True, False):
+            output = _Output()
+            try:
+                ValuePickler(
+                    output,
+                    reducers,
+                    error_way,
+                    to_flow=to_flow,
+                    lacking=lacking,
+                    with_hints=with_hints,
+                ).dump(value)
+                return output
+            except MemoryError:
+                raise
+            except Exception:
+                if to_flow or not with_hints:
+                    raise
+        raise AssertionError("the second try returns or raises")
+    except MemoryError as error:
+        raise ResultError(what, name, NO_ROOM, short_text(error)) from error
+    except Exception as error:
+        # The smallest part that cannot be pickled is named.
+        for suffix, part in _parts(value) if depth else ():
+            check(part, what, name + suffix, reducers, depth - 1, error_way)
+        raise ResultError(what, name, _type_name(value), short_text(error)) from error
+
+
+def loads(data: PackedValue | ReceivedValue, what: str) -> Any:
+    """Unpickle a value from the other process, in place: its buffers are those that were received.
+
+    Raises:
+        ResultError: It cannot be rebuilt here.
+    """
+    try:
+        return _load(data)
+    except Exception as error:
+        raise ResultError(what, "it", REBUILT, short_text(error)) from error
+
+
+def _load(data: PackedValue | ReceivedValue) -> Any:
+    if isinstance(data, PackedValue):
+        data = data.open()
+    return pickle.loads(data.stream, buffers=data.buffers)
+
+
+def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> PackedValue:
+    """Pickle an exception so that it can be unpickled in any case.
+
+    Returns:
+        The exception, packed. What cannot be pickled of its attributes is left out and named in a note. Where its class
+        cannot be pickled, or an exception of it cannot be shown, a `ResultError` that names its type and contains its text.
+    """
+    problem: Exception | None = None
+    for way in (_WHOLE, _BY_PARTS, _TRIMMED):
+        try:
+            output = check(error, "exception", "exception", reducers, error_way=way)
+            data = transport.pack(output.stream, output.buffers)
+            _check_exception(_load(data), error, exactly=way == _WHOLE)
+            return data
+        except Exception as failed:
+            problem = problem or failed
+    if not isinstance(problem, ResultError):
+        assert problem is not None
+        problem = ResultError("exception", "exception", _type_name(error), short_text(problem))
+    where = problem.where
+    if where != "exception":
+        where += f" of {_type_name(error)}"
+    reason = f"{problem.reason}; it said: {short_text(error)}"
+    return dumps(ResultError("exception", where, problem.type_name, reason), "exception", "it")
+
+
+def _check_exception(again: Any, error: BaseException, exactly: bool) -> None:
+    """Make sure that an exception has arrived, as Prefect uses it.
+
+    Raises:
+        Exception: It is another type, its text cannot be had, or is not the same.
+    """
+    if type(again) is not type(error):
+        raise TypeError(f"it comes back as a {_type_name(again)}")
+    try:
+        # Prefect reads the text of an error, and context managers of Python set its traceback.
+        text = str(again)
+        again.__traceback__ = again.__cause__ = None
+    except Exception as problem:
+        reason = f"{_type_name(error)} fails when it is used ({short_text(problem)})"
+        raise ResultError("exception", "exception", REBUILT, reason) from problem
+    if exactly and text != str(error):
+        raise ValueError("its text comes back changed")
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _shown(key: object) -> str:
+    try:
+        return repr(key)
+    except Exception:
+        return f"a {_type_name(key)}"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield f"[{_shown(key)}]", part
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, part in enumerate(value):
+            yield f"[{index}]", part
+    else:
+        if isinstance(value, BaseException):
+            for index, part in enumerate(value.args):
+                yield f".args[{index}]", part
+        for key, part in getattr(value, "__dict__", {}).items():
+            yield f".{key}", part

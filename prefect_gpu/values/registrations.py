@@ -1,0 +1,84 @@
+"""What the module-level code of a script has registered with a library: for Keras it travels, else an error has a note.
+
+Module-level code of a script does not run in a task's process. Keras finds the classes of a model by its registry, so the
+registry's private classes are registered there, too, once Keras is imported. Other registries have no place to read them
+from; an error that such a library raises gets a note that says what to do.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from prefect_gpu.frameworks.adapter import imported
+from prefect_gpu.frameworks.hooks import AfterImport
+from prefect_gpu.frameworks.registry import find_in_namespace
+from prefect_gpu.values.by_value import Key
+from prefect_gpu.values.importable import travels_by_value
+from prefect_gpu.values.stand_ins import stand_in
+
+#: Words of errors that libraries raise for what was not registered: Keras, `codecs`, OmegaConf, Transformers, PyTorch.
+_UNREGISTERED = re.compile(
+    r"regist|deserializ|unknown (encoding|error handler)|unsupported interpolation|unrecognized configuration"
+    r"|could not locate|_OpNamespace|add_safe_globals",
+    re.IGNORECASE,
+)
+
+#: What is said then.
+NOTE = (
+    "Module-level code of a script does not run in the process of a GPU task. If something is registered there, "
+    "register it in a module that the script imports, or in the task"
+)
+
+
+def find_registered() -> dict[str, Key]:
+    """Return the private functions and classes in Keras' registry, by the name that they are registered under."""
+    keras = imported("keras", "saving")
+    if keras is None:
+        return {}
+    found = {}
+    for name, value in dict(keras.saving.get_custom_objects()).items():
+        module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+        if isinstance(module, str) and travels_by_value(value):
+            if find_in_namespace(module, qualified) is value:
+                found[name] = (module, qualified)
+    return found
+
+
+def register_after_import(registered: Mapping[str, Key]) -> None:
+    """Register functions and classes of the flow's process with Keras, now or right after its first import."""
+    if registered:
+        AfterImport({"keras": lambda: _register(registered)}).install()
+
+
+def _register(registered: Mapping[str, Key]) -> None:
+    saving = import_module("keras").saving
+    known = saving.get_custom_objects()
+    for name, (module, qualified) in registered.items():
+        found: Any = stand_in(module)
+        for part in qualified.split("."):
+            # Asks the flow's process.
+            found = getattr(found, part, None)
+        if found is not None and name not in known:
+            package, _, short = name.rpartition(">")
+            saving.register_keras_serializable(package or "Custom", short)(found)
+
+
+def add_note(error: BaseException, function: Any) -> None:
+    """Add a note to an error that may come of a registration by a script's module-level code.
+
+    Args:
+        error: What the body of a task raised.
+        function: The body.
+    """
+    try:
+        fits = travels_by_value(function) and _UNREGISTERED.search(str(error)) is not None
+    except Exception:  # a text of the user's that cannot be had
+        return
+    if fits and sys.version_info >= (3, 11):
+        error.add_note(NOTE)
+    elif fits:
+        error.__notes__ = [*getattr(error, "__notes__", ()), NOTE]  # type: ignore[attr-defined]

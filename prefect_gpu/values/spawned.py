@@ -1,0 +1,119 @@
+"""What a body passes to processes that it starts with `multiprocessing`, and what they return.
+
+Such a process imports functions and classes by the names of their modules. It cannot import those of the user's
+`__main__`, of a notebook or of a script that was loaded by path, since none of these runs in it. Here they travel by
+value instead, as from the flow's process to the task's (`by_value`). That holds for all that uses the pickler of
+`multiprocessing`, with each start method: `Process`, `Pool`, `ProcessPoolExecutor`, `torch.multiprocessing.spawn` and the
+workers of a `DataLoader`.
+
+Where they arrive, it is as if their module was imported there: a function or class that a process has under a name
+stays the one of that name, and functions of one module share their global variables. A variable that exists keeps its
+value. So what the initializer of a `Pool` assigns, the functions see that it calls.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import multiprocessing.spawn
+import pickle
+import sys
+import threading
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from types import FunctionType
+from typing import Any
+
+from cloudpickle import cloudpickle as internals
+
+from prefect_gpu.errors import short_text
+from prefect_gpu.frameworks.registry import find_in_namespace
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.values.by_value import ByValuePickler, Key, find
+from prefect_gpu.values.importable import travels_by_value
+
+#: How functions and classes were sent, or have arrived.
+_sent: dict[Key, bytes] = {}
+
+_prepare = multiprocessing.spawn.get_preparation_data
+
+
+def install() -> None:
+    """Make the pickler of `multiprocessing`, in this process, send by value what others cannot import."""
+    PROCESS_RESOURCES.after_fork(ForkingPickler, _release_in_fork)
+    ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
+    multiprocessing.spawn.get_preparation_data = _without_main
+
+
+def _without_main(name: str) -> dict[str, Any]:
+    # The stand-in for `__main__` has the file of the script, which must not run again: it arrives by value.
+    return {k: v for k, v in _prepare(name).items() if not k.startswith("init_main")}
+
+
+def load(key: Key | None, data: bytes | None, problem: str = "") -> Any:
+    """Return the class or function that another process sent.
+
+    Args:
+        key: `None`: it has no name of its own.
+        data: What `ByValuePickler` wrote; `None`: it cannot be sent by value.
+        problem: Why.
+
+    Raises:
+        pickle.UnpicklingError: It cannot be sent by value, and this process does not have it.
+    """
+    # What this process sends back may be such a class, too.
+    install()
+    found = find(key)
+    if found is not None:
+        return found
+    if data is None:
+        raise pickle.UnpicklingError(f"{'.'.join(key or ())} cannot be sent by value: {problem}")
+    value = pickle.loads(data)
+    if key is not None:
+        _sent.setdefault(key, data)
+    return value
+
+
+def _release_in_fork(owner: type) -> None:
+    # Another thread may have held it, which does not exist in the fork.
+    internals._DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
+
+
+def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
+    if not isinstance(obj, (type, FunctionType)) or not travels_by_value(obj):
+        return NotImplemented
+    key = _key(obj)
+    # A process that starts gets global variables as they are now. One that runs has them.
+    data = None if key is None or get_spawning_popen() is not None else _sent.get(key)
+    if data is None:
+        file = io.BytesIO()
+        try:
+            ByValuePickler(file).dump(obj)
+        except Exception as error:
+            if key is None:
+                raise
+            if find_in_namespace(*key) is obj and key[0] in sys.modules and key[0] != "__main__":
+                # A library's own: its module can be imported, though no finder knows it.
+                return NotImplemented
+            if not _is_forked():
+                raise
+            # A process that was forked has it.
+            return load, (key, None, short_text(error))
+        data = file.getvalue()
+        if key is not None:
+            _sent[key] = data
+    return load, (key, data)
+
+
+def _key(obj: Any) -> Key | None:
+    """Return the key of a function or class; `None`: its module does not have it under its name."""
+    key = obj.__module__, obj.__qualname__
+    return key if find(key) is obj else None
+
+
+def _is_forked() -> bool:
+    """Return whether this process may be, or have, a fork of `multiprocessing`'s: the two know the same."""
+    if multiprocessing.parent_process() is not None:
+        return True
+    started = (getattr(each, "_popen", None) for each in multiprocessing.active_children())
+    return any(getattr(each, "method", "") == "fork" for each in started)

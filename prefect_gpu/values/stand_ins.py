@@ -1,0 +1,178 @@
+"""Modules of the flow's process that this process cannot import: `__main__`, and modules that were loaded by path.
+
+In a process that received functions or classes by value, a stand-in has the name of their module and holds what has
+arrived, so that `pickle`, `typing.get_type_hints` and `import __main__` find it there. A name that a stand-in lacks is
+asked of the flow's process, once, and arrives by value. Module-level code of the script does not run here.
+
+How a name is asked for is set by the task's process (`set_source`). How functions and classes are made is in `by_value`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from prefect_gpu.frameworks.hooks import AfterImport
+from prefect_gpu.process_resources import PROCESS_RESOURCES
+
+#: Returns the attribute of a module of the flow's process.
+Source = Callable[[str, str], Any]
+
+
+class _Asking:
+    """How this process asks for names. A stand-in is read by any thread."""
+
+    def __init__(self) -> None:
+        self.source: Source | None = None
+        self.lock = threading.RLock()
+        PROCESS_RESOURCES.after_fork(self, _Asking._renew)
+
+    def _renew(self) -> None:
+        # Another thread may have held it, which does not exist in the fork. A fork has no channel to ask by.
+        self.lock, self.source = threading.RLock(), None
+
+
+_asking = _Asking()
+
+
+def set_source(source: Source | None) -> None:
+    """Set how names are asked of the flow's process; `None`: they no longer are.
+
+    Args:
+        source: Called with the name of a module and of its attribute; raises `AttributeError` if there is none.
+    """
+    _asking.source = source
+
+
+class StandIn(ModuleType):
+    """Stands for a module of the flow's process."""
+
+    #: Tells `importable` that no interpreter can import it.
+    stands_in = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        # Not among the attributes that functions see as their global variables.
+        _asked[name] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            # Libraries look for these in each module; their absence is an answer.
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        with _asking.lock:
+            held = vars(self)
+            if name not in held:
+                value = fetch(self.__name__, name)
+                held.setdefault(name, value)
+            return held[name]
+
+
+#: By module: the names that were asked for. One that is asked for again was not found, or needs itself.
+_asked: dict[str, set[str]] = {}
+
+
+def fetch(module: str, name: str) -> Any:
+    """Return an attribute of a module of the flow's process, by value. Each is asked for once.
+
+    Raises:
+        AttributeError: There is none, it cannot be sent, or this process cannot ask.
+    """
+    with _asking.lock:
+        asked = _asked.setdefault(module, set())
+        source = _asking.source
+        if source is None or name in asked:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        asked.add(name)
+        return source(module, name)
+
+
+def stand_in(name: str) -> ModuleType:
+    """Return the module of a name for functions that travel by value, made if there is none.
+
+    A module that this process can import is imported.
+    """
+    found = sys.modules.get(name)
+    if isinstance(found, StandIn):
+        return found
+    if name != "__main__":
+        if found is not None:
+            return found
+        try:
+            __import__(name)
+            return sys.modules[name]
+        except ImportError:
+            pass
+    made = sys.modules[name] = StandIn(name)
+    vars(made)["__builtins__"] = __builtins__
+    return made
+
+
+def namespace(name: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the global variables of functions of a module that travel by value.
+
+    Args:
+        name: Of the module.
+        attributes: `__file__`, `__package__` and the like, which a stand-in does not have yet.
+    """
+    module = stand_in(name)
+    held = vars(module)
+    if isinstance(module, StandIn):
+        held.update({k: v for k, v in attributes.items() if held.get(k) is None})
+    return held
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the private modules of the flow's process, after all other finders."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec that makes a stand-in."""
+        if fullname not in self._names or _asking.source is None:
+            return None
+        is_package = any(name.startswith(fullname + ".") for name in self._names)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return the stand-in."""
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the module's code has run in the flow's process."""
+
+
+def install(private: Iterable[str], users: Iterable[str]) -> None:
+    """Give this process a `__main__` that stands for that of the flow, and make modules ask for what they lack.
+
+    Args:
+        private: Names of the modules that the flow's process has and no fresh interpreter can import.
+        users: Names of the user's other modules there: a script may have added to them.
+    """
+    stand_in("__main__")
+    names = frozenset(private)
+    if names:
+        sys.meta_path.append(_Finder(names))
+    AfterImport({name: functools.partial(_ask_for_missing, name) for name in users}).install()
+
+
+def _ask_for_missing(name: str) -> None:
+    module = sys.modules[name]
+
+    def ask(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        value = fetch(name, attribute)
+        vars(module).setdefault(attribute, value)
+        return vars(module)[attribute]
+
+    # A module that has one knows its names better.
+    vars(module).setdefault("__getattr__", ask)

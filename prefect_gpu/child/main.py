@@ -60,6 +60,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
             except (OSError, ImportError):
                 # Its folder is gone, or its modules have changed: a fresh process runs the task.
                 os._exit(UNSUITED_CODE)
+        prepare.interpreter.apply()
         # Not before: a module that asks the parent a question at its import would wait for ever.
         set_current_channel(channel)
         in_task.set_current_allocation(prepare.allocation)
@@ -124,6 +125,7 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
             # made (0.1 s with PyTorch): not in the body's time.
             gc.collect(0)
             gc.enable()
+            prepare.interpreter.apply_before_body()
             channel.send(BodyStarted())
             recorder.begin()
             try:

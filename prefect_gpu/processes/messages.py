@@ -54,6 +54,7 @@ from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.measurements import Mark, StepFacts
+from prefect_gpu.processes.interpreter import InterpreterState
 from prefect_gpu.processes.transport import MESSAGE, FrameBody, frame_header
 
 
@@ -79,6 +80,8 @@ class Prepare(Message):
     #: Modules that the call needs and that are not the user's: imported before the call is read, if
     #: the process was started for it.
     libraries: tuple[str, ...] = ()
+    #: Of the flow's process as this message is made.
+    interpreter: InterpreterState = field(default_factory=InterpreterState.read)
 
 
 @dataclass(frozen=True, slots=True)

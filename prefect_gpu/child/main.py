@@ -12,6 +12,7 @@ import gc
 import importlib
 import inspect
 import os
+import signal
 import sys
 import traceback
 from typing import Any
@@ -50,6 +51,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
         warm: Modules to import before the task is known; `None`: it is known.
         forked: The process was forked and shares its memory, which must not be walked through.
     """
+    interrupts = _Interrupts()
     channel = Channel(descriptor)
     late_prefect = LatePrefect()
     try:
@@ -65,7 +67,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
         set_current_channel(channel)
         in_task.set_current_allocation(prepare.allocation)
         channel.send(Accepted())
-        _run(channel, prepare, late_prefect, made_for_it=not forked and warm is None)
+        _run(channel, prepare, late_prefect, interrupts, made_for_it=not forked and warm is None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone. The guardian ends the rest.
         os._exit(1)
@@ -94,7 +96,31 @@ def _report(channel: Channel, done: Warmed | Heated) -> None:
         os._exit(0)
 
 
-def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for_it: bool) -> None:
+class _Interrupts:
+    """SIGINT in this process: without effect, as the bootstrap has set it, except while the task has the process."""
+
+    def __init__(self) -> None:
+        self._without_effect = signal.getsignal(signal.SIGINT)
+
+    def begin(self, ignored: bool) -> None:
+        """Let SIGINT have the effect that it has in the flow's process, unless a module has set its own handler."""
+        if signal.getsignal(signal.SIGINT) is self._without_effect:
+            handler = signal.SIG_IGN if ignored else signal.default_int_handler
+            signal.signal(signal.SIGINT, handler)
+
+    def end(self) -> None:
+        """Make SIGINT without effect again, unless the body has set a handler."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._without_effect)
+
+
+def _run(
+    channel: Channel,
+    prepare: Prepare,
+    late_prefect: LatePrefect,
+    interrupts: _Interrupts,
+    made_for_it: bool,
+) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
     adapters = registry.adapters_for(prepare.policy)
     names = [adapter.name for adapter in adapters]
@@ -106,6 +132,7 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
     failed: BaseException | None = None
     raised, text = False, ""
     try:
+        interrupts.begin(prepare.interpreter.ignores_interrupt)
         hooks.install(adapters, prepare.policy)
         hot = registry.ADAPTERS.get(prepare.late.hot) if prepare.late is not None else None
         if hot is not None:
@@ -136,6 +163,7 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
                 shortage = find_shortage(error, names, readings)
                 raise
             finally:
+                interrupts.end()
                 sampler.stop()
             recorder.finish()
         in_task.set_current_recorder(None)

@@ -15,6 +15,7 @@ import multiprocessing
 import operator
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -184,6 +185,8 @@ class InterpreterState:
     loggers: tuple[LoggerState, ...]
     #: As set by `logging.disable`.
     disabled_level: int
+    #: SIGINT has no effect on the process and on what it starts, as after `nohup` or in the background of a script.
+    ignores_interrupt: bool = False
 
     @classmethod
     def read(cls) -> InterpreterState:
@@ -199,6 +202,7 @@ class InterpreterState:
             filters=tuple(filter(None, map(WarningFilter.of, tuple(warnings.filters)))),
             loggers=tuple(LoggerState.read_all()),
             disabled_level=logging.root.manager.disable,
+            ignores_interrupt=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         )
 
     def apply(self) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import signal
+import subprocess
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -42,3 +46,23 @@ def shows(warning: Warning) -> bool:
     with warnings.catch_warnings(record=True) as seen:
         warnings.warn(warning, stacklevel=1)
     return bool(seen)
+
+
+def signals() -> dict[str, Any]:
+    """Return what signals do in this process, and in a program that it starts."""
+    look = ["bash", "-c", "grep -E 'Sig(Blk|Ign)' /proc/self/status"]
+    return {
+        "handlers": {each.name: str(signal.getsignal(each)) for each in signal.Signals},
+        "program": subprocess.run(look, capture_output=True, text=True, check=True).stdout,
+        "spawned": os.waitstatus_to_exitcode(
+            os.waitpid(os.posix_spawn("/bin/bash", ["bash", "-c", "kill -INT $$"], os.environ), 0)[
+                1
+            ]
+        ),
+    }
+
+
+def wait_for_interrupt(ready: str) -> None:
+    with open(ready, "w"):
+        pass
+    time.sleep(600)

@@ -6,9 +6,13 @@ import logging
 import multiprocessing
 import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.managers import SyncManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +26,8 @@ from prefect_gpu.processes.interpreter import (
     import_paths,
 )
 from tests.process import interpreter_bodies as bodies
-from tests.process.rig import PREPARE, Heard, spec_of
+from tests.process.rig import PREPARE, Heard, eventually, spec_of
+from tests.process.warm import Warm
 
 #: Starts the process of a task.
 Start = Callable[..., Heard]
@@ -101,3 +106,48 @@ def test_proxies_of_a_manager_are_arguments(manager: SyncManager, start: Start) 
 def test_a_module_may_choose_the_start_method_in_the_process_of_a_task(start: Start) -> None:
     flow = replace(InterpreterState.read(), start_method="forkserver")
     assert start(flow, bodies.choose_spawn).value() == "spawn"
+
+
+def test_signals_are_those_of_a_fresh_interpreter_and_of_what_it_starts(start: Start) -> None:
+    fresh = subprocess.run(
+        [sys.executable, "-c", "from tests.process.interpreter_bodies import *; print(signals())"],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    flow = replace(InterpreterState.read(), ignores_interrupt=False)
+    found = start(flow, bodies.signals).value()
+    assert found["handlers"]["SIGINT"].startswith("<built-in function default_int_handler")
+    assert found["spawned"] == -signal.SIGINT
+    # Functions have addresses.
+    assert re.sub(" at 0x.*?>", "", str(found)) == re.sub(" at 0x.*?>", "", fresh.stdout.strip())
+
+
+def test_a_flow_that_ignores_ctrl_c_has_tasks_that_do(start: Start) -> None:
+    flow = replace(InterpreterState.read(), ignores_interrupt=True)
+    assert start(flow, signal.getsignal, signal.SIGINT).value() is signal.SIG_IGN
+
+
+def test_an_interrupt_is_raised_in_the_body(start: Start, tmp_path: Path) -> None:
+    flow = replace(InterpreterState.read(), ignores_interrupt=False)
+    child = start(flow, bodies.wait_for_interrupt, str(tmp_path / "ready"))
+    assert eventually((tmp_path / "ready").exists)
+    os.kill(child.pid, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        child.value()
+    assert child.exit().code == 0 and child.exit().stderr_tail == ""
+
+
+def test_an_interrupt_has_no_effect_on_a_standby_that_waits(warm: Warm) -> None:
+    announced = warm.announce()
+    (waits,) = warm.wait_ready()
+    os.killpg(waits, signal.SIGINT)
+    child = warm.run(announced, spec_of(os.getpid))
+    assert child.value() == waits
+    assert child.exit().stderr_tail == ""
+
+
+def test_an_interrupt_has_no_effect_on_a_fork_server(server: ForkServer, make_rig: Any) -> None:
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert make_rig(spawn=server.fork).call(os.getppid) == server.process.pid

@@ -123,7 +123,7 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: Prefect's serialised context, without the flow's parameters, not unpickled yet: that imports Prefect.
+    #: Prefect's serialised context, without parameters, not unpickled yet: that imports Prefect.
     #: `None`: run without Prefect.
     context: PickledApart | None = None
     #: The flow's parameters in that context. They may be what the task's arguments are, and travel once.
@@ -134,6 +134,8 @@ class Call:
     log_level: str = "INFO"
     #: Prefect is imported before the body; else when it is first needed.
     at_once: bool = False
+    #: The task's parameters in that context: the arguments by name. They travel once.
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def read_context(self) -> dict[str, Any]:
         """Return Prefect's serialised context; empty if there is none.
@@ -142,8 +144,12 @@ class Call:
             Exception: It cannot be unpickled here.
         """
         context: dict[str, Any] = {} if self.context is None else self.context.load()
-        if context.get("flow_run_context"):
-            context["flow_run_context"]["parameters"] = dict(self.flow_parameters)
+        for name, parameters in (
+            ("task_run_context", self.parameters),
+            ("flow_run_context", self.flow_parameters),
+        ):
+            if context.get(name):
+                context[name]["parameters"] = dict(parameters)
         return context
 
 

@@ -734,15 +734,22 @@ class EngineRun:
         Returns:
             The context, and whether the body's prints go to the run's log.
         """
-        with _AsTheyAre.of_thread(str(self._context.client.api_url)):
+        task_run, flow_run = self._context, FlowRunContext.get()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_AsTheyAre.of_thread(str(task_run.client.api_url)))
+            # Prefect would copy lists and dictionaries in the parameters, and turn models into dictionaries.
+            stack.enter_context(task_run.model_copy(update={"parameters": {}}))
+            if flow_run is not None:
+                stack.enter_context(flow_run.model_copy(update={"parameters": {}}))
             context = serialize_context()
         task_run_context = context["task_run_context"]
         task_run_context["task"] = _travelling(self._task)
-        # They travel once, as the call's arguments.
-        task_run_context["parameters"] = {}
+        task_run_context["parameters"] = task_run.parameters
         flow_run_context = context.get("flow_run_context")
-        if flow_run_context and flow_run_context.get("flow") is not None:
-            flow_run_context["flow"] = _travelling(flow_run_context["flow"])
+        if flow_run is not None and flow_run_context:
+            flow_run_context["parameters"] = flow_run.parameters or {}
+            if flow_run_context.get("flow") is not None:
+                flow_run_context["flow"] = _travelling(flow_run_context["flow"])
         tags = context.get("tags_context")
         if tags:
             # A task that is submitted from inside has its own tags.
@@ -812,13 +819,20 @@ def _runs_elsewhere(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("this copy only names the run; call the task or flow itself")
 
 
-def without_flow_parameters(context: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a child's context without the flow's own parameters, and these."""
-    flow_run_context = context.get("flow_run_context") or {}
-    parameters = flow_run_context.get("parameters") or {}
-    if not parameters:
-        return context, {}
-    return {**context, "flow_run_context": {**flow_run_context, "parameters": {}}}, parameters
+def without_parameters(
+    context: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a child's context without parameters, the task's own parameters, and those of its flow.
+
+    They are objects that the call has as arguments, too. Pickled with the call, each travels once.
+    """
+    parameters: dict[str, dict[str, Any]] = {}
+    for name in ("task_run_context", "flow_run_context"):
+        run = context.get(name) or {}
+        parameters[name] = run.get("parameters") or {}
+        if parameters[name]:
+            context = {**context, name: {**run, "parameters": {}}}
+    return context, parameters["task_run_context"], parameters["flow_run_context"]
 
 
 def logs_need_prefect(task: Task[..., Any]) -> bool:

@@ -233,14 +233,15 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     assert context["settings_context"]["profile"] == seen["profile"], (
         "see prefect_engine._AsTheyAre"
     )
-    assert context["task_run_context"]["parameters"] == {}
+    assert context["task_run_context"]["parameters"] == {"x": 3}
     light = context["task_run_context"]["task"]
     assert light.name == "inside" and light is not inside and light.on_failure_hooks == []
     assert inside.on_failure_hooks, "the task itself was changed"
     assert context["flow_run_context"]["flow"].fn is prefect_engine._runs_elsewhere
     assert context["flow_run_context"]["parameters"] == {"held": 3}
-    without, parameters = prefect_engine.without_flow_parameters(context)
-    assert without["flow_run_context"]["parameters"] == {} and parameters == {"held": 3}
+    without, parameters, of_flow = prefect_engine.without_parameters(context)
+    assert without["flow_run_context"]["parameters"] == {} and of_flow == {"held": 3}
+    assert without["task_run_context"]["parameters"] == {} and parameters == {"x": 3}
     assert "kept" in context["tags_context"]["current_tags"]
     assert not any(t.startswith("gpu") for t in context["tags_context"]["current_tags"])
     assert seen["flow"][0] == "around" and seen["flow"][1] == seen["run"].flow_run_id

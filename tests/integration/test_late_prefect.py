@@ -96,6 +96,27 @@ def test_a_body_finds_its_run(late: bool) -> None:
     }
 
 
+def test_a_body_finds_its_arguments_by_name(late: bool) -> None:
+    def look(weights: Any, options: list[int], *rest: int, rate: float = 0.5, **others: Any) -> Any:
+        from prefect.context import TaskRunContext
+        from prefect.runtime import task_run
+
+        named = task_run.parameters
+        context = TaskRunContext.get()
+        assert context is not None and context.parameters == named
+        same = named["weights"] is weights and named["options"] is options
+        named = {**named, "weights": named["weights"].nbytes}
+        return same, named
+
+    numpy = pytest.importorskip("numpy")
+    weights, options = numpy.zeros(300_000), [1, 2]
+    (same, named), *_ = run(look, weights, options, 3, 4)
+    assert same, "each object has travelled once"
+    assert named == {
+        "weights": weights.nbytes, "options": [1, 2], "rest": (3, 4), "rate": 0.5, "others": {}
+    }  # fmt: skip
+
+
 def test_what_a_body_logs_emits_and_publishes_is_of_its_run(late: bool) -> None:
     def publish(key: str) -> str:
         import logging
@@ -406,7 +427,7 @@ def test_a_context_that_cannot_be_read_fails_the_import_and_says_why(
         return prefect.__version__
 
     monkeypatch.setattr(task_plan, "uses_prefect", lambda function: False)
-    monkeypatch.setattr(task_plan, "without_flow_parameters", lambda context: ({"x": Bomb()}, {}))
+    monkeypatch.setattr(task_plan, "without_parameters", lambda context: ({"x": Bomb()}, {}, {}))
     assert run(look)[0] == "it cannot be read"
 
 

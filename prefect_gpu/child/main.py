@@ -8,6 +8,7 @@ to the parent.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import inspect
@@ -29,7 +30,7 @@ from prefect_gpu.errors import FrameworkError, ProtocolError
 from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.process_resources import read_own_bytes
-from prefect_gpu.processes import values
+from prefect_gpu.processes import transport, values
 from prefect_gpu.processes.launch_spec import UNSUITED_CODE
 from prefect_gpu.processes.messages import (
     Accepted,
@@ -41,6 +42,7 @@ from prefect_gpu.processes.messages import (
     Prepare,
     Warmed,
 )
+from prefect_gpu.processes.transport import PackedValue
 
 
 def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -> None:
@@ -131,6 +133,7 @@ def _run(
     shortage: OutOfMemory | None = None
     failed: BaseException | None = None
     raised, text = False, ""
+    changes: PackedValue | None = None
     try:
         interrupts.begin(prepare.interpreter.ignores_interrupt)
         hooks.install(adapters, prepare.policy)
@@ -161,12 +164,18 @@ def _run(
                 failed = error
                 # At once: other processes take memory, and the body's frames are released.
                 shortage = find_shortage(error, names, readings)
+                late_prefect.roll_back()
                 raise
             finally:
                 interrupts.end()
                 sampler.stop()
             recorder.finish()
+            changed = late_prefect.commit()
         in_task.set_current_recorder(None)
+        if changed is not None:
+            # In the message itself, which has no memory files.
+            pack = functools.partial(transport.pack, write=None)
+            changes = values.dumps(changed, "transaction", "transaction", reducers, pack)
         data = values.dumps(result, "return value", "result", reducers)
     except BaseException as error:
         in_task.set_current_recorder(None)
@@ -174,11 +183,12 @@ def _run(
             # An error while the call was read, a framework was set up for it, or its result was copied to
             # the host, counts as well.
             failed, shortage = error, find_shortage(error, names, readings)
-        raised, text = True, _format_traceback(failed)
+        raised, text, changes = True, _format_traceback(failed), None
         data = values.dump_exception(failed, reducers)
     # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
     host_peak_bytes = read_own_bytes("VmHWM")
-    ended = BodyEnded(raised, shortage, text, *sampler.last(), host_peak_bytes, recorder.metrics)
+    measured = (*sampler.last(), host_peak_bytes, recorder.metrics)
+    ended = BodyEnded(raised, shortage, text, *measured, changes)
     channel.send_with_value(ended, data)
 
 

@@ -55,7 +55,7 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.measurements import Mark, StepFacts
 from prefect_gpu.processes.interpreter import InterpreterState
-from prefect_gpu.processes.transport import MESSAGE, FrameBody, frame_header
+from prefect_gpu.processes.transport import MESSAGE, FrameBody, PackedValue, frame_header
 
 
 class Message:
@@ -114,6 +114,19 @@ class PickledApart(Protocol):
     def load(self) -> Any:
         """Unpickle it."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredValue:
+    """A value of one of the flow's transactions, unpickled for each `Transaction.get`, which would copy it anyway."""
+
+    #: An error, which `get` raises: the value cannot be sent.
+    held: PickledApart | Exception
+
+    def __deepcopy__(self, memo: object) -> Any:
+        if isinstance(self.held, Exception):
+            raise self.held
+        return self.held.load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +272,23 @@ class ReleasedUnused(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class ContextChanges:
+    """Changes that a body has made to Prefect's contexts of its run, for the flow's process."""
+
+    #: Values set by name: in the task run's own transaction, then in each transaction around it.
+    transactions: tuple[Mapping[str, Any], ...]
+    #: Hooks that the body has added to its own transaction.
+    on_commit: tuple[Callable[..., Any], ...]
+    on_rollback: tuple[Callable[..., Any], ...]
+    #: Metadata of assets, by the asset's key.
+    metadata: Mapping[str, Mapping[str, Any]]
+
+    def __bool__(self) -> bool:
+        """Return whether anything was changed."""
+        return any((*self.transactions, self.on_commit, self.on_rollback, self.metadata))
+
+
+@dataclass(frozen=True, slots=True)
 class BodyEnded(Message):
     """The body has ended. A value's frame follows: the return value, or the exception."""
 
@@ -278,6 +308,8 @@ class BodyEnded(Message):
     host_peak_bytes: int = 0
     #: What the body has reported of its results, by name.
     metrics: dict[str, float] = field(default_factory=dict)
+    #: `ContextChanges`, pickled by `values`; `None`: there are none, or the body raised.
+    changes: PackedValue | None = None
 
 
 def encode(message: Message) -> bytes:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 from prefect import flow, task
+from prefect.assets import materialize
+from prefect.context import AssetContext
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.runner import task_plan
 from tests.integration import engine_api as api
@@ -115,6 +118,38 @@ def test_a_body_finds_its_arguments_by_name(late: bool) -> None:
     assert named == {
         "weights": weights.nbytes, "options": [1, 2], "rest": (3, 4), "rate": 0.5, "others": {}
     }  # fmt: skip
+
+
+def test_what_a_body_sets_in_its_transaction_and_of_its_assets_is_set_in_the_flow(
+    late: bool,
+) -> None:
+    seen: list[Any] = []
+
+    def note(transaction: Any) -> None:
+        context = AssetContext.get()
+        assert context is not None
+        seen.append((transaction.get("id"), context.materialization_metadata))
+
+    def body(fails: bool) -> None:
+        from prefect.assets import add_asset_metadata
+        from prefect.transactions import get_transaction
+
+        transaction = get_transaction()
+        assert transaction is not None and transaction.get("id", 1) == 1
+        transaction.set("id", (each for each in ()) if fails else {"a": 2})
+        add_asset_metadata("bugs://model", {"acc": 1})
+
+    work = materialize("bugs://model", tags=SMALL, on_commit=[note])(body)
+
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
+    def around(fails: bool) -> None:
+        work.submit(fails).result()
+
+    around(False)
+    assert seen == [({"a": 2}, {"bugs://model": {"acc": 1}})]
+    with pytest.raises(ResultError, match="the transaction of a GPU task cannot be sent"):
+        around(True)
+    assert len(seen) == 1
 
 
 def test_what_a_body_logs_emits_and_publishes_is_of_its_run(late: bool) -> None:

@@ -72,7 +72,7 @@ NO_ROOM = "value that finds no memory"
 class ResultError(PrefectGPUError):
     """A value cannot travel between the parent and the child."""
 
-    #: "return value", "exception", "argument" or "function".
+    #: "return value", "exception", "argument", "function" or "transaction".
     what: str
     #: Path inside the value, as in `result['model'].lock`.
     where: str

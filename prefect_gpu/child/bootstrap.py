@@ -37,8 +37,7 @@ def main(descriptor: int, forked: bool = False) -> None:
     # Until the body begins, nothing of what is imported becomes garbage: collecting took an eighth of
     # the time to import Prefect (1.05 s of CPU, 0.92 without). `child.main` switches it on again.
     gc.disable()
-    # The parent decides when this process ends; Ctrl-C is meant for the parent.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hear_no_interrupt()
     # A segfault then writes the Python stack to standard error, whose end the parent keeps.
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
@@ -53,6 +52,20 @@ def main(descriptor: int, forked: bool = False) -> None:
     from prefect_gpu.child import main as child
 
     child.main(descriptor, boot.get("warm"), forked)
+
+
+def hear_no_interrupt() -> None:
+    """Make SIGINT without effect on this process, unless it is ignored.
+
+    The parent decides when this process ends. To ignore the signal would not do: a program that a module or
+    the body starts would inherit that, and Ctrl-C or `kill -INT` would not end it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _do_nothing)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    pass
 
 
 def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: int) -> None:

@@ -15,11 +15,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context, ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect_gpu.frameworks.hooks import AfterImport
 from prefect_gpu.process_resources import PROCESS_RESOURCES
-from prefect_gpu.processes.messages import Call
+from prefect_gpu.processes.messages import Call, ContextChanges
+
+if TYPE_CHECKING:
+    from prefect_gpu.child.prefect_context import RunContexts
 
 #: `True` in the context of the body and in all copies of it: those of its coroutines, of `asyncio.to_thread`
 #: and of threads that were given one. In these Prefect's own variables have the values of the task run.
@@ -37,6 +40,8 @@ class LatePrefect:
         self._is_imported = False
         #: Enters the run; `None`: it has not begun, or is over.
         self._enter: Callable[[], None] | None = None
+        #: What the body may change; `None`: Prefect was not imported, or has no part in this process.
+        self._contexts: RunContexts | None = None
         #: Levels that nobody but this object has set.
         self._defaults = {logging.getLogger(): logging.WARNING}
         self._stand_ins: list[_StandIn] = []
@@ -77,7 +82,7 @@ class LatePrefect:
             from prefect_gpu.child import prefect_context
 
             read = call.read_context()
-            context.run(
+            self._contexts = context.run(
                 stack.enter_context, prefect_context.child_context(read, call.log_prints, send)
             )
             # A copy: what the body has started, as Prefect's own thread for events, may outlive the run.
@@ -97,6 +102,15 @@ class LatePrefect:
             with self._lock:
                 self._enter = None
                 context.run(stack.close)
+
+    def commit(self) -> ContextChanges | None:
+        """End the body's transactions in `run`, and return its changes to Prefect's contexts; `None`: there are none."""
+        return (self._contexts.commit() if self._contexts is not None else None) or None
+
+    def roll_back(self) -> None:
+        """Roll back the body's transactions in `run`: it has failed."""
+        if self._contexts is not None:
+            self._contexts.roll_back()
 
     def _begin(self, call: Call, enter: Callable[[], None]) -> None:
         with self._lock:

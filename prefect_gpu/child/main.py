@@ -13,6 +13,7 @@ import gc
 import importlib
 import inspect
 import os
+import signal
 import sys
 import traceback
 from typing import Any
@@ -40,7 +41,8 @@ from prefect_gpu.processes.messages import (
     Prepare,
     Warmed,
 )
-from prefect_gpu.values import registrations, spawned, stand_ins
+from prefect_gpu.values import registrations, spawned, stand_ins, transport
+from prefect_gpu.values.transport import PackedValue
 
 
 def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -> None:
@@ -51,6 +53,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
         warm: Modules to import before the task is known; `None`: it is known.
         forked: The process was forked and shares its memory, which must not be walked through.
     """
+    interrupts = _Interrupts()
     channel = Channel(descriptor)
     late_prefect = LatePrefect()
     try:
@@ -61,11 +64,12 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
             except (OSError, ImportError):
                 # Its folder is gone, or its modules have changed: a fresh process runs the task.
                 os._exit(UNSUITED_CODE)
+        prepare.interpreter.apply()
         # Not before: a module that asks the parent a question at its import would wait for ever.
         set_current_channel(channel)
         in_task.set_current_allocation(prepare.allocation)
         channel.send(Accepted())
-        _run(channel, prepare, late_prefect, made_for_it=not forked and warm is None)
+        _run(channel, prepare, late_prefect, interrupts, made_for_it=not forked and warm is None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone. The guardian ends the rest.
         os._exit(1)
@@ -94,7 +98,31 @@ def _report(channel: Channel, done: Warmed | Heated) -> None:
         os._exit(0)
 
 
-def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for_it: bool) -> None:
+class _Interrupts:
+    """SIGINT in this process: without effect, as the bootstrap has set it, except while the task has the process."""
+
+    def __init__(self) -> None:
+        self._without_effect = signal.getsignal(signal.SIGINT)
+
+    def begin(self, ignored: bool) -> None:
+        """Let SIGINT have the effect that it has in the flow's process, unless a module has set its own handler."""
+        if signal.getsignal(signal.SIGINT) is self._without_effect:
+            handler = signal.SIG_IGN if ignored else signal.default_int_handler
+            signal.signal(signal.SIGINT, handler)
+
+    def end(self) -> None:
+        """Make SIGINT without effect again, unless the body has set a handler."""
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._without_effect)
+
+
+def _run(
+    channel: Channel,
+    prepare: Prepare,
+    late_prefect: LatePrefect,
+    interrupts: _Interrupts,
+    made_for_it: bool,
+) -> None:
     reducers = tuple(adapter.reduce_to_host for adapter in registry.ADAPTERS.values())
     adapters = registry.adapters_for(prepare.policy)
     names = [adapter.name for adapter in adapters]
@@ -105,7 +133,9 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
     shortage: OutOfMemory | None = None
     failed: BaseException | None = None
     raised, text = False, ""
+    changes: PackedValue | None = None
     try:
+        interrupts.begin(prepare.interpreter.ignores_interrupt)
         hooks.install(adapters, prepare.policy)
         hot = registry.ADAPTERS.get(prepare.late.hot) if prepare.late is not None else None
         if hot is not None:
@@ -128,6 +158,7 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
             # made (0.1 s with PyTorch): not in the body's time.
             gc.collect(0)
             gc.enable()
+            prepare.interpreter.apply_before_body()
             channel.send(BodyStarted())
             recorder.begin()
             try:
@@ -137,11 +168,18 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
                 registrations.add_note(error, call.function)
                 # At once: other processes take memory, and the body's frames are released.
                 shortage = find_shortage(error, names, readings)
+                late_prefect.roll_back()
                 raise
             finally:
+                interrupts.end()
                 sampler.stop()
             recorder.finish()
+            changed = late_prefect.commit()
         in_task.set_current_recorder(None)
+        if changed is not None:
+            # In the message itself, which has no memory files.
+            pack = functools.partial(transport.pack, write=None)
+            changes = values.dumps(changed, "transaction", "transaction", reducers, pack)
         data = values.dumps(result, "return value", "result", reducers)
     except BaseException as error:
         in_task.set_current_recorder(None)
@@ -149,13 +187,14 @@ def _run(channel: Channel, prepare: Prepare, late_prefect: LatePrefect, made_for
             # An error while the call was read, a framework was set up for it, or its result was copied to
             # the host, counts as well.
             failed, shortage = error, find_shortage(error, names, readings)
-        raised, text = True, _format_traceback(failed)
+        raised, text, changes = True, _format_traceback(failed), None
         data = values.dump_exception(failed, reducers)
     # The flow's process answers no more once it has the value.
     stand_ins.set_source(None)
     # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
     host_peak_bytes = read_own_bytes("VmHWM")
-    ended = BodyEnded(raised, shortage, text, *sampler.last(), host_peak_bytes, recorder.metrics)
+    measured = (*sampler.last(), host_peak_bytes, recorder.metrics)
+    ended = BodyEnded(raised, shortage, text, *measured, changes)
     channel.send_with_value(ended, data)
 
 

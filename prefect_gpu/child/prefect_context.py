@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, ContextVar, Token
 from typing import Any, cast
 
@@ -21,14 +21,15 @@ from prefect import context as prefect_variables
 # Of `prefect.main`, which sets logging up when it is imported. That must be done before the body goes on.
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.context import hydrated_context
+from prefect.context import AssetContext, hydrated_context
 from prefect.events import Event
 from prefect.events.worker import EventsWorker, ProcessPoolForwardingEventsClient
 from prefect.logging.handlers import set_api_log_sink
 from prefect.logging.loggers import patch_print
 from prefect.plugins import load_prefect_collections
+from prefect.transactions import BaseTransaction, Transaction
 
-from prefect_gpu.processes.messages import EventEmitted, LogEmitted
+from prefect_gpu.processes.messages import ContextChanges, EventEmitted, LogEmitted
 
 
 class EventQueue:
@@ -48,13 +49,16 @@ class EventQueue:
 @contextlib.contextmanager
 def child_context(
     context: dict[str, Any], log_prints: bool, send: Callable[[Any], None]
-) -> Iterator[None]:
+) -> Iterator[RunContexts]:
     """Enter the parent's task run: logs, prints, runtime ids, artifacts and nested flows belong to it.
 
     Args:
         context: From `context_for_child`.
         log_prints: Prints go to the run's log.
         send: Sends a message to the parent.
+
+    Yields:
+        The contexts that a body may change.
     """
     # As JSON: ids and times of Prefect's own types would have to be imported to be unpickled.
     set_api_log_sink(lambda log: send(LogEmitted(json.loads(json.dumps(log, default=str)))))
@@ -68,7 +72,53 @@ def child_context(
         stack.enter_context(_log_on_the_run())
         if log_prints:
             stack.enter_context(patch_print())
-        yield
+        yield RunContexts(context.get("transactions", ()), stack)
+
+
+class RunContexts:
+    """The transactions of a task run, and its assets: copies of those in the flow's process.
+
+    A copy has no result store: the flow's process alone writes the task's result and holds its lock.
+    Transactions that the body begins end in this process, with the body.
+
+    Args:
+        transactions: From `context_for_child`: the task run's own, then each one around it.
+        stack: Leaves the transactions when it is closed.
+    """
+
+    def __init__(self, transactions: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> None:
+        self._assets = AssetContext.get()
+        #: As in `transactions`, each with the values that it had before the body.
+        self._transactions: list[tuple[Transaction, dict[str, Any]]] = []
+        # `share` puts another variable in its place.
+        variable = cast(ContextVar[Any], BaseTransaction.__var__)
+        for fields in reversed(transactions):
+            own = Transaction(**fields["fields"])
+            own._holder, own._stored_values = fields["holder"], dict(fields["values"])
+            own._token = cast(Any, variable.set(own))
+            stack.callback(variable.reset, own._token)
+            self._transactions.insert(0, (own, fields["values"]))
+
+    def commit(self) -> ContextChanges:
+        """Commit the transactions that the body has begun, and return what the flow's process has to do."""
+        on_commit: tuple[Callable[..., Any], ...] = ()
+        on_rollback: tuple[Callable[..., Any], ...] = ()
+        if self._transactions:
+            own, _ = self._transactions[0]
+            on_commit, on_rollback = tuple(own.on_commit_hooks), tuple(own.on_rollback_hooks)
+            own.on_commit_hooks, own.on_rollback_hooks = [], []
+            own.commit()
+        changed = tuple(
+            {k: v for k, v in each._stored_values.items() if before.get(k, _NOTHING) is not v}
+            for each, before in self._transactions
+        )
+        metadata = self._assets.materialization_metadata if self._assets is not None else {}
+        return ContextChanges(changed, on_commit, on_rollback, metadata)
+
+    def roll_back(self) -> None:
+        """Roll back the transactions that the body has begun: it has failed."""
+        if self._transactions:
+            self._transactions[0][0].rollback()
 
 
 class _RunHandler(logging.Handler):
@@ -114,7 +164,7 @@ def share(run: Context, is_body: Callable[[], bool]) -> None:
         is_body: Returns whether the caller's context is the body's, or a copy of it.
     """
     module = vars(prefect_variables)
-    for name, held in list(module.items()):
+    for name, held in [*module.items(), ("", BaseTransaction)]:
         variable = getattr(held, "__var__", held) if isinstance(held, type) else held
         if not isinstance(variable, ContextVar) or variable not in run:
             continue
@@ -143,7 +193,9 @@ class _SharedVariable:
         return self._variable.get(*default) if value is _NOTHING else value
 
     def set(self, value: Any) -> Token[Any]:
-        """See `ContextVar.set`."""
+        """See `ContextVar.set`. The token has the run's value where the body's context has none: Prefect reads it."""
+        if self._variable.get(_NOTHING) is _NOTHING and self.get(_NOTHING) is not _NOTHING:
+            self._variable.set(self.get())
         return self._variable.set(value)
 
     def reset(self, token: Token[Any]) -> None:

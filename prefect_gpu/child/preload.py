@@ -35,8 +35,9 @@ _BOOT_BYTES = 1 << 20
 def main() -> None:
     """Import what the parent asks for, report what failed, then serve until the parent is gone."""
     gc.disable()
-    # Ctrl-C is meant for the parent, which ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C is meant for the parent, which ends this process. A function and not `SIG_IGN`, as in `bootstrap`.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda number, frame: None)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     boot = json.loads(control.recv(_BOOT_BYTES))

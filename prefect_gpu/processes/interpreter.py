@@ -1,20 +1,29 @@
 """How a child process is started: what is asked for, what is returned, and a fresh interpreter.
 
 `launcher` knows a child's process by the protocol `Process` alone. `start_interpreter` starts a fresh
-interpreter like this one; `fork_server` has the other way. Also here: the flags, paths, folder and
-cores of this interpreter, which a child shall share. What the process is told is not covered; that is
-the business of `launcher`.
+interpreter like this one; `fork_server` has the other way. Also here: the flags, paths and folder of this
+interpreter, and its `InterpreterState`, which a child shall share. What the process is told is not covered;
+that is the business of `launcher`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
+import logging
+import multiprocessing
+import operator
 import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from types import FrameType
+from typing import IO, Any, Protocol, cast
 
 #: What a child's interpreter runs.
 BOOTSTRAP = Path(__file__).parents[1] / "child" / "bootstrap.py"
@@ -146,3 +155,184 @@ def environment_with(
     """
     changed = {**(os.environ if base is None else base), **changes}
     return {name: value for name, value in changed.items() if value is not None}
+
+
+#: Ends of the names of functions of `sys`, `get…` and `set…`, for limits that a program may set. Python 3.10 may lack one.
+_LIMITS = ("recursionlimit", "switchinterval", "_int_max_str_digits")
+
+#: Filters that this interpreter had before any library was imported.
+_FIRST_FILTERS = tuple(warnings.filters)
+
+
+@dataclass(frozen=True, slots=True)
+class InterpreterState:
+    """What a program sets in its interpreter after the start. The process of each task gets the same.
+
+    Plain data: no class or module of the user's is imported to unpickle it.
+    """
+
+    #: Key of `multiprocessing`, with which proxies of a `Manager` open their connections.
+    authkey: bytes = field(repr=False)
+    #: Name of the process, as `multiprocessing` and log records have it.
+    process_name: str
+    #: Start method of `multiprocessing`; `None`: none was set.
+    start_method: str | None
+    #: By the end of its function's name, as in `_LIMITS`.
+    limits: Mapping[str, float]
+    #: Filters of warnings, the first that is asked first.
+    filters: tuple[WarningFilter, ...]
+    #: Loggers with a level, or with `propagate` or `disabled` changed.
+    loggers: tuple[LoggerState, ...]
+    #: As set by `logging.disable`.
+    disabled_level: int
+    #: SIGINT has no effect on the process and on what it starts, as after `nohup` or in the background of a script.
+    ignores_interrupt: bool = False
+
+    @classmethod
+    def read(cls) -> InterpreterState:
+        """Return the state of this interpreter."""
+        process = multiprocessing.current_process()
+        return cls(
+            authkey=bytes(process.authkey),
+            process_name=process.name,
+            start_method=multiprocessing.get_start_method(allow_none=True),
+            limits={
+                end: getattr(sys, f"get{end}")() for end in _LIMITS if hasattr(sys, f"get{end}")
+            },
+            filters=tuple(filter(None, map(WarningFilter.of, tuple(warnings.filters)))),
+            loggers=tuple(LoggerState.read_all()),
+            disabled_level=logging.root.manager.disable,
+            ignores_interrupt=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        )
+
+    def apply(self) -> None:
+        """Set what must be there before the call is read: proxies connect as they are unpickled."""
+        process = multiprocessing.current_process()
+        process.authkey = self.authkey
+        process.name = self.process_name
+        if self.start_method is not None:
+            # As the default and not as the choice: a module may choose it as it is imported here, which is
+            # allowed once in a process.
+            context = cast(Any, multiprocessing.get_context.__self__)  # type: ignore[attr-defined]
+            context._default_context = multiprocessing.get_context(self.start_method)
+        for end, limit in self.limits.items():
+            # Another version of Python on another node may lack one, and a limit may be below the depth of this call.
+            with contextlib.suppress(AttributeError, RecursionError, ValueError):
+                getattr(sys, f"set{end}")(limit)
+
+    def apply_before_body(self) -> None:
+        """Set what the import of a module would change: in the flow's process modules were imported before."""
+        logging.disable(self.disabled_level)
+        for logger in self.loggers:
+            logger.apply()
+        # Libraries that only this process has imported have filters of their own.
+        theirs = tuple(each.item() for each in self.filters)
+        added = [f for f in warnings.filters if f not in _FIRST_FILTERS and f not in theirs]
+        warnings.resetwarnings()
+        cast(Any, warnings.filters).extend((*added, *theirs))
+
+
+@dataclass(frozen=True, slots=True)
+class LoggerState:
+    """What was set of a logger, without its handlers."""
+
+    #: Empty: the root logger.
+    name: str
+    level: int
+    propagate: bool
+    disabled: bool
+    #: Its class is `logging.Logger`. A library makes loggers of another class itself.
+    is_plain: bool
+
+    @classmethod
+    def read_all(cls) -> Iterator[LoggerState]:
+        """Yield the loggers of this process of which something was set."""
+        root = logging.root
+        for name, each in (("", root), *tuple(root.manager.loggerDict.items())):
+            if isinstance(each, logging.Logger) and (
+                each.level or not each.propagate or each.disabled
+            ):
+                plain = type(each) in (logging.Logger, logging.RootLogger)
+                yield cls(name, int(each.level), bool(each.propagate), bool(each.disabled), plain)
+
+    def apply(self) -> None:
+        """Set it in this process."""
+        found = logging.root.manager.loggerDict.get(self.name)
+        if not self.is_plain and not isinstance(found, logging.Logger):
+            return
+        logger = logging.getLogger(self.name)
+        if self.level:
+            logger.setLevel(self.level)
+        logger.propagate = logger.propagate and self.propagate
+        logger.disabled = logger.disabled or self.disabled
+
+
+@dataclass(frozen=True, slots=True)
+class WarningFilter:
+    """One of `warnings.filters`. Its category has a name, since its class may be the user's."""
+
+    action: str
+    message: str | re.Pattern[str] | None
+    category: tuple[str, str]
+    module: str | re.Pattern[str] | None
+    line: int
+
+    @classmethod
+    def of(cls, item: Any) -> WarningFilter | None:
+        """Return a filter as a value; `None`: it is none that `warnings` makes."""
+        match item:
+            case (
+                str(action),
+                str() | re.Pattern() | None as message,
+                type() as category,
+                str() | re.Pattern() | None as module,
+                int(line),
+            ):
+                name = category.__module__, category.__qualname__
+                return cls(action, message, name, module, line)
+        return None
+
+    def item(self) -> tuple[Any, ...]:
+        """Return it as `warnings` has it, without importing the module of its category."""
+        module, name = self.category
+        found: Any = None
+        with contextlib.suppress(AttributeError):
+            found = operator.attrgetter(name)(sys.modules.get(module))
+        if self.action == "error" or not isinstance(found, type):
+            found = _named_category(*self.category, self.action == "error")
+        return self.action, self.message, found, self.module, self.line
+
+
+class _NamedCategory(type):
+    """Class of a category that is known by its name: the class of that name may come later, or by value.
+
+    One that raises has no effect on the warnings of a module's import. In the flow's process that module may
+    have been imported before the filter was set.
+    """
+
+    name: tuple[str, str]
+    raises: bool
+
+    def __subclasscheck__(cls, category: type) -> bool:
+        names = ((each.__module__, each.__qualname__) for each in category.__mro__)
+        return cls.name in names and not (cls.raises and _is_importing())
+
+
+def _named_category(module: str, name: str, raises: bool) -> _NamedCategory:
+    return _NamedCategory(name, (Warning,), {"name": (module, name), "raises": raises})
+
+
+# Libraries send filters to processes of their own.
+copyreg.pickle(
+    _NamedCategory,
+    lambda each: (_named_category, (*each.name, each.raises)),
+)
+
+
+def _is_importing() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            return True
+        frame = frame.f_back
+    return False

@@ -54,7 +54,8 @@ from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.measurements import Mark, StepFacts
-from prefect_gpu.values.transport import MESSAGE, FrameBody, frame_header
+from prefect_gpu.processes.interpreter import InterpreterState
+from prefect_gpu.values.transport import MESSAGE, FrameBody, PackedValue, frame_header
 
 
 class Message:
@@ -85,6 +86,8 @@ class Prepare(Message):
     users_modules: tuple[str, ...] = ()
     #: Functions and classes of such modules in the registry of Keras: module and qualified name by registered name.
     registered: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    #: Of the flow's process as this message is made.
+    interpreter: InterpreterState = field(default_factory=InterpreterState.read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,19 @@ class PickledApart(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredValue:
+    """A value of one of the flow's transactions, unpickled for each `Transaction.get`, which would copy it anyway."""
+
+    #: An error, which `get` raises: the value cannot be sent.
+    held: PickledApart | Exception
+
+    def __deepcopy__(self, memo: object) -> Any:
+        if isinstance(self.held, Exception):
+            raise self.held
+        return self.held.load()
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """The task's body and its arguments; travels as a value, pickled by `values`."""
@@ -126,7 +142,7 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: Prefect's serialised context, without the flow's parameters, not unpickled yet: that imports Prefect.
+    #: Prefect's serialised context, without parameters, not unpickled yet: that imports Prefect.
     #: `None`: run without Prefect.
     context: PickledApart | None = None
     #: The flow's parameters in that context. They may be what the task's arguments are, and travel once.
@@ -137,6 +153,8 @@ class Call:
     log_level: str = "INFO"
     #: Prefect is imported before the body; else when it is first needed.
     at_once: bool = False
+    #: The task's parameters in that context: the arguments by name. They travel once.
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def read_context(self) -> dict[str, Any]:
         """Return Prefect's serialised context; empty if there is none.
@@ -145,8 +163,12 @@ class Call:
             Exception: It cannot be unpickled here.
         """
         context: dict[str, Any] = {} if self.context is None else self.context.load()
-        if context.get("flow_run_context"):
-            context["flow_run_context"]["parameters"] = dict(self.flow_parameters)
+        for name, parameters in (
+            ("task_run_context", self.parameters),
+            ("flow_run_context", self.flow_parameters),
+        ):
+            if context.get(name):
+                context[name]["parameters"] = dict(parameters)
         return context
 
 
@@ -256,6 +278,23 @@ class ReleasedUnused(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class ContextChanges:
+    """Changes that a body has made to Prefect's contexts of its run, for the flow's process."""
+
+    #: Values set by name: in the task run's own transaction, then in each transaction around it.
+    transactions: tuple[Mapping[str, Any], ...]
+    #: Hooks that the body has added to its own transaction.
+    on_commit: tuple[Callable[..., Any], ...]
+    on_rollback: tuple[Callable[..., Any], ...]
+    #: Metadata of assets, by the asset's key.
+    metadata: Mapping[str, Mapping[str, Any]]
+
+    def __bool__(self) -> bool:
+        """Return whether anything was changed."""
+        return any((*self.transactions, self.on_commit, self.on_rollback, self.metadata))
+
+
+@dataclass(frozen=True, slots=True)
 class BodyEnded(Message):
     """The body has ended. A value's frame follows: the return value, or the exception."""
 
@@ -275,6 +314,8 @@ class BodyEnded(Message):
     host_peak_bytes: int = 0
     #: What the body has reported of its results, by name.
     metrics: dict[str, float] = field(default_factory=dict)
+    #: `ContextChanges`, pickled by `values`; `None`: there are none, or the body raised.
+    changes: PackedValue | None = None
 
 
 def encode(message: Message) -> bytes:

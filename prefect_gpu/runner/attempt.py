@@ -613,6 +613,8 @@ class Attempt:
         """Return the value of the body, or raise its error."""
         try:
             value = values.loads(data, "exception" if ended.raised else "return value")
+            if ended.changes is not None:
+                self._run.apply_changes(values.loads(ended.changes, "transaction"))
         except Exception as problem:
             self._verdict = Verdict("failed")
             if ended.traceback:

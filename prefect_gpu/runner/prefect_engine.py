@@ -35,6 +35,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.context import (
+    AssetContext,
     FlowRunContext,
     SettingsContext,
     SyncClientContext,
@@ -50,14 +51,16 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed, Failed, Pending, Running
 from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
-from prefect.transactions import Transaction
+from prefect.transactions import BaseTransaction, Transaction, get_transaction
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect.utilities.engine import emit_task_run_state_change_event, should_log_prints
 from prefect.utilities.urls import url_for
 
-from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu import values
+from prefect_gpu.errors import PrefectGPUError, ResultError
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import is_gpu_tag
+from prefect_gpu.processes.messages import ContextChanges, StoredValue
 from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.scheduling.scheduling_pass import kind_of_reason
@@ -734,25 +737,50 @@ class EngineRun:
         Returns:
             The context, and whether the body's prints go to the run's log.
         """
-        with _AsTheyAre.of_thread(str(self._context.client.api_url)):
+        task_run, flow_run = self._context, FlowRunContext.get()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_AsTheyAre.of_thread(str(task_run.client.api_url)))
+            # Prefect would copy lists and dictionaries in the parameters, and turn models into dictionaries.
+            stack.enter_context(task_run.model_copy(update={"parameters": {}}))
+            if flow_run is not None:
+                stack.enter_context(flow_run.model_copy(update={"parameters": {}}))
             context = serialize_context()
         task_run_context = context["task_run_context"]
         task_run_context["task"] = _travelling(self._task)
-        # They travel once, as the call's arguments.
-        task_run_context["parameters"] = {}
+        task_run_context["parameters"] = task_run.parameters
         flow_run_context = context.get("flow_run_context")
-        if flow_run_context and flow_run_context.get("flow") is not None:
-            flow_run_context["flow"] = _travelling(flow_run_context["flow"])
+        if flow_run is not None and flow_run_context:
+            flow_run_context["parameters"] = flow_run.parameters or {}
+            if flow_run_context.get("flow") is not None:
+                flow_run_context["flow"] = _travelling(flow_run_context["flow"])
         tags = context.get("tags_context")
         if tags:
             # A task that is submitted from inside has its own tags.
             tags["current_tags"] = {t for t in tags["current_tags"] if not is_gpu_tag(t)}
+        assets = AssetContext.get()
+        context["asset_context"] = assets.serialize() if assets is not None else {}
+        context["transactions"] = [_as_values(each) for each in _transactions()]
         return context, self._context.log_prints
 
     def environment_for_child(self) -> dict[str, str | None]:
         """Return the variables with which Prefect in a child speaks to the parent's server."""
         # No setting has the address of an ephemeral server.
         return {"PREFECT_API_URL": str(self._context.client.api_url)}
+
+    @staticmethod
+    def apply_changes(changes: ContextChanges) -> None:
+        """Change the run's contexts in this thread as its body, which has completed, has changed them in a child."""
+        transactions = _transactions()
+        for transaction, values_set in zip(transactions, changes.transactions, strict=True):
+            for name, value in values_set.items():
+                transaction.set(name, value)
+        if transactions:
+            transactions[0].on_commit_hooks.extend(changes.on_commit)
+            transactions[0].on_rollback_hooks.extend(changes.on_rollback)
+        assets = AssetContext.get()
+        if assets is not None:
+            for key, metadata in changes.metadata.items():
+                assets.add_asset_metadata(key, dict(metadata))
 
     @staticmethod
     def forward_log(log: dict[str, Any]) -> None:
@@ -768,6 +796,35 @@ class EngineRun:
         for variable in (FlowRunContext.__var__, TaskRunContext.__var__):
             context.run(cast(ContextVar[Any], variable).set, None)
         context.run(worker.send, Event.model_validate_json(event))
+
+
+def _transactions() -> list[BaseTransaction]:
+    """Return the transaction of this thread's task run, then each one around it."""
+    found: list[BaseTransaction] = []
+    transaction = get_transaction()
+    # One around it that has ended gives as its parent the one that this thread is in.
+    while transaction is not None and not any(transaction is each for each in found):
+        found.append(transaction)
+        transaction = transaction.get_parent()
+    return found
+
+
+def _stored(name: str, value: Any) -> StoredValue:
+    try:
+        return StoredValue(values.Apart.of(value, "transaction", name))
+    except ResultError as error:
+        return StoredValue(error)
+
+
+def _as_values(transaction: BaseTransaction) -> dict[str, Any]:
+    """Return what a child makes its copy of a transaction from (`prefect_context.RunContexts`)."""
+    names = ("key", "commit_mode", "isolation_level", "overwrite", "write_on_commit", "state")
+    stored = transaction._stored_values.copy()
+    return {
+        "fields": {name: getattr(transaction, name) for name in names},
+        "holder": transaction._holder,
+        "values": {name: _stored(name, value) for name, value in stored.items()},
+    }
 
 
 def _around_events(context: TaskRunContext) -> Context:
@@ -812,13 +869,20 @@ def _runs_elsewhere(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("this copy only names the run; call the task or flow itself")
 
 
-def without_flow_parameters(context: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a child's context without the flow's own parameters, and these."""
-    flow_run_context = context.get("flow_run_context") or {}
-    parameters = flow_run_context.get("parameters") or {}
-    if not parameters:
-        return context, {}
-    return {**context, "flow_run_context": {**flow_run_context, "parameters": {}}}, parameters
+def without_parameters(
+    context: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a child's context without parameters, the task's own parameters, and those of its flow.
+
+    They are objects that the call has as arguments, too. Pickled with the call, each travels once.
+    """
+    parameters: dict[str, dict[str, Any]] = {}
+    for name in ("task_run_context", "flow_run_context"):
+        run = context.get(name) or {}
+        parameters[name] = run.get("parameters") or {}
+        if parameters[name]:
+            context = {**context, name: {**run, "parameters": {}}}
+    return context, parameters["task_run_context"], parameters["flow_run_context"]
 
 
 def logs_need_prefect(task: Task[..., Any]) -> bool:

@@ -36,7 +36,7 @@ from prefect_gpu.runner.prefect_engine import (
     EngineRun,
     logs_need_prefect,
     prefect_log_level,
-    without_flow_parameters,
+    without_parameters,
 )
 from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.scheduling.history import HistoryKey
@@ -234,16 +234,17 @@ class TaskCall:
         for name, value in bound.items():
             values.refuse_shared(value, "argument", name)
         context, log_prints = self.run.context_for_child()
-        context, parameters = without_flow_parameters(context)
+        context, parameters, flow_parameters = without_parameters(context)
         call = Call(
             self.plan.function,
             self.args,
             self.kwargs,
             values.Apart.of(context, "call", "context"),
-            parameters,
+            flow_parameters,
             log_prints,
             prefect_log_level(),
             at_once=self.plan.with_prefect or log_prints,
+            parameters=parameters,
         )
         try:
             return values.dumps(call, "call", "call", _reducers(), self.share.pack)

@@ -45,7 +45,7 @@ _LONGEST_PATH = 8
 _WHOLE, _BY_PARTS, _TRIMMED = "whole", "by parts", "trimmed"
 
 #: What returns to the flow's process.
-_TO_FLOW = ("return value", "exception")
+_TO_FLOW = ("return value", "exception", "transaction")
 
 
 class _Output:

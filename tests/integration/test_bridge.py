@@ -42,13 +42,16 @@ from prefect.logging.handlers import emit_api_log, set_api_log_sink
 from prefect.settings import PREFECT_API_URL, Settings, temporary_settings
 from prefect.states import Completed
 from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
+from prefect.transactions import CommitMode, Transaction, get_transaction, transaction
 from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.child import prefect_context
+from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
 from prefect_gpu.reports.publish import bounded_settings
 from prefect_gpu.runner import prefect_engine
+from prefect_gpu.values import Apart
 from tests.integration import engine_api as api
 
 
@@ -233,14 +236,15 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     assert context["settings_context"]["profile"] == seen["profile"], (
         "see prefect_engine._AsTheyAre"
     )
-    assert context["task_run_context"]["parameters"] == {}
+    assert context["task_run_context"]["parameters"] == {"x": 3}
     light = context["task_run_context"]["task"]
     assert light.name == "inside" and light is not inside and light.on_failure_hooks == []
     assert inside.on_failure_hooks, "the task itself was changed"
     assert context["flow_run_context"]["flow"].fn is prefect_engine._runs_elsewhere
     assert context["flow_run_context"]["parameters"] == {"held": 3}
-    without, parameters = prefect_engine.without_flow_parameters(context)
-    assert without["flow_run_context"]["parameters"] == {} and parameters == {"held": 3}
+    without, parameters, of_flow = prefect_engine.without_parameters(context)
+    assert without["flow_run_context"]["parameters"] == {} and of_flow == {"held": 3}
+    assert without["task_run_context"]["parameters"] == {} and parameters == {"x": 3}
     assert "kept" in context["tags_context"]["current_tags"]
     assert not any(t.startswith("gpu") for t in context["tags_context"]["current_tags"])
     assert seen["flow"][0] == "around" and seen["flow"][1] == seen["run"].flow_run_id
@@ -252,6 +256,66 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
         assert "kept" in TagsContext.get().current_tags
         # The runner of a child's copy ends while its flow goes on.
         assert prefect_engine.flow_run_goes_on(flow_context, flow_context.task_runner)
+
+
+@pytest.mark.parametrize("ends", ["completed", "failed"])
+def test_a_child_has_copies_of_the_transactions_of_its_run(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefect_context, "get_run_logger", logging.getLogger)
+    hooks: list[str] = []
+
+    def note(transaction: Transaction) -> None:
+        hooks.append("of the nested one")
+
+    def in_child(context: dict[str, Any]) -> Any:
+        with prefect_context.child_context(context, False, lambda message: None) as contexts:
+            own = get_transaction()
+            assert own is not None and own.get("inherited") == [1]
+            with pytest.raises(ResultError, match="generator"):
+                own.get("refused")
+            own.get_parent().set("of the outer", 2)  # type: ignore[union-attr]
+            own.set("own", 3)
+            own.stage(None, on_commit_hooks=[note])
+            with transaction(commit_mode=CommitMode.LAZY) as nested:
+                assert nested.get("own") == 3
+                nested.stage(None, on_commit_hooks=[note], on_rollback_hooks=[note])
+            assert hooks == [], "it ends with the body"
+            return contexts.commit() if ends == "completed" else contexts.roll_back()
+
+    with transaction() as outer:
+        outer.set("inherited", [1])
+        outer.set("refused", (each for each in ()))
+        with transaction(key="a-key") as own:
+            values = [prefect_engine._as_values(each) for each in prefect_engine._transactions()]
+            assert [each["fields"]["key"] for each in values] == ["a-key", None]
+            apart = Apart.of({"transactions": values}, "call", "context")
+            changes = Context().run(in_child, apart.load())
+            assert hooks == ["of the nested one"]
+            assert own.get("own", None) is None, "a child has copies"
+            if ends == "completed":
+                assert changes.transactions == ({"own": 3}, {"of the outer": 2})
+                prefect_engine.EngineRun.apply_changes(changes)
+                assert (own.get("own"), outer.get("of the outer")) == (3, 2)
+                assert own.on_commit_hooks == [note]
+            own.on_commit_hooks.clear()
+            # Nothing is stored.
+            own.write_on_commit = False
+    set_api_log_sink(None)
+    EventsWorker.set_client_override(None)
+
+
+def test_a_transaction_whose_outer_one_has_ended_is_read_once() -> None:
+    outer = Transaction()
+    with outer:
+        context = copy_context()
+
+    def read() -> list[Any]:
+        with transaction() as own:
+            assert prefect_engine._transactions() == [own, outer]
+            return prefect_engine._transactions()
+
+    assert len(context.run(read)) == 2
 
 
 def test_prefect_sets_its_logging_up_as_a_child_without_prefect_expects() -> None:
@@ -442,17 +506,14 @@ def test_a_retry_condition_is_asked_once_for_each_error() -> None:
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_children_talk_to_the_parents_server_and_hear_no_ctrl_c() -> None:
+def test_children_talk_to_the_parents_server_in_a_session_of_their_own() -> None:
     @task(tags=gpu(memory="64MiB"))
     def looks() -> dict[str, Any]:
-        import signal
-
         from prefect.settings import PREFECT_API_URL
 
         return {
             "settings": PREFECT_API_URL.value(),
             "environment": os.environ.get("PREFECT_API_URL"),
-            "sigint": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
             "session": os.getsid(0) == os.getpid(),
         }
 
@@ -464,4 +525,4 @@ def test_children_talk_to_the_parents_server_and_hear_no_ctrl_c() -> None:
 
     seen, url = one()
     assert seen["settings"].rstrip("/") == seen["environment"].rstrip("/") == url.rstrip("/")
-    assert seen["sigint"] and seen["session"]
+    assert seen["session"]

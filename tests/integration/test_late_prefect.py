@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 from prefect import flow, task
+from prefect.assets import materialize
+from prefect.context import AssetContext
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.runner import task_plan
 from tests.integration import engine_api as api
@@ -94,6 +97,59 @@ def test_a_body_finds_its_run(late: bool) -> None:
         "url": os.environ.get("PREFECT_API_URL", seen["url"]),
         "answers": 200,
     }
+
+
+def test_a_body_finds_its_arguments_by_name(late: bool) -> None:
+    def look(weights: Any, options: list[int], *rest: int, rate: float = 0.5, **others: Any) -> Any:
+        from prefect.context import TaskRunContext
+        from prefect.runtime import task_run
+
+        named = task_run.parameters
+        context = TaskRunContext.get()
+        assert context is not None and context.parameters == named
+        same = named["weights"] is weights and named["options"] is options
+        named = {**named, "weights": named["weights"].nbytes}
+        return same, named
+
+    numpy = pytest.importorskip("numpy")
+    weights, options = numpy.zeros(300_000), [1, 2]
+    (same, named), *_ = run(look, weights, options, 3, 4)
+    assert same, "each object has travelled once"
+    assert named == {
+        "weights": weights.nbytes, "options": [1, 2], "rest": (3, 4), "rate": 0.5, "others": {}
+    }  # fmt: skip
+
+
+def test_what_a_body_sets_in_its_transaction_and_of_its_assets_is_set_in_the_flow(
+    late: bool,
+) -> None:
+    seen: list[Any] = []
+
+    def note(transaction: Any) -> None:
+        context = AssetContext.get()
+        assert context is not None
+        seen.append((transaction.get("id"), context.materialization_metadata))
+
+    def body(fails: bool) -> None:
+        from prefect.assets import add_asset_metadata
+        from prefect.transactions import get_transaction
+
+        transaction = get_transaction()
+        assert transaction is not None and transaction.get("id", 1) == 1
+        transaction.set("id", (each for each in ()) if fails else {"a": 2})
+        add_asset_metadata("bugs://model", {"acc": 1})
+
+    work = materialize("bugs://model", tags=SMALL, on_commit=[note])(body)
+
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
+    def around(fails: bool) -> None:
+        work.submit(fails).result()
+
+    around(False)
+    assert seen == [({"a": 2}, {"bugs://model": {"acc": 1}})]
+    with pytest.raises(ResultError, match="the transaction of a GPU task cannot be sent"):
+        around(True)
+    assert len(seen) == 1
 
 
 def test_what_a_body_logs_emits_and_publishes_is_of_its_run(late: bool) -> None:
@@ -406,7 +462,7 @@ def test_a_context_that_cannot_be_read_fails_the_import_and_says_why(
         return prefect.__version__
 
     monkeypatch.setattr(task_plan, "uses_prefect", lambda function: False)
-    monkeypatch.setattr(task_plan, "without_flow_parameters", lambda context: ({"x": Bomb()}, {}))
+    monkeypatch.setattr(task_plan, "without_parameters", lambda context: ({"x": Bomb()}, {}, {}))
     assert run(look)[0] == "it cannot be read"
 
 

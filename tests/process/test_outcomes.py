@@ -224,14 +224,6 @@ def test_sigterm_ends_a_child_and_sigkill_one_that_ignores_it(rig: Rig, tmp_path
     assert stubborn.exit().code == -signal.SIGKILL
 
 
-def test_ctrl_c_does_not_end_a_child(rig: Rig, tmp_path: Path) -> None:
-    child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
-    assert eventually((tmp_path / "ready").exists)
-    os.kill(child.pid, signal.SIGINT)
-    os.kill(child.pid, signal.SIGTERM)
-    assert child.exit().code == -signal.SIGTERM
-
-
 def test_a_child_that_closes_all_and_lives_on_is_killed(make_rig: MakeRig) -> None:
     ended = make_rig(silent_grace_s=0.1).start(bodies.close_everything, True).exit()
     assert ended.code == -signal.SIGKILL

@@ -36,6 +36,7 @@ from prefect_gpu.processes.messages import (
     Asked,
     BodyEnded,
     BodyStarted,
+    ContextChanges,
     ReleasedUnused,
     ReleaseUnused,
 )
@@ -85,6 +86,7 @@ class FakeRun:
         self.notes: list[str] = []
         self.lines: list[str] = []
         self.events: list[GPUEvent] = []
+        self.changes: list[Any] = []
         self.on_running: Callable[[], None] = lambda: None
 
     def show_awaiting(self, reason: str) -> None:
@@ -113,6 +115,9 @@ class FakeRun:
 
     def context_for_child(self) -> tuple[dict[str, Any], bool]:
         return {}, False
+
+    def apply_changes(self, changes: Any) -> None:
+        self.changes.append(changes)
 
     def environment_for_child(self) -> dict[str, str | None]:
         return {}
@@ -255,6 +260,17 @@ def test_a_body_that_raises_is_reported_with_the_last_line_of_its_traceback(
     with pytest.raises(ValueError, match="no"):
         scene.go()
     assert (scene.report.outcome, scene.report.error) == (outcome, "ValueError: no")
+
+
+def test_changes_of_a_body_are_applied_once_its_value_is_there() -> None:
+    changes = ContextChanges(({"id": 1},), (), (), {})
+    packed = values.dumps(changes, "transaction", "transaction")
+    scene = Scene(*ended(7, changes=packed), ChildExited(0, ""))
+    assert scene.go() == 7 and scene.run.changes == [changes]
+    scene = Scene(BodyEnded(False, changes=packed), ChildExited(-9, ""))
+    with pytest.raises(ChildDiedError):
+        scene.go()
+    assert scene.run.changes == [], "its value did not come"
 
 
 def test_a_body_that_raises_system_exit_is_the_death_of_its_process() -> None:

@@ -388,10 +388,17 @@ def test_what_travels_apart_is_read_when_it_is_asked_for_and_its_buffers_travel_
     assert (call.read_context()["large"] == large).all()
 
 
-def test_a_context_gets_the_parameters_of_its_flow_back() -> None:
-    apart = values.Apart.of({"flow_run_context": {"parameters": {}}}, "call", "context")
-    call = Call(len, (), {}, apart, {"x": 1})
-    assert call.read_context() == {"flow_run_context": {"parameters": {"x": 1}}}
+def test_a_context_gets_the_parameters_of_its_task_and_its_flow_back() -> None:
+    context = {"flow_run_context": {"parameters": {}}, "task_run_context": {"parameters": {}}}
+    large = ["a list"]
+    apart = values.Apart.of(context, "call", "context")
+    call = Call(len, (large,), {}, apart, {"x": 1}, parameters={"y": large})
+    call = values.loads(values.dumps(call, "call", "call"), "call")
+    assert call.read_context() == {
+        "flow_run_context": {"parameters": {"x": 1}},
+        "task_run_context": {"parameters": {"y": large}},
+    }
+    assert call.read_context()["task_run_context"]["parameters"]["y"] is call.args[0]
     assert Call(len, (), {}).read_context() == {}
 
 

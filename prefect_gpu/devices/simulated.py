@@ -270,12 +270,15 @@ class SimulatedReader(DeviceReader):
         """
         with self._lock:
             folder = self._folders.get(spec)
-            if folder is None:
-                folder = self._folders[spec] = Path(tempfile.mkdtemp(prefix="prefect-gpu-"))
-                weakref.finalize(self, _remove_folder, folder, os.getpid())
-                if spec == self.spec:
-                    self._share(SharedFolder(folder))
-                    self.on_shared(folder)
+            if folder is not None:
+                return folder
+            folder = self._folders[spec] = Path(tempfile.mkdtemp(prefix="prefect-gpu-"))
+            weakref.finalize(self, _remove_folder, folder, os.getpid())
+            if spec == self.spec:
+                self._share(SharedFolder(folder))
+                self.on_shared(folder)
+        # What its processes hold is written before another process reads.
+        with self.account():
             return folder
 
     def _share_nothing(self, error: OSError) -> None:

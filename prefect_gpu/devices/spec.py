@@ -108,7 +108,7 @@ def open_reader(
         spec: Which devices.
         environ: Environment of this process; `CUDA_VISIBLE_DEVICES` limits its NVIDIA devices.
         clock: Sets the time of the snapshots.
-        shared: Folder in which processes share simulated devices; `None`: those that have a name share the default one.
+        shared: Folder in which processes share simulated devices that have a name; `None`: the default one.
 
     Raises:
         DeviceError: NVIDIA devices were asked for and there is no driver, or not those devices; or simulated
@@ -135,7 +135,7 @@ def open_reader(
 def _open_simulated(
     simulated: SimulatedDevices, clock: Clock | None, shared: Path | None
 ) -> DeviceReader:
-    if not simulated.name and shared is None:
+    if not simulated.name:
         return SimulatedReader(simulated, clock)
     try:
         return SimulatedReader(simulated, clock, SharedFolder(shared))

@@ -33,6 +33,7 @@ from prefect_gpu.broker.host_ledger import HostStore, host_ledger
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.child.channel import current_channel
 from prefect_gpu.devices.host import count_cores, read_machine
+from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
@@ -638,13 +639,17 @@ def _ended_with_flow(found: TaskReport | UnstartedRun, by: CancelledByRunner) ->
 
 def _make_broker(given: Configuration, folder: Path | None) -> Broker:
     simulated, allocation = given.devices.simulated, current_allocation()
-    if simulated is not None and not simulated.name:
-        folder = _folder_around(simulated)
-    private = simulated is not None and not simulated.name and folder is None
-    reader = open_reader(given.devices, os.environ, shared=folder)
-    # Simulated devices without a name are this broker's own: those of two specifications have the same UUIDs.
-    ledger = Ledger() if private else host_ledger(folder)
-    if isinstance(reader, SimulatedReader):
+    reader: DeviceReader
+    if simulated is None or simulated.name:
+        reader, ledger = open_reader(given.devices, os.environ, shared=folder), host_ledger(folder)
+    elif around := _folder_around(simulated):
+        reader, ledger = (
+            SimulatedReader(simulated, folder=SharedFolder(around)),
+            host_ledger(around),
+        )
+    else:
+        # These are this broker's own: those of two specifications have the same UUIDs.
+        reader, ledger = SimulatedReader(simulated), Ledger()
         reader.on_shared = lambda path: ledger.share(functools.partial(HostStore, path))
     return Broker(
         reader,

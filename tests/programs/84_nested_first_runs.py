@@ -1,10 +1,17 @@
 # Recursion of depth three without a budget: each level holds the device as a first run and waits for the next one.
-import os, threading
+import os
+import threading
+
 from prefect import flow, task
 from prefect.task_runners import ThreadPoolTaskRunner
+
 from prefect_gpu import GPUTaskRunner, gpu
 
-RUNNER = ThreadPoolTaskRunner() if os.environ.get("RUNNER") == "thread" else GPUTaskRunner(devices="simulated:1x10GiB")
+RUNNER = (
+    ThreadPoolTaskRunner()
+    if os.environ.get("RUNNER") == "thread"
+    else GPUTaskRunner(devices="simulated:1x10GiB")
+)
 
 
 def late():

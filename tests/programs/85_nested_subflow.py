@@ -1,7 +1,10 @@
 # A flow with a runner of its own is called inside a GPU task, on the devices that the task holds.
-import os, threading
+import os
+import threading
+
 from prefect import flow, task
 from prefect.task_runners import ThreadPoolTaskRunner
+
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.testing import SimulatedDevices, allocate
 
@@ -9,7 +12,11 @@ THREAD = os.environ.get("RUNNER") == "thread"
 
 
 def runner():
-    return ThreadPoolTaskRunner() if THREAD else GPUTaskRunner(devices=SimulatedDevices("2x10GiB", context="256MiB"))
+    return (
+        ThreadPoolTaskRunner()
+        if THREAD
+        else GPUTaskRunner(devices=SimulatedDevices("2x10GiB", context="256MiB"))
+    )
 
 
 def late():

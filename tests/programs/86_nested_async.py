@@ -1,8 +1,12 @@
 # Asynchronous tasks that hold a device submit tasks: they wait in a thread, by `as_completed`, or leave it to the end.
-import asyncio, os, threading
+import asyncio
+import os
+import threading
+
 from prefect import flow, task
 from prefect.futures import as_completed
 from prefect.task_runners import ThreadPoolTaskRunner
+
 from prefect_gpu import GPUTaskRunner, gpu
 
 THREAD = os.environ.get("RUNNER") == "thread"

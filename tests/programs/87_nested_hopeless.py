@@ -1,7 +1,10 @@
 # The outer task uses what it holds, so the inner one can never start: it fails, and the error says what to write.
-import os, threading
+import os
+import threading
+
 from prefect import flow, task
 from prefect.task_runners import ThreadPoolTaskRunner
+
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.testing import allocate
 

@@ -222,6 +222,8 @@ class SimulatedReader(DeviceReader):
         self.on_shared: Callable[[Path], object] = lambda folder: None
         #: By equal devices without a name: where the processes of tasks share them.
         self._folders: dict[SimulatedDevices, Path] = {}
+        #: Held while a folder is made. `on_shared` takes locks of a broker, whose threads take `_lock`.
+        self._sharing = threading.Lock()
         if folder is not None:
             self._share(folder)
         #: What those of other flows hold.
@@ -268,17 +270,19 @@ class SimulatedReader(DeviceReader):
 
         Its own devices are shared from the first call on.
         """
-        with self._lock:
+        with self._sharing:
             folder = self._folders.get(spec)
             if folder is not None:
                 return folder
             folder = self._folders[spec] = Path(tempfile.mkdtemp(prefix="prefect-gpu-"))
             weakref.finalize(self, _remove_folder, folder, os.getpid())
             if spec == self.spec:
-                self._share(SharedFolder(folder))
+                with self._lock:
+                    self._share(SharedFolder(folder))
+                # What its processes hold is written before another process reads.
+                with self.account():
+                    pass
                 self.on_shared(folder)
-        # What its processes hold is written before another process reads.
-        with self.account():
             return folder
 
     def _share_nothing(self, error: OSError) -> None:

@@ -35,6 +35,8 @@ class Allocation:
     exclusive: bool = False
     #: Names of the tasks, of all flows of the machine, that were on its devices when its process started.
     shared_with: tuple[str, ...] = ()
+    #: Ids of the requests of the GPU tasks around the caller, the outermost first and this task's own last.
+    requests: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         parts = [

@@ -54,6 +54,7 @@ from prefect_gpu.scheduling.model import (
     Request,
     Reservation,
 )
+from prefect_gpu.scheduling.nested import Holder, Scene, refusal, rescue
 from prefect_gpu.scheduling.placement import Board, PlacementStyle, select_devices
 from prefect_gpu.scheduling.preemption import REST_S, aged_priority
 from prefect_gpu.scheduling.scheduling_pass import (
@@ -102,6 +103,10 @@ MOST_BLOCKED = 32
 #: Seconds after which a task that could not be suspended for another may be asked again: it may hold memory by then.
 ASK_AGAIN_S = 10.0
 
+#: Seconds for which a request must be hopeless before it is refused: processes that have just ended give up memory, and
+#: other flows write what they do.
+HOPELESS_S = 1.0
+
 #: Step in bytes in which the memory of a process is written to the ledger, for flows in other containers.
 HELD_STEP_BYTES = 64 * MIB
 
@@ -129,7 +134,10 @@ class Broker:
         max_processes: Most children at a time; `None`: four for each core, at least eight.
         max_tasks_per_device: Most tasks on a device at a time; `None`: as many as fit.
         headroom_bytes: Kept free on each device; `None`: by kind of device.
-        held_by_parent: What the GPU task around this process holds.
+        around: What the GPU task around this process holds, for a ledger that does not know it.
+        ancestors: The requests of the GPU tasks around this process, by id, the outermost first.
+        waits_since: Returns the monotonic seconds since when the body of the innermost waits for tasks that it has submitted;
+            `None`: it does not wait.
         clock: Time.
         read_host_available: Returns the bytes of the machine's memory that new processes could use.
         patience: How far a blocked task may be passed by later ones.
@@ -145,7 +153,9 @@ class Broker:
         max_processes: int | None = None,
         max_tasks_per_device: int | None = None,
         headroom_bytes: int | None = None,
-        held_by_parent: tuple[Reservation, ...] = (),
+        around: tuple[Reservation, ...] = (),
+        ancestors: tuple[str, ...] = (),
+        waits_since: Callable[[], float | None] = lambda: None,
         clock: Clock | None = None,
         read_host_available: Callable[[], int] = read_host_available_bytes,
         patience: Patience = PATIENCE,
@@ -162,10 +172,14 @@ class Broker:
         self._ledger = ledger
         #: Most processes at a time.
         self.max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
-        self._held_by_parent = held_by_parent
+        self._around = around
+        self._ancestors = ancestors
+        self._waits_since = waits_since
+        #: Whether the ledger says that the task around this process waits.
+        self._told_waits = False
+        #: The request that is about to be refused as hopeless, and the time of the reading that first showed it.
+        self._hopeless: tuple[str, float] | None = None
         self._clock = clock or RealClock()
-        #: Whether other processes may use the ledger.
-        self._shares = ledger.shares
         #: Guards all below. Functions of others (a ticket's callbacks, and a release, which calls the
         #: ledger's watchers) are not called under it but put into `_calls`.
         self._changed = threading.Condition()
@@ -205,7 +219,7 @@ class Broker:
             devices,
             self.kind,
             HEADROOM_BYTES[self.kind] if headroom_bytes is None else headroom_bytes,
-            held_by_parent,
+            around,
             self._clock,
         )
         self._set_devices(devices)
@@ -281,7 +295,10 @@ class Broker:
             DeviceError: `give_up` was called.
         """
         request_id = f"{_PROCESS}-{os.getpid()}-{next(_ids)}"
-        ticket = Ticket(replace(request, id=request_id, submitted_s=self._clock.now()), standby)
+        now_s = self._clock.now()
+        ticket = Ticket(
+            replace(request, id=request_id, submitted_s=now_s, ancestors=self._ancestors), standby
+        )
         with self._changed:
             if self._lost:
                 raise DeviceError(self._lost)
@@ -582,7 +599,7 @@ class Broker:
         names = {device.key: device.name for device in placement.devices}
         lowered = tuple(
             each
-            if each.probe is None
+            if each.probe is None or each.loans
             else replace(
                 each,
                 reserved_bytes=min(
@@ -762,7 +779,7 @@ class Broker:
             return []
         with self._changed:
             others = [pid for t in self._others() if (pid := t.pid or t.ended_pid) is not None]
-        own = [os.getpid()] if self._held_by_parent else []
+        own = [os.getpid()] if self._around else []
         return list(dict.fromkeys([*own, *self._ledger.view().processes.values(), *others]))
 
     # With the lock held.
@@ -861,6 +878,7 @@ class Broker:
             if works:
                 # Without heartbeats other flows do not wait for its requests: its devices do not answer.
                 self._attempt(self._ledger.beat)
+            self._attempt(self._tell_waits)
             self._attempt(self._ledger.poll)
             with self._changed:
                 self._attempt(self._schedule)
@@ -870,11 +888,20 @@ class Broker:
                 rest_s = min(MOST_REST_S, REST_FACTOR * (thread_time() - began_s))
                 self._rests_until_s = self._clock.now() + rest_s
 
+    def _tell_waits(self) -> None:
+        """Write to the ledger whether the GPU task around this process waits, if that has changed."""
+        waits = self._waits_since() is not None
+        if waits != self._told_waits and self._ancestors:
+            self._told_waits = waits
+            self._ledger.rewrite(self._ancestors[-1], lambda entry: replace(entry, waits=waits))
+
     def _wait_for_work(self) -> None:
         while (rest_s := self._rests_until_s - self._clock.now()) > 0:
             self._clock.wait(self._changed, rest_s)
         until_s: float | None = None
-        if self._shares and (self._waiting or self._hot.without_task or self._may_be_suspended):
+        if self._ledger.shares and (
+            self._waiting or self._hot.without_task or self._may_be_suspended
+        ):
             until_s = self._clock.now() + POLL_S
         while not (self._arrived or self._dirty):
             times = [each for each in (until_s, self._recovery.poll_s) if each is not None]
@@ -1330,7 +1357,7 @@ class Broker:
             states,
             self._style,
             self._max_tasks_per_device,
-            self._held_by_parent,
+            self._reserved_around(states),
             self._queue.least_bytes,
             self._ready_standbys(),
         )
@@ -1344,6 +1371,8 @@ class Broker:
             self._process_slots(view, passive),
             passive,
         )
+        if self._ancestors:
+            decisions = self._rescue(decisions, board, host)
         self._note_passive(decisions, passive, view.silent)
         if not any(state.standbys for state in states):
             made = tuple(
@@ -1365,6 +1394,44 @@ class Broker:
                 ends = in_the_way(first, open_to_it)
                 settled = replace(settled, given_up=ends)
         return decisions, settled
+
+    def _reserved_around(self, states: Sequence[DeviceState]) -> list[Reservation]:
+        """Return what the GPU tasks around this process have reserved."""
+        if not self._ancestors:
+            return []
+        return [r for s in states for r in s.reservations if r.request_id in self._ancestors]
+
+    def _rescue(
+        self, decisions: Decisions, board: Board, host: HostState | ClusterState
+    ) -> Decisions:
+        """Decide about requests that wait for memory of tasks that wait for them; see `nested`."""
+        reading, since_s = self._view.reading, self._waits_since()
+        if reading is None or since_s is None or reading.at_s < since_s or host.full:
+            # An older reading does not show what the task around this process holds now.
+            return decisions
+        holders = {
+            i: Holder(e.request.ancestors, e.waits) for i, e in self._ledger.running().items()
+        }
+        for at, request_id in enumerate(self._ancestors):
+            innermost = at == len(self._ancestors) - 1
+            if innermost or request_id not in holders:
+                holders[request_id] = Holder(self._ancestors[:at], waits=True)
+        decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
+        waiting = [r for r in self._queue if r.ancestors and r.id not in decided]
+        if not all(holder.waits for holder in holders.values()):
+            # What runs may give up memory of the machine.
+            waiting = [r for r in waiting if r.origin or not host.refuses(r, "")]
+        scene = Scene(board.states, holders, self._view.measured)
+        found = rescue(waiting, scene, self._style, self._max_tasks_per_device, self._clock.now())
+        placements = (*decisions.placements, *found.placements)
+        if (last := found.hopeless) is None:
+            self._hopeless = None
+        elif self._hopeless is None or self._hopeless[0] != last.id:
+            self._hopeless = last.id, reading.at_s
+        elif reading.at_s - self._hopeless[1] >= HOPELESS_S:
+            refused = (last, refusal(last, scene))
+            return replace(decisions, refusals=(*decisions.refusals, refused))
+        return replace(decisions, placements=placements)
 
     def _ready_standbys(self) -> Mapping[str, Mapping[str, int]]:
         """Return how many standbys of the nodes of a cluster wait for a task, by kind and node."""
@@ -1409,9 +1476,12 @@ class Broker:
             for r in self._queue
             if r.id not in decided and not all(each.refuses(r) for each in hosts.values())
         )
-        # What runs this process waits for it.
-        around = {held.request_id for held in self._held_by_parent}
-        entries = {i: e for i, e in self._ledger.running().items() if i not in around}
+        # What runs this process waits for it, and memory that was lent is not free for others.
+        entries = {
+            i: e
+            for i, e in self._ledger.running().items()
+            if i not in self._ancestors and not any(r.loans for r in e.reservations)
+        }
         by_key = {state.device.key: at for at, state in enumerate(states)}
         rooms = {name: each.left_bytes for name, each in hosts.items() if not each.full}
         after = list(states)
@@ -1450,7 +1520,7 @@ class Broker:
                 left_states,
                 self._style,
                 self._max_tasks_per_device,
-                self._held_by_parent,
+                self._reserved_around(left_states),
             )
             request = self._waiting[plan.request_id].request
             named = {by_key[key]: place for place, key in enumerate(plan.devices)}

@@ -243,7 +243,7 @@ class DeviceView:
         devices: All devices of the broker, before the first reading.
         kind: The kind of all of them.
         headroom_bytes: Kept free on each device.
-        held_by_parent: What the GPU task around this process holds.
+        around: What the GPU task around this process holds, if the ledger does not know it.
         clock: Time.
     """
 
@@ -252,14 +252,14 @@ class DeviceView:
         devices: tuple[Device, ...],
         kind: DeviceKind,
         headroom_bytes: int,
-        held_by_parent: tuple[Reservation, ...],
+        around: tuple[Reservation, ...],
         clock: Clock,
     ) -> None:
         #: Those of the last reading that was good.
         self.devices = devices
         self._kind = kind
         self._headroom_bytes = headroom_bytes
-        self._held_by_parent = held_by_parent
+        self._around = around
         self._clock = clock
         #: The last one; `None`: none has come.
         self.reading: Reading | None = None
@@ -354,7 +354,7 @@ class DeviceView:
 
     def check(self, request: Request) -> None:
         """Check that a request could be placed on the empty machine; see `placement.check_possible`."""
-        check_possible(request, self._empty_states(), self._held_by_parent)
+        check_possible(request, self._empty_states())
 
     def _empty_states(self) -> list[DeviceState]:
         reading = self.reading
@@ -381,14 +381,11 @@ class DeviceView:
         if reading is None or reading.error:
             return []
         held = [view.by_device.get(key, ()) for key in self._keys]
-        if self._held_by_parent:
-            # The ledger has the task around this process too.
-            outer = {i for i, pid in view.processes.items() if pid == os.getpid()}
-            held = [tuple(r for r in each if r.request_id not in outer) for each in held]
         other = {ticket.request.id: ticket for ticket in others}
         for at in compress(range(len(held)), map(is_not, held, self._computed_for)):
             key, snapshot = self._keys[at], reading.snapshots[at]
-            parents = [r for r in self._held_by_parent if r.device_key == key]
+            known = {r.request_id for r in held[at]}
+            parents = [r for r in self._around if r.device_key == key and r.request_id not in known]
             self._measured[key] = measured = _measure(snapshot, view, tickets, other, parents)
             counts = self._count_probes(key, held[at], measured, reading.at_s)
             self._states[at] = device_state(
@@ -452,6 +449,11 @@ class DeviceView:
             if found is not None:
                 yield found, state.device
 
+    @property
+    def measured(self) -> Mapping[DeviceKey, Mapping[str, int]]:
+        """What each request's process holds of each device, as `states` has last found."""
+        return self._measured
+
     def measured_bytes(self, request_id: str, device: Device) -> int:
         """Return what a request's process holds of a device, as `states` has last found."""
         return self._measured.get(device.key, {}).get(request_id, 0)
@@ -487,7 +489,7 @@ class DeviceView:
         return [(each, error) for (_, error), found in changed.items() if error for each in found]
 
     def _warn_of_context(self, reading: Reading) -> None:
-        if self._context_told or self._kind != "nvml" or self._held_by_parent:
+        if self._context_told or self._kind != "nvml" or self._around:
             return
         pid = os.getpid()
         shown = (s.processes for s in reading.snapshots if s.device.attributed)

@@ -54,6 +54,8 @@ class Entry:
     #: Bytes that the process holds on each of `devices`, as measured by its own flow. Written only where other
     #: processes cannot identify it by `pid`, because they, or the driver, see another PID namespace.
     held_bytes: tuple[int, ...] = ()
+    #: Its body is blocked until GPU tasks that it has submitted end. Written by the process that it runs in.
+    waits: bool = False
     #: Its body has begun. Its host memory is then part of what the kernel reports as used.
     running: bool = False
     #: Hot standbys only: a task needs its memory, so it should end.
@@ -366,6 +368,15 @@ class Ledger:
             self._subscriptions.append(subscription)
             self._watchers.append(changed)
         return subscription
+
+    def share(self, open_store: Callable[[], Store]) -> None:
+        """Share what only this process has used so far, with the processes that use another store."""
+        with self._lock:
+            if self.shares:
+                return
+            self._open_store, self.shares = open_store, True
+            self._write_all(self._leave())
+        self._call_watchers()
 
     def view(self) -> LedgerView:
         """Read what other processes have written, and return the current view."""

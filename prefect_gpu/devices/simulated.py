@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
+import shutil
 import socket
+import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prefect_gpu.clock import Clock, RealClock
@@ -109,7 +114,7 @@ class SimulatedDevices:
     sizes_bytes: tuple[int, ...]
     #: Held by every process on each of its devices, in bytes.
     context_bytes: int
-    #: Of devices that processes share; empty: they are this process's own.
+    #: Of devices that processes share; empty: they are those of this process and its tasks' processes.
     name: str
     #: As given, for messages.
     text: str = field(compare=False)
@@ -176,7 +181,7 @@ class SimulatedReader(DeviceReader):
     Args:
         spec: The devices.
         clock: Sets the time of the snapshots.
-        folder: Where devices that have a name are shared with other processes; `None`: they are not shared.
+        folder: Where the devices are shared with other processes; `None`: they are not shared.
 
     Raises:
         DeviceError: Another process says something else of devices of that name.
@@ -213,9 +218,14 @@ class SimulatedReader(DeviceReader):
         #: The processes of this flow on the devices, and what they hold. Used within `account`.
         self.attached: dict[int, SimulatedMemory] = {}
         self._shared: SimulatedUse | None = None
-        if folder is not None and spec.name:
-            sizes = [*spec.sizes_bytes, spec.context_bytes]
-            self._shared = SimulatedUse(folder, spec.name, sizes)
+        #: Called with the folder once devices without a name are shared with the processes of this one's tasks.
+        self.on_shared: Callable[[Path], object] = lambda folder: None
+        #: By equal devices without a name: where the processes of tasks share them.
+        self._folders: dict[SimulatedDevices, Path] = {}
+        #: Held while a folder is made. `on_shared` takes locks of a broker, whose threads take `_lock`.
+        self._sharing = threading.Lock()
+        if folder is not None:
+            self._share(folder)
         #: What those of other flows hold.
         self._elsewhere: Sequence[FlowUse] = ()
 
@@ -248,6 +258,32 @@ class SimulatedReader(DeviceReader):
                 )
             except OSError as error:
                 self._share_nothing(error)
+
+    def _share(self, folder: SharedFolder) -> None:
+        sizes = [*self.spec.sizes_bytes, self.spec.context_bytes]
+        self._shared = SimulatedUse(folder, self.spec.name or "private", sizes)
+        if not self.spec.name:
+            self._folders[self.spec] = folder.path
+
+    def folder_for(self, spec: SimulatedDevices) -> Path:
+        """Return the folder in which the processes of this one's tasks share devices that have no name.
+
+        Its own devices are shared from the first call on.
+        """
+        with self._sharing:
+            folder = self._folders.get(spec)
+            if folder is not None:
+                return folder
+            folder = self._folders[spec] = Path(tempfile.mkdtemp(prefix="prefect-gpu-"))
+            weakref.finalize(self, _remove_folder, folder, os.getpid())
+            if spec == self.spec:
+                with self._lock:
+                    self._share(SharedFolder(folder))
+                # What its processes hold is written before another process reads.
+                with self.account():
+                    pass
+                self.on_shared(folder)
+            return folder
 
     def _share_nothing(self, error: OSError) -> None:
         self._shared, self._elsewhere = None, ()
@@ -360,6 +396,8 @@ class SimulatedMemory(ProcessMemory):
             return self._allocate(**arguments)
         if method == "simulated_free":
             return self._free(**arguments)
+        if method == "simulated_share":
+            return self._reader.folder_for(**arguments)
         raise ProtocolError(f"a child asked for {method!r}, which is unknown")
 
     def held_bytes(self, device_uuid: str) -> int:
@@ -396,3 +434,9 @@ class SimulatedMemory(ProcessMemory):
     def _free(self, device_uuid: str, size_bytes: int) -> None:
         with self._reader.account():
             self._live[device_uuid] -= size_bytes
+
+
+def _remove_folder(folder: Path, pid: int) -> None:
+    """Remove the folder of devices without a name at the end of the process that made it. A fork leaves it."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)

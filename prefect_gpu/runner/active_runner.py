@@ -29,12 +29,15 @@ from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from prefect_gpu.broker.broker import Broker, next_sequence
-from prefect_gpu.broker.host_ledger import host_ledger
+from prefect_gpu.broker.host_ledger import HostStore, host_ledger
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.child.channel import current_channel
 from prefect_gpu.devices.host import count_cores, read_machine
+from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
+from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
-from prefect_gpu.errors import CapacityError, DeviceError
+from prefect_gpu.errors import CapacityError, DeviceError, ProtocolError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.live.progress import MOST_RUNNING, MOST_WAITING, FlowProgress, RunCounts
@@ -53,7 +56,7 @@ from prefect_gpu.reports.publish import ProgressArtifact, Publisher
 from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.engine_threads import TagLimits, start_engine
+from prefect_gpu.runner.engine_threads import BODY_WAITS, AwaitedFuture, TagLimits, start_engine
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
@@ -202,7 +205,7 @@ class ActiveRunner:
             future = concurrent.futures.Future()
             future.set_result(self._count(prefect_engine.failed_state(task.name, error)))
         self._remember(future)
-        return PrefectConcurrentFuture(task_run_id=task_run_id, wrapped_future=future)
+        return AwaitedFuture(task_run_id, future)
 
     def _plan(self, task: Task[..., Any]) -> TaskPlan | Exception | None:
         """Return the plan of a GPU task, or what is wrong with it; `None`: it is no GPU task."""
@@ -590,8 +593,9 @@ class ActiveRunner:
         else:
             # Tasks may submit others while these are waited for. Tasks in threads count too:
             # Prefect's thread runner cancels those that still wait for what they depend on.
-            while unfinished := self._unfinished():
-                concurrent.futures.wait(unfinished)
+            with BODY_WAITS.counted():
+                while unfinished := self._unfinished():
+                    concurrent.futures.wait(unfinished)
         self._end_what_waits()
         self._threads.__exit__(None, None, None)
         with self._lock:
@@ -634,16 +638,29 @@ def _ended_with_flow(found: TaskReport | UnstartedRun, by: CancelledByRunner) ->
 
 
 def _make_broker(given: Configuration, folder: Path | None) -> Broker:
-    simulated = given.devices.simulated
+    simulated, allocation = given.devices.simulated, current_allocation()
+    reader: DeviceReader
+    if simulated is None or simulated.name:
+        reader, ledger = open_reader(given.devices, os.environ, shared=folder), host_ledger(folder)
+    elif around := _folder_around(simulated):
+        reader, ledger = (
+            SimulatedReader(simulated, folder=SharedFolder(around)),
+            host_ledger(around),
+        )
+    else:
+        # These are this broker's own: those of two specifications have the same UUIDs.
+        reader, ledger = SimulatedReader(simulated), Ledger()
+        reader.on_shared = lambda path: ledger.share(functools.partial(HostStore, path))
     return Broker(
-        open_reader(given.devices, os.environ, shared=folder),
-        # Simulated devices without a name are this broker's own: those of two specifications have the same UUIDs.
-        ledger=host_ledger(folder) if simulated is None or simulated.name else Ledger(),
+        reader,
+        ledger=ledger,
         style=given.placement,
         max_processes=given.max_processes,
         max_tasks_per_device=given.max_tasks_per_device,
         headroom_bytes=given.headroom_bytes,
-        held_by_parent=() if simulated is not None else _held_by_parent(),
+        around=_held_by_parent(),
+        ancestors=() if allocation is None else allocation.requests,
+        waits_since=BODY_WAITS.since,
         context_bytes=lambda framework, device: context_meter().known(device)[framework],
     )
 
@@ -683,6 +700,18 @@ def _shared_folder() -> SharedFolder | None:
         return None
 
 
+def _folder_around(devices: SimulatedDevices) -> Path | None:
+    """Return where the process around this GPU task shares simulated devices without a name; `None`: there is none."""
+    channel, allocation = current_channel(), current_allocation()
+    if channel is None or allocation is None or not allocation.device_uuids[0].startswith("SIM-"):
+        return None
+    try:
+        return Path(channel.ask("simulated_share", spec=devices))
+    except (OSError, ProtocolError) as error:
+        logger.warning("%r are this process's own: %s", devices, error)
+        return None
+
+
 def _held_by_parent() -> tuple[Reservation, ...]:
     """Return what the GPU task around this process holds, if there is one."""
     allocation = current_allocation()
@@ -690,7 +719,7 @@ def _held_by_parent() -> tuple[Reservation, ...]:
         return ()
     return tuple(
         Reservation(
-            request_id="the task around it",
+            request_id=allocation.requests[-1] if allocation.requests else "",
             machine=read_machine(),
             device_uuid=uuid,
             reserved_bytes=allocation.budget_bytes,

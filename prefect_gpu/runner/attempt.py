@@ -437,6 +437,7 @@ class Attempt:
             frameworks=frameworks,
             exclusive=any(r.exclusive for r in placement.reservations),
             shared_with=self._broker.neighbours(ticket),
+            requests=(*ticket.request.ancestors, ticket.request.id),
         )
         environment = {
             **child_environment(policy, registry.adapters_for(policy), os.environ),

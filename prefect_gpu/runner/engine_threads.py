@@ -12,6 +12,9 @@ runner's tasks for a while. A server that refuses either question for a moment i
 second.
 
 The limits themselves are enforced by Prefect's server: a task that has one asks as ever.
+
+`AwaitedFuture` is what `submit` returns: in the process of a GPU task it tells the broker when the body waits for tasks
+that it has submitted (`scheduling.nested`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -29,6 +33,7 @@ import httpx
 from prefect import task_engine
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.concurrency import services
+from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.process_resources import start_thread
@@ -79,6 +84,62 @@ def _run(future: Future[Any], call: Callable[[], Any]) -> None:
     finally:
         # What it raised holds this frame.
         del future, call
+
+
+class BodyWaits:
+    """Counts the threads of this process that wait for GPU tasks which its body has submitted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._since_s: float | None = None
+
+    def since(self) -> float | None:
+        """Return the monotonic seconds since when at least one thread waits; `None`: none does."""
+        return self._since_s
+
+    def change(self, by: int) -> None:
+        """Count one thread more, or one less."""
+        with self._lock:
+            self._count += by
+            if not self._count:
+                self._since_s = None
+            elif self._since_s is None:
+                self._since_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count this thread, unless it is that of an engine: that a task waits for another says nothing of the body."""
+        by = 0 if threading.current_thread().name.startswith(NAME) else 1
+        self.change(by)
+        try:
+            yield
+        finally:
+            self.change(-by)
+
+
+#: Of this process. Only processes of GPU tasks read it.
+BODY_WAITS = BodyWaits()
+
+
+class AwaitedFuture(PrefectConcurrentFuture[Any]):
+    """The future of a GPU task: it counts who waits for it."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `PrefectFuture.wait`."""
+        with BODY_WAITS.counted():
+            super().wait(timeout)
+
+    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> Any:
+        """See `PrefectFuture.result`."""
+        with BODY_WAITS.counted():
+            return super().result(timeout, raise_on_failure)
+
+    def _add_prefect_done_callback(self, fn: Callable[[PrefectFuture[Any]], None]) -> None:
+        # Of Prefect's `as_completed`, and `wait` with a timeout: they wait for the callback.
+        BODY_WAITS.change(1)
+        self._wrapped_future.add_done_callback(lambda _: BODY_WAITS.change(-1))
+        super()._add_prefect_done_callback(fn)
 
 
 class TagLimits:

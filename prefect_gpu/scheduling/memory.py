@@ -17,7 +17,8 @@ Which device a task gets is decided in `placement`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -89,7 +90,9 @@ class DeviceState:
             probe_bytes = self.free_for_probes_bytes - reservation.probe.counts_bytes
         return DeviceState(
             self.snapshot,
-            self.free_bytes - reservation.reserved_bytes,
+            self.free_bytes
+            - reservation.reserved_bytes
+            + sum(size for _, size in reservation.loans),
             self.foreign_bytes,
             self.capacity_bytes,
             (*self.reservations, reservation),
@@ -141,6 +144,15 @@ def measure(
     return measured
 
 
+def lent_bytes(reservations: Iterable[Reservation]) -> Mapping[str, int]:
+    """Return the bytes of a device that requests lend to others there, by the id of the lender."""
+    lent: Counter[str] = Counter()
+    for reservation in reservations:
+        for lender, size_bytes in reservation.loans:
+            lent[lender] += size_bytes
+    return lent
+
+
 def device_state(
     snapshot: DeviceSnapshot,
     reservations: Sequence[Reservation],
@@ -165,6 +177,7 @@ def device_state(
     standbys: list[StandbyHold] = []
     #: By how much less probes count for another probe.
     less_bytes, budgets = 0, False
+    lent = lent_bytes(reservations)
     for reservation in reservations:
         held = measured.get(reservation.request_id, 0)
         if reservation.standby:
@@ -173,14 +186,15 @@ def device_state(
             most = max(reservation.reserved_bytes, held)
             standbys.append(StandbyHold(reservation.request_id, most))
         else:
-            most = max(reservation.reserved_bytes, held)
+            # What it lends counts for the borrower.
+            most = max(reservation.reserved_bytes - lent.get(reservation.request_id, 0), held)
             counted += most - held
             staying.append(reservation)
             if reservation.probe is None:
                 budgets = True
             else:
                 count = probe_counts.get(reservation.request_id, reservation.reserved_bytes)
-                less_bytes += most - max(count, held)
+                less_bytes += most - max(min(count, most), held)
 
     def free(counted_bytes: int) -> int:
         return min(driver_free, usable - foreign - counted_bytes) - headroom_bytes

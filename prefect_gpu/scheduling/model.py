@@ -198,6 +198,8 @@ class Request:
     preemptible: bool = False
     #: It is of a process that was suspended and waits for room to come back.
     returns: bool = False
+    #: The requests of the GPU tasks that it was made inside of, by id, the outermost first; see `nested`.
+    ancestors: tuple[str, ...] = ()
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all that it has free."""
@@ -241,6 +243,8 @@ class Reservation:
     #: `None`: the need of its task is known, or it has the device to itself. Otherwise `reserved_bytes` is the most
     #: that its process can take, and reservations of several such tasks may add up to more than the device has.
     probe: Probe | None = None
+    #: Bytes of these that requests around its own have reserved on the device and lend to it, by request id; see `nested`.
+    loans: tuple[tuple[str, int], ...] = ()
 
     @property
     def device_key(self) -> DeviceKey:

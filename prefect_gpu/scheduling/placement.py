@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -57,7 +58,7 @@ class Board:
         style: `spread` prefers the device with most free memory: on large devices tasks slow each other down
             long before memory runs out. `pack` prefers the one with least.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
-        held_by_parent: What the GPU task around this process holds. It does not count as a task.
+        around: What the GPU tasks around this process hold. They do not count as tasks.
         least_bytes: No request asks for less; a device with less free is not considered.
         standbys: By kind, as in `Request.standby`, and by node: standbys that wait for a task.
     """
@@ -67,7 +68,7 @@ class Board:
         states: Iterable[DeviceState],
         style: PlacementStyle = "spread",
         max_tasks: int | None = None,
-        held_by_parent: Iterable[Reservation] = (),
+        around: Iterable[Reservation] = (),
         least_bytes: int = 0,
         standbys: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
@@ -77,9 +78,8 @@ class Board:
             kind: {node: count for node, count in nodes.items() if count > 0}
             for kind, nodes in standbys.items()
         }
-        self.held_by_parent = tuple(held_by_parent)
         self._max_tasks = max_tasks
-        self._parents = {r.device_key for r in self.held_by_parent}
+        self._around = Counter(reservation.device_key for reservation in around)
         self._sign = -1 if style == "spread" else 1
         self._least_bytes = least_bytes
         #: Devices that can take another task, the preferred first, as a sort key and a position. First those
@@ -135,7 +135,7 @@ class Board:
     def surely_fits(self, request: Request) -> bool:
         """Return whether a request could be placed if all devices were empty.
 
-        False where that depends on the device: it has a name, a model, or a task around this process.
+        False where that depends on the device: it has a name or a model.
         """
         return self._surely_hold(request, self._capacity_bytes(request.count))
 
@@ -148,7 +148,7 @@ class Board:
 
     def _surely_hold(self, request: Request, capacity_bytes: int) -> bool:
         memory = request.memory
-        if self.held_by_parent or request.devices or request.nodes:
+        if request.devices or request.nodes:
             return False
         if isinstance(memory, ModelBudgets):
             return False
@@ -171,8 +171,8 @@ class Board:
         return self._node_capacities[count]
 
     def could_hold(self, request: Request, at: int) -> bool:
-        """Return whether a device could hold a request once all but the task around this process has ended."""
-        return could_hold(request, self.states[at], self.held_by_parent)
+        """Return whether a device could hold a request once all has ended there."""
+        return could_hold(request, self.states[at])
 
     def could_use(self, request: Request, named: Named | None, at: int) -> bool:
         """Return whether a device could be one of those that a request gets, once all has ended.
@@ -207,7 +207,7 @@ class Board:
         """Return the most reservations that a device may have; infinite: as many as fit."""
         if self._max_tasks is None:
             return math.inf
-        return self._max_tasks + (state.device.key in self._parents)
+        return self._max_tasks + self._around[state.device.key]
 
     def most_free_bytes(self) -> int:
         """Return the most free bytes of a device that can take another task; less than 0: none can."""
@@ -528,15 +528,12 @@ def need_bytes(request: Request, state: DeviceState) -> int | None:
     return need
 
 
-def check_possible(
-    request: Request, states: Sequence[DeviceState], held_by_parent: Iterable[Reservation] = ()
-) -> None:
+def check_possible(request: Request, states: Sequence[DeviceState]) -> None:
     """Check that a request could be placed on the empty machine.
 
     Args:
         request: What is asked.
         states: All devices of the runner.
-        held_by_parent: What the GPU task holds that submitted this one from inside.
 
     Raises:
         PlacementError: It can never be placed; the message says what the largest device is.
@@ -585,40 +582,11 @@ def check_possible(
             f"gpu:memory={format_bytes(need)} is {problem}; lower the tag or name other devices",
             _describe_each(eligible),
         )
-    held = {reservation.device_key: reservation for reservation in held_by_parent}
-    if not held:
-        return
-    beside = [sum(could_hold(request, s, held.values()) for s in group) for group in groups]
-    if max(beside) < request.count:
-        raise PlacementError(
-            f"{request.task_name!r} was submitted from inside a GPU task and could never start "
-            f"while that one holds what it holds; give the outer task a smaller gpu:memory or "
-            f"another device",
-            tuple(
-                f"{state.device.label}: the outer task holds "
-                f"{format_bytes(held[state.device.key].reserved_bytes)} of "
-                f"{format_bytes(state.capacity_bytes)}"
-                for group in groups
-                for state in group
-                if state.device.key in held
-            ),
-        )
 
 
-def could_hold(
-    request: Request, state: DeviceState, held_by_parent: Iterable[Reservation] = ()
-) -> bool:
-    """Return whether a device could hold a request once all has ended there but a task around this process."""
-    need = need_bytes(request, state)
-    if not 0 < state.capacity_bytes >= (need or 0):
-        return False
-    for held in held_by_parent:
-        if held.device_key == state.device.key:
-            if need is None or request.exclusive or held.exclusive:
-                return False
-            if need + held.reserved_bytes > state.capacity_bytes:
-                return False
-    return True
+def could_hold(request: Request, state: DeviceState) -> bool:
+    """Return whether a device could hold a request once all has ended there."""
+    return 0 < state.capacity_bytes >= (need_bytes(request, state) or 0)
 
 
 def fits_now(request: Request, state: DeviceState) -> bool:

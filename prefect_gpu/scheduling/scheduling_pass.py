@@ -411,7 +411,7 @@ def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
     refusals: list[tuple[Request, PlacementError]] = []
     for _, request in lane:
         try:
-            check_possible(request, board.states_of(request), board.held_by_parent)
+            check_possible(request, board.states_of(request))
         except PlacementError as error:
             refusals.append((request, error))
         else:

@@ -25,6 +25,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
 
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu
+from prefect_gpu.testing import allocate
 from tests.integration import engine_api as api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -375,7 +376,7 @@ def test_nested_submits_from_a_gpu_task_and_from_a_thread() -> None:
     assert api.task_run(UUID(kept["outer"]["id"])).state_name == "Completed"
 
 
-def test_nested_gpu_tasks_on_the_machines_own_memory_know_what_their_parent_holds() -> None:
+def test_nested_gpu_tasks_run_on_the_machines_own_memory_beside_an_exclusive_parent() -> None:
     @task(tags=SMALL)
     def inner() -> int:
         return os.getpid()
@@ -401,7 +402,40 @@ def test_nested_gpu_tasks_on_the_machines_own_memory_know_what_their_parent_hold
 
     nests()
     assert kept["shares"] != os.getpid()
-    assert kept["alone"].startswith("PlacementError") and "from inside a GPU task" in kept["alone"]
+    assert kept["alone"] == "ran", "its device is lent to the task inside it"
+
+
+def test_nested_gpu_tasks_get_what_those_around_them_do_not_use_or_fail() -> None:
+    @task(tags=gpu(memory="4GiB"))
+    def inner(x: int) -> int:
+        allocate("4GiB")
+        return x
+
+    @task(tags=gpu(memory="4GiB"))
+    def outer(x: int) -> Any:
+        return inner.submit(x).result()
+
+    @task(tags=gpu(memory="8GiB"))
+    def uses_it() -> str:
+        allocate("7GiB")
+        try:
+            return f"ran {inner.submit(1).result()}"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    kept: dict[str, Any] = {}
+
+    @flow(task_runner=GPUTaskRunner(devices="simulated:1x10GiB", reports=False))
+    def nests() -> None:
+        kept["lent"] = outer.map([1, 2]).result()
+        kept["hopeless"] = uses_it.submit().result()
+
+    nests()
+    assert kept["lent"] == [1, 2]
+    assert kept["hopeless"].startswith(
+        "PlacementError: 'inner' was submitted from inside a GPU task"
+    )
+    assert "the outer task 'uses_it' holds 8GiB and uses 7GiB" in kept["hopeless"]
 
 
 def test_flows_of_one_process_share_devices_and_reservations() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import prefect_gpu.broker.broker
-from prefect_gpu.broker.broker import Broker
+from prefect_gpu.broker.broker import HOPELESS_S, Broker
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
@@ -238,7 +238,7 @@ def test_brokers_that_share_a_ledger_see_each_other(rig: Rig) -> None:
 def test_what_the_task_around_this_process_holds_counts_once(make_rig: MakeRig) -> None:
     device = SimulatedReader(SimulatedDevices("1x24GiB")).devices()[0]
     outer = Reservation("outer", *device.key, 10 * GIB)
-    rig = make_rig(held_by_parent=(outer,))
+    rig = make_rig(around=(outer,), ancestors=("outer",), waits_since=lambda: 0.0)
     rig.reader.attach(os.getpid(), ["SIM-0"])
     rig.reader.allocate(os.getpid(), "SIM-0", 6 * GIB)
     nested = rig.place("nested", 13)
@@ -247,9 +247,13 @@ def test_what_the_task_around_this_process_holds_counts_once(make_rig: MakeRig) 
     waiting = rig.submit("next", 2)
     assert rig.waits(waiting)
     assert rig.broker.explain(waiting) == "2GiB on device 0; most free 1GiB"
-    refused = rig.submit("never", 15)
+    refused = rig.submit("never", 19)
+    assert rig.waits(refused)
+    rig.clock.advance(HOPELESS_S)
+    rig.broker.read()
     decided(refused)
     assert "from inside a GPU task" in str(refused.error)
+    assert "holds 10GiB and uses 6GiB" in str(refused.error)
 
 
 class NvmlLike(Reader):

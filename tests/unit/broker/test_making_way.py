@@ -193,7 +193,7 @@ def test_the_urgent_one_starts_beside_no_hot_standby_that_is_in_its_way(scene: S
 
 def test_a_task_that_waits_for_one_within_it_does_not_make_way_for_that(make_rig: MakeRig) -> None:
     scene = Scene(make_rig)
-    inner = scene.rig.another(held_by_parent=scene.entry.reservations)
+    inner = scene.rig.another(ancestors=(scene.id,))
     scene.rig.place("filler", 1)
     scene.rig.submit("inner", 2, priority=5, broker=inner)
     scene.settle()

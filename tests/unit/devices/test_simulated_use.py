@@ -93,10 +93,22 @@ def test_flows_that_say_different_things_of_one_name_are_refused(tmp_path: Path)
     flow(tmp_path, "2x24GiB@lab")
 
 
-def test_devices_without_a_name_are_not_shared(tmp_path: Path) -> None:
-    child(flow(tmp_path, "1x24GiB"), 10, 8)
-    assert free_gib(flow(tmp_path, "1x24GiB")) == 24
-    assert not list(tmp_path.iterdir())
+def test_devices_without_a_name_are_shared_with_those_who_are_told_where() -> None:
+    devices, others = SimulatedDevices("1x24GiB"), SimulatedDevices("1x8GiB")
+    one, told = SimulatedReader(devices), list[Path]()
+    one.on_shared = told.append
+    memory = child(one, 10, 8)
+    assert free_gib(SimulatedReader(devices)) == 24
+    folder = memory.answer("simulated_share", {"spec": devices})
+    inner = SimulatedReader(devices, folder=SharedFolder(folder))
+    assert (told, free_gib(inner)) == ([folder], 16)
+    assert inner.folder_for(devices) == one.folder_for(devices) == folder
+    assert one.folder_for(others) == one.folder_for(others) != folder
+    assert told == [folder]
+    folders = [folder, one.folder_for(others)]
+    del one, inner, memory
+    gc.collect()
+    assert not any(each.exists() for each in folders)
 
 
 def test_a_fork_of_a_flow_writes_nothing_in_its_name(tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ def test_no_more_tasks_on_a_device_than_are_allowed() -> None:
     assert take(board, request(1, devices=("0",))) is None
 
 
-def test_the_task_around_this_process_is_no_task_of_its_runner() -> None:
-    outer = reserved(0, 4, by="outer")
-    board = Board([state(0, held=[outer])], max_tasks=1, held_by_parent=[outer])
+def test_the_tasks_around_this_process_are_no_tasks_of_its_runner() -> None:
+    around = [reserved(0, 4, by="outer"), reserved(0, 4, by="middle")]
+    board = Board([state(0, held=around)], max_tasks=1, around=around)
     assert [take(board, request(1)) for _ in range(2)] == [[0], None]
 
 

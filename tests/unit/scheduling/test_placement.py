@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from prefect_gpu.errors import PlacementError
@@ -13,7 +11,6 @@ from prefect_gpu.scheduling.placement import (
     Board,
     PlacementStyle,
     check_possible,
-    could_hold,
     describe_wait,
     select_devices,
 )
@@ -261,35 +258,6 @@ def test_never(asked: Request, states: list[DeviceState], says: str) -> None:
     with pytest.raises(PlacementError) as caught:
         check_possible(asked, states)
     assert says in str(caught.value)
-
-
-OUTER = reserved(0, 20, by="outer")
-OUTER_ALONE = reserved(0, 20, by="outer", exclusive=True)
-
-
-@pytest.mark.parametrize(
-    ("asked", "states", "held", "possible"),
-    [
-        pytest.param(request(4), TWO[:1], OUTER, True, id="it fits beside its parent"),
-        pytest.param(request(5), TWO[:1], OUTER, False, id="it does not fit beside its parent"),
-        pytest.param(request(5), TWO, OUTER, True, id="another device is there for it"),
-        pytest.param(request(5, count=2), TWO, OUTER, False, id="it needs its parent's device too"),
-        pytest.param(request(1), TWO[:1], OUTER_ALONE, False, id="its parent is alone there"),
-        pytest.param(request(), TWO[:1], OUTER, False, id="it wants the device to itself"),
-        pytest.param(request(1, exclusive=True), TWO[:1], OUTER, False, id="it is exclusive"),
-    ],
-)
-def test_beside_a_parent(
-    asked: Request, states: list[DeviceState], held: Any, possible: bool
-) -> None:
-    assert sum(could_hold(asked, each, [held]) for each in states) >= (
-        asked.count if possible else 0
-    )
-    if possible:
-        check_possible(asked, states, [held])
-    else:
-        with pytest.raises(PlacementError, match=r"from inside a GPU task.*holds 20GiB of 24GiB"):
-            check_possible(asked, states, [held])
 
 
 @pytest.mark.parametrize(

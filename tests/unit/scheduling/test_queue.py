@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import Request, Reservation
+from prefect_gpu.scheduling.model import Request
 from prefect_gpu.scheduling.placement import Board, PlacementStyle
 from prefect_gpu.scheduling.scheduling_pass import (
     Decisions,
@@ -223,28 +223,6 @@ def test_the_impossible_is_refused_wherever_it_stands() -> None:
     decisions = decide(RequestQueue(waiting), Board(TWO[:1]), host())
     assert started(decisions) == [("a", [0])]
     assert refused(decisions) == ["huge", "huge too", "nowhere"]
-
-
-OUTER = reserved(0, 20, by="outer")
-
-
-def test_inside_a_gpu_task_only_what_fits_beside_it_starts() -> None:
-    states = [state(0, held=[OUTER]), state(1, 8)]
-    held: tuple[Reservation, ...] = (OUTER,)
-    waiting = [request(9, name="never"), request(5, name="a"), request(4, name="b")]
-    board = Board(states, held_by_parent=held)
-    decisions = decide(RequestQueue(waiting), board, host(), NO_BACKFILL)
-    assert refused(decisions) == ["never"]
-    assert started(decisions) == [("a", [1]), ("b", [0])]
-
-
-def test_a_nested_head_blocks_only_where_it_could_run_beside_its_parent() -> None:
-    full = state(1, held=[reserved(1, 24)])
-    states = [state(0, held=[OUTER]), full]
-    waiting = [request(5, name="blocked"), request(4, name="b")]
-    board = Board(states, held_by_parent=(OUTER,))
-    decisions = decide(RequestQueue(waiting), board, host(), NO_BACKFILL)
-    assert started(decisions) == [("b", [0])]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,292 @@
+"""What becomes of requests that were made inside a GPU task while that task waits for them and holds memory.
+
+Pure. A request made inside a task is *stuck* if it cannot start before a task ends that itself waits for such a request.
+A stuck request gets memory from the reservations of its own ancestors, the tasks around it: bytes that an ancestor has
+reserved and does not use are lent, and its reservation counts for less until the borrower has ended. If even that is too
+little, the request is hopeless, and one hopeless request at a time is refused.
+
+The order of all other requests is in `scheduling_pass`, the choice of a device in `placement`. Which body waits is
+found out by its own process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prefect_gpu.errors import PlacementError
+from prefect_gpu.scheduling.memory import DeviceState, lent_bytes
+from prefect_gpu.scheduling.model import DeviceKey, Placement, Request, Reservation
+from prefect_gpu.scheduling.placement import (
+    Board,
+    PlacementStyle,
+    fits_now,
+    need_bytes,
+    select_devices,
+)
+from prefect_gpu.scheduling.scheduling_pass import order_key
+from prefect_gpu.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A request that holds devices, as far as requests made inside it depend on it."""
+
+    #: The requests of the GPU tasks around it, by id, the outermost first.
+    ancestors: tuple[str, ...] = ()
+    #: Its body is blocked until tasks that it has submitted end.
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The values that the decisions of this module depend on."""
+
+    #: All devices, with the reservations of the pass so far.
+    states: Sequence[DeviceState]
+    #: All requests that hold devices, by id. A reservation of another one is of a task that does not wait.
+    holders: Mapping[str, Holder]
+    #: By device and request id: bytes that the process holds.
+    measured: Mapping[DeviceKey, Mapping[str, int]]
+
+    def waits(self, request_id: str) -> bool:
+        """Return whether the body of a request that holds devices waits."""
+        return request_id in self.holders and self.holders[request_id].waits
+
+    def unused_bytes(self, reservation: Reservation, lent: Mapping[str, int]) -> int:
+        """Return the bytes of a reservation that its process does not hold and that are not lent."""
+        request_id = reservation.request_id
+        held = self.measured.get(reservation.device_key, {}).get(request_id, 0)
+        return max(0, reservation.reserved_bytes - lent.get(request_id, 0) - held)
+
+    def after(self, request: Request, placement: Placement) -> Scene:
+        """Return the scene once a request was placed."""
+        held = {each.device_key: each for each in placement.reservations}
+        return Scene(
+            [s.after(held[s.device.key]) if s.device.key in held else s for s in self.states],
+            {**self.holders, request.id: Holder(request.ancestors)},
+            self.measured,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """What is done for requests that are stuck."""
+
+    placements: tuple[tuple[Request, Placement], ...] = ()
+    #: The request that is to be refused, if it is hopeless for longer than a moment; `None`: none is.
+    hopeless: Request | None = None
+
+
+def rescue(
+    waiting: Sequence[Request],
+    scene: Scene,
+    style: PlacementStyle = "spread",
+    max_tasks: int | None = None,
+    now_s: float = 0.0,
+) -> Rescue:
+    """Place stuck requests of this broker in memory that their ancestors lend, or find the one that is to be refused.
+
+    A stuck request is not held up by devices that are kept for others: these wait for its ancestors.
+
+    Args:
+        waiting: The requests made inside a task that a scheduling pass has left waiting, of all brokers.
+        scene: What is held after the pass.
+        style: As for `Board`.
+        max_tasks: Most tasks on a device at a time; tasks that wait are not counted. `None`: as many as fit.
+        now_s: Monotonic seconds.
+
+    Returns:
+        Of several hopeless requests the last in the queue is refused: the end of its ancestor may be enough for the others.
+    """
+    stuck = find_stuck(waiting, scene, lends=False)
+    placements: list[tuple[Request, Placement]] = []
+    for request in sorted(waiting, key=order_key):
+        if request.origin or not (request.id in stuck or _is_quiet(request, scene)):
+            continue
+        placement = _lend(request, scene, style, max_tasks, now_s)
+        if placement is not None:
+            placements.append((request, placement))
+            scene = scene.after(request, placement)
+    if placements:
+        return Rescue(tuple(placements))
+    never = find_stuck(waiting, scene, lends=True)
+    last = max((r for r in waiting if r.id in never), key=order_key, default=None)
+    return Rescue(hopeless=None if last is None or last.origin else last)
+
+
+def find_stuck(waiting: Iterable[Request], scene: Scene, lends: bool) -> set[str]:
+    """Return the ids of the waiting requests that can start only after a task has ended that waits for one of them.
+
+    A task ends if it does not wait, or if all that was submitted inside it ends. A request ends if it starts, and it starts
+    if a device could hold it beside the tasks of which it is not known that they end.
+
+    Args:
+        waiting: Requests made inside a task.
+        scene: What is held.
+        lends: Whether ancestors that wait lend what they do not use.
+    """
+    left = {request.id: request for request in waiting}
+    inside: dict[str, set[str]] = {}
+    for request_id, around in [
+        *((r.id, r.ancestors) for r in left.values()),
+        *((i, h.ancestors) for i, h in scene.holders.items()),
+    ]:
+        for ancestor in around:
+            inside.setdefault(ancestor, set()).add(request_id)
+    staying = {i for i, holder in scene.holders.items() if holder.waits}
+    while True:
+        starts = {i for i, r in left.items() if _could_start(r, scene, staying, lends)}
+        for request_id in starts:
+            del left[request_id]
+        ends = {i for i in staying if not inside.get(i, set()) & (left.keys() | staying)}
+        staying -= ends
+        if not starts and not ends:
+            return set(left)
+
+
+def _could_start(request: Request, scene: Scene, staying: Collection[str], lends: bool) -> bool:
+    """Return whether a request could start once all tasks but some have ended."""
+    try:
+        eligible = select_devices(request, scene.states)
+    except PlacementError:
+        # The next pass refuses it.
+        return True
+    lenders = _lenders(request, scene) if lends else frozenset()
+    found = 0
+    for state in eligible:
+        left = [r for r in state.reservations if r.request_id in staying]
+        lent = lent_bytes(left)
+        free = state.capacity_bytes
+        for each in left:
+            held = scene.measured.get(state.device.key, {}).get(each.request_id, 0)
+            if each.request_id in lenders or (lends and each.probe is not None):
+                free -= held
+            else:
+                free -= max(each.reserved_bytes - lent.get(each.request_id, 0), held)
+        beside = tuple(r for r in left if r.request_id not in lenders)
+        empty = DeviceState(state.snapshot, free, 0, state.capacity_bytes, beside)
+        # A device that does not answer may answer again.
+        found += bool(state.snapshot.error) or fits_now(request, empty)
+    return found >= request.count
+
+
+def _is_quiet(request: Request, scene: Scene) -> bool:
+    """Return whether all tasks on a request's devices wait, and nothing that was submitted inside them runs."""
+    busy = {a for i, h in scene.holders.items() if not h.waits for a in (i, *h.ancestors)}
+    try:
+        states = select_devices(request, scene.states)
+    except PlacementError:
+        return False
+    return all(
+        scene.waits(each.request_id) and each.request_id not in busy
+        for state in states
+        for each in state.reservations
+    )
+
+
+def _lenders(request: Request, scene: Scene) -> frozenset[str]:
+    return frozenset(i for i in request.ancestors if scene.waits(i))
+
+
+def _lend(
+    request: Request,
+    scene: Scene,
+    style: PlacementStyle,
+    max_tasks: int | None,
+    now_s: float,
+) -> Placement | None:
+    """Place a request as if what its ancestors lend were free; `None`: there is too little now."""
+    lenders = _lenders(request, scene)
+    states = [
+        state
+        for state in scene.states
+        if max_tasks is None
+        or sum(not scene.waits(r.request_id) for r in state.reservations) < max_tasks
+    ]
+    board = Board([_seen_from_inside(each, scene, lenders) for each in states], style)
+    try:
+        chosen = board.choose(request, board.named(request))
+    except PlacementError:
+        # A device that it names has tasks enough.
+        return None
+    if chosen is None:
+        return None
+    placement = board.place(request, chosen, now_s)
+    reservations = tuple(
+        replace(each, loans=_loans(each, request, states[at], scene, lenders))
+        for at, each in zip(chosen, placement.reservations, strict=True)
+    )
+    return replace(placement, reservations=reservations)
+
+
+def _seen_from_inside(state: DeviceState, scene: Scene, lenders: Collection[str]) -> DeviceState:
+    """Return a device as a stuck request sees it: its ancestors are not there, and what they do not use is free.
+
+    First runs that wait count at what they hold, for their reservations may add up to more than the device has.
+    """
+    lent = lent_bytes(state.reservations)
+    more = sum(
+        scene.unused_bytes(each, lent)
+        for each in state.reservations
+        if each.request_id in lenders or (each.probe is not None and scene.waits(each.request_id))
+    )
+    headroom = state.snapshot.usable_bytes - state.capacity_bytes
+    free = max(state.free_bytes, min(state.free_bytes + more, state.snapshot.free_bytes - headroom))
+    beside = tuple(each for each in state.reservations if each.request_id not in lenders)
+    return replace(state, free_bytes=free, reservations=beside, probe_bytes=None)
+
+
+def _loans(
+    reservation: Reservation,
+    request: Request,
+    state: DeviceState,
+    scene: Scene,
+    lenders: Collection[str],
+) -> tuple[tuple[str, int], ...]:
+    """Return which ancestors lend how much of a reservation, the nearest first; what is left of it is free memory."""
+    lent = lent_bytes(state.reservations)
+    unused = Counter(
+        {
+            each.request_id: scene.unused_bytes(each, lent)
+            for each in state.reservations
+            if each.request_id in lenders
+        }
+    )
+    loans: list[tuple[str, int]] = []
+    left = reservation.reserved_bytes
+    for lender in reversed(request.ancestors):
+        taken = min(left, unused[lender])
+        if taken > 0:
+            loans.append((lender, taken))
+            left -= taken
+    return tuple(loans)
+
+
+def refusal(request: Request, scene: Scene) -> PlacementError:
+    """Return the error of a hopeless request: who holds what, and what to write instead."""
+    whose = set(request.ancestors)
+    devices: list[str] = []
+    outer = "the outer task"
+    for state in select_devices(request, scene.states):
+        need = need_bytes(request, state)
+        asked = "a device to itself" if need is None else format_bytes(need)
+        parts = [
+            f"{state.device.label}: {asked} asked, {format_bytes(state.capacity_bytes)} usable"
+        ]
+        for each in state.reservations:
+            held = scene.measured.get(state.device.key, {}).get(each.request_id, 0)
+            holds = f"holds {format_bytes(each.reserved_bytes)} and uses {format_bytes(held)}"
+            if each.request_id in whose:
+                outer = f"the outer task {each.task_name!r}"
+                parts.append(f"{outer} {holds}")
+            else:
+                parts.append(f"{each.task_name!r} {holds}")
+        devices.append("; ".join(parts))
+    return PlacementError(
+        f"{request.task_name!r} was submitted from inside a GPU task, {outer} waits for it, and it can never start while "
+        f"tasks that wait hold what they hold; give the outer task a smaller gpu:memory or no gpu tag, or submit "
+        f"{request.task_name!r} from the flow",
+        tuple(devices),
+    )

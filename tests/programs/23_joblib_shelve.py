@@ -35,24 +35,12 @@ def stored(path):
         return isinstance(shelf["old"], Mean), shelf["old"].scale
 
 
-@task(tags=TAGS)
-def workers():
-    return joblib.Parallel(n_jobs=2)(
-        joblib.delayed(mean_of)(Mean(scale), [2, 4]) for scale in (1.0, 2.0)
-    )
-
-
-def mean_of(model, x):
-    return model.fit(x).mean_
-
-
 if __name__ == "__main__":
     with shelve.open(str(FOLDER / "shelf")) as shelf:
         shelf["old"] = Mean(1.5)
     check(
         (fit, (FOLDER / "model.joblib",), (4.0, 4.0)),
         (stored, (FOLDER / "shelf",), (True, 1.5)),
-        (workers, (), [3.0, 6.0]),
     )
     assert isinstance(joblib.load(FOLDER / "model.joblib"), Mean)
     with shelve.open(str(FOLDER / "shelf")) as shelf:

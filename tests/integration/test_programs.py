@@ -1,0 +1,176 @@
+"""Programs as people write them do under `GPUTaskRunner` what they do under Prefect's own runner for threads.
+
+The programs are in `tests/programs`. Each is a script in a process of its own, exits with 0 only if it is right, and
+names on its first line what it stands for. They run on host devices.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.integration.programs import REPOSITORY, Workplace, workplace
+
+PROGRAMS = REPOSITORY / "tests" / "programs"
+
+NAMES = sorted(path.stem for path in PROGRAMS.glob("[0-9]*.py"))
+
+#: These run in `make test`, all others in `make check`.
+QUICK = {
+    "12_pickle_main",
+    "15_manager_proxy",
+    "17_sigint_subprocess",
+    "19_meta_path",
+    "21_dataclass_missing",
+    "25_task_run_name",
+    "31_lru_cache",
+    "47_nested_deadlock",
+    "60_txn_data",
+    "61_module_state",
+    "64_codecs",
+    "65_own_error",
+}
+
+#: Wrong under Prefect's `ProcessPoolTaskRunner`, each with a part of what it prints.
+WRONG_IN_POOL: Mapping[str, str] = {}
+
+#: Do not end under it.
+ENDLESS_IN_POOL: frozenset[str] = frozenset()
+
+#: A fork of a fork server cannot have TensorFlow.
+REFUSED_BY_FORK_SERVER = {"63_keras_layer": 'start_method="spawn"'}
+
+#: Two or more of each kind, on two nodes.
+ON_CLUSTER = [
+    "01_package_state",
+    "10_own_sentinel",
+    "12_pickle_main",
+    "14_type_hints",
+    "15_manager_proxy",
+    "17_sigint_subprocess",
+    "18_start_method",
+    "19_meta_path",
+    "21_dataclass_missing",
+    "24_main_module",
+    "25_task_run_name",
+    "27_only_in_a_file",
+    "31_lru_cache",
+    "32_cached_property",
+    "35_common_globals",
+    "42_open_files",
+    "47_nested_deadlock",
+    "50_error_attributes",
+    "54_config_by_path",
+    "59_assets",
+    "60_txn_data",
+    "61_module_state",
+    "64_codecs",
+    "65_own_error",
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
+    with workplace(tmp_path, prefect_server) as made:
+        shutil.copytree(
+            PROGRAMS, made.folder / "programs", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        yield made
+
+
+def run(place: Workplace, name: str, runner: str, **settings: str) -> tuple[int, str]:
+    """Run a program to its end; return its exit status and what it said.
+
+    Args:
+        place: Where its files are.
+        name: Of its file, without the suffix.
+        runner: "gpu", "thread" or "pool".
+        **settings: Of `GPUTaskRunner`, by the ends of their environment variables.
+    """
+    environment = {
+        f"PREFECT_INTEGRATIONS_GPU_{key}": value
+        for key, value in {"DEVICES": "host", **settings}.items()
+    }
+    done = place.run(
+        f"{name}.py",
+        cwd=place.folder / "programs",
+        environment={"RUNNER": runner, **environment},
+        expect=None,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def check(place: Workplace, name: str, runner: str, **settings: str) -> None:
+    status, said = run(place, name, runner, **settings)
+    assert status == 0, said
+
+
+def test_the_selections_are_of_programs_that_exist() -> None:
+    named = {*QUICK, *WRONG_IN_POOL, *ENDLESS_IN_POOL, *REFUSED_BY_FORK_SERVER, *ON_CLUSTER}
+    assert named <= {*NAMES}
+    assert len({name[:2] for name in NAMES}) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES],
+)
+def test_a_program_is_right_in_processes_of_tasks(place: Workplace, name: str) -> None:
+    check(place, name, "gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_is_right_with_standbys(place: Workplace, name: str) -> None:
+    check(place, name, "gpu", STANDBY="auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_is_right_in_forks_of_a_fork_server(place: Workplace, name: str) -> None:
+    status, said = run(place, name, "gpu", START_METHOD="forkserver")
+    if name in REFUSED_BY_FORK_SERVER:
+        assert status and REFUSED_BY_FORK_SERVER[name] in said, said
+    else:
+        assert status == 0, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_is_right_in_threads_of_prefect(place: Workplace, name: str) -> None:
+    check(place, name, "thread")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ENDLESS_IN_POOL])
+def test_a_program_is_right_in_the_process_pool_of_prefect_or_is_known_to_be_wrong(
+    place: Workplace, name: str
+) -> None:
+    status, said = run(place, name, "pool")
+    if name in WRONG_IN_POOL:
+        assert status and WRONG_IN_POOL[name] in said, said
+    else:
+        assert status == 0, said
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The address of a Ray cluster of two nodes, which are processes of this machine."""
+    pytest.importorskip("ray")
+    from tests.integration.test_cluster import started
+
+    with started("n1") as machines:
+        yield machines.address
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ON_CLUSTER)
+def test_a_program_is_right_on_a_cluster_of_two_nodes(
+    address: str, place: Workplace, name: str
+) -> None:
+    check(place, name, "gpu", ADDRESS=address, DEVICES="simulated:1x24GiB")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from tests.integration.programs import REPOSITORY, Workplace, workplace
+from tests.process.random_scripts import make_script
 
 PROGRAMS = REPOSITORY / "tests" / "programs"
 
@@ -70,6 +72,50 @@ ON_CLUSTER = [
     "64_codecs",
     "65_own_error",
 ]
+
+#: Follows a random script: what can be pickled by name is pickled in one process and loaded in the other, both ways.
+PICKLES = """
+import pickle
+
+from checks import RUNNER, TAGS
+from prefect import flow, task
+from tests.process.random_scripts import describe
+
+ALL = [*VALUES, *OBJECTS, *FUNCTIONS, *CLASSES]
+
+
+def packed(value):
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return None
+
+
+@task(tags=TAGS)
+def read(data):
+    return [None if each is None else describe(pickle.loads(each)) for each in data]
+
+
+@task(tags=TAGS)
+def write():
+    return [packed(each) for each in ALL]
+
+
+@flow(task_runner=RUNNER)
+def main():
+    data = [packed(each) for each in ALL]
+    return data, read.submit(data).result(), write.submit().result()
+
+
+if __name__ == "__main__":
+    here = [describe(each) for each in ALL]
+    data, there, back = main()
+    for value, sent, read_there, written in zip(here, data, there, back, strict=True):
+        assert (sent is None) == (written is None), value
+        if sent is not None:
+            assert read_there == value == describe(pickle.loads(written)), (value, read_there)
+    print("PICKLED", sum(each is not None for each in data))
+"""
 
 
 @pytest.fixture
@@ -154,6 +200,17 @@ def test_a_program_is_right_in_the_process_pool_of_prefect_or_is_known_to_be_wro
         assert status and WRONG_IN_POOL[name] in said, said
     else:
         assert status == 0, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_random_script_pickles_is_loaded_in_the_task_and_back(
+    place: Workplace, seed: int
+) -> None:
+    script = make_script(Random(seed), size=4) + PICKLES
+    place.write(f"programs/random_{seed}.py", script)
+    status, said = run(place, f"random_{seed}", "gpu")
+    assert status == 0 and "PICKLED" in said, said
 
 
 @pytest.fixture(scope="module")

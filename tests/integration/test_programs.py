@@ -37,10 +37,56 @@ QUICK = {
 }
 
 #: Wrong under Prefect's `ProcessPoolTaskRunner`, each with a part of what it prints.
-WRONG_IN_POOL: Mapping[str, str] = {}
+WRONG_IN_POOL: Mapping[str, str] = {
+    "01_package_state": "cannot pickle '_contextvars.ContextVar' object",
+    "02_package_errors": "('no fish left', 'no no fish left left')",
+    "03_wrapped_task": "list index out of range",
+    "06_script_beside_module": "'1 subclassed': (3, True)",
+    "08_keyword_only": "name 'KW_ONLY' is not defined",
+    "10_own_sentinel": "'3 back': [MISSING, <object object at",
+    "12_pickle_main": "it's not the same object as __main__.Config",
+    "13_attrs_nothing": "type object 'Config' has no attribute 'path'",
+    "14_type_hints": "cannot specify both default and default_factory",
+    "20_library_sentinels": "'==SUPPRESS=='",
+    "21_dataclass_missing": "cannot specify both default and default_factory",
+    "22_torch_save": "it's not the same object as __main__.Net",
+    "23_joblib_shelve": "it's not the same object as __main__.Mean",
+    "24_main_module": "it's not the same object as __main__.helper",
+    "25_task_run_name": "An attempt has been made to start a new process",
+    "26_forward_references": "cannot specify both default and default_factory",
+    "28_data_loader": "it's not the same object as __main__.Squares",
+    "29_pickled_results": "it's not the same object as __main__.New",
+    "30_second_pickle": "it's not the same object as __main__.Job",
+    "32_cached_property": "cannot pickle '_thread.RLock' object",
+    "33_single_dispatch": "cannot pickle 'weakref.ReferenceType' object",
+    "34_locks_and_queues": "cannot pickle '_thread.RLock' object",
+    "35_common_globals": "cannot pickle '_thread.lock' object",
+    "36_weak_references": "cannot pickle 'weakref.ReferenceType' object",
+    "37_context_variables": "cannot pickle '_contextvars.ContextVar' object",
+    "39_compiled_functions": "cannot pickle 'ConfigModuleInstance' object",
+    "40_validated_calls": "maximum recursion depth exceeded",
+    "41_generators_and_counters": "cannot pickle '_thread.lock' object",
+    "42_open_files": "cannot pickle 'sqlite3.Connection' object",
+    "43_clients_and_pools": "cannot pickle 'generator' object",
+    "44_lazy_attributes": "cannot pickle '_thread.RLock' object",
+    "45_keyword_errors": "KeywordError.__init__() takes 1 positional argument but 2 were given",
+    "46_chained_errors": "'caused': 'HighError: failed; AssertionError(None)'",
+    "48_http_errors": "missing 2 required keyword-only arguments: 'request' and 'response'",
+    "50_error_attributes": "cannot pickle '_thread.lock' object",
+    "51_nested_errors": "missing 1 required positional argument: 'key'",
+    "52_retry_by_type": "missing 1 required keyword-only argument: 'response'",
+    "58_same_name_twice": "'0 both': (2, 2, 2)",
+    "60_txn_data": "AssertionError: []",
+    "61_module_state": "cannot pickle '_thread.lock' object",
+    "63_keras_layer": "could not be deserialized properly",
+    "65_own_error": "missing 1 required keyword-only argument: 'host'",
+    "66_torch_registrations": "cannot pickle '_Ops' object",
+    "67_process_settings": "'virtual subclass': False",
+    "68_torch_operators": "cannot pickle '_Ops' object",
+}
 
 #: Do not end under it.
-ENDLESS_IN_POOL: frozenset[str] = frozenset()
+ENDLESS_IN_POOL = {"69_joblib_parallel"}
 
 #: A fork of a fork server cannot have TensorFlow.
 REFUSED_BY_FORK_SERVER = {"63_keras_layer": 'start_method="spawn"'}

@@ -16,4 +16,5 @@ def feed():
 
 if __name__ == "__main__":
     check((describe, (Dog("rex"), Size.LARGE), (True, True, True, Size.SMALL)))
-    assert feed() == ("fish", "no fish left")
+    got = feed()
+    assert got == ("fish", "no fish left"), got

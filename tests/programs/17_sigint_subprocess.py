@@ -19,7 +19,7 @@ def record():
         [
             sys.executable,
             "-c",
-            "import time\nprint('up', flush=True)\ntry:\n  time.sleep(30)\nexcept KeyboardInterrupt:\n  print('saved')",
+            "import time\ntry:\n  print('up', flush=True)\n  time.sleep(30)\nexcept KeyboardInterrupt:\n  print('saved')",
         ],
         stdout=subprocess.PIPE,
         text=True,

@@ -1,0 +1,74 @@
+"""Values, functions, classes and exceptions of random scripts are the same in a task's process, and back in the flow's."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.process.random_scripts import describe, describe_there, make_script, raised_by
+from tests.process.rig import Rig
+
+#: In one task.
+SCRIPTS = 12
+
+Load = Callable[[str, str], types.ModuleType]
+
+
+@pytest.fixture
+def by_value(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads a script as a module that no other interpreter can import."""
+
+    def load(name: str, text: str) -> types.ModuleType:
+        module = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(text, f"{name}.py", "exec", dont_inherit=True), vars(module))
+        return module
+
+    return load
+
+
+@pytest.fixture
+def by_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads a script as a module of a folder on `sys.path`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load(name: str, text: str) -> types.ModuleType:
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        importlib.invalidate_caches()
+        module = importlib.import_module(name)
+        # It is taken out again at the end.
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize("way", ["by_value", "by_reference"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_random_scripts_define_is_the_same_there_and_back(
+    rig: Rig, way: str, seed: int, request: pytest.FixtureRequest
+) -> None:
+    load: Load = request.getfixturevalue(way)
+    modules = [
+        load(f"fuzzed_{way}_{seed}_{number}", make_script(Random(1000 * seed + number)))
+        for number in range(SCRIPTS)
+    ]
+    samples: list[Any] = [[m.VALUES, m.FUNCTIONS, m.CLASSES] for m in modules]
+    makers = [make for m in modules for make in m.ERRORS]
+    there, errors_there, back, errors_back = rig.call(describe_there, samples, makers)
+    for module, sample, described, returned in zip(modules, samples, there, back, strict=True):
+        assert described == describe(sample), module.__name__
+        assert describe(returned) == described, module.__name__
+        assert returned[2] == module.CLASSES, "the classes of the script itself come back"
+    for make, described, returned in zip(makers, errors_there, errors_back, strict=True):
+        here = raised_by(make)
+        assert described == describe(here)
+        assert type(returned) is type(here)
+        assert describe(returned) == described

@@ -182,7 +182,8 @@ class SharedClient:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the task runner has ended; it takes no more tasks")
-            if self._context is None:
+            if self._context is None and TaskRunContext.get() is None:
+                # That of a task is entered again, below: otherwise it would be closed at the end of the task.
                 self._context = SyncClientContext.get()
             if self._context is None:
                 # In a copy of the caller's context, which must not change. The engine enters it again,

@@ -39,7 +39,12 @@ from prefect.logging.configuration import (
     setup_logging,
 )
 from prefect.logging.handlers import emit_api_log, set_api_log_sink
-from prefect.settings import PREFECT_API_URL, Settings, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW,
+    Settings,
+    temporary_settings,
+)
 from prefect.states import Completed
 from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
 from prefect.transactions import CommitMode, Transaction, get_transaction, transaction
@@ -431,7 +436,7 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
 
 
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.parametrize("outer", ["sync", "async", "none"])
+@pytest.mark.parametrize("outer", ["sync", "async", "none", "task"])
 def test_the_shared_client_is_the_flows_or_one_that_is_closed(outer: str) -> None:
     seen: dict[str, Any] = {}
 
@@ -465,6 +470,10 @@ def test_the_shared_client_is_the_flows_or_one_that_is_closed(outer: str) -> Non
 
     if outer == "sync":
         flow(body)()
+    elif outer == "task":
+        # The runner goes on when the task has ended.
+        with temporary_settings({PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}):
+            task(body)()
     elif outer == "async":
 
         @flow
@@ -477,7 +486,8 @@ def test_the_shared_client_is_the_flows_or_one_that_is_closed(outer: str) -> Non
     assert seen["same"] and seen["answers"] == [None] * 8
     # An open client is the flow's business.
     assert seen["the flow's"] is (outer == "sync")
-    assert seen["closed"] is (outer != "sync")
+    # That of a task is shared, and closed once both have ended.
+    assert seen["closed"] is (outer in ("async", "none"))
 
 
 def test_the_shared_client_opens_without_a_call_of_an_api_that_is_away() -> None:

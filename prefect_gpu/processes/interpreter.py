@@ -187,6 +187,8 @@ class InterpreterState:
     disabled_level: int
     #: SIGINT has no effect on the process and on what it starts, as after `nohup` or in the background of a script.
     ignores_interrupt: bool = False
+    #: Numbers of the signals that its threads block. What they start inherits that; processes of a cluster block SIGINT.
+    blocked_signals: frozenset[int] = frozenset()
 
     @classmethod
     def read(cls) -> InterpreterState:
@@ -203,6 +205,7 @@ class InterpreterState:
             loggers=tuple(LoggerState.read_all()),
             disabled_level=logging.root.manager.disable,
             ignores_interrupt=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            blocked_signals=frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
         )
 
     def apply(self) -> None:

@@ -129,6 +129,12 @@ def test_a_flow_that_ignores_ctrl_c_has_tasks_that_do(start: Start) -> None:
     assert start(flow, signal.getsignal, signal.SIGINT).value() is signal.SIG_IGN
 
 
+def test_tensors_are_shared_as_the_flow_has_chosen(start: Start) -> None:
+    pytest.importorskip("torch")
+    flow = replace(InterpreterState.read(), tensor_sharing="file_system")
+    assert start(flow, bodies.sharing_of_tensors).value() == "file_system"
+
+
 def test_a_launcher_that_blocks_signals_starts_tasks_that_do_not(make_rig: Any) -> None:
     flow = InterpreterState.read()
     # As in an actor of Ray: the launcher's thread inherits it.

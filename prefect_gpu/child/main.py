@@ -30,6 +30,7 @@ from prefect_gpu.errors import FrameworkError, ProtocolError
 from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.process_resources import read_own_bytes
+from prefect_gpu.processes.interpreter import InterpreterState
 from prefect_gpu.processes.launch_spec import UNSUITED_CODE
 from prefect_gpu.processes.messages import (
     Accepted,
@@ -104,11 +105,12 @@ class _Interrupts:
     def __init__(self) -> None:
         self._without_effect = signal.getsignal(signal.SIGINT)
 
-    def begin(self, ignored: bool) -> None:
+    def begin(self, flow: InterpreterState) -> None:
         """Let SIGINT have the effect that it has in the flow's process, unless a module has set its own handler."""
         if signal.getsignal(signal.SIGINT) is self._without_effect:
-            handler = signal.SIG_IGN if ignored else signal.default_int_handler
-            signal.signal(signal.SIGINT, handler)
+            ignored = flow.ignores_interrupt
+            signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, flow.blocked_signals)
 
     def end(self) -> None:
         """Make SIGINT without effect again, unless the body has set a handler."""
@@ -135,7 +137,7 @@ def _run(
     raised, text = False, ""
     changes: PackedValue | None = None
     try:
-        interrupts.begin(prepare.interpreter.ignores_interrupt)
+        interrupts.begin(prepare.interpreter)
         hooks.install(adapters, prepare.policy)
         hot = registry.ADAPTERS.get(prepare.late.hot) if prepare.late is not None else None
         if hot is not None:

@@ -29,7 +29,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     import" exact when threads import at once: the others wait until the action has ended.
 
     Args:
-        actions: By the name of the module, which is no submodule.
+        actions: By the name of the module. Two finders must not wait for the same module.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[], object]]) -> None:

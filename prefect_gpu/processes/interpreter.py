@@ -25,6 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol, cast
 
+from prefect_gpu.frameworks.hooks import AfterImport
+
 #: What a child's interpreter runs.
 BOOTSTRAP = Path(__file__).parents[1] / "child" / "bootstrap.py"
 
@@ -187,11 +189,18 @@ class InterpreterState:
     disabled_level: int
     #: SIGINT has no effect on the process and on what it starts, as after `nohup` or in the background of a script.
     ignores_interrupt: bool = False
+    #: Numbers of the signals that its threads block. What they start inherits that; processes of a cluster block SIGINT.
+    blocked_signals: frozenset[int] = frozenset()
+    #: How PyTorch shares tensors between processes (workers of a `DataLoader`); `None`: it was not imported.
+    tensor_sharing: str | None = None
 
     @classmethod
     def read(cls) -> InterpreterState:
         """Return the state of this interpreter."""
         process = multiprocessing.current_process()
+        # Not while another thread imports it.
+        torch: Any = sys.modules.get("torch.multiprocessing")
+        torch = torch if hasattr(torch, "get_sharing_strategy") else None
         return cls(
             authkey=bytes(process.authkey),
             process_name=process.name,
@@ -203,6 +212,8 @@ class InterpreterState:
             loggers=tuple(LoggerState.read_all()),
             disabled_level=logging.root.manager.disable,
             ignores_interrupt=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+            blocked_signals=frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+            tensor_sharing=None if torch is None else torch.get_sharing_strategy(),
         )
 
     def apply(self) -> None:
@@ -219,6 +230,14 @@ class InterpreterState:
             # Another version of Python on another node may lack one, and a limit may be below the depth of this call.
             with contextlib.suppress(AttributeError, RecursionError, ValueError):
                 getattr(sys, f"set{end}")(limit)
+
+        if self.tensor_sharing is not None:
+            AfterImport({"torch.multiprocessing": self._share_tensors}).install()
+
+    def _share_tensors(self) -> None:
+        # Another node may know other ways.
+        with contextlib.suppress(AssertionError):
+            sys.modules["torch.multiprocessing"].set_sharing_strategy(self.tensor_sharing)
 
     def apply_before_body(self) -> None:
         """Set what the import of a module would change: in the flow's process modules were imported before."""

@@ -11,6 +11,7 @@ How packed values travel is in `transport`; when they are sent is up to the laun
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -364,5 +365,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, BaseException):
             for index, part in enumerate(value.args):
                 yield f".args[{index}]", part
-        for key, part in getattr(value, "__dict__", {}).items():
+        slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+        held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        for key, part in {**getattr(value, "__dict__", {}), **held}.items():
             yield f".{key}", part

@@ -66,3 +66,10 @@ def wait_for_interrupt(ready: str) -> None:
     with open(ready, "w"):
         pass
     time.sleep(600)
+
+
+def sharing_of_tensors() -> str:
+    import torch.multiprocessing
+
+    strategy: str = torch.multiprocessing.get_sharing_strategy()
+    return strategy

@@ -129,6 +129,25 @@ def test_a_flow_that_ignores_ctrl_c_has_tasks_that_do(start: Start) -> None:
     assert start(flow, signal.getsignal, signal.SIGINT).value() is signal.SIG_IGN
 
 
+def test_tensors_are_shared_as_the_flow_has_chosen(start: Start) -> None:
+    pytest.importorskip("torch")
+    flow = replace(InterpreterState.read(), tensor_sharing="file_system")
+    assert start(flow, bodies.sharing_of_tensors).value() == "file_system"
+
+
+def test_a_launcher_that_blocks_signals_starts_tasks_that_do_not(make_rig: Any) -> None:
+    flow = InterpreterState.read()
+    # As in an actor of Ray: the launcher's thread inherits it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        spec = spec_of(bodies.signals)
+        spec = replace(spec, prepare=replace(PREPARE, interpreter=flow))
+        found = make_rig().launch(spec).value()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert found["spawned"] == -signal.SIGINT, found["program"]
+
+
 def test_an_interrupt_is_raised_in_the_body(start: Start, tmp_path: Path) -> None:
     flow = replace(InterpreterState.read(), ignores_interrupt=False)
     child = start(flow, bodies.wait_for_interrupt, str(tmp_path / "ready"))

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefect_gpu import values
 from prefect_gpu.errors import ResultError
-from prefect_gpu.processes import values
 from tests.process.random_scripts import describe
 
 T = TypeVar("T")

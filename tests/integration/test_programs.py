@@ -39,7 +39,7 @@ QUICK = {
 #: Wrong under Prefect's `ProcessPoolTaskRunner`, each with a part of what it prints.
 WRONG_IN_POOL: Mapping[str, str] = {
     "01_package_state": "cannot pickle '_contextvars.ContextVar' object",
-    "02_package_errors": "('no fish left', 'no no fish left left')",
+    "02_package_errors": "('fish', 'no no fish left left')",
     "03_wrapped_task": "list index out of range",
     "06_script_beside_module": "'1 subclassed': (3, True)",
     "08_keyword_only": "name 'KW_ONLY' is not defined",

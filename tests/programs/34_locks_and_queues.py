@@ -3,7 +3,7 @@ import asyncio
 import queue
 import threading
 
-from checks import TAGS, check
+from checks import TAGS, Refused, check
 from prefect import task
 
 reentrant = threading.RLock()
@@ -76,6 +76,13 @@ def passed(given):
     return given.add(), counter.add()
 
 
+@task(tags=TAGS)
+def shared(guard):
+    # A new lock would guard nothing: the task and the flow would each have their own.
+    with guard:
+        return 1
+
+
 if __name__ == "__main__":
     check(
         (locks, (), (False, True, 1, 2)),
@@ -83,4 +90,5 @@ if __name__ == "__main__":
         (queues, (), (1, 2, 3, 2)),
         (limited, (), True),
         (passed, (Counter(),), (1, 1)),
+        (shared, (threading.Lock(),), Refused("guard", 1)),
     )

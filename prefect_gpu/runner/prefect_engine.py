@@ -812,7 +812,7 @@ def _transactions() -> list[BaseTransaction]:
 
 def _stored(name: str, value: Any) -> StoredValue:
     try:
-        return StoredValue(values.Apart.of(value, "transaction", name))
+        return StoredValue(values.Apart.of(value, "argument", name))
     except ResultError as error:
         return StoredValue(error)
 

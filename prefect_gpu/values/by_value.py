@@ -79,6 +79,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
     Args:
         file: Has `write`.
         to_flow: The value returns to the flow's process, which has the classes that came from there.
+        by_name: The flow's process has the functions that its modules have under a name, and gets no copies of these.
         lacking: Names that the other process has not found in a module that it could import.
         with_hints: Names in annotations travel with functions and classes.
         options: Of `pickle.Pickler`.
@@ -89,12 +90,14 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         file: Any,
         *,
         to_flow: bool = False,
+        by_name: bool = False,
         lacking: frozenset[Key] = frozenset(),
         with_hints: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(file, **{"protocol": 5, **options})
         self._to_flow = to_flow
+        self._by_name = by_name
         self._lacking = lacking
         self._with_hints = with_hints
         self._named = made_anew.NamedObjects(to_flow)
@@ -160,7 +163,9 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             reference = find_reference(obj)
             if reference is not None:
                 return _reduce_reference(reference)
-        reduction = made_anew.reduce_function(obj)
+        if self._by_name and (key := made_anew.own_name(obj)) is not None:
+            return resolve, key
+        reduction = made_anew.reduce_function(obj, not self._to_flow)
         if reduction is not NotImplemented:
             return reduction
         _, arguments, (attributes, slots), *_ = self._dynamic_function_reduce(obj)
@@ -197,10 +202,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
 
     def _key(self, obj: Any) -> Key | None:
         """Return under which name the other process keeps a function or class; `None`: under none."""
-        module, name = obj.__module__, obj.__qualname__
-        if self._to_flow or not isinstance(module, str) or "<" in name:
-            return None
-        return (module, name) if find_in_namespace(module, name) is obj else None
+        return None if self._to_flow else made_anew.own_name(obj)
 
     def _by_reference(self, value: Any) -> Any:
         """Return a global variable; what cannot be pickled and an importable module has under a name, by reference."""

@@ -179,7 +179,8 @@ def resolve(module: str, name: str, steps: tuple[str, ...] = ()) -> Any:
         ImportError: The module cannot be imported.
         AttributeError: The module has no such object.
     """
-    importlib.import_module(module)
+    if module not in sys.modules:
+        importlib.import_module(module)
     found = find_in_module(module, name)
     for step in steps:
         found = getattr(found, step)

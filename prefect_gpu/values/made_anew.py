@@ -177,7 +177,6 @@ _REFUSED = {
     "threading.Thread": "a thread runs in one process",
     "concurrent.futures._base.Future": "what it waits for happens in one process; pass its result",
     "concurrent.futures._base.Executor": "its threads or processes belong to one process",
-    "queue.Queue": "a copy would get nothing of what is put into it; use multiprocessing.Manager().Queue()",
     "subprocess.Popen": "only the process that started a program waits for it; pass its pid",
 }
 
@@ -190,6 +189,23 @@ _FRAMEWORKS: dict[str, Callable[[Any], Any]] = {
 
 #: How the names of their types end.
 _COMPILED = ("ScriptFunction", "RecursiveScriptModule", "Function")
+
+
+#: Queues between the threads of one process, by type.
+_QUEUES = ("queue.Queue", "queue.LifoQueue", "queue.PriorityQueue", "_queue.SimpleQueue")
+
+
+def is_shared(value: object) -> bool:
+    """Return whether the threads of one process wait for each other with an object: a new one would serve none of them."""
+    kind = type(value)
+    return isinstance(value, SYNCHRONISATION) or f"{kind.__module__}.{kind.__qualname__}" in _QUEUES
+
+
+def _queue(found: Any) -> Made:
+    if not found.empty():
+        raise TypeError("a copy would get nothing of what is put into it")
+    size = getattr(found, "maxsize", None)
+    return type(found), () if size is None else (size,)
 
 
 class Referenced:
@@ -236,6 +252,8 @@ class NamedObjects:
     def _rule(self, kind: type) -> Callable[[Any], Any] | None:
         if kind in _ANEW:
             return functools.partial(self._anew, _ANEW[kind])
+        if f"{kind.__module__}.{kind.__qualname__}" in _QUEUES:
+            return functools.partial(self._anew, _queue)
         if kind in _NAMED_TYPES:
             return functools.partial(self._private, _NAMED_TYPES[kind])
         if kind is object:
@@ -254,11 +272,11 @@ class NamedObjects:
         return functools.partial(self._singleton, kind, index) if index else None
 
     def _anew(self, make: Callable[[Any], Made], obj: Any) -> Any:
-        name = None
         if hasattr(obj, "__qualname__"):
             reference = find_reference(obj)
             if reference is not None:
                 return resolve, (reference.module, reference.name, reference.steps)
+            name = own_name(obj)
         else:
             name = self._name_of(obj)
             if name is not None and is_importable(name[0]):
@@ -268,9 +286,7 @@ class NamedObjects:
     def _private(self, make: Callable[[Any], Made], obj: Any) -> Any:
         if not travels_by_value(obj):
             return NotImplemented
-        name = (obj.__module__, obj.__name__)
-        held = find_in_namespace(*name) is obj
-        return _make, (name if held else None, not self._to_flow, *make(obj))
+        return _make, (own_name(obj), not self._to_flow, *make(obj))
 
     def _singleton(self, kind: type, index: Mapping[int, tuple[str, str]], obj: Any) -> Any:
         name = index.get(id(obj))
@@ -287,9 +303,8 @@ class NamedObjects:
     def _name_of(self, obj: Any) -> tuple[str, str] | None:
         """Return the name that a module has for an object that may be made anew; `None`: none has one."""
         if self._names is None:
-            kinds = {*_ANEW, object}
             modules = ("__main__", *private_modules(), *users_modules())
-            self._names = {id(v): name for name, v in _held(modules) if type(v) in kinds}
+            self._names = {id(value): name for name, value in _held(modules)}
         name = self._names.get(id(obj))
         if name is None and type(obj) in _OF_LIBRARIES:
             name = _named_by_libraries(len(sys.modules)).get(id(obj))
@@ -312,6 +327,15 @@ def _named_by_libraries(modules: int) -> dict[int, tuple[str, str]]:
         modules: How many there are: with another number, they are looked through again.
     """
     return {id(v): name for name, v in _held(sys.modules) if type(v) in _OF_LIBRARIES}
+
+
+def own_name(obj: Any) -> tuple[str, str] | None:
+    """Return the module and the qualified name of an object; `None`: the module does not have it under that name."""
+    module = getattr(obj, "__module__", None)
+    name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
+        return None
+    return (module, name) if find_in_namespace(module, name) is obj else None
 
 
 def _is_plain(kind: type) -> bool:
@@ -360,7 +384,7 @@ def _make(
     found = find_in_namespace(*name)
     if type(found) is type(made):
         return found
-    if keeps:
+    if keeps and "." not in name[1]:
         vars(stand_in(name[0])).setdefault(name[1], made)
     return made
 
@@ -371,11 +395,23 @@ def _make(
 _DISPATCH_CODE = functools.singledispatch(_make_event).__code__  # type: ignore[attr-defined]
 
 
-def reduce_function(function: types.FunctionType) -> Any:
+def reduce_function(function: types.FunctionType, keeps: bool) -> Any:
     """Return a reduction of a function that wraps another one and has more than Python can pickle, or `NotImplemented`.
 
     It is made anew of what it wraps, with the same options as far as it tells them.
+
+    Args:
+        function: Any function.
+        keeps: As in `_make`.
     """
+    made = _reduce_wrapper(function)
+    if made is NotImplemented:
+        return made
+    make, arguments, *state = made
+    return (_make, (own_name(function), keeps, make, arguments), *state)
+
+
+def _reduce_wrapper(function: types.FunctionType) -> Any:
     if function.__code__ is _DISPATCH_CODE:
         # The functions may refer to this one.
         return _new_dispatch, (), dict(function.registry), None, None, _set_dispatch  # type: ignore[attr-defined]

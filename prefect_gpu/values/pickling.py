@@ -219,7 +219,7 @@ def refuse_shared(value: object, what: str, name: str) -> None:
     Raises:
         ResultError: It is one.
     """
-    if isinstance(value, made_anew.SYNCHRONISATION):
+    if made_anew.is_shared(value):
         kind = type(value).__name__.strip("_").capitalize()
         reason = (
             f"it works between the threads of one process; use multiprocessing.Manager().{kind}()"
@@ -261,6 +261,7 @@ def check(
                     reducers,
                     error_way,
                     to_flow=to_flow,
+                    by_name=what == "transaction",
                     lacking=lacking,
                     with_hints=with_hints,
                 ).dump(value)

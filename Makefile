@@ -55,14 +55,15 @@ quick: $(STAMP) browser
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 
-# The slow tests run one after the other: they load the machine by themselves, or hold a device. They are not traced: with
+# Programs that people run are independent of each other. The other slow tests run one after the other: they load the machine by themselves, or hold a device. They are not traced: with
 # coverage a child takes 4 s of CPU to start, and two hundred of them pass a test's time limit.
 whole: $(STAMP) browser
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest $(PARALLEL) -m "not slow and not gpu"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
-	$(BIN)/python -m pytest --durations=25 -m "slow or gpu"
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m slow tests/integration/test_programs.py
+	$(BIN)/python -m pytest --durations=25 -m "slow or gpu" --ignore tests/integration/test_programs.py
 
 # Every benchmark at its smallest size, on one server: that it runs, not what it says.
 bench-tiny: $(STAMP)

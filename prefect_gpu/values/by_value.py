@@ -208,7 +208,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         """Return a global variable; what cannot be pickled and an importable module has under a name, by reference."""
         if self._to_flow or value is None or isinstance(value, (*_CONSTANTS, *_DEFINITIONS)):
             return value
-        name = self._named.users_reference(value)
+        name = self._named.importable_name(value)
         if name is None:
             return value
         try:

@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import find_in_namespace
 from prefect_gpu.frameworks.tensorflow_adapter import reduce_traced
@@ -292,12 +291,11 @@ class NamedObjects:
         name = index.get(id(obj))
         if name is None or find_in_namespace(*name) is not obj:
             return NotImplemented
-        has_state = bool(getattr(obj, "__dict__", None)) or bool(copyreg._slotnames(kind))  # type: ignore[attr-defined]
-        if is_importable(name[0]):
-            # What a library has under a name is the library's own, whatever its state.
-            return NotImplemented if has_state and registry.is_users(name[0]) else (resolve, name)
-        if has_state:
+        if getattr(obj, "__dict__", None) or copyreg._slotnames(kind):  # type: ignore[attr-defined]
+            # It has a state, which may be another one in the other process.
             return NotImplemented
+        if is_importable(name[0]):
+            return resolve, name
         return _make, (name, not self._to_flow, object.__new__, (kind,))
 
     def _name_of(self, obj: Any) -> tuple[str, str] | None:
@@ -312,11 +310,17 @@ class NamedObjects:
             name = None if name is None or find_in_namespace(*name) is not obj else name
         return name
 
-    def users_reference(self, obj: Any) -> tuple[str, str] | None:
-        """Return the name that an importable module of the user's has for an object; `None`: none has one."""
+    def importable_name(self, obj: Any) -> tuple[str, str] | None:
+        """Return the name that an importable module, the user's or that of an object's type, has for the object.
+
+        Returns:
+            `None`: none has one.
+        """
         if self._users is None:
             self._users = {id(value): name for name, value in _held(users_modules())}
-        return self._users.get(id(obj))
+        near = (name for name, value in _held_near(type(obj)) if value is obj)
+        name = self._users.get(id(obj)) or next(near, None)
+        return name if name is not None and is_importable(name[0]) else None
 
 
 @functools.lru_cache(maxsize=1)

@@ -311,7 +311,7 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
         try:
             output = check(error, "exception", "exception", reducers, error_way=way)
             data = transport.pack(output.stream, output.buffers)
-            _check_exception(_load(data), error, exactly=way == _WHOLE)
+            _check_exception(data, error, exactly=way == _WHOLE)
             return data
         except Exception as failed:
             problem = problem or failed
@@ -325,15 +325,16 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
     return dumps(ResultError("exception", where, problem.type_name, reason), "exception", "it")
 
 
-def _check_exception(again: Any, error: BaseException, exactly: bool) -> None:
+def _check_exception(data: PackedValue, error: BaseException, exactly: bool) -> None:
     """Make sure that an exception has arrived, as Prefect uses it.
 
     Raises:
         Exception: It is another type, its text cannot be had, or is not the same.
     """
-    if type(again) is not type(error):
-        raise TypeError(f"it comes back as a {_type_name(again)}")
     try:
+        again = _load(data)
+        if type(again) is not type(error):
+            raise TypeError(f"it comes back as a {_type_name(again)}")
         # Prefect reads the text of an error, and context managers of Python set its traceback.
         text = str(again)
         again.__traceback__ = again.__cause__ = None

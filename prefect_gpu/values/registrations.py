@@ -29,7 +29,7 @@ _UNREGISTERED = re.compile(
 
 #: What is said then.
 NOTE = (
-    "Module-level code of a script does not run in the process of a GPU task. If something is registered there, "
+    "The module-level code of a script does not run in the process of a GPU task. If something is registered there, "
     "register it in a module that the script imports, or in the task"
 )
 

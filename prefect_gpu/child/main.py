@@ -151,6 +151,8 @@ def _run(
         stand_ins.set_source(functools.partial(_fetch, channel))
         stand_ins.install(prepare.private_modules, prepare.users_modules)
         spawned.install()
+        # Not before: importing it takes 10 ms.
+        hooks.AfterImport({"multiprocessing.spawn": spawned.keep_main_from_running}).install()
         registrations.register_after_import(prepare.registered)
         # No name for the value: its memory is freed as soon as it is read.
         call = values.load_call(channel.receive_value())

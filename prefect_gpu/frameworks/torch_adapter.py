@@ -334,7 +334,7 @@ def reduce_large(value: Any) -> Any:
 def reduce_compiled(value: Any) -> Any:
     """Return a pickle reduction that compiles a function anew of what it was compiled of, or `NotImplemented`.
 
-    For functions under `torch.compile` and `torch.jit.script`, and for scripted modules.
+    For functions under `torch.compile` and `torch.jit.script`, and for scripted modules. Operators travel by their names.
     """
     original = getattr(value, "_torchdynamo_orig_callable", None)
     if original is not None:
@@ -350,6 +350,8 @@ def reduce_compiled(value: Any) -> Any:
             "dynamic": getattr(context, "_dynamic", None),
         }
         return _compile, (original, options)
+    if type(value).__module__ == "torch._ops":
+        return _reduce_operator(value)
     if type(value).__name__.endswith("ScriptFunction"):
         original = getattr(value, "_torchdynamo_inline", None)
         return NotImplemented if original is None else (_script, (original,))
@@ -358,6 +360,25 @@ def reduce_compiled(value: Any) -> Any:
         import_module("torch").jit.save(value, buffer)
         return _load_scripted, (buffer.getvalue(),)
     return NotImplemented
+
+
+def _reduce_operator(value: Any) -> Any:
+    schema = getattr(value, "_schema", None)
+    name = str(getattr(value, "_qualified_op_name", "") or getattr(schema, "name", ""))
+    names = {
+        "_Ops": (),
+        "_OpNamespace": (getattr(value, "name", ""),),
+        "OpOverloadPacket": tuple(name.split("::")),
+        "OpOverload": (*name.split("::"), getattr(value, "_overloadname", "")),
+    }.get(type(value).__name__)
+    return NotImplemented if names is None else (_find_operator, names)
+
+
+def _find_operator(*names: str) -> Any:
+    found = import_module("torch").ops
+    for name in names:
+        found = getattr(found, name)
+    return found
 
 
 def _compile(function: Any, options: dict[str, Any]) -> Any:

@@ -32,6 +32,7 @@ from cloudpickle import cloudpickle as internals
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import find_in_namespace
+from prefect_gpu.frameworks.torch_adapter import reduce_compiled
 from prefect_gpu.values import made_anew
 from prefect_gpu.values.importable import (
     Reference,
@@ -129,6 +130,10 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
                 return _private_module, (name, _module_attributes(vars(module)))
             # Cloudpickle would read its attributes.
             return internals.subimport, (name,)
+        reduction = reduce_compiled(module)
+        if reduction is not NotImplemented:
+            # A namespace of operators.
+            return reduction
         # Another module may have its name.
         held = {k: v for k, v in vars(module).items() if k != "__builtins__"}
         return internals.dynamic_subimport, (name, held)

@@ -187,7 +187,13 @@ _FRAMEWORKS: dict[str, Callable[[Any], Any]] = {
 }
 
 #: How the names of their types end.
-_COMPILED = ("ScriptFunction", "RecursiveScriptModule", "Function")
+_COMPILED = (
+    "ScriptFunction",
+    "RecursiveScriptModule",
+    "Function",
+    "OpOverload",
+    "OpOverloadPacket",
+)
 
 
 #: Queues between the threads of one process, by type.

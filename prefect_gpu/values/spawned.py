@@ -13,9 +13,9 @@ value. So what the initializer of a `Pool` assigns, the functions see that it ca
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing
-import multiprocessing.spawn
 import pickle
 import sys
 import threading
@@ -35,19 +35,22 @@ from prefect_gpu.values.importable import travels_by_value
 #: How functions and classes were sent, or have arrived.
 _sent: dict[Key, bytes] = {}
 
-_prepare = multiprocessing.spawn.get_preparation_data
-
 
 def install() -> None:
     """Make the pickler of `multiprocessing`, in this process, send by value what others cannot import."""
     PROCESS_RESOURCES.after_fork(ForkingPickler, _release_in_fork)
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
-    multiprocessing.spawn.get_preparation_data = _without_main
 
 
-def _without_main(name: str) -> dict[str, Any]:
-    # The stand-in for `__main__` has the file of the script, which must not run again: it arrives by value.
-    return {k: v for k, v in _prepare(name).items() if not k.startswith("init_main")}
+def keep_main_from_running() -> None:
+    """Keep processes that this one starts from running the script: the stand-in for `__main__` has its file."""
+    spawn: Any = importlib.import_module("multiprocessing.spawn")
+    prepare = spawn.get_preparation_data
+
+    def without_main(name: str) -> dict[str, Any]:
+        return {k: v for k, v in prepare(name).items() if not k.startswith("init_main")}
+
+    spawn.get_preparation_data = without_main
 
 
 def load(key: Key | None, data: bytes | None, problem: str = "") -> Any:

@@ -123,10 +123,17 @@ class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
 def attach_traceback(error: BaseException, text: str) -> None:
     """Make a traceback in the child, as text, the first cause of an exception: it may have causes of its own."""
     seen: set[int] = set()
-    while (before := error.__cause__ or error.__context__) is not None and id(error) not in seen:
+    while (before := _shown_before(error)) is not None and id(before) not in seen:
         seen.add(id(error))
         error = before
     error.__cause__ = ChildTraceback(text)
+
+
+def _shown_before(error: BaseException) -> BaseException | None:
+    """Return the exception that a traceback shows above another one: none for `raise ... from None`."""
+    if error.__cause__ is not None or error.__suppress_context__:
+        return error.__cause__
+    return error.__context__
 
 
 def has_traceback(error: BaseException | None) -> bool:
@@ -136,7 +143,7 @@ def has_traceback(error: BaseException | None) -> bool:
         if isinstance(error, ChildTraceback):
             return True
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        error = _shown_before(error)
     return False
 
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
 import sys
+import threading
 import types
 import typing
 import weakref
@@ -64,14 +64,29 @@ _finished: weakref.WeakSet[Any] = weakref.WeakSet()
 #: In a task's process: classes that came by value and exist in the flow's process.
 _from_flow: weakref.WeakSet[type] = weakref.WeakSet()
 
+#: `classes`: those that this thread has received since `arrivals` began.
+_arriving = threading.local()
+
 
 @contextlib.contextmanager
 def arrivals() -> Iterator[None]:
     """Note that the classes which arrive by value in a `with` block exist in the flow's process."""
-    # The body may have received classes of other processes by now.
-    before = set(_finished)
-    yield
-    _from_flow.update(each for each in set(_finished) - before if isinstance(each, type))
+    # By thread: others may receive classes of other processes meanwhile.
+    outer = getattr(_arriving, "classes", None)
+    arrived: list[type] = []
+    _arriving.classes = arrived
+    try:
+        yield
+    finally:
+        _arriving.classes = outer
+    _from_flow.update(arrived)
+
+
+class _Nowhere:
+    """Takes the output of a trial."""
+
+    def write(self, data: bytes) -> None:
+        """Drop it."""
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
@@ -217,7 +232,10 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         if name is None:
             return value
         try:
-            ByValuePickler(io.BytesIO(), with_hints=False).dump(value)
+            # Nothing is kept or copied: it may be large.
+            ByValuePickler(_Nowhere(), with_hints=False, buffer_callback=lambda buffer: None).dump(
+                value
+            )
         except Exception:  # whatever pickling it raises
             return made_anew.Referenced(name)
         return value
@@ -440,4 +458,7 @@ def _set_class(made: type, state: Any) -> None:
     # One that exists here keeps its attributes, and its methods their identity.
     if made not in _finished:
         _finished.add(made)
+        arrived: list[type] | None = getattr(_arriving, "classes", None)
+        if arrived is not None:
+            arrived.append(made)
         internals._class_setstate(made, parts)

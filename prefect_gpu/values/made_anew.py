@@ -354,6 +354,9 @@ def _is_plain(kind: type) -> bool:
     return (
         kind.__reduce_ex__ is as_python.__reduce_ex__
         and kind.__reduce__ is as_python.__reduce__
+        and getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+        and not hasattr(kind, "__getnewargs__")
+        and not hasattr(kind, "__getnewargs_ex__")
         and kind not in copyreg.dispatch_table
         and all(base is object or base.__module__ != "builtins" for base in kind.__mro__)
     )
@@ -429,6 +432,9 @@ def _reduce_wrapper(function: types.FunctionType) -> Any:
         return reduce_compiled(function)
     if _made_by(function, "pydantic"):
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if "wrapper" not in cells:
+            # Another decorator of pydantic's, such as that of its first version.
+            return NotImplemented
         options: Any = getattr(cells["wrapper"].cell_contents, "__self__", None)
         config = getattr(getattr(options, "config_wrapper", None), "config_dict", None)
         validate_return = bool(getattr(options, "validate_return", False))

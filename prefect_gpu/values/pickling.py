@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_gpu.errors import NO_ROOM, REBUILT, ResultError, short_text
+from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.units import format_bytes
 from prefect_gpu.values import made_anew, transport
 from prefect_gpu.values.by_value import ByValuePickler, Key, arrivals
@@ -77,6 +78,7 @@ class ValuePickler(ByValuePickler):
         output: Takes the stream and the buffers.
         reducers: Of the frameworks in use.
         error_way: How exceptions are pickled.
+        problems: Found by the pickler that tries a part with this one.
         options: Of `ByValuePickler`.
     """
 
@@ -85,12 +87,15 @@ class ValuePickler(ByValuePickler):
         output: _Output,
         reducers: tuple[Reducer, ...] = (),
         error_way: str = _WHOLE,
+        problems: dict[int, tuple[Any, str | None]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(output, buffer_callback=output.take_buffer, **options)
         self._reducers = reducers
         self._error_way = error_way
         self._options = options
+        #: By id: values that were tried, and what is wrong with each. Kept alive, so that the id stays theirs.
+        self._problems = {} if problems is None else problems
 
     def reducer_override(self, obj: Any) -> Any:
         """See `ByValuePickler.reducer_override`."""
@@ -107,8 +112,18 @@ class ValuePickler(ByValuePickler):
         return super().reducer_override(obj)
 
     def _find_problem(self, value: Any) -> str | None:
+        # Each value once: else the time doubles, or worse, with each error in a chain of errors.
+        if id(value) not in self._problems:
+            # In a cycle of errors, those that are being tried count as sent.
+            self._problems[id(value)] = value, None
+            self._problems[id(value)] = value, self._try(value)
+        return self._problems[id(value)][1]
+
+    def _try(self, value: Any) -> str | None:
         try:
-            ValuePickler(_Output(), self._reducers, self._error_way, **self._options).dump(value)
+            ValuePickler(
+                _Output(), self._reducers, self._error_way, self._problems, **self._options
+            ).dump(value)
         except Exception as error:
             return f"{_type_name(value)} cannot be pickled ({short_text(error)})"
         return None
@@ -139,7 +154,7 @@ def attribute(module: str, name: str) -> Apart:
         ResultError: It cannot be pickled.
     """
     value = find_in_module(module, name)
-    if value is None:
+    if value is None and name not in (look_at(module, "__dict__") or {}):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     return Apart.of(value, "function", f"{module}.{name}", lacking=frozenset({(module, name)}))
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.hooks import AfterImport
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
@@ -30,12 +31,15 @@ class _Asking:
 
     def __init__(self) -> None:
         self.source: Source | None = None
-        self.lock = threading.RLock()
+        #: Names that the flow's process does not have, with their modules.
+        self.absent: set[tuple[str, str]] = set()
+        #: `names`: those that a thread asks for. What arrives may need itself.
+        self.by_thread = threading.local()
         PROCESS_RESOURCES.after_fork(self, _Asking._renew)
 
     def _renew(self) -> None:
-        # Another thread may have held it, which does not exist in the fork. A fork has no channel to ask by.
-        self.lock, self.source = threading.RLock(), None
+        # A fork has no channel to ask by.
+        self.source = None
 
 
 _asking = _Asking()
@@ -56,40 +60,33 @@ class StandIn(ModuleType):
     #: Tells `importable` that no interpreter can import it.
     stands_in = True
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        # Not among the attributes that functions see as their global variables.
-        _asked[name] = set()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             # Libraries look for these in each module; their absence is an answer.
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        with _asking.lock:
-            held = vars(self)
-            if name not in held:
-                value = fetch(self.__name__, name)
-                held.setdefault(name, value)
-            return held[name]
-
-
-#: By module: the names that were asked for. One that is asked for again was not found, or needs itself.
-_asked: dict[str, set[str]] = {}
+        return vars(self).setdefault(name, fetch(self.__name__, name))
 
 
 def fetch(module: str, name: str) -> Any:
-    """Return an attribute of a module of the flow's process, by value. Each is asked for once.
+    """Return an attribute of a module of the flow's process, by value. One that it lacks is asked for once.
+
+    No lock is held: what arrives may import modules, which other threads may be importing that wait here.
 
     Raises:
         AttributeError: There is none, it cannot be sent, or this process cannot ask.
     """
-    with _asking.lock:
-        asked = _asked.setdefault(module, set())
-        source = _asking.source
-        if source is None or name in asked:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        asked.add(name)
+    key, source = (module, name), _asking.source
+    names: set[tuple[str, str]] = vars(_asking.by_thread).setdefault("names", set())
+    if source is None or key in names or key in _asking.absent:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    names.add(key)
+    try:
         return source(module, name)
+    except AttributeError:
+        _asking.absent.add(key)
+        raise
+    finally:
+        names.discard(key)
 
 
 def stand_in(name: str) -> ModuleType:
@@ -164,15 +161,23 @@ def install(private: Iterable[str], users: Iterable[str]) -> None:
     AfterImport({name: functools.partial(_ask_for_missing, name) for name in users}).install()
 
 
+def _has_submodule(package: str, name: str) -> bool:
+    path = look_at(package, "__path__")
+    if path is None:
+        return False
+    return importlib.machinery.PathFinder.find_spec(f"{package}.{name}", path) is not None
+
+
 def _ask_for_missing(name: str) -> None:
     module = sys.modules[name]
 
     def ask(attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-        value = fetch(name, attribute)
-        vars(module).setdefault(attribute, value)
-        return vars(module)[attribute]
+        if _has_submodule(name, attribute):
+            # `from package import module` imports it.
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        return vars(module).setdefault(attribute, fetch(name, attribute))
 
     # A module that has one knows its names better.
     vars(module).setdefault("__getattr__", ask)

@@ -12,7 +12,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import pytest
@@ -409,3 +409,61 @@ class Unreadable:
 
 def _read() -> None:
     raise LookupError("it is read")
+
+
+class OfSideTable:
+    """Its state is elsewhere, as that of types in C is."""
+
+    held: ClassVar[dict[int, int]] = {}
+
+    def __getstate__(self) -> Any:
+        return {"v": OfSideTable.held[id(self)]}
+
+    def __setstate__(self, state: Any) -> None:
+        OfSideTable.held[id(self)] = state["v"]
+
+
+SIDE = OfSideTable()
+UNSET = object()
+NOTHING = None
+
+
+def test_only_an_object_without_any_state_is_the_one_of_its_name() -> None:
+    OfSideTable.held[id(SIDE)] = 42
+    arrived, unset = values.loads(values.dumps([SIDE, UNSET], "argument", "x"), "argument")
+    assert OfSideTable.held[id(arrived)] == 42
+    assert unset is UNSET
+
+
+def test_a_long_chain_of_errors_with_what_cannot_be_sent_arrives() -> None:
+    error: Any = None
+    for number in range(40):
+        following: Any = KeywordOnly(number, host="h")
+        following.connection = sqlite3.connect(":memory:")
+        following.__cause__ = error
+        error = following
+    arrived: Any = back(error)
+    for number in range(39, -1, -1):
+        assert (type(arrived), arrived.code) == (KeywordOnly, number)
+        arrived = arrived.__cause__
+    assert arrived is None
+
+
+def test_a_name_that_holds_none_is_there_for_a_process_that_asks() -> None:
+    assert values.attribute(__name__, "NOTHING").load() is None
+    with pytest.raises(AttributeError):
+        values.attribute(__name__, "no_such_name")
+
+
+def test_a_large_object_of_a_module_is_not_copied_to_see_whether_it_can_be_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numpy = pytest.importorskip("numpy")
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "BIG", numpy.zeros(1 << 20), raising=False)
+    script = types.ModuleType("__main__")
+    exec("def body():\n return BIG.nbytes", vars(script))
+    vars(script)["BIG"] = vars(module)["BIG"]
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    output = values.check(vars(script)["body"], "function", "body")
+    assert [buffer.nbytes for buffer in output.buffers] == [8 << 20]

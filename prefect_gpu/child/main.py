@@ -148,6 +148,8 @@ def _run(
                 importlib.import_module(library)
             # The end leaves as it is what is not the user's: finalising it keeps the device's memory taken.
             gc.freeze()
+        # Before anything may ask the flow's process: the call is the next frame.
+        received = [channel.receive_value()]
         stand_ins.set_source(functools.partial(_fetch, channel))
         stand_ins.install(prepare.private_modules, prepare.users_modules)
         spawned.install()
@@ -155,7 +157,7 @@ def _run(
         hooks.AfterImport({"multiprocessing.spawn": spawned.keep_main_from_running}).install()
         registrations.register_after_import(prepare.registered)
         # No name for the value: its memory is freed as soon as it is read.
-        call = values.load_call(channel.receive_value())
+        call = values.load_call(received.pop())
         with late_prefect.run(call, channel.send):
             sampler.start()
             # The bootstrap switched it off for the imports. The first pass visits every object that they

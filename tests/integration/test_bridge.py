@@ -378,17 +378,21 @@ def test_a_body_and_what_it_starts_see_the_values_of_its_run_and_nothing_else_do
     def parameters_now() -> Any:
         return variables_of_prefect._deployment_parameters.get()
 
-    assert tags_now() == set() and parameters_now() is None
-    is_body.set(True)
-    assert tags_now() == {"of the run"} and parameters_now() == {"x": 1}
-    with tags("inner"):
-        assert tags_now() == {"of the run", "inner"}
-    assert tags_now() == {"of the run"}
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(tags_now).result() == set()
-        assert pool.submit(copy_context().run, tags_now).result() == {"of the run"}
-    assert asyncio.run(asyncio.to_thread(tags_now)) == {"of the run"}
-    assert FlowRunContext.get() is None
+    def body() -> None:
+        assert tags_now() == set() and parameters_now() is None
+        is_body.set(True)
+        assert tags_now() == {"of the run"} and parameters_now() == {"x": 1}
+        with tags("inner"):
+            assert tags_now() == {"of the run", "inner"}
+        assert tags_now() == {"of the run"}
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(tags_now).result() == set()
+            assert pool.submit(copy_context().run, tags_now).result() == {"of the run"}
+        assert asyncio.run(asyncio.to_thread(tags_now)) == {"of the run"}
+        assert FlowRunContext.get() is None
+
+    # Not in the context of the test: what is set there stays.
+    copy_context().run(body)
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -55,7 +55,8 @@ quick: $(STAMP) browser
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 
-# Programs that people run are independent of each other. The other slow tests run one after the other: they load the machine by themselves, or hold a device. They are not traced: with
+# Programs that people run are independent of each other. The other slow tests run one after the other: they load the
+# machine by themselves, or hold a device. They are not traced: with
 # coverage a child takes 4 s of CPU to start, and two hundred of them pass a test's time limit.
 whole: $(STAMP) browser
 	$(BIN)/coverage erase

@@ -29,7 +29,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     import" exact when threads import at once: the others wait until the action has ended.
 
     Args:
-        actions: By the name of the module. Two finders must not wait for the same module.
+        actions: By the name of the module. The finder that was installed first acts first.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[], object]]) -> None:
@@ -71,8 +71,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        for finder in list(sys.meta_path):
-            if finder is self or not hasattr(finder, "find_spec"):
+        finders = list(sys.meta_path)
+        # Those before this one had nothing, or wait for the same module and are asking.
+        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
+            if not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:

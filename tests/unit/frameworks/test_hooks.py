@@ -267,3 +267,13 @@ def test_asking_an_adapter_does_not_load_a_lazily_loaded_framework(adapter, tmp_
     adapter.release_cached()
     assert adapter.name not in hooks.frameworks_in_use()
     assert "loaded_by_mistake" not in sys.modules
+
+
+def test_two_finders_that_wait_for_one_module_both_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    acted: list[str] = []
+    for name in ("first", "second"):
+        hooks.AfterImport({"colorsys": lambda name=name: acted.append(name)}).install()
+    importlib.import_module("colorsys")
+    assert acted == ["first", "second"]

@@ -98,6 +98,10 @@ class Running:
         path = self.folder / name
         return path.read_text() if path.exists() else ""
 
+    def processes(self) -> list[str]:
+        """The process that counts; none while it writes the file."""
+        return self.read("run").split()[-1:]
+
     def status(self) -> str:
         return psutil.Process(int(self.pid)).status()
 
@@ -129,7 +133,7 @@ def test_a_task_is_suspended_and_resumed_by_hand(
         away_s = time.monotonic() - began_s
         code, said = command("resume", run.id)
         assert (code, said.splitlines()[-1]) == (0, f"{run.name}: runs"), said
-        api.until(lambda: run.read("turns") > turns, "another turn")
+        api.until(lambda: int(run.read("turns") or 0) > int(turns), "another turn")
     finally:
         state = run.end()
     assert state.result()[1] == 1
@@ -156,7 +160,7 @@ def test_a_process_that_the_driver_loses_runs_again_and_is_not_suspended_again(
         command("suspend", run.name)
         if step == "restore":
             command("resume", run.name)
-        api.until(lambda: run.read("run").split()[-1] != run.pid, "another process")
+        api.until(lambda: run.processes() not in ([], [run.pid]), "another process")
     finally:
         state = run.end()
     assert state.result()[1] == 2
@@ -196,7 +200,7 @@ def test_what_cannot_be_suspended_goes_on_and_says_why(tmp_path: Path) -> None:
         assert code == 1
         assert f"{run.name}: not suspended: only memory of NVIDIA GPUs can be moved" in said
         turns = run.read("turns")
-        api.until(lambda: run.read("turns") > turns, "another turn")
+        api.until(lambda: int(run.read("turns") or 0) > int(turns), "another turn")
         code, said = command("suspend", "nothing-of-this-name")
         assert code == 2
         assert "no GPU task on this machine is of the run 'nothing-of-this-name'" in said

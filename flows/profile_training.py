@@ -1,17 +1,16 @@
 """The memory of a training, moment by moment, and the least memory in which it still runs.
 
 A model with attention reverses made-up sentences: a GRU encoder, a bridge from its last state to the
-first of the decoder, and a decoder that takes one word after another with a `GRUCell`. Vocabulary 30,000,
-hidden size 1,000, batches of 80 sentences of up to 50 words, Adam. Two epochs of two training steps and
-an evaluation run in one GPU task.
+first of the decoder, and a decoder that takes one word after another with a `GRUCell`. On a GPU:
+vocabulary 30,000, hidden size 1,000, batches of 80 sentences of up to 50 words, Adam. Two epochs of two
+training steps and an evaluation run in one GPU task.
 
     python flows/profile_training.py
     python flows/profile_training.py --device-memory 8GiB --batch 40
-    python flows/profile_training.py --devices host --batch 4 --hidden 32 --vocabulary 500 --length 8
 
 It prints what the task's report says of each moment, and what emptying PyTorch's cache gives back and
-costs. On a machine without a GPU it runs on the processor, where PyTorch keeps no count of what it has
-allocated: its columns then say `unknown`.
+costs. On a machine without a GPU a small model is trained on the processor, where PyTorch keeps no count
+of what it has allocated: its columns then say `unknown`.
 
     python flows/profile_training.py --least
 
@@ -31,10 +30,16 @@ import sys
 import time
 from typing import Any
 
+import pynvml
 from prefect import flow, get_client, task
 from prefect.runtime import task_run
 
 from prefect_gpu import GPUTaskRunner, find_batch_size, gpu, mark, step
+
+#: Sentences in a batch, size of embeddings and states, words, and words of the longest sentence.
+ON_A_GPU = {"batch": 80, "hidden": 1000, "vocabulary": 30_000, "length": 50}
+#: A training of seconds: with the other sizes it takes minutes on two cores.
+ON_THE_PROCESSOR = {"batch": 4, "hidden": 32, "vocabulary": 500, "length": 8}
 
 #: Indices of two tokens that are no words: one fills up a sentence, the other begins and ends it.
 PADDING, EDGE = 0, 1
@@ -358,15 +363,24 @@ def aligned(table: str) -> str:
     )
 
 
+def has_gpu() -> bool:
+    """Return whether NVIDIA's driver lists a device."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    return bool(pynvml.nvmlDeviceGetCount())
+
+
 def main() -> None:
     """Read the arguments, run a flow, print what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device-memory", help="its budget, as in 8GiB or 40%%; else learned")
     parser.add_argument("--devices", default="auto", help="auto, host, nvml, 0,1")
-    parser.add_argument("--batch", type=int, default=80, help="sentences in a batch")
-    parser.add_argument("--hidden", type=int, default=1000, help="size of embeddings and states")
-    parser.add_argument("--vocabulary", type=int, default=30_000, help="words")
-    parser.add_argument("--length", type=int, default=50, help="words of the longest sentence")
+    parser.add_argument("--batch", type=int, help="sentences in a batch")
+    parser.add_argument("--hidden", type=int, help="size of embeddings and states")
+    parser.add_argument("--vocabulary", type=int, help="words")
+    parser.add_argument("--length", type=int, help="words of the longest sentence")
     parser.add_argument(
         "--least",
         type=int,
@@ -378,6 +392,13 @@ def main() -> None:
     options = vars(parser.parse_args())
     devices, most_mib = options.pop("devices"), options.pop("least")
     listed = devices.split(",") if devices[:1].isdigit() else devices
+    on_the_processor = devices.startswith(("host", "simulated")) or not has_gpu()
+    for name, size in (ON_THE_PROCESSOR if on_the_processor else ON_A_GPU).items():
+        if options[name] is None:
+            options[name] = size
+    if on_the_processor:
+        sizes = ", ".join(f"--{name} {options[name]}" for name in ON_THE_PROCESSOR)
+        print(f"No GPU is used: a training on the processor, with {sizes}.")
     runner: Any = GPUTaskRunner(devices=listed)
     if most_mib is not None:
         del options["device_memory"]

@@ -56,8 +56,13 @@ def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
 
 @pytest.mark.slow
 def test_it_prints_every_moment_of_its_report(place: Workplace) -> None:
-    done = place.run(SCRIPT, "--device-memory", "1GiB", *SMALL)
+    # No sizes are given: those for a processor are taken.
+    done = place.run(SCRIPT, "--devices=host", "--device-memory", "1GiB")
     lines = done.stdout.splitlines()
+    assert lines[0] == (
+        "No GPU is used: a training on the processor, with "
+        "--batch 4, --hidden 32, --vocabulary 500, --length 8."
+    )
     headline = next(line for line in lines if line.startswith("Completed in "))
     assert headline.endswith("%).") and "of its 1GiB budget" in headline
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from prefect.settings import Settings
 
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.policy import ALLOCATOR_OPTIONS, FRAMEWORKS, parse_tags
@@ -29,3 +30,14 @@ def test_the_readme_has_a_row_for_every_key_that_the_parser_accepts() -> None:
 def test_the_readme_names_every_framework_and_allocator_option() -> None:
     text = " ".join(cell for row in _rows() for cell in row)
     assert [name for name in (*FRAMEWORKS, *ALLOCATOR_OPTIONS) if name not in text] == []
+
+
+def test_a_flow_in_the_clone_gives_a_server_of_its_own_two_minutes_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
+    monkeypatch.chdir(README.parent)
+    monkeypatch.delenv(name, raising=False)
+    assert Settings().server.ephemeral.startup_timeout_seconds == 120
+    monkeypatch.setenv(name, "50")
+    assert Settings().server.ephemeral.startup_timeout_seconds == 50

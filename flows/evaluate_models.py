@@ -7,7 +7,7 @@ The same file runs on a laptop (the processor), on simulated devices and on GPUs
     python flows/evaluate_models.py --devices simulated:2x8GiB
     python flows/evaluate_models.py --devices nvml --epochs 30
 
-It prints a leaderboard and publishes it as the artifact `gpu-leaderboard`. Needs scikit-learn, torch
+It prints a leaderboard and publishes it as an artifact. Needs scikit-learn, torch
 and tensorflow (`pip install prefect-gpu[examples]`).
 """
 

@@ -7,7 +7,7 @@ A small network learns scikit-learn's handwritten digits, with each combination 
 
 No task has a memory tag. Memory depends on the width, so each width has a history of its own (`gpu:learn_by`): first
 tasks run side by side while a device has room, and the others with the budget that these needed. It prints the best
-combination, and the budget of each task. The artifact `gpu-leaderboard` has the order, with seconds and memory.
+combination, and the budget of each task. The artifact `gpu-leaderboard-…` has the order, with seconds and memory.
 Needs scikit-learn and torch (`pip install prefect-gpu[examples]`).
 """
 

@@ -18,6 +18,13 @@ INK = "#1f2937"
 MUTED = "#6b7280"
 GRID = "#e5e7eb"
 PAPER = "#ffffff"
+#: What the colours above and the frame's become where the page around an image prefers a dark scheme.
+_DARK = {INK: "#e5e7eb", MUTED: "#9ca3af", GRID: "#374151", PAPER: "#111827", "#d1d5db": "#4b5563"}
+_DARK_STYLE = "".join(
+    f'[{what}="{light}"]{{{what}:{dark}}}'
+    for light, dark in _DARK.items()
+    for what in ("fill", "stroke")
+)
 FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 #: Characters that join letters and emoji: no width, and no effect on other text.
@@ -94,11 +101,12 @@ def _nice_number(rough: float) -> float:
 
 
 class Canvas:
-    """One SVG image on a light background of its own, so that it is readable in a dark UI."""
+    """One SVG image on a background of its own, dark where the page around it prefers a dark scheme."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self._drawing = drawsvg.Drawing(width, height, font_family=FONT)
         self._drawing.append_title(clean(title))
+        self._drawing.append_css(f"@media (prefers-color-scheme:dark){{{_DARK_STYLE}}}")
         self.rect(0.5, 0.5, width - 1, height - 1, PAPER, stroke="#d1d5db", radius=8)
 
     def rect(

@@ -20,12 +20,14 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import OUTCOME_WORDS, TaskReport
 from prefect_gpu.reports.publish import artifact_key, cut_values
 
+LEADERBOARD_PREFIX = "gpu-leaderboard"
+
 
 def publish_leaderboard(
     rows: Iterable[PrefectFuture[Any] | LeaderboardRow],
     metric: str,
     *,
-    key: str = "gpu-leaderboard",
+    key: str | None = None,
     smaller_is_better: bool = False,
 ) -> UUID:
     """Publish which of several task runs had the best result, in what time, with how much memory.
@@ -36,7 +38,7 @@ def publish_leaderboard(
     Args:
         rows: Futures of GPU tasks, whose bodies call `report_metric`, or rows made by hand.
         metric: Name of the metric that they are ordered by.
-        key: Of the artifact: lower-case letters, digits and dashes.
+        key: Of the artifact: lower-case letters, digits and dashes. `None`: `gpu-leaderboard-` and the flow's name.
         smaller_is_better: As for a loss.
 
     Returns:
@@ -53,10 +55,12 @@ def publish_leaderboard(
         )
     ranked = rank([_row(each, metric, active) for each in rows], smaller_is_better)
     best = ranked[0] if ranked else None
+    flow_name = context.flow_run.name if context.flow is None else context.flow.name
+    best_words = "" if best is None or best.value is None else f"; first: {best.name}"
     artifact = ArtifactCreate(
-        key=artifact_key("", key),
+        key=artifact_key(LEADERBOARD_PREFIX, flow_name) if key is None else artifact_key("", key),
         type="markdown",
-        description=f"Ordered by {metric}, by prefect_gpu.",
+        description=f"Leaderboard · ordered by {metric}{best_words}",
         data=leaderboard_markdown(ranked, metric),
         metadata_=cut_values(
             {

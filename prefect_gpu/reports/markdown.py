@@ -174,14 +174,12 @@ def _headline(report: TaskReport) -> str:
 def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
     frameworks = report.framework or "none"
     live, reserved = report.peak_live_bytes, report.peak_reserved_bytes
-    unknown = f"unknown (framework: {escape(frameworks)})"
     # What is allocated on simulated devices is of no framework.
     by = "" if frameworks == "none" else f", by {escape(frameworks)}"
     several = len(report.devices) > 1
     each, together = (" on each device", " on all together") if several else ("", "")
     if len({*report.budgets_bytes}) > 1:
         each = " on the device with the smallest one"
-    leaked = "cannot be measured here" if report.leaked_bytes is None else "none"
     return [
         ("Outcome", OUTCOME_WORDS[report.outcome] + _attempt_words(report)),
         ("Device", _device_words(report)),
@@ -190,29 +188,35 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
             (f"Result: {escape(name)}", f"{value:.6g}")
             for name, value in report.metrics[:METRIC_LIMIT]
         ),
-        ("Shared with", escape(", ".join(report.shared_with), 500) or "no other GPU task"),
+        *(
+            [("Shared with", escape(", ".join(report.shared_with), 500))]
+            if report.shared_with
+            else []
+        ),
         (
             "Budget",
             f"**{format_bytes(report.budget_bytes)}**{each}, {_BUDGET_WORDS[report.budget_source]}",
         ),
-        ("Cap", _cap_words(report)),
+        *([("Cap", _cap_words(report.cap_bytes, report))] if report.cap_bytes is not None else []),
         (
             "Peak of the process",
             f"**{format_bytes(report.peak_process_bytes)}**{together}, {_SOURCE_WORDS[report.source]}",
         ),
-        (
-            "Peak allocated (live)",
-            unknown if live is None else format_bytes(live) + by,
-        ),
-        (
-            "Peak held by the framework",
-            unknown if reserved is None else f"{format_bytes(reserved)}, its cache included",
+        *([("Peak allocated (live)", format_bytes(live) + by)] if live is not None else []),
+        *(
+            [("Peak held by the framework", f"{format_bytes(reserved)}, its cache included")]
+            if reserved is not None
+            else []
         ),
         *([("Context", _context_words(report))] if report.context_bytes else []),
         *([("Steps", _step_words(report.steps))] if report.steps else []),
         *([("Out of memory put down to", _oom_words(report))] if report.cause else []),
         *([("Memory snapshot", _snapshot_words(report))] if report.snapshot_path else []),
-        ("Leaked", format_bytes(report.leaked_bytes) if report.leaked_bytes else leaked),
+        *(
+            [("Leaked", format_bytes(report.leaked_bytes))]
+            if report.leaked_bytes is not None
+            else []
+        ),
         ("Unused reservation", _unused_percent([report])),
         *([("Tag for next time", f"{tag.write} ({tag.why})")] if _is_news(tag, report) else []),
         (
@@ -244,11 +248,9 @@ def _suspension_words(report: TaskReport) -> str:
     return "; ".join(map(words, report.suspensions))
 
 
-def _cap_words(report: TaskReport) -> str:
-    if report.cap_bytes is None:
-        return "none"
+def _cap_words(cap_bytes: int, report: TaskReport) -> str:
     each = " on each device" if len(report.devices) > 1 else ""
-    return f"{format_bytes(report.cap_bytes)}{each}, what a framework could allocate"
+    return f"{format_bytes(cap_bytes)}{each}, what a framework could allocate"
 
 
 def _context_words(report: TaskReport) -> str:

@@ -142,7 +142,7 @@ def flow_artifact(
     return ArtifactCreate(
         key=artifact_key(FLOW_PREFIX, flow_name),
         type="markdown",
-        description=flow_headline(reports, unstarted),
+        description=f"Flow report · {flow_headline(reports, unstarted)}",
         data=flow_markdown(reports, unstarted, flow_name=flow_name, link=_task_run_url),
         metadata_=cut_values(flow_metadata(reports, unstarted)),
         flow_run_id=flow_run_id,
@@ -277,6 +277,8 @@ class Publisher:
         self.lost = 0
         #: Where reports are written that cannot be published; `None`: none was yet.
         self.folder: Path | None = None
+        #: The artifact of `publish_flow`, once the API has created it.
+        self.flow_report_id: UUID | None = None
         self._last_error = ""
         self._warned = False
 
@@ -296,7 +298,11 @@ class Publisher:
         make = functools.partial(
             flow_artifact, reports, unstarted, flow_name=flow_name, flow_run_id=flow_run_id
         )
-        self._put_artifact(make)
+
+        def create(client: SyncPrefectClient) -> None:
+            self.flow_report_id = client.create_artifact(make()).id
+
+        self._put(Job(create, artifact=make))
 
     def show_progress(self, progress: ProgressArtifact) -> None:
         """Publish a flow's progress from now on, every few seconds in which nothing else waits; return at once."""

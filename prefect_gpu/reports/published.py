@@ -37,10 +37,16 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import get_current_settings
+from prefect.utilities.urls import url_for
 
 from prefect_gpu.errors import ReportError
+from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.model import TaskReport, figure_values, read_metadata
 from prefect_gpu.reports.publish import FLOW_PREFIX, TASK_PREFIX
+from prefect_gpu.units import format_seconds
+
+#: Characters of a flow run's parameters that a page shows.
+_PARAMETERS_LIMIT = 500
 
 #: Things that one call of the API returns at most.
 _PAGE = 200
@@ -110,6 +116,10 @@ class FlowRunReport:
     processes: tuple[ProcessReport, ...]
     #: By task run, also of those without a gpu tag.
     submissions: Mapping[UUID, Submission] = field(default_factory=dict, repr=False)
+    #: What the page begins with: words and values, as in "Started" and "2026-11-27 14:54 UTC".
+    facts: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    #: What `publish_leaderboard` has published, in GitHub markdown.
+    leaderboards: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def task_reports(self) -> tuple[TaskReport, ...]:
@@ -126,7 +136,15 @@ class FlowRunReport:
     def to_html(self) -> str:
         """Return one page with all reports, which needs no other file."""
         title = html.escape(f"{self.flow_run} ({self.state})")
-        parts = [f"<h1>{title}</h1>", _html(self.markdown or "The flow has not ended yet.")]
+        parts = [f"<h1>{title}</h1>"]
+        if self.facts:
+            rows = "".join(
+                f"<tr><th>{html.escape(clean(name))}</th><td>{html.escape(clean(value))}</td></tr>"
+                for name, value in self.facts
+            )
+            parts.append(f"<table>{rows}</table>")
+        for each in (self.markdown or "The flow has not ended yet.", *self.leaderboards):
+            parts.append(_html(each))
         for each in self.processes:
             name = html.escape(f"{each.task_run} · attempt {each.figures.get('attempt', '?')}")
             outcome = html.escape(each.figures.get("outcome", ""))
@@ -194,6 +212,7 @@ def report(flow_run: UUID | str) -> FlowRunReport:
     """
     with open_api() as client:
         run = _find(client, flow_run)
+        flow_name = client.read_flow(run.flow_id).name
         task_runs = {UUID(each["id"]): each for each in _pages(client, "task_runs", [run.id])}
         artifacts = sorted(_pages(client, "artifacts", [run.id]), key=lambda each: each["created"])
     names = {id_: each["name"] for id_, each in task_runs.items()}
@@ -213,7 +232,25 @@ def report(flow_run: UUID | str) -> FlowRunReport:
         last.get("metadata_") or {},
         tuple(_process(each, names) for each in processes),
         {id_: _submission(each) for id_, each in task_runs.items()},
+        _facts(flow_name, run),
+        tuple(each["data"] for each in artifacts if _is_leaderboard(each["metadata_"] or {})),
     )
+
+
+def _facts(flow_name: str, run: FlowRun) -> tuple[tuple[str, str], ...]:
+    began, took = run.start_time, format_seconds(run.total_run_time.total_seconds())
+    parameters = json.dumps(run.parameters, default=str)
+    url = url_for("flow-run", run.id)
+    return (
+        ("Flow", flow_name),
+        *([("Started", f"{began:%Y-%m-%d %H:%M:%S %Z}, ran {took}")] if began else []),
+        *([("Parameters", parameters[:_PARAMETERS_LIMIT])] if run.parameters else []),
+        *([("Page", url)] if url else []),
+    )
+
+
+def _is_leaderboard(metadata: Mapping[str, str]) -> bool:
+    return {"metric", "best", "values"} <= metadata.keys()
 
 
 def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:

@@ -607,10 +607,7 @@ class ActiveRunner:
         # A signal may come at any line, and this then runs again: what is done is forgotten only afterwards.
         self._leave_view()
         if self._states and not self._summarised:
-            text = flow_summary(self._states, self._reports)
-            if self._publisher is not None and (url := prefect_engine.flow_run_url(self.flow)):
-                text += f"\n  reports: {url}"
-            prefect_engine.log_on_flow(self.flow, text)
+            prefect_engine.log_on_flow(self.flow, flow_summary(self._states, self._reports))
             self._summarised = True
         if self._publisher is not None:
             name, flow_run_id = prefect_engine.flow_of(self.flow)
@@ -622,6 +619,9 @@ class ActiveRunner:
                 )
                 self._reports, self._unstarted = [], {}
             self._publisher.close(CLOSING_S)
+            report_id, self._publisher.flow_report_id = self._publisher.flow_report_id, None
+            if report_id is not None and (url := prefect_engine.artifact_url(report_id)):
+                prefect_engine.log_on_flow(self.flow, f"Report of this flow run: {url}")
         self._client.close()
 
 

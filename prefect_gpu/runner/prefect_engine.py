@@ -78,6 +78,9 @@ _NOT_USERS = ("prefect", "prefect_gpu")
 #: Name of the state of a task that waits for a device.
 AWAITING = "AwaitingGPU"
 
+#: The state of a task run that has waited, from its placement to the first line of its body.
+STARTING = "Starting"
+
 #: Attributes of tasks and flows that only the parent's engine calls.
 ONLY_HERE = (
     "on_completion_hooks",
@@ -137,11 +140,11 @@ def log_on_flow(context: FlowRunContext | None, text: str, level: int = logging.
         flow_run_logger(context.flow_run, context.flow).log(level, text)
 
 
-def flow_run_url(context: FlowRunContext | None) -> str:
-    """Return the address of a flow run's page; empty: there is no flow run, or no address of a UI is known."""
-    if context is None or context.flow_run is None:
-        return ""
-    return url_for("flow-run", context.flow_run.id) or ""
+def artifact_url(artifact_id: UUID) -> str | None:
+    """Return the address of an artifact's page; `None`: no address of a UI is known."""
+    # `url_for` knows no artifacts (Prefect 3.8.8).
+    base = get_current_settings().ui_url
+    return f"{base.rstrip('/')}/artifacts/artifact/{artifact_id}" if base else None
 
 
 def emit_device_event(event: GPUEvent, around: Context) -> None:
@@ -703,15 +706,16 @@ class EngineRun:
         self._show(Pending(name=AWAITING, message=text))
 
     def show_placed(self, text: str) -> None:
-        """Log that the task run has a device."""
+        """Log that the task run has a device; show it as starting, if it was shown as waiting."""
         self._told.clear()
         self.awaits = ""
         self.say(text)
+        if self.task_run.state_name == AWAITING:
+            self._show(Pending(name=STARTING, message=f"{text}; starting its process"))
 
     def show_running(self) -> None:
-        """Show the task run as running again, if it was shown as waiting."""
-        state = self.task_run.state
-        if state is not None and state.name == AWAITING:
+        """Show the task run as running again, if it was shown as waiting or starting."""
+        if self.task_run.state_name in (AWAITING, STARTING):
             self._show(Running())
 
     def _show(self, state: State[Any]) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
 
@@ -231,7 +232,9 @@ class FakeAPI:
         self.go.wait(PATIENCE_S)
         yield cast(SyncPrefectClient, self)
 
-    def create_artifact(self, artifact: Any) -> None:
+    def create_artifact(self, artifact: Any) -> Any:
+        """Return an artifact whose id is its number."""
         if self.errors:
             raise self.errors.pop(0)
         self.keys.append(artifact.key)
+        return SimpleNamespace(id=UUID(int=len(self.keys)))

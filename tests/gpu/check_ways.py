@@ -334,7 +334,7 @@ def waiting(way: Way) -> Seen:
         finally:
             process.kill()
     names = api.names(run_id)
-    if names != ["Pending", "Running", "AwaitingGPU", "Running", "Completed"]:
+    if names != ["Pending", "Running", "AwaitingGPU", "Starting", "Running", "Completed"]:
         raise AssertionError(f"its states are {names}; {said.read_text()[-5000:]}")
     seen = states[-1]
     result = f"{seen.type.name} {seen.name}: {seen.message}"

@@ -89,7 +89,11 @@ def test_the_quick_start_as_it_is_typed(place: Workplace, wheel: Path, note: Not
         # What the README says of it next.
         assert f"View at http://127.0.0.1:{port}/runs/flow-run/" in flow.stderr
         listed = run(place, "prefect", "artifact", "ls").stdout
-        for key in ("gpu-flow-evaluate-models", "gpu-leaderboard", "gpu-memory-evaluate"):
+        for key in (
+            "gpu-flow-evaluate-models",
+            "gpu-leaderboard-evaluate-models",
+            "gpu-memory-evaluate",
+        ):
             assert key in listed
         name = re.findall(r"Flow run '([\w-]+)'", flow.stderr)[0]
         assert "keras-cnn" in run(place, "prefect-gpu", "report", name).stdout

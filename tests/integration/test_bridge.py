@@ -410,7 +410,11 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
         for reason in ("5GiB on device 0", "4GiB on device 0", "a device to itself", "a device"):
             engine_run.show_awaiting(reason)
         seen["awaiting"] = (run.state_type, run.state_name, run.state.message)  # type: ignore[union-attr]
+        engine_run.show_placed("Placed on device 0")
+        seen["starting"] = (run.state_type, run.state_name, run.state.message)  # type: ignore[union-attr]
         engine_run.show_running()
+        # It is running already.
+        engine_run.show_placed("Placed on device 0")
         seen["after"] = (run.state_name, run.run_count)
 
     @flow
@@ -422,10 +426,16 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
     one()
     assert seen["before"] == seen["after"] == ("Running", 1)
     assert seen["awaiting"] == (StateType.PENDING, prefect_engine.AWAITING, "Waiting for a device")
+    assert seen["starting"] == (
+        StateType.PENDING,
+        prefect_engine.STARTING,
+        "Placed on device 0; starting its process",
+    )
     assert api.names(seen["id"]) == [
         "Pending",
         "Running",
         *["AwaitingGPU"] * 4,
+        "Starting",
         "Running",
         "Completed",
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import sqlite3
 import sys
@@ -557,8 +558,19 @@ def test_a_task_that_waits_for_a_device_is_pending_and_says_for_what(queued: Run
 
 def test_the_wait_for_a_device_is_a_state_of_its_own_in_the_api(queued: Run) -> None:
     run_id = queued.futures["follows"].task_run_id
-    assert api.names(run_id) == ["Pending", "Running", "AwaitingGPU", "Running", "Completed"]
+    assert api.names(run_id) == [
+        "Pending",
+        "Running",
+        "AwaitingGPU",
+        "Starting",
+        "Running",
+        "Completed",
+    ]
     states = api.history(run_id)
+    assert re.fullmatch(
+        r"Placed after .+ on device \d with a budget of 6GiB .+; starting its process",
+        states[3].message,
+    )
     assert (states[3].timestamp - states[2].timestamp).total_seconds() > 0.5
 
 

@@ -35,6 +35,7 @@ def plain() -> None:
 def compare() -> object:
     too_large = evaluate.with_options(tags=gpu(memory="2TiB"), task_run_name="too large")
     rows = [*evaluate.map([1, 2, 3]), too_large.submit(4), LeaderboardRow("baseline", 0.1)]
+    publish_leaderboard(rows, "accuracy")
     found = publish_leaderboard(rows, "accuracy", key="my board")
     with pytest.raises(ReportError, match="had no process of this flow's runner"):
         publish_leaderboard([plain.submit()], "accuracy")
@@ -55,8 +56,12 @@ def test_tasks_are_ordered_by_what_they_have_reported() -> None:
     ]
     assert "gpu:memory=2TiB is larger than any device here" in answer["data"]
     assert "**Best: model-2, accuracy 0.92, with 1GiB.**" in answer["data"]
-    api.artifacts(flow_run_id=answer["flow_run_id"], count=5)
-    processes = prefect_gpu.report(answer["flow_run_id"]).processes
+    artifacts = api.artifacts(flow_run_id=answer["flow_run_id"], count=6)
+    first = next(each for each in artifacts if each.key == "gpu-leaderboard-compare")
+    assert first.description == "Leaderboard · ordered by accuracy; first: model-2"
+    report = prefect_gpu.report(answer["flow_run_id"])
+    assert report.leaderboards == (answer["data"],) * 2
+    processes = report.processes
     assert {each.figures["metric_accuracy"] for each in processes} == {"0.91", "0.92", "0.93"}
     assert all("| Result: accuracy | 0.9" in each.markdown for each in processes)
 

@@ -137,15 +137,12 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
         ({"source": "simulated"}, "**simulated**"),
         ({"source": "framework"}, "plus the measured context"),
         ({"leaked_bytes": 400 * MIB}, "400MiB did not come back"),
-        ({"leaked_bytes": None}, "| Leaked | cannot be measured here |"),
         ({"error": "boom\nsecond line"}, "\n\n⚠️ boom second line\n\n"),
-        ({"peak_live_bytes": None, "framework": "none"}, "unknown (framework: none)"),
         ({"devices": (device(), device(1))}, "**6GiB** on each device"),
         ({"devices": ()}, "| Device | none |"),
         ({"attempt": 2}, "completed (attempt 2)"),
         ({"wasted_byte_seconds": 9e12}, "100%"),
         ({"cap_bytes": 5 * GIB}, "| Cap | 5GiB, what a framework could allocate |"),
-        ({}, "| Cap | none |"),
         ({"outcome": "died", "stderr_tail": "Traceback <x>"}, "<pre>\nTraceback &lt;x&gt;\n</pre>"),
         ({"learn_by": "batch_size=8"}, "| Values | batch_size=8 |"),
         ({}, "| Unused reservation | 21% |"),
@@ -497,3 +494,18 @@ def test_the_report_of_a_flow_of_500_task_runs_is_below_500_kilobytes() -> None:
     assert all(f"| {number + 1} | [evaluate-" in table for number in range(0, 500, 5))
     assert table.count("[evaluate-") == 300
     assert "… and 200 more task runs, not shown." in table
+
+
+def test_a_task_report_has_no_row_for_what_is_not_known_or_not_there() -> None:
+    markdown = task_markdown(
+        task_report(
+            cap_bytes=None,
+            leaked_bytes=None,
+            peak_live_bytes=None,
+            peak_reserved_bytes=None,
+            shared_with=(),
+        )
+    )
+    facts = markdown.partition("| Task run |")[2].partition("<details>")[0]
+    for row in ("Cap", "Leaked", "Peak allocated", "Peak held", "Shared with", "unknown"):
+        assert row not in facts

@@ -46,6 +46,13 @@ def test_a_page_has_everything_and_runs_nothing() -> None:
     assert "default-src 'none'" in page
 
 
+def test_a_page_begins_with_the_flow_and_has_its_leaderboards() -> None:
+    report = replace(made(), facts=(("Flow", HOSTILE),), leaderboards=("| first |\n|---|\n| x |",))
+    page = report.to_html()
+    assert "<tr><th>Flow</th><td>&lt;script&gt;" in page
+    assert page.index("<td>b</td>") < page.index("<td>x</td>") < page.index("eval-1")
+
+
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own() -> None:
     shown = made()._repr_html_()
     assert shown.startswith("<iframe sandbox srcdoc=") and "<html" not in shown
@@ -68,7 +75,9 @@ def api(prefect_server: str) -> Iterator[str]:
 def run_id(api: str) -> UUID:
     """A flow run with the reports of three processes, more than one page of the API."""
     with get_client(sync_client=True) as client:
-        run = client.create_flow_run(flow(name="reported")(lambda: None), name=f"run-{uuid4()}")
+        run = client.create_flow_run(
+            flow(name="reported")(lambda: None), name=f"run-{uuid4()}", parameters={"epochs": 3}
+        )
         reports = [replace(task_report(), flow_run_id=run.id, attempt=at) for at in (1, 2, 3)]
         for each in reports:
             client.create_artifact(task_artifact(replace(each, task_run_id=None)))
@@ -87,6 +96,9 @@ def test_the_reports_of_a_flow_run_are_read_page_by_page(
     assert "data:image/svg+xml" in found.markdown and "data:image" not in found.to_text()
     assert prefect_gpu.report(found.flow_run) == found, "by its name"
     assert found.to_html().count("<img src=") == 4
+    facts = dict(found.facts)
+    assert facts["Flow"] == "reported" and facts["Parameters"] == '{"epochs": 3}'
+    assert facts["Page"].endswith(f"/runs/flow-run/{run_id}")
 
 
 def test_the_command_writes_what_was_asked(run_id: UUID, tmp_path: Path, capsys: Capture) -> None:

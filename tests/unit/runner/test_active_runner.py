@@ -11,6 +11,7 @@ from uuid import UUID
 
 import pytest
 from prefect import task
+from prefect.settings import PREFECT_UI_URL, temporary_settings
 from prefect.states import Completed
 
 from prefect_gpu import GPUTaskRunner
@@ -32,6 +33,8 @@ def test_two_threads_that_submit_at_once_share_one_publisher(
     second = threading.Event()
 
     class SlowPublisher:
+        flow_report_id = None
+
         def __init__(self, lend: Any) -> None:
             made.append(self)
             if len(made) > 1:
@@ -157,20 +160,25 @@ def test_a_signal_while_reports_are_published_neither_loses_nor_repeats_one(
     assert api.keys == [artifact_key("gpu-memory", task_report().task_name), flow]
 
 
-@pytest.mark.parametrize("url", ["http://ui/runs/flow-run/1", ""], ids=["a UI", "no UI is known"])
-def test_the_summary_of_a_flow_ends_with_the_address_of_its_reports(
-    url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ui", ["http://ui", None], ids=["a UI", "no UI is known"])
+def test_the_last_line_of_a_flow_is_the_address_of_its_report(
+    ui: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    runner = ActiveRunner(Configuration(**KNOWN))
-    monkeypatch.setattr(SharedClient, "lend", lambda client: FakeAPI().connect())
-    monkeypatch.setattr(prefect_engine, "flow_run_url", lambda context: url)
+    runner, api = ActiveRunner(Configuration(**KNOWN)), FakeAPI()
+    monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
     monkeypatch.setattr(prefect_engine, "log_on_flow", lambda context, text: said.append(text))
     runner._open_publisher()
     runner._count(Completed())
-    runner.close(failed=False)
-    address = f"\n  reports: {url}" if url else ""
-    assert said == [f"GPU task runs: 1 Completed{address}"]
+    runner.report(task_report())
+    # The publisher's thread has settings of its own.
+    with temporary_settings({PREFECT_UI_URL: ui}):
+        runner.close(failed=False)
+        runner.close(failed=False)
+    line = f"Report of this flow run: {ui}/artifacts/artifact/{UUID(int=len(api.keys))}"
+    assert api.keys[-1].startswith("gpu-flow-")
+    assert said[0].startswith("GPU task runs: 1 Completed")
+    assert said[1:] == ([line] if ui else [])
 
 
 @pytest.mark.parametrize(
@@ -184,7 +192,8 @@ def test_the_report_of_a_flow_has_prefects_word_for_what_ended_with_it(
     api = FakeAPI()
     artifacts: list[Any] = []
     runner = ActiveRunner(Configuration(**KNOWN))
-    monkeypatch.setattr(api, "create_artifact", artifacts.append)
+    create = api.create_artifact
+    monkeypatch.setattr(api, "create_artifact", lambda each: artifacts.append(each) or create(each))
     monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
     runner._open_publisher()
     ids = [UUID(int=number) for number in range(3)]
@@ -193,7 +202,7 @@ def test_the_report_of_a_flow_has_prefects_word_for_what_ended_with_it(
     runner.report(task_report(task_run_id=ids[1], outcome="cancelled"))
     runner.note_unstarted(UnstartedRun(ids[2], "waits", "cancelled", "", 0.0))
     runner.close(True, error)
-    assert artifacts[-1].description.startswith(f"3 task runs: {count}; 3 attempts")
+    assert artifacts[-1].description.startswith(f"Flow report · 3 task runs: {count}; 3 attempts")
     assert "· cancelled ·" in artifacts[2].description, "the report of the process"
     assert "for others" in artifacts[0].data
     assert artifacts[-1].data.count(f": {prefect_engine.ended_by(error)}\n") == 2

@@ -28,6 +28,9 @@ from prefect_gpu import (
     report_metric,
 )
 
+# With oneDNN on, each process of TensorFlow 2.21 says so in four lines that no log level hides.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
 #: Budgets hold the CUDA context too: about 0.7 GiB for PyTorch and 1.2 GiB for TensorFlow.
 TORCH = gpu(memory="1.5GiB", framework="torch")
 KERAS = gpu(memory="2.5GiB", framework="tensorflow")
@@ -110,9 +113,6 @@ def train_torch(kind: str, data: dict[str, Any], epochs: int, seed: int) -> tupl
 
 def train_keras(kind: str, data: dict[str, Any], epochs: int, seed: int) -> tuple[float, float]:
     """Train a Keras model on TensorFlow; give its accuracy and seconds, as `train_torch` does."""
-    # Quiet; with oneDNN on, TensorFlow 2.21 says so in a log line that no level hides.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     os.environ["KERAS_BACKEND"] = "tensorflow"
     import keras
     from keras import layers

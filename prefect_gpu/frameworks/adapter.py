@@ -24,6 +24,7 @@ from collections.abc import (
     MutableMapping,
 )
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from prefect_gpu.scheduling.model import DeviceKind
@@ -89,6 +90,7 @@ def child_environment(
             wanted[name] = ",".join(left) or None
     for adapter in adapters:
         wanted.update(adapter.environment(policy))
+        wanted.update({**adapter.default_environment, **_of(inherited, adapter.default_environment)})
     changed = {name: value for name, value in wanted.items() if inherited.get(name) != value}
     return {
         **changed,
@@ -96,6 +98,10 @@ def child_environment(
         # UUIDs need no order. Code that uses indices gets NVML's order.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
+
+
+def _of(inherited: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    return {name: inherited[name] for name in names if name in inherited}
 
 
 def late_changes(
@@ -309,6 +315,8 @@ class FrameworkAdapter:
     name: ClassVar[str]
     #: Root of its import name: "torch", "tensorflow".
     module: ClassVar[str]
+    #: Variables of its processes where the flow's process does not have them.
+    default_environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
     #: Whether a hot standby may start it, with `start_device`, before its task's policy is known.
     can_start_early: ClassVar[bool] = False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
@@ -31,6 +32,8 @@ class TensorFlowAdapter(FrameworkAdapter):
 
     name = "tensorflow"
     module = "tensorflow"
+    # Without it each process writes three lines that inform of oneDNN and of the processor (2.21).
+    default_environment = MappingProxyType({"TF_CPP_MIN_LOG_LEVEL": "1"})
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return growth. Under a cap an inherited growth is removed.
@@ -59,8 +62,9 @@ class TensorFlowAdapter(FrameworkAdapter):
             ) from error
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for what TensorFlow reads when its runtime starts, with the first operation."""
+        """Return `True` for what TensorFlow reads when its runtime starts, and for the level of its log."""
         return name in (
+            "TF_CPP_MIN_LOG_LEVEL",
             "TF_FORCE_GPU_ALLOW_GROWTH",
             "TF_NUM_INTRAOP_THREADS",
             "TF_NUM_INTEROP_THREADS",

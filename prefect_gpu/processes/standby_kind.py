@@ -103,7 +103,8 @@ class Kind:
         for name in self.always:
             adapter = registry.ADAPTERS.get(_framework_of(name))
             if adapter is not None:
-                environment = {**adapter.standby_environment(), **environment}
+                ahead = {**adapter.default_environment, **adapter.standby_environment()}
+                environment = {**ahead, **environment}
         cpus = dict.fromkeys(CPU_VARIABLES, str(self.cpus))
         return environment_with({**cpus, **dict(self.environment)}, environment)
 

@@ -244,3 +244,13 @@ def test_may_change_after_the_start(case):
 @pytest.mark.parametrize("case", TOO_LATE_AFTER_START.values(), ids=list(TOO_LATE_AFTER_START))
 def test_would_change_too_late_after_the_start(case):
     assert after_start(*case) is None
+
+
+def test_tensorflow_does_not_inform_of_itself_unless_the_user_asked():
+    name = "TF_CPP_MIN_LOG_LEVEL"
+    assert environment(frameworks=("tensorflow",))[name] == "1"
+    assert name not in environment({name: "0"}, frameworks=("tensorflow",))
+    assert name not in environment(frameworks=("torch",))
+    adapters = ADAPTERS.values()
+    # A standby without it can still be the process of such a task.
+    assert late_changes({}, {name: "1"}, adapters, cpus_stated=False) == {name: "1"}

@@ -14,7 +14,9 @@ and tensorflow (`pip install prefect-gpu[examples]`).
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import sys
 import time
 from typing import Any
 
@@ -207,8 +209,17 @@ def evaluate_models(epochs: int = 15, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def check_installed(*modules: str) -> None:
+    """End the program with one line if a library is not installed."""
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
+        sys.exit(
+            f'not installed: {", ".join(missing)}; the examples need pip install ".[examples]"'
+        )
+
+
 def main() -> None:
     """Read the arguments, run the flow, print its leaderboard."""
+    check_installed("sklearn", "torch", "tensorflow")
     parser = argparse.ArgumentParser(description=evaluate_models.__doc__)
     parser.add_argument("--devices", default="auto", help="auto, host, nvml, simulated:2x8GiB, 0,1")
     parser.add_argument("--epochs", type=int, default=15)

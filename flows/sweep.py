@@ -18,7 +18,7 @@ import itertools
 from typing import Any
 
 # The example beside this one.
-from evaluate_models import load_digits
+from evaluate_models import check_installed, load_digits
 from prefect import flow, task, unmapped
 
 from prefect_gpu import (
@@ -98,6 +98,7 @@ def sweep(
 
 def main() -> None:
     """Read the arguments, run the flow, print what it found."""
+    check_installed("sklearn", "torch")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", default="auto", help="auto, host, nvml, simulated:2x8GiB")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 1024])

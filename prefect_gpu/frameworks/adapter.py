@@ -90,7 +90,9 @@ def child_environment(
             wanted[name] = ",".join(left) or None
     for adapter in adapters:
         wanted.update(adapter.environment(policy))
-        wanted.update({**adapter.default_environment, **_of(inherited, adapter.default_environment)})
+        wanted.update(
+            {**adapter.default_environment, **_of(inherited, adapter.default_environment)}
+        )
     changed = {name: value for name, value in wanted.items() if inherited.get(name) != value}
     return {
         **changed,

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -293,3 +294,14 @@ def test_the_image_copies_what_there_is() -> None:
     (entry,) = (json.loads(line[11:]) for line in lines if line.startswith("ENTRYPOINT "))
     assert entry == ["tini", "--", "entry.sh"]
     assert os.access(FLOWS / "docker" / "entry.sh", os.X_OK)
+
+
+@pytest.mark.parametrize("name", ["evaluate_models.py", "sweep.py"])
+def test_an_example_says_what_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    monkeypatch.setitem(sys.modules, "sklearn", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.syspath_prepend(str(FLOWS))
+    words = r'not installed: sklearn; the examples need pip install "\.\[examples\]"'
+    with pytest.raises(SystemExit, match=words):
+        runpy.run_path(str(FLOWS / name), run_name="__main__")

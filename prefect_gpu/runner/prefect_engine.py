@@ -31,6 +31,7 @@ from uuid import UUID
 
 from prefect import Task, flow_engine, get_run_logger
 from prefect._internal.uuid7 import uuid7
+from prefect.cache_policies import CompoundCachePolicy, Inputs
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
@@ -64,6 +65,7 @@ from prefect_gpu.processes.messages import ContextChanges, StoredValue
 from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.scheduling.scheduling_pass import kind_of_reason
+from prefect_gpu.units import MIB, format_bytes
 
 #: Seconds between tries to get a slot of a tag concurrency limit from a server that is too busy to
 #: answer. Most refusals last for a moment; Prefect's own client may have tried six times by then.
@@ -594,6 +596,20 @@ def new_task_run_id() -> UUID:
     return uuid7()
 
 
+#: Bytes of arguments from which Prefect's hash of them is worth a line: it takes about a second (xxhash of a pickle).
+LARGE_ARGUMENTS_BYTES = 256 * MIB
+
+#: Names of GPU tasks of which it was said.
+_large_arguments: set[str] = set()
+
+
+def hashes_inputs(task: Task[..., Any]) -> bool:
+    """Return whether Prefect hashes all arguments of a task before each run, to look for a cached result."""
+    policy = task.cache_policy
+    policies = policy.policies if isinstance(policy, CompoundCachePolicy) else [policy]
+    return any(isinstance(each, Inputs) and not each.exclude for each in policies)
+
+
 class EngineRun:
     """The task run that this thread's engine runs. For use on that thread.
 
@@ -627,6 +643,17 @@ class EngineRun:
     def say(self, text: str) -> None:
         """Log what happens, on the task run. From any thread."""
         self._logger.info(text)
+
+    def advise_no_cache(self, size_bytes: int) -> None:
+        """Log once for each task that Prefect hashes its arguments, where these are large."""
+        name = self._task.name
+        if size_bytes >= LARGE_ARGUMENTS_BYTES and name not in _large_arguments:
+            _large_arguments.add(name)
+            if hashes_inputs(self._context.task):
+                self.say(
+                    f"Its arguments take {format_bytes(size_bytes)}, and Prefect hashes them before each run, to look for "
+                    "a cached result: @task(cache_policy=NO_CACHE) saves that time"
+                )
 
     def say_ended(self, text: str) -> None:
         """Log how a process has ended, with the address of the page that has its report. From any thread."""

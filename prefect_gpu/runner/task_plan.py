@@ -247,16 +247,18 @@ class TaskCall:
             parameters=parameters,
         )
         try:
-            return values.dumps(call, "call", "call", _reducers(), self.share.pack)
+            packed = values.dumps(call, "call", "call", _reducers(), self.share.pack)
         except ResultError as error:
             if error.type_name == NO_ROOM:
                 raise
             named = self._explain(error)
             if named is not error:
                 raise named from error
-        # They may be of use to the flow alone.
-        call = replace(call, flow_parameters={})
-        return values.dumps(call, "call", "call", _reducers(), self.share.pack)
+            # They may be of use to the flow alone.
+            call = replace(call, flow_parameters={})
+            packed = values.dumps(call, "call", "call", _reducers(), self.share.pack)
+        self.run.advise_no_cache(packed.size_bytes)
+        return packed
 
     def _explain(self, error: ResultError) -> PrefectGPUError:
         """Return an error that names the argument, or the function; else `error` itself."""

@@ -349,6 +349,11 @@ class PackedValue:
         """The frame's bytes; `files` are sent with the first of them."""
         return memoryview(frame_header(VALUE, len(self.body))), memoryview(self.body)
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the frame and of its files."""
+        return len(self.body) + sum(os.fstat(file.fileno()).st_size for file in self.files)
+
     def open(self) -> ReceivedValue:
         """Read it in the process that packed it."""
         return unpack(Frame(VALUE, self.body, self.files))

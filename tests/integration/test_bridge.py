@@ -18,6 +18,7 @@ import prefect.main
 import pytest
 from prefect import context as variables_of_prefect
 from prefect import flow, flow_engine, tags, task
+from prefect.cache_policies import INPUTS, NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 from prefect.context import (
@@ -447,6 +448,29 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
         "Waiting for a device",
     ]
     assert api.task_run(seen["id"]).run_count == 1
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_of_large_arguments_that_prefect_hashes_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    large = prefect_engine.LARGE_ARGUMENTS_BYTES
+
+    @task
+    def hashed(sizes: list[int]) -> None:
+        for size in sizes:
+            prefect_engine.EngineRun(hashed).advise_no_cache(size)
+
+    @flow
+    def all_kinds() -> None:
+        hashed([large - 1])
+        hashed([large, large])
+        hashed.with_options(cache_policy=NO_CACHE, name="not hashed")([large])
+        hashed.with_options(cache_policy=INPUTS - "sizes", name="left out")([large])
+
+    all_kinds()
+    told = [r.getMessage() for r in caplog.records if "NO_CACHE" in r.getMessage()]
+    assert [each.partition(",")[0] for each in told] == ["Its arguments take 256MiB"]
 
 
 @pytest.mark.usefixtures("prefect_server")

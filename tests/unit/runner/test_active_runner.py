@@ -11,7 +11,7 @@ from uuid import UUID
 
 import pytest
 from prefect import task
-from prefect.settings import PREFECT_UI_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Completed
 
 from prefect_gpu import GPUTaskRunner
@@ -172,7 +172,7 @@ def test_the_last_line_of_a_flow_is_the_address_of_its_report(
     runner._count(Completed())
     runner.report(task_report())
     # The publisher's thread has settings of its own.
-    with temporary_settings({PREFECT_UI_URL: ui}):
+    with temporary_settings({PREFECT_UI_URL: ui, PREFECT_API_URL: None}):
         runner.close(failed=False)
         runner.close(failed=False)
     line = f"Report of this flow run: {ui}/artifacts/artifact/{UUID(int=len(api.keys))}"

@@ -98,6 +98,9 @@ class FakeRun:
     def say(self, text: str) -> None:
         self.lines.append(text)
 
+    def advise_no_cache(self, size_bytes: int) -> None:
+        pass
+
     def say_ended(self, text: str) -> None:
         self.lines.append(text)
 

@@ -18,8 +18,19 @@ INK = "#1f2937"
 MUTED = "#6b7280"
 GRID = "#e5e7eb"
 PAPER = "#ffffff"
-#: What the colours above and the frame's become where the page around an image prefers a dark scheme.
-_DARK = {INK: "#e5e7eb", MUTED: "#9ca3af", GRID: "#374151", PAPER: "#111827", "#d1d5db": "#4b5563"}
+#: Frames and the lines between parts, areas in the background, lines of live memory and of budgets.
+FRAME, SHADE, LIVE, BUDGET = "#d1d5db", "#f3f4f6", "#0f766e", "#b45309"
+#: What these colours become where the page around an image prefers a dark scheme.
+_DARK = {
+    INK: "#e5e7eb",
+    MUTED: "#9ca3af",
+    GRID: "#374151",
+    PAPER: "#111827",
+    FRAME: "#4b5563",
+    SHADE: "#1f2937",
+    LIVE: "#2dd4bf",
+    BUDGET: "#f59e0b",
+}
 _DARK_STYLE = "".join(
     f'[{what}="{light}"]{{{what}:{dark}}}'
     for light, dark in _DARK.items()
@@ -107,7 +118,7 @@ class Canvas:
         self._drawing = drawsvg.Drawing(width, height, font_family=FONT)
         self._drawing.append_title(clean(title))
         self._drawing.append_css(f"@media (prefers-color-scheme:dark){{{_DARK_STYLE}}}")
-        self.rect(0.5, 0.5, width - 1, height - 1, PAPER, stroke="#d1d5db", radius=8)
+        self.rect(0.5, 0.5, width - 1, height - 1, PAPER, stroke=FRAME, radius=8)
 
     def rect(
         self,

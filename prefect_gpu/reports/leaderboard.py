@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefect_gpu.reports.canvas import (
+    GRID,
     INK,
     MUTED,
     Canvas,
@@ -115,11 +116,11 @@ def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:
 
     canvas = Canvas(_WIDTH, _HEIGHT, f"{metric} against memory")
     for size, label in byte_ticks(most_bytes):
-        canvas.line([(x(size), top), (x(size), _HEIGHT - bottom)], "#e5e7eb")
+        canvas.line([(x(size), top), (x(size), _HEIGHT - bottom)], GRID)
         canvas.text(x(size), _HEIGHT - bottom + 18, label, size=12, fill=MUTED, anchor="middle")
     for step in range(5):
         value = low + (high - low) * step / 4
-        canvas.line([(left, y(value)), (_WIDTH - right, y(value))], "#e5e7eb")
+        canvas.line([(left, y(value)), (_WIDTH - right, y(value))], GRID)
         canvas.text(left - 8, y(value) + 4, _tick(value), size=12, fill=MUTED, anchor="end")
     middle = (left + _WIDTH - right) / 2
     canvas.text(middle, _HEIGHT - 12, "peak memory of the process", size=12, anchor="middle")

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 
 from prefect_gpu.measurements import Mark, Sample
 from prefect_gpu.reports.canvas import (
+    BUDGET,
+    FRAME,
     GRID,
+    LIVE,
     MUTED,
     PAPER,
+    SHADE,
     Canvas,
     byte_ticks,
     clean,
@@ -35,9 +39,7 @@ WIDTH = 720
 
 PROCESS = "#3b82f6"
 PROCESS_EDGE = "#2563eb"
-LIVE = "#0f766e"
 RESERVED = "#9333ea"
-BUDGET = "#b45309"
 REFUSED = "#dc2626"
 HELD = "#94a3b8"
 
@@ -145,7 +147,7 @@ def task_timeline_svg(report: TaskReport) -> str:
         return bottom - (bottom - top) * min(1.0, max(0.0, size / scale_bytes))
 
     start_x = x_of(report.start_s)
-    canvas.rect(left, top, start_x - left, bottom - top, "#f3f4f6")
+    canvas.rect(left, top, start_x - left, bottom - top, SHADE)
     for size, label in byte_ticks(top_bytes):
         canvas.line([(left, y_of(size)), (right, y_of(size))], GRID)
         canvas.text(left - 10, y_of(size) + 4, label, fill=MUTED, anchor="end")
@@ -467,7 +469,7 @@ def _draw_lane(
     right: float,
     titled: bool,
 ) -> None:
-    canvas.line([(16, y), (right, y)], "#d1d5db")
+    canvas.line([(16, y), (right, y)], FRAME)
     _name_device(canvas, lane.device, y, left - 34)
 
     bar_height = lane.pitch - (3 if lane.pitch > 10 else 1)
@@ -481,7 +483,7 @@ def _draw_lane(
     scale = 44 / max(peak_reserved, peak_used, 1)
     canvas.area(_stairs(lane.reserved, x_of, floor, scale), HELD, 0.35)
     canvas.area(_stairs(lane.used, x_of, floor, scale), PROCESS, 0.75)
-    canvas.line([(left, floor), (right, floor)], "#cbd5e1")
+    canvas.line([(left, floor), (right, floor)], FRAME)
     peaks = f"peak reserved {format_bytes(peak_reserved)}", f"peak used {format_bytes(peak_used)}"
     canvas.text(left - 10, floor - 15, peaks[0], size=11, fill=MUTED, anchor="end")
     canvas.text(left - 10, floor, peaks[1], size=11, fill=PROCESS_EDGE, anchor="end")

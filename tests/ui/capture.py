@@ -63,11 +63,12 @@ def browser_page(width: int = 1280, *, dark: bool = False) -> Iterator[Page]:
     """Open Chromium with one page."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        scheme: Literal["dark", "light"] = "dark" if dark else "light"
         try:
-            yield browser.new_page(
-                viewport={"width": width, "height": 1000},
-                color_scheme="dark" if dark else "light",
-            )
+            page = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+            # The older UI is dark until a person chooses.
+            page.add_init_script(f"localStorage.setItem('color-scheme', '\"{scheme}\"')")
+            yield page
         finally:
             browser.close()
 

@@ -133,7 +133,8 @@ def test_a_browser_shows_the_progress_of_a_flow(api_url: str, ui: UI) -> None:
 @pytest.mark.parametrize("ui", ["v2", "v1"])
 @pytest.mark.parametrize("key", ["gpu-memory-evaluate", "gpu-flow-nightly"])
 def test_a_chart_is_there_on_a_dark_page(api_url: str, pictures: Path, key: str, ui: UI) -> None:
-    out = pictures / f"{key}-dark-{ui}.png"
+    name = "task-report" if key == "gpu-memory-evaluate" else "flow-report"
+    out = pictures / f"{name}-{ui}-dark.png"
     with browser_page(dark=True) as page:
         seen = open_artifact(page, api_url, artifact_id(api_url, key), ui)
         save(page, out)
@@ -168,6 +169,7 @@ class TwoModels:
             lines = httpx.post(f"{api_url}/logs/filter", json={}, timeout=30).json()
             for line in lines:
                 if line["message"].startswith("Waiting for 8GiB"):
+                    self.flow_run = UUID(line["flow_run_id"])
                     return UUID(line["task_run_id"])
             time.sleep(0.2)
         raise RuntimeError(f"nothing waits; its output:\n{self._log.read_text()[-4000:]}")
@@ -190,14 +192,15 @@ def two_models(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     running.end()
 
 
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("ui", ["v2", "v1"])
 def test_a_browser_shows_why_a_task_waits(
-    api_url: str, two_models: TwoModels, pictures: Path, ui: UI
+    api_url: str, two_models: TwoModels, pictures: Path, ui: UI, dark: bool
 ) -> None:
     path = f"runs/task-run/{two_models.waiting}"
-    with browser_page() as page:
+    with browser_page(dark=dark) as page:
         text = open_page(page, api_url, path, "Waiting for 8GiB on device 0", ui)
-        save(page, pictures / f"waiting-{ui}.png")
+        save(page, pictures / f"waiting-{ui}{'-dark' * dark}.png")
     assert two_models.process.poll() is None, "it waits still"
     assert "AwaitingGPU" in text
     assert "deep" in text
@@ -209,8 +212,28 @@ def test_a_browser_shows_a_leaderboard(
 ) -> None:
     two_models.finish()
     with browser_page() as page:
-        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-leaderboard"), ui)
+        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-leaderboard-two-models"), ui)
         save(page, pictures / f"leaderboard-{ui}.png")
     assert seen.image_widths == [720]
     assert "Best: deep, accuracy 0.97, with 6GiB" in seen.text
     assert seen.text.index("0.97") < seen.text.index("0.91")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("ui", ["v2", "v1"])
+def test_the_cards_of_a_flow_run_begin_with_what_they_are_of(
+    api_url: str, two_models: TwoModels, pictures: Path, ui: UI, dark: bool
+) -> None:
+    two_models.finish()
+    path = f"runs/flow-run/{two_models.flow_run}"
+    with browser_page(dark=dark) as page:
+        open_page(page, api_url, path, "Artifacts", ui)
+        page.get_by_text("Artifacts", exact=True).last.click()
+        for words in (
+            "Flow report · 2 task runs",
+            "Leaderboard · ordered",
+            "wide · att",
+            "deep · att",
+        ):
+            page.get_by_text(words).first.wait_for(state="visible", timeout=PATIENCE_MS)
+        save(page, pictures / f"artifacts-{ui}{'-dark' * dark}.png")

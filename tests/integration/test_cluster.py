@@ -33,6 +33,7 @@ from prefect_gpu.cluster.wire import STORED_BYTES, NodeFacts
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.devices.spec import DeviceSpec
 from prefect_gpu.scheduling.model import Device
+from tests.fakes.traps import Traps
 from tests.integration import engine_api as api
 from tests.integration.programs import (
     LIMIT_S,
@@ -739,8 +740,14 @@ def fails(runner: GPUTaskRunner) -> BaseException:
 
 @pytest.mark.slow
 def test_the_devices_of_all_nodes_are_listed(
-    machines: Machines, prefect_server: str, capsys: pytest.CaptureFixture[str]
+    machines: Machines,
+    prefect_server: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    traps = Traps(tmp_path / "current")
+    monkeypatch.chdir(traps.folder)
     there = ["--address", machines.address]
     assert cli(["devices", "--devices", ONE, *there, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -752,6 +759,7 @@ def test_the_devices_of_all_nodes_are_listed(
     assert sorted(line.split()[0] for line in lines) == sorted(["node", *NAMES])
     assert cli(["devices", *there]) == 2
     assert "it has no NVIDIA driver" in capsys.readouterr().err
+    assert traps.imported == [] and Path.cwd() == traps.folder
     wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,35 +163,62 @@ def test_garbage_in_the_file_of_a_ledger_in_use_costs_one_warning(
     assert len(warnings(caplog)) <= 2, "one of each process"
 
 
-GARBAGE = {
+def text_of(**fields: Any) -> str:
+    odd = entry("odd", reserved(by="odd"), **fields)
+    return host_ledger._ENTRY.dump_json(odd).decode()
+
+
+GARBAGE: dict[str, object] = {
     "no JSON": "text",
     "another form": '{"request": 1}',
     "a number": 7,
     "bytes": b"\xff\x00",
-    "more sizes than devices": None,
+    "more sizes than devices": text_of(owner="x", pid=1, held_bytes=(1, 2, 3)),
 }
 
 
-@pytest.mark.parametrize("what", GARBAGE)
-def test_rows_that_another_program_has_written_cost_one_warning(
-    what: str, make: Callable[[], Ledger], folder: Path, caplog: pytest.LogCaptureFixture
+def insert(folder: Path, owner: str, text: object) -> None:
+    """Write a row for a request `odd`, as another program does."""
+    with contextlib.closing(sqlite3.connect(folder / "ledger.db")) as database, database:
+        database.execute(
+            "INSERT INTO log (at_s, owner, request, promises, entry) VALUES (0, ?, 'odd', 1, ?)",
+            (owner, text),
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        *(
+            (text, first)
+            for text in GARBAGE.values()
+            for first in ("a read", "a write", "a newcomer")
+        ),
+        (text_of(owner="x"), "a newcomer"),
+    ],
+)
+def test_rows_of_no_process_that_is_alive_are_dropped_with_one_warning(
+    text: object,
+    first: str,
+    make: Callable[[], Ledger],
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    mine = make()
+    mine, theirs, newcomer = make(), make(), make()
     hold(mine, "mine", 7)
-    text = GARBAGE[what]
-    if text is None:
-        odd = entry("odd", reserved(by="odd"), owner="x", pid=1, held_bytes=(1, 2, 3))
-        text = host_ledger._ENTRY.dump_json(odd).decode()
-    database = sqlite3.connect(folder / "ledger.db")
-    database.execute(
-        "INSERT INTO log (at_s, owner, request, promises, entry) VALUES (0, 'x', 'odd', 1, ?)",
-        (text,),
-    )
-    database.commit()
-    database.close()
-    assert held(mine) == {"mine"}
-    use_alone(mine)
-    assert len(warnings(caplog)) == 1
+    hold(theirs, "theirs")
+    insert(folder, "x", text)
+    if first == "a read":
+        assert held(mine) == {"mine", "theirs"}
+    elif first == "a write":
+        hold(mine, "more")
+        mine.release("more")
+    assert held(newcomer) == held(mine) == held(theirs) == {"mine", "theirs"}
+    hold(theirs, "late")
+    assert held(newcomer) == held(mine) == {"mine", "theirs", "late"}
+    assert [each.problem for each in (mine, theirs, newcomer)] == [""] * 3
+    (warning,) = warnings(caplog)
+    assert "\n" not in warning and "were dropped" in warning
 
 
 # Removed and replaced.

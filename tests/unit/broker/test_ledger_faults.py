@@ -20,6 +20,7 @@ from prefect_gpu.broker import host_ledger
 from prefect_gpu.broker import ledger as ledger_module
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.clock import FakeClock
 from tests.unit.broker.broker_rig import Rig, make_rig
 from tests.unit.broker.test_ledger import all_of, entry
 from tests.unit.scheduling.values import reserved
@@ -184,6 +185,32 @@ def insert(folder: Path, owner: str, text: object) -> None:
             "INSERT INTO log (at_s, owner, request, promises, entry) VALUES (0, ?, 'odd', 1, ?)",
             (owner, text),
         )
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_rows_that_a_process_that_is_alive_cannot_have_written_cost_one_warning_of_one_line(
+    what: str, make: Callable[[], Ledger], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    mine, other = Ledger(lambda: HostStore(folder, owners_s=0.0), clock.now), make()
+    hold(mine, "mine", 7)
+    hold(other, "other")
+    insert(folder, store_of(other).owner, GARBAGE[what])
+    assert held(mine) == {"mine"}
+    use_alone(mine)
+    for _ in range(3):
+        clock.advance(ledger_module.AGAIN_S)
+        use_alone(mine)
+    assert held(mine) == {"mine"}
+    (warning,) = warnings(caplog)
+    assert "\n" not in warning and "are not seen from now on" in warning
+    # With the process its rows are gone.
+    store_of(other).close()
+    clock.advance(ledger_module.AGAIN_S)
+    assert held(mine) == {"mine"} and not mine.problem
+    assert warnings(caplog)[1:] == ["GPU tasks of other processes are seen again"]
+    newcomer = make()
+    assert held(newcomer) == {"mine"} and not newcomer.problem
 
 
 @pytest.mark.parametrize(

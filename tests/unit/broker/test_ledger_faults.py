@@ -18,7 +18,7 @@ import pytest
 
 from prefect_gpu.broker import host_ledger
 from prefect_gpu.broker import ledger as ledger_module
-from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.host_ledger import HostStore, Owner
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import FakeClock
 from tests.unit.broker.broker_rig import Rig, make_rig
@@ -246,6 +246,13 @@ def test_rows_of_no_process_that_is_alive_are_dropped_with_one_warning(
     assert [each.problem for each in (mine, theirs, newcomer)] == [""] * 3
     (warning,) = warnings(caplog)
     assert "\n" not in warning and "were dropped" in warning
+
+
+def test_what_a_process_has_said_of_itself_may_be_unreadable(folder: Path) -> None:
+    store = HostStore(folder)
+    store._db.execute("INSERT INTO owners VALUES ('x', 'text'), ('y', '{\"pid\": 7, \"more\": 1}')")
+    assert store.read_owners() == {"x": Owner(), "y": Owner(pid=7)}
+    store.close()
 
 
 # Removed and replaced.

@@ -27,12 +27,14 @@ from prefect_gpu import DeviceError, GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.cli import main as cli
 from prefect_gpu.cluster import membership
 from prefect_gpu.cluster.autoscaler import STATUS_KEY, has_autoscaler
+from prefect_gpu.cluster.flow_side import SILENT_S
 from prefect_gpu.cluster.membership import Cluster, RayStore, import_ray
 from prefect_gpu.cluster.node_agent import NodeSettings
 from prefect_gpu.cluster.wire import STORED_BYTES, NodeFacts
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.devices.spec import DeviceSpec
 from prefect_gpu.scheduling.model import Device
+from tests.fakes.ports import free_port
 from tests.fakes.traps import Traps
 from tests.integration import engine_api as api
 from tests.integration.programs import (
@@ -213,12 +215,6 @@ def meet(folder: Path, count: int) -> dict[int, str]:
     wait_for(lambda: len(list(folder.glob("*-*-*"))) >= count)
     found = [path.name.split("-") for path in folder.glob("*-*-*")]
     return {int(index): node for index, node, _ in found}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class HostError(Exception):
@@ -467,8 +463,9 @@ def test_a_node_that_does_not_answer_gets_no_task(
         pid = agent_pid("n2")
         os.kill(pid, signal.SIGSTOP)
         try:
-            # Longer than the silence after which a node is left out.
-            time.sleep(3.0)
+            # A reading later, it is left out.
+            (silent,) = (node for node in connection().nodes.all() if node.name == "n2")
+            wait_for(lambda: time.monotonic() - silent.heard_s > SILENT_S + 1)
             small = work.with_options(tags=gpu(memory="3GiB"))
             after = [small.submit(i, str(second)) for i in range(4)]
             placed = meet(second, 4)

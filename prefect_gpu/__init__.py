@@ -6,12 +6,16 @@ Prefect's server and workers import this package to find integrations. Everythin
 first use: no Prefect, NVML or framework is imported here.
 """
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING, Any
 
+from prefect_gpu.version import VERSION
+
+# Type checkers take this name for `typing.TYPE_CHECKING`. `python -m prefect_gpu` searches the current folder first until
+# `__main__` runs: modules that Python has not loaded itself, `typing` and `__future__` among them, are not imported here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from prefect_gpu.errors import (
         BudgetExceededError,
         ChildDiedError,
@@ -39,7 +43,6 @@ if TYPE_CHECKING:
     from prefect_gpu.reports.leaderboard import LeaderboardRow
     from prefect_gpu.reports.published import FlowRunReport, report
     from prefect_gpu.task_runner import GPUTaskRunner
-from prefect_gpu.version import VERSION
 
 __version__ = VERSION
 
@@ -90,7 +93,7 @@ __all__ = [  # noqa: RUF022  # by importance
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = next((home for home, names in _NAMES.items() if name in names), "errors")

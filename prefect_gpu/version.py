@@ -1,5 +1,3 @@
 """The version of this package, for the parts of it that run on other machines too."""
 
-from __future__ import annotations
-
 VERSION = "0.1.0"

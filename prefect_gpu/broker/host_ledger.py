@@ -82,11 +82,16 @@ _FILES = ("ledger.db", "ledger.db-wal", "ledger.db-shm")
 
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
+#: Columns of a row, with its owner, who may be gone.
+_COLUMNS = "request, promises, entry, owner"
+
+_OWNERS = "SELECT owner, about FROM owners"
+
+#: The last row of each request.
+_LAST_ROWS = f"SELECT max(number), {_COLUMNS} FROM log GROUP BY request ORDER BY 1"
+
 #: Device and inode of a file.
 FileIdentity: TypeAlias = tuple[int, int]
-
-#: What reading rows raises if another program has written them.
-_GARBAGE = (ValidationError, ValueError, TypeError)
 
 
 def host_ledger(folder: Path | None = None) -> Ledger:
@@ -109,6 +114,9 @@ class Owner:
     namespace: str = ""
     host: str = ""
     user: str = ""
+
+
+_OWNER: TypeAdapter[Owner] = TypeAdapter(Owner)
 
 
 class HostStore:
@@ -209,7 +217,7 @@ class HostStore:
                 rows = self._rows(after) if after else self._last_rows()
                 self._seen_version = version
                 return rows
-            except (sqlite3.Error, *_GARBAGE) as error:
+            except (sqlite3.Error, ValueError) as error:
                 raise StoreError(self._describe(error)) from error
 
     def write(
@@ -226,7 +234,7 @@ class HostStore:
                     if not any(conflicts(row) for row in rows):
                         number = self._append(changes) or (rows[-1].number if rows else after)
                 return Written(rows, number)
-            except (sqlite3.Error, OSError, *_GARBAGE) as error:
+            except (sqlite3.Error, OSError, ValueError) as error:
                 raise StoreError(self._describe(error)) from error
 
     def close(self) -> None:
@@ -239,13 +247,7 @@ class HostStore:
         Raises:
             StoreError: It cannot be read.
         """
-        rows = self._ask("SELECT owner, about FROM owners")
-        known = Owner.__dataclass_fields__
-        about = {owner: json.loads(text) for owner, text in rows}
-        return {
-            owner: Owner(**{name: each for name, each in said.items() if name in known})
-            for owner, said in about.items()
-        }
+        return {owner: _owner(text) for owner, text in self._ask(_OWNERS)}
 
     def read_placed_s(self) -> dict[str, float]:
         """Return the monotonic seconds at which requests got their devices, by id. Those of old ones may be gone.
@@ -291,12 +293,57 @@ class HostStore:
         if last is not None and last - after > LOG_ROWS:
             # Some were deleted: this process was stopped for a long time.
             return [Row(after, "", True, None), *self._last_rows()]
-        query = "SELECT number, request, promises, entry FROM log WHERE number > ? ORDER BY number"
-        return [_row(*each) for each in self._db.execute(query, (after,))]
+        return self._read_rows(
+            f"SELECT number, {_COLUMNS} FROM log WHERE number > {after:d} ORDER BY 1"
+        )
 
     def _last_rows(self) -> list[Row]:
-        query = "SELECT max(number), request, promises, entry FROM log GROUP BY request ORDER BY 1"
-        return [_row(*each) for each in self._db.execute(query)]
+        unlisted = self._db.execute(
+            f"SELECT DISTINCT owner FROM ({_LAST_ROWS}) "
+            "WHERE entry IS NOT NULL AND owner NOT IN (SELECT owner FROM owners)"
+        )
+        for (owner,) in unlisted.fetchall():
+            if not self._is_alive(owner):
+                self._drop(owner, "is not in its list of processes")
+        return self._read_rows(_LAST_ROWS)
+
+    def _read_rows(self, query: str) -> list[Row]:
+        """Return rows as values. What a process that has ended has written is dropped if a row of it cannot be read.
+
+        Raises:
+            ValueError: A row of a process that is alive cannot be read.
+        """
+        while True:
+            rows: list[Row] = []
+            failed: dict[str, ValueError] = {}
+            for *row, owner in self._db.execute(query).fetchall():
+                try:
+                    rows.append(_row(*row))
+                except ValueError as error:
+                    failed[owner] = error
+            if not failed:
+                return rows
+            for owner, error in failed.items():
+                if self._is_alive(owner):
+                    raise error
+                self._drop(owner, f"has written what cannot be read: {error}")
+
+    def _is_alive(self, owner: str) -> bool:
+        try:
+            return self._shared.is_held(f"{owner}.lock")
+        except OSError:
+            # A lock file of another user that cannot be opened counts as held.
+            return True
+
+    def _drop(self, owner: str, why: str) -> None:
+        """Remove a process that has ended, and all its rows."""
+        logger.warning(
+            "the entries of a process that has ended were dropped from the ledger in %s, since it %s",
+            *(self._folder, why),
+        )
+        with _transaction(self._db):
+            self._remove_owner(owner)
+            self._db.execute("DELETE FROM log WHERE owner = ? AND entry IS NOT NULL", (owner,))
 
     def _version(self) -> int:
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
@@ -306,7 +353,7 @@ class HostStore:
         """Open the database; return it, and which file it is.
 
         One that no process has open is replaced if it is of another start of the machine, which may have ended in the
-        middle of a write, of another release, or damaged.
+        middle of a write, of another release, or damaged. Its rows are read to find that out.
 
         Raises:
             StoreError: It has another schema, and another process is there.
@@ -319,7 +366,10 @@ class HostStore:
         identity = _read_files(self._shared.path)[0]
         try:
             database = _connect(path, self._folder)
-            if not alone or _read_boot(database) == _boot_number():
+            if not alone:
+                return database, identity
+            if _read_boot(database) == _boot_number():
+                _check_rows(database)
                 return database, identity
             database.close()
         except (StoreError, sqlite3.DatabaseError) as error:
@@ -374,7 +424,8 @@ class HostStore:
     def _describe(self, error: Exception) -> str:
         if isinstance(error, StoreError):
             return str(error)
-        return f"the ledger in {self._folder} cannot be used ({type(error).__name__}: {error})"
+        text = " ".join(str(error).split())
+        return f"the ledger in {self._folder} cannot be used ({type(error).__name__}: {text})"
 
 
 def _connect(path: Path, folder: Path) -> sqlite3.Connection:
@@ -404,6 +455,21 @@ def _connect(path: Path, folder: Path) -> sqlite3.Connection:
     except BaseException:
         database.close()
         raise
+
+
+def _check_rows(database: sqlite3.Connection) -> None:
+    """Close a database whose rows cannot be read.
+
+    Raises:
+        sqlite3.DatabaseError: They cannot.
+    """
+    try:
+        database.execute(_OWNERS).fetchall()
+        for *row, _ in database.execute(_LAST_ROWS):
+            _row(*row)
+    except (sqlite3.Error, ValueError) as error:
+        database.close()
+        raise sqlite3.DatabaseError(str(error)) from error
 
 
 def _boot_number() -> int:
@@ -441,6 +507,10 @@ def _never_close(database: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """Begin a transaction, unless this is part of one."""
+    if database.in_transaction:
+        yield
+        return
     database.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -453,12 +523,29 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
-    entry = None if text is None else _ENTRY.validate_json(text)
+    """Return a row as a value.
+
+    Raises:
+        ValueError: It is not as this release writes it.
+    """
+    try:
+        entry = None if text is None else _ENTRY.validate_json(text)
+    except (ValidationError, TypeError) as error:
+        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise ValueError(f"row {number}: {said}") from error
     if entry is not None and len(entry.held_bytes) not in (0, len(entry.devices)):
         raise ValueError(
             f"row {number} has {len(entry.held_bytes)} sizes for {len(entry.devices)} devices"
         )
     return Row(number, request_id, bool(promises), entry)
+
+
+def _owner(text: str) -> Owner:
+    """Return what a process has said of itself, as far as it can be read."""
+    try:
+        return _OWNER.validate_json(text)
+    except (ValidationError, TypeError):
+        return Owner()
 
 
 def _insert(

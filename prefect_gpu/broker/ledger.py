@@ -318,6 +318,8 @@ class Ledger:
         self._store: Store | None = None
         #: Why the store cannot be used; empty: it can.
         self.problem = ""
+        #: A warning has said so, and none that the store is shared again.
+        self._warned = False
         #: Monotonic seconds when the store is tried again.
         self._again_s = 0.0
         #: See `Store.silent`.
@@ -582,7 +584,9 @@ class Ledger:
 
     def _share_nothing(self, error: StoreError) -> None:
         """Replace the store by one of this process alone."""
-        if self._store is None or not self._store.closed:
+        # A store that was closed: this process exits.
+        if not self._warned and (self._store is None or not self._store.closed):
+            self._warned = True
             logger.warning("GPU tasks of other processes are not seen from now on: %s", error)
         mine = self._leave()
         self.problem = str(error)
@@ -605,6 +609,7 @@ class Ledger:
         self._read()
         self._write_all(mine)
         if not self.problem:
+            self._warned = False
             logger.warning("GPU tasks of other processes are seen again")
 
     def _open_anew(self, error: StoreReplacedError) -> None:

@@ -30,6 +30,7 @@ from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import StoreError
 from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
 from prefect_gpu.errors import DeviceError
+from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.settings import read_settings
 from prefect_gpu.units import GIB, format_bytes
 
@@ -297,7 +298,14 @@ def judge_shared(total_bytes: int) -> Finding:
 
 def look_at(framework: str) -> Build | str:
     """Import a framework in a process of its own; return what it says, or why it failed."""
-    program = f"import json\n{PROGRAMS[framework]}\nprint('\\n' + json.dumps(found))"
+    # The paths of this command: with `-c` Python searches the current folder first. `-P` is of Python 3.11.
+    program = f"""
+import sys
+sys.path[:] = {import_paths()!r}
+import json
+{PROGRAMS[framework]}
+print("\\n" + json.dumps(found))
+"""
     try:
         done = subprocess.run(
             [sys.executable, "-c", program],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.ledger import Ledger
@@ -15,6 +17,7 @@ from prefect_gpu.cluster.membership import Cluster
 from prefect_gpu.cluster.node_agent import NodeSettings
 from prefect_gpu.cluster.wanted import Bundles, count_bundles
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot
 
@@ -41,7 +44,8 @@ def read_cluster(
         DeviceError: There is no cluster at the address, or none of its nodes has a device.
     """
     cluster = Cluster(address, settings)
-    cluster.open()
+    with _at_the_root():
+        cluster.open()
     try:
         reader = ClusterReader(cluster.nodes, cluster.nodes.all()[0].facts.kind)
         until_s = time.monotonic() + READING_S
@@ -52,6 +56,21 @@ def read_cluster(
         return found, cluster.aside
     finally:
         cluster.close()
+
+
+@contextlib.contextmanager
+def _at_the_root() -> Iterator[None]:
+    """Connect to a cluster from `/`: the workers of Ray search the folder that a program connected from before all others.
+
+    For a flow that is wanted, since its modules may be there.
+    """
+    folder = working_folder()
+    os.chdir("/")
+    try:
+        yield
+    finally:
+        if folder:
+            os.chdir(folder)
 
 
 class FlowCluster:

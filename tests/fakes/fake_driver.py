@@ -60,7 +60,9 @@ class FakeDriver:
         ]
         if self.state(pid) != before:
             return 401, 0
-        (self.folder / str(pid)).write_text(str(after))
+        # Other processes read it at any time.
+        (self.folder / f"{pid}-new").write_text(str(after))
+        (self.folder / f"{pid}-new").replace(self.folder / str(pid))
         if step == "checkpoint":
             os.kill(pid, signal.SIGSTOP)
         elif step == "restore":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.ports import free_port
 from tests.install.conftest import Note
 from tests.install.environments import (
     INSTALL_S,
@@ -27,7 +28,7 @@ from tests.install.environments import (
 )
 from tests.integration.documents import Command, blocks, commands
 from tests.integration.programs import REPOSITORY, Workplace
-from tests.ui.server import free_port, running_server
+from tests.ui.server import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

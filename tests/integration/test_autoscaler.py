@@ -18,8 +18,9 @@ from prefect import flow
 
 from prefect_gpu import GPUTaskRunner
 from prefect_gpu.cluster.autoscaler import KEEPER, has_autoscaler
+from tests.fakes.ports import free_port
 from tests.integration.programs import MARK, REPOSITORY, Workplace, marked, wait_for
-from tests.integration.test_cluster import ONE, fails, free_port, listens, work
+from tests.integration.test_cluster import ONE, fails, listens, work
 from tests.integration.test_cluster import place as place
 
 ray = pytest.importorskip("ray")

@@ -27,12 +27,15 @@ from prefect_gpu import DeviceError, GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.cli import main as cli
 from prefect_gpu.cluster import membership
 from prefect_gpu.cluster.autoscaler import STATUS_KEY, has_autoscaler
+from prefect_gpu.cluster.flow_side import SILENT_S
 from prefect_gpu.cluster.membership import Cluster, RayStore, import_ray
 from prefect_gpu.cluster.node_agent import NodeSettings
 from prefect_gpu.cluster.wire import STORED_BYTES, NodeFacts
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.devices.spec import DeviceSpec
 from prefect_gpu.scheduling.model import Device
+from tests.fakes.ports import free_port
+from tests.fakes.traps import Traps
 from tests.integration import engine_api as api
 from tests.integration.programs import (
     LIMIT_S,
@@ -212,12 +215,6 @@ def meet(folder: Path, count: int) -> dict[int, str]:
     wait_for(lambda: len(list(folder.glob("*-*-*"))) >= count)
     found = [path.name.split("-") for path in folder.glob("*-*-*")]
     return {int(index): node for index, node, _ in found}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class HostError(Exception):
@@ -466,8 +463,9 @@ def test_a_node_that_does_not_answer_gets_no_task(
         pid = agent_pid("n2")
         os.kill(pid, signal.SIGSTOP)
         try:
-            # Longer than the silence after which a node is left out.
-            time.sleep(3.0)
+            # A reading later, it is left out.
+            (silent,) = (node for node in connection().nodes.all() if node.name == "n2")
+            wait_for(lambda: time.monotonic() - silent.heard_s > SILENT_S + 1)
             small = work.with_options(tags=gpu(memory="3GiB"))
             after = [small.submit(i, str(second)) for i in range(4)]
             placed = meet(second, 4)
@@ -739,8 +737,14 @@ def fails(runner: GPUTaskRunner) -> BaseException:
 
 @pytest.mark.slow
 def test_the_devices_of_all_nodes_are_listed(
-    machines: Machines, prefect_server: str, capsys: pytest.CaptureFixture[str]
+    machines: Machines,
+    prefect_server: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    traps = Traps(tmp_path / "current")
+    monkeypatch.chdir(traps.folder)
     there = ["--address", machines.address]
     assert cli(["devices", "--devices", ONE, *there, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -752,6 +756,7 @@ def test_the_devices_of_all_nodes_are_listed(
     assert sorted(line.split()[0] for line in lines) == sorted(["node", *NAMES])
     assert cli(["devices", *there]) == 2
     assert "it has no NVIDIA driver" in capsys.readouterr().err
+    assert traps.imported == [] and Path.cwd() == traps.folder
     wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
 
 

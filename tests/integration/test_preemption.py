@@ -45,7 +45,9 @@ def count(name):
         Path(f"{name}.run").write_text(f"{os.getpid()} {current_allocation().device_uuids[0]}")
         while not Path(f"{name}.go").exists():
             turns += 1
-            Path(f"{name}.turns").write_text(str(turns))
+            # Replaced: a reader, or a stop, must not find it while it is written.
+            Path(f"{name}.new").write_text(str(turns))
+            Path(f"{name}.new").replace(f"{name}.turns")
             time.sleep(0.02)
         return turns, current_allocation().attempt
 """
@@ -140,7 +142,7 @@ class Scene:
 
     def goes_on(self, name: str) -> None:
         def turns() -> int:
-            # Empty: it is being written.
+            # There is none before the first turn.
             return int(self.read(f"{name}.turns") or 0)
 
         before = turns()

@@ -10,6 +10,7 @@ import pytest
 from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.scheduling import probes
 from prefect_gpu.testing import SimulatedDevices
 from prefect_gpu.units import GIB
@@ -33,7 +34,7 @@ def reports(task_run_id: Any, count: int) -> list[dict[str, str]]:
 def meet(folder: Path, name: str, count: int) -> bool:
     """Wait until so many tasks hold memory at the same time; return whether they did."""
     (folder / name).touch()
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + DEADLOCK_S
     while len(list(folder.iterdir())) < count:
         if time.monotonic() > until_s:
             return False
@@ -112,7 +113,7 @@ def grow(name: str, folder: str, sizes: list[str]) -> int:
         held.append(allocate(size))
         time.sleep(0.1)
     # As long as it takes to be seen: it is ended, or the other one has ended.
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + DEADLOCK_S
     while not Path(folder, "over").exists() and time.monotonic() < until_s:
         time.sleep(0.05)
     assert held
@@ -156,7 +157,7 @@ def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_runs_again_alone(
         with allocate("1GiB"):
             met = meet(tmp_path, "known", 2)
             # The probe has run out of memory of its own by now.
-            until_s = time.monotonic() + 60
+            until_s = time.monotonic() + DEADLOCK_S
             while not (tmp_path / "full").exists() and time.monotonic() < until_s:
                 time.sleep(0.02)
             with allocate("4GiB"):

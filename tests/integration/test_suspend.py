@@ -65,7 +65,9 @@ def count(folder: str) -> tuple[int, int]:
         Path(folder, "run").write_text(f"{task_run.id} {task_run.name} {os.getpid()}")
         while not Path(folder, "go").exists():
             turns += 1
-            Path(folder, "turns").write_text(str(turns))
+            # Replaced: a reader, or a stop, must not find it while it is written.
+            Path(folder, "turns.new").write_text(str(turns))
+            Path(folder, "turns.new").replace(Path(folder, "turns"))
             time.sleep(0.02)
         return turns, allocation.attempt
 

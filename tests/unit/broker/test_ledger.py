@@ -590,7 +590,28 @@ def of_another_start(path: Path) -> None:
         database.execute("PRAGMA application_id = 99")
 
 
-@pytest.mark.parametrize("change", [spoil, of_another_release, of_another_start])
+def without_its_log(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("DROP TABLE log")
+
+
+def with_a_row_that_cannot_be_read(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute(
+            "INSERT INTO log (at_s, owner, request, promises, entry) VALUES (0, 'x', 'odd', 1, 'text')"
+        )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        spoil,
+        of_another_release,
+        of_another_start,
+        without_its_log,
+        with_a_row_that_cannot_be_read,
+    ],
+)
 def test_a_database_that_cannot_be_used_and_that_no_process_uses_is_replaced(
     change: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -11,13 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prefect_gpu.broker import host_ledger
 from prefect_gpu.broker import ledger as ledger_module
-from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.host_ledger import HostStore, Owner
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.clock import FakeClock
 from tests.unit.broker.broker_rig import Rig, make_rig
 from tests.unit.broker.test_ledger import all_of, entry
 from tests.unit.scheduling.values import reserved
@@ -161,35 +164,95 @@ def test_garbage_in_the_file_of_a_ledger_in_use_costs_one_warning(
     assert len(warnings(caplog)) <= 2, "one of each process"
 
 
-GARBAGE = {
+def text_of(**fields: Any) -> str:
+    odd = entry("odd", reserved(by="odd"), **fields)
+    return host_ledger._ENTRY.dump_json(odd).decode()
+
+
+GARBAGE: dict[str, object] = {
     "no JSON": "text",
     "another form": '{"request": 1}',
     "a number": 7,
     "bytes": b"\xff\x00",
-    "more sizes than devices": None,
+    "more sizes than devices": text_of(owner="x", pid=1, held_bytes=(1, 2, 3)),
 }
 
 
+def insert(folder: Path, owner: str, text: object) -> None:
+    """Write a row for a request `odd`, as another program does."""
+    with contextlib.closing(sqlite3.connect(folder / "ledger.db")) as database, database:
+        database.execute(
+            "INSERT INTO log (at_s, owner, request, promises, entry) VALUES (0, ?, 'odd', 1, ?)",
+            (owner, text),
+        )
+
+
 @pytest.mark.parametrize("what", GARBAGE)
-def test_rows_that_another_program_has_written_cost_one_warning(
+def test_rows_that_a_process_that_is_alive_cannot_have_written_cost_one_warning_of_one_line(
     what: str, make: Callable[[], Ledger], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = make()
+    clock = FakeClock()
+    mine, other = Ledger(lambda: HostStore(folder, owners_s=0.0), clock.now), make()
     hold(mine, "mine", 7)
-    text = GARBAGE[what]
-    if text is None:
-        odd = entry("odd", reserved(by="odd"), owner="x", pid=1, held_bytes=(1, 2, 3))
-        text = host_ledger._ENTRY.dump_json(odd).decode()
-    database = sqlite3.connect(folder / "ledger.db")
-    database.execute(
-        "INSERT INTO log (at_s, owner, request, promises, entry) VALUES (0, 'x', 'odd', 1, ?)",
-        (text,),
-    )
-    database.commit()
-    database.close()
+    hold(other, "other")
+    insert(folder, store_of(other).owner, GARBAGE[what])
     assert held(mine) == {"mine"}
     use_alone(mine)
-    assert len(warnings(caplog)) == 1
+    for _ in range(3):
+        clock.advance(ledger_module.AGAIN_S)
+        use_alone(mine)
+    assert held(mine) == {"mine"}
+    (warning,) = warnings(caplog)
+    assert "\n" not in warning and "are not seen from now on" in warning
+    # With the process its rows are gone.
+    store_of(other).close()
+    clock.advance(ledger_module.AGAIN_S)
+    assert held(mine) == {"mine"} and not mine.problem
+    assert warnings(caplog)[1:] == ["GPU tasks of other processes are seen again"]
+    newcomer = make()
+    assert held(newcomer) == {"mine"} and not newcomer.problem
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        *(
+            (text, first)
+            for text in GARBAGE.values()
+            for first in ("a read", "a write", "a newcomer")
+        ),
+        (text_of(owner="x"), "a newcomer"),
+    ],
+)
+def test_rows_of_no_process_that_is_alive_are_dropped_with_one_warning(
+    text: object,
+    first: str,
+    make: Callable[[], Ledger],
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mine, theirs, newcomer = make(), make(), make()
+    hold(mine, "mine", 7)
+    hold(theirs, "theirs")
+    insert(folder, "x", text)
+    if first == "a read":
+        assert held(mine) == {"mine", "theirs"}
+    elif first == "a write":
+        hold(mine, "more")
+        mine.release("more")
+    assert held(newcomer) == held(mine) == held(theirs) == {"mine", "theirs"}
+    hold(theirs, "late")
+    assert held(newcomer) == held(mine) == {"mine", "theirs", "late"}
+    assert [each.problem for each in (mine, theirs, newcomer)] == [""] * 3
+    (warning,) = warnings(caplog)
+    assert "\n" not in warning and "were dropped" in warning
+
+
+def test_what_a_process_has_said_of_itself_may_be_unreadable(folder: Path) -> None:
+    store = HostStore(folder)
+    store._db.execute("INSERT INTO owners VALUES ('x', 'text'), ('y', '{\"pid\": 7, \"more\": 1}')")
+    assert store.read_owners() == {"x": Owner(), "y": Owner(pid=7)}
+    store.close()
 
 
 # Removed and replaced.

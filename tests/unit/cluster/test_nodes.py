@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu import values
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.cluster import flow_side
 from prefect_gpu.cluster.flow_side import ClusterReader, NodeMemory, Nodes, RemoteHandle
 from prefect_gpu.cluster.wire import (
@@ -176,7 +177,7 @@ def test_a_listener_that_raises_hears_the_next_message(caplog: pytest.LogCapture
 
 def test_a_large_value_keeps_its_place_and_does_not_hold_up_other_processes() -> None:
     store, go = FakeStore(), threading.Event()
-    store.before_get = lambda: go.wait(10)
+    store.before_get = lambda: go.wait(DEADLOCK_S)
     nodes, (a,) = make_nodes("a", store=store)
     one, two = start(nodes, "a", "one"), start(nodes, "a", "two")
     value = value_of(nodes, "x" * (2 << 20))
@@ -194,7 +195,7 @@ def test_a_large_value_keeps_its_place_and_does_not_hold_up_other_processes() ->
 @pytest.mark.parametrize("leaves", [False, True], ids=["it exits", "its node leaves"])
 def test_a_value_that_is_lost_ends_the_process_once(leaves: bool) -> None:
     store, go = FakeStore(), threading.Event()
-    store.before_get = lambda: go.wait(10)
+    store.before_get = lambda: go.wait(DEADLOCK_S)
     nodes, (a,) = make_nodes("a", store=store)
     heard = start(nodes, "a", "one")
     nodes.take("a", news_of(a, ("one", STARTED), ("one", value_of(nodes, "x" * (2 << 20)))))
@@ -210,7 +211,7 @@ def test_a_value_that_is_lost_ends_the_process_once(leaves: bool) -> None:
     assert "lost on the way: the object is lost" in heard.next().killed_because
     for thread in threading.enumerate():
         if thread.name == "prefect-gpu-value":
-            thread.join(10)
+            thread.join(DEADLOCK_S)
     assert heard.nothing
 
 

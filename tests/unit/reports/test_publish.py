@@ -22,7 +22,7 @@ from prefect_gpu.live.progress import RunCounts
 from prefect_gpu.reports import publish
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import ProgressArtifact, Publisher, artifact_key
-from tests.fakes.ctrl_c import press_ctrl_c
+from tests.fakes.ctrl_c import press_ctrl_c_in
 from tests.fakes.reports import PATIENCE_S, FakeAPI, flow_reports, task_report
 
 
@@ -206,7 +206,7 @@ def test_a_hanging_api_delays_the_end_only_by_what_is_allowed_and_loses_no_repor
 
 
 def interrupted(it: Publisher) -> None:
-    threading.Timer(0.1, press_ctrl_c).start()
+    press_ctrl_c_in(Publisher.close)
     with pytest.raises(KeyboardInterrupt):
         it.close(PATIENCE_S)
 

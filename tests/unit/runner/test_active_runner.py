@@ -15,14 +15,15 @@ from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Completed
 
 from prefect_gpu import GPUTaskRunner
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.reports.model import UnstartedRun
-from prefect_gpu.reports.publish import artifact_key
+from prefect_gpu.reports.publish import Publisher, artifact_key
 from prefect_gpu.runner import active_runner, prefect_engine, submission
 from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
 from prefect_gpu.runner.prefect_engine import SharedClient
-from tests.fakes.ctrl_c import press_ctrl_c
+from tests.fakes.ctrl_c import press_ctrl_c, press_ctrl_c_in
 from tests.fakes.reports import FakeAPI, task_report
 
 
@@ -76,9 +77,9 @@ def test_a_task_without_a_thread_fails_alone_and_the_next_one_has_one(
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", no_thread)
             first = runner.submit(one, {})
-        first.wait(1)
+        first.wait(DEADLOCK_S)
         second = runner.submit(one, {})
-        second.wait(60)
+        second.wait(DEADLOCK_S)
     assert first.state.is_failed() and second.state.is_completed()
     with pytest.raises(CapacityError, match=r"can't start new thread.*ulimit -u"):
         first.result()
@@ -137,7 +138,7 @@ def test_ctrl_c_while_a_flow_ends_its_bodies_leaves_none_of_them(failed: bool) -
     if not failed:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         runner._futures.add(future)
-        threading.Timer(0.1, press_ctrl_c).start()
+        press_ctrl_c_in(runner._close)
     with pytest.raises(KeyboardInterrupt):
         runner.close(failed)
     assert [body.ended for body in bodies] == [True] * 5
@@ -153,8 +154,15 @@ def test_a_signal_while_reports_are_published_neither_loses_nor_repeats_one(
     runner._open_publisher()
     runner.report(task_report())
     flow = artifact_key("gpu-flow", "no-flow")
-    threading.Timer(0.1, press_ctrl_c).start()
-    threading.Timer(0.5, api.go.set).start()
+    end_all = runner._end_all
+
+    def end_and_answer() -> None:
+        end_all()
+        api.go.set()
+
+    # What follows Ctrl-C.
+    monkeypatch.setattr(runner, "_end_all", end_and_answer)
+    press_ctrl_c_in(Publisher.close)
     with pytest.raises(KeyboardInterrupt):
         runner.close(failed=False)
     assert api.keys == [artifact_key("gpu-memory", task_report().task_name), flow]

@@ -457,10 +457,10 @@ def _was_seen(run: PastRun) -> bool:
 
 
 def _by_history(reports: Sequence[TaskReport]) -> list[list[TaskReport]]:
-    groups: dict[tuple[str, str], list[TaskReport]] = {}
+    groups: dict[tuple[str | None, str, str], list[TaskReport]] = {}
     for report in reports:
         model = report.devices[0].name if report.devices else ""
-        groups.setdefault((report.history_key, model), []).append(report)
+        groups.setdefault((report.flow_name, report.history_key, model), []).append(report)
     return [_without_probes(group) for group in groups.values()]
 
 

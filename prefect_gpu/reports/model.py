@@ -135,6 +135,8 @@ class TaskReport:
     history_key: str = ""
     #: Of the task's function, as its history has it. Empty: not known.
     qualified_name: str = ""
+    #: Name of the flow that its task was submitted in, as its history has it. `None`: in none.
+    flow_name: str | None = None
     #: What its task asked for beside memory: a place in the order, and its devices for itself.
     priority: int = 0
     exclusive: bool = False
@@ -256,6 +258,7 @@ class TaskReport:
             "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
             "task_name": self.task_name,
             "qualified_name": self.qualified_name,
+            **({} if self.flow_name is None else {"flow_name": self.flow_name}),
             "learn_by": self.history_key,
             "learn_by_words": self.learn_by,
             "priority": str(self.priority),
@@ -288,6 +291,7 @@ _WORDS = frozenset(
         "task_key",
         "task_name",
         "qualified_name",
+        "flow_name",
         "learn_by",
         "learn_by_words",
         "node",
@@ -386,6 +390,7 @@ def read_metadata(
             history_key=figures["learn_by"],
             learn_by=figures["learn_by_words"],
             qualified_name=figures["qualified_name"],
+            flow_name=figures.get("flow_name"),
             priority=int(figures["priority"]),
             exclusive=figures["exclusive"] == "True",
             counted_out=figures["counted_out"] == "True",

@@ -66,6 +66,8 @@ class Grant:
     after_oom: bool = False
     #: Bytes that are enough for past runs, their first steps included, by device name.
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: Completed runs that the budget was learned from, by device name.
+    learned_runs: Mapping[str, int] = field(default_factory=dict)
     #: As `Request.probe_fraction`.
     probe_fraction: float = 0.0
     #: Why a probe has a device to itself, for the log; empty: it is no probe, or shares one.
@@ -364,6 +366,7 @@ class BudgetBook:
             claims,
             waited_s,
             whole_bytes={name: lesson.whole_bytes for name, lesson in known.items()},
+            learned_runs={name: lesson.runs for name, lesson in known.items()},
         )
 
     def _runs(self, key: HistoryKey) -> list[PastRun]:

@@ -350,6 +350,7 @@ class ProcessRecord:
                 history_key=call.identity.learn_by,
                 learn_by=call.identity.learn_by_words,
                 qualified_name=call.identity.qualified_name,
+                flow_name=call.identity.flow_name,
                 priority=call.plan.policy.priority,
                 exclusive=call.plan.policy.exclusive,
                 budgets_bytes=self._placement.budget_bytes,

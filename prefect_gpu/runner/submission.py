@@ -539,7 +539,7 @@ class GPUTask:
             self._last.wait_finished(ENDING_S)
         try:
             with argument_files().share() as share:
-                identity = self._plan.identity(args, kwargs)
+                identity = self._plan.identity(args, kwargs, run.flow_name)
                 call = TaskCall(
                     self._plan,
                     run,

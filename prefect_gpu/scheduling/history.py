@@ -49,7 +49,7 @@ SLOWER_RUN = 1.2
 
 @dataclass(frozen=True, slots=True)
 class HistoryKey:
-    """What one history covers: one task, on one GPU model, for one set of `gpu:learn_by` values."""
+    """What one history covers: one task in one flow, on one GPU model, for one set of `gpu:learn_by` values."""
 
     task_name: str
     #: Of the task's function, without its module or file: moving a folder or editing a comment does not
@@ -61,6 +61,9 @@ class HistoryKey:
     learn_by: str = ""
     #: The same values in words, for people; empty: none are named.
     learn_by_words: str = field(default="", compare=False)
+    #: Name of the flow that submits the task. Two programs on one server may have tasks of one name. `None`: it is
+    #: submitted outside a flow.
+    flow_name: str | None = None
 
     def on(self, device_name: str) -> HistoryKey:
         """Return the key for a GPU model."""

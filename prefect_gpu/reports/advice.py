@@ -27,7 +27,14 @@ from prefect_gpu.scheduling.history import (
 )
 from prefect_gpu.scheduling.ladder import WANTED_FACTOR
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
-from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds, parse_bytes
+from prefect_gpu.units import (
+    MIB,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    readable_size,
+    size_in_tag,
+)
 
 #: Memory that an allocator holds without being able to use it is reported from this many bytes and this
 #: fraction of all that it holds. Less is the rounding of segments, which every training has.
@@ -271,20 +278,22 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
     # As a flow's report counts them.
     processes = [report for kept in _by_history(processes) for report in kept]
     lesson, why = teach(processes)
-    size: float = lesson.budget_bytes if lesson else 0
+    size: float = lesson.need_bytes if lesson else 0
     pinched = max((r.budget_bytes for r in processes if _is_pinched(r)), default=0) * PINCH_FACTOR
     if lesson is not None:
         if pinched > size:
             size, why = pinched, "with less its allocator had to give up its cache"
         fits = all(_may_stay(report, size) for report in processes)
+        given = _most_bytes(processes)
+        if given is not None and size > given:
+            why += f"; the largest device gives {format_bytes(given)}"
         return TagAdvice(int(size), _write(size, processes), why, fits)
     capped = [report for report in processes if report.cause == "own_cap"]
     if not capped:
         return None
     most = max(capped, key=_after_oom_bytes)
-    total = min((device.total_bytes for device in most.devices), default=math.inf)
-    if max(most.budget_bytes, most.wanted_bytes or 0) >= WHOLE_FRACTION * total:
-        why = f"its device has {format_bytes(total)}"
+    if _has_no_more(most):
+        why = f"the largest device gives {format_bytes(most.most_bytes)}"
         return TagAdvice(None, NO_TAG_HELPS, why, fits=False)
     why = "none completed; it ran out of memory at its cap"
     if most.wanted_bytes:
@@ -293,8 +302,17 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
     return TagAdvice(int(size), _write(size, processes), why, fits=False)
 
 
+def _has_no_more(report: TaskReport) -> bool:
+    """Return whether no device can give more than a process had, or as much as it wanted."""
+    most = report.most_bytes
+    if most is None:
+        return False
+    # Other programs may keep a part of a device that was given as a whole.
+    return report.budget_bytes >= WHOLE_FRACTION * most or (report.wanted_bytes or 0) > most
+
+
 def _write(size_bytes: float, reports: Sequence[TaskReport]) -> str:
-    return f"`gpu:memory={tag_size(size_bytes, reports)}`"
+    return f"`gpu:memory={size_in_tag(size_bytes, _most_bytes(reports))}`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,12 +404,18 @@ def _task_tags(group: Sequence[TaskReport]) -> TaskTags:
         write, why = most.write, most.why
         why += f"; the most of {len(runs)} task runs" if len(runs) > 1 else ""
         if most.size_bytes is not None:
-            size = _written_bytes(most.size_bytes, group)
+            size = parse_bytes(readable_size(most.size_bytes))
+            size = min(size, _most_bytes(group) or size)
             now = [report for report in counted if report.flow_run_id == newest]
             fits = bool(now) and all(_may_stay(report, most.size_bytes) for report in now)
     elif any(report.outcome == "oom" and not report.cause for report in group):
-        most_bytes = max(report.budget_bytes for report in group)
-        write, why = f"more than {format_bytes(most_bytes)}", "none completed"
+        largest = max(group, key=lambda report: report.budget_bytes)
+        write, why = f"more than {format_bytes(largest.budget_bytes)}", "none completed"
+        if _has_no_more(largest):
+            write, why = (
+                NO_TAG_HELPS,
+                f"it ran out of memory with {format_bytes(largest.budget_bytes)}",
+            )
     else:
         write = why = ""
     budgets = sorted(report.budget_bytes for report in last)
@@ -447,9 +471,9 @@ def teach(reports: Sequence[TaskReport]) -> tuple[Lesson | None, str]:
             run if run.outcome == "oom" else replace(run, outcome="completed") for run in runs
         ]
         lesson = learn(counted)
-        if lesson is not None and lesson.budget_bytes:
+        if lesson is not None and lesson.need_bytes:
             lessons.append((lesson, _because(lesson, runs)))
-    return max(lessons, key=lambda found: found[0].budget_bytes, default=(None, ""))
+    return max(lessons, key=lambda found: found[0].need_bytes, default=(None, ""))
 
 
 def _was_seen(run: PastRun) -> bool:
@@ -478,12 +502,12 @@ def _is_steady(report: TaskReport) -> bool:
 
 
 def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
-    if lesson.floor_bytes and lesson.budget_bytes - lesson.floor_bytes < ROUND_BYTES:
+    if lesson.floor_bytes and lesson.need_bytes - lesson.floor_bytes < ROUND_BYTES:
         return "with less it ran out of memory or slowed down"
 
     def need_bytes(run: PastRun) -> int:
         alone = learn([replace(run, outcome="completed")])
-        return alone.budget_bytes if alone else 0
+        return alone.need_bytes if alone else 0
 
     counted = [run for run in runs if run.outcome != "oom"]
     top = max(counted, key=need_bytes)
@@ -512,24 +536,8 @@ def _after_oom_bytes(report: TaskReport) -> int:
     return max(int(report.budget_bytes * OOM_FACTOR), wanted)
 
 
-def _written_bytes(size_bytes: float, reports: Sequence[TaskReport]) -> int:
-    """Return the bytes of the tag that `tag_size` writes."""
-    totals = [device.total_bytes for report in reports for device in report.devices]
-    return min([parse_bytes(readable_size(size_bytes)), *([max(totals)] if totals else [])])
-
-
-def tag_size(size_bytes: float, reports: Sequence[TaskReport]) -> str:
-    """Return a size for a tag, or `100%` if no device of the reports is that large."""
-    text = readable_size(size_bytes)
-    totals = [device.total_bytes for report in reports for device in report.devices]
-    return text if not totals or parse_bytes(text) <= max(totals) else "100%"
-
-
-def readable_size(size_bytes: float) -> str:
-    """Return a size rounded up to one that reads well: `2.1GiB`, `37GiB`, `320MiB`."""
-    if size_bytes > 992 * MIB:
-        step = 0.1 if size_bytes <= 10 * GIB else 0.5 if size_bytes <= 32 * GIB else 1
-        # Counted in whole steps first, so that 2.1 does not become 2.1000000000000001.
-        steps = math.ceil(size_bytes / GIB / step - 1e-9)
-        return f"{round(steps * step, 1):g}GiB"
-    return f"{max(1, math.ceil(size_bytes / MIB / 32)) * 32}MiB"
+def _most_bytes(reports: Iterable[TaskReport]) -> int | None:
+    """Return the most bytes that a device could give to a task; `None`: no report has a device."""
+    return max(
+        (size for report in reports if (size := report.most_bytes) is not None), default=None
+    )

@@ -502,8 +502,9 @@ def _lesson(runs: Sequence[PastRun]) -> str:
         known = "whose memory was measured " if any(r.outcome == "completed" for r in runs) else ""
         return f"No run {known}has completed: the next one has a device to itself, to find out."
     count = "1 completed run" if lesson.runs == 1 else f"{lesson.runs} completed runs"
+    all_of_it = ", all that a device can give" if lesson.need_bytes > lesson.budget_bytes else ""
     text = (
-        f"Next budget: {format_bytes(lesson.budget_bytes)} of each device, "
+        f"Next budget: {format_bytes(lesson.budget_bytes)} of each device{all_of_it}, "
         f"{format_bytes(lesson.context_bytes)} of it for the context, learned from {count}."
     )
     if lesson.floor_bytes:

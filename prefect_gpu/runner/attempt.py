@@ -810,6 +810,7 @@ class Attempt:
                     self._leaked_bytes,
                     self._ticket.ended_s,
                     tuple(self._ticket.neighbours),
+                    self._grant.capacity_bytes,
                 )
                 if line := ended_line(report):
                     self._run.say_ended(line)

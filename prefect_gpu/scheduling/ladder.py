@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from prefect_gpu.scheduling.history import OOM_FACTOR
-from prefect_gpu.units import MIB, format_bytes
+from prefect_gpu.units import MIB, format_bytes, size_in_tag
 
 #: own_cap: the task needs more than its budget. foreign: processes of others took what was missing.
 #: crowded: our processes filled the device though this one was within its budget. host: the machine's own
@@ -209,19 +209,21 @@ def _wanted(evidence: Evidence) -> str:
     return f"; it would have needed {format_bytes(needed)} in all" if needed else ""
 
 
-def last_words(cause: Cause, evidence: Evidence, rung: Rung | str) -> str:
+def last_words(cause: Cause, evidence: Evidence, rung: Rung | str, capacity_bytes: int) -> str:
     """Return why a task run ends out of memory and what to write next time, for its state.
 
     Args:
         cause: From `classify`.
         evidence: Of its last out-of-memory.
         rung: From `next_rung`. A rung is what the task run would get without `gpu:oom=fail`.
+        capacity_bytes: As for `next_rung`.
     """
     if isinstance(rung, str):
         return f"{rung}: {REMEDIES[cause]}" if cause in REMEDIES else rung
     why, remedy = _shortage(cause, evidence) + _wanted(evidence), REMEDIES.get(cause, "")
     if cause == "own_cap":
-        size = "100%" if rung.budget_bytes is None else format_bytes(rung.budget_bytes)
+        given = rung.budget_bytes
+        size = "100%" if given is None else size_in_tag(given, capacity_bytes)
         remedy = f"write gpu:memory={size}"
     return f"{why}: {remedy}; without gpu:oom=fail it runs again by itself"
 

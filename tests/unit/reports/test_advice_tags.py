@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.measurements import StepFacts
-from prefect_gpu.reports.advice import readable_size, tags_table, task_tags, teach
+from prefect_gpu.reports.advice import tags_table, task_tags, teach
 from prefect_gpu.reports.model import TaskReport, past_run, read_metadata
 from prefect_gpu.scheduling.history import learn
-from prefect_gpu.units import GIB, MIB, parse_bytes
+from prefect_gpu.units import GIB, MIB, parse_bytes, readable_size
 from tests.fakes.reports import CONTEXT, device, task_report
 
 
@@ -199,7 +199,7 @@ def test_no_tag_is_written_for_a_shortage_that_it_does_not_help_against() -> Non
     assert "Nothing to change" in tags_table(task_tags([run(5, outcome="oom", cause="foreign")]))
     assert row(run(5, outcome="oom", cause="own_cap", wanted_bytes=150 * GIB))[2:] == [
         "no tag helps: it must take less",
-        "its device has 140GiB",
+        "the largest device gives 140GiB",
     ]
 
 
@@ -259,10 +259,41 @@ def test_a_size_above_the_device_is_the_whole_of_it() -> None:
     assert tags.write == "`gpu:memory=100%`" and tags.size_bytes == device().total_bytes
 
 
+def test_a_tag_that_is_rounded_up_is_no_more_than_a_device_gives() -> None:
+    small = device(0, 8)
+    given = int(7.75 * GIB)
+    # 5.5 × 1.3 + the context is 7.75 GiB, a little less than what the device gives: 7.8 would be more.
+    report = run(5.5, devices=(small,), budget_bytes=given, capacity_bytes=given)
+    (tags,) = task_tags([report])
+    assert (tags.write, tags.size_bytes) == ("`gpu:memory=100%`", given)
+    assert "the largest device" not in tags.why
+    (tags,) = task_tags([replace(report, peak_live_bytes=7 * GIB)])
+    assert (tags.write, tags.size_bytes) == ("`gpu:memory=100%`", given)
+    assert tags.why == "live peak 7GiB × 1.3 + context 612MiB; the largest device gives 7.8GiB"
+
+
+def test_no_tag_helps_where_a_device_cannot_give_what_was_wanted() -> None:
+    given = int(7.75 * GIB)
+    wanted = {"outcome": "oom", "cause": "own_cap", "wanted_bytes": int(7.9 * GIB)}
+    report = run(5, devices=(device(0, 8),), budget_bytes=6 * GIB, capacity_bytes=given, **wanted)
+    assert row(report)[2:] == [
+        "no tag helps: it must take less",
+        "the largest device gives 7.8GiB",
+    ]
+    # Another device of the machine does.
+    assert row(replace(report, capacity_bytes=23 * GIB))[2] == "`gpu:memory=9GiB`"
+
+
+def test_without_a_cause_the_advice_is_not_more_than_all() -> None:
+    full = run(5, outcome="oom", budget_bytes=140 * GIB)
+    assert row(full)[2:] == ["no tag helps: it must take less", "it ran out of memory with 140GiB"]
+
+
 @pytest.mark.parametrize(
     "report",
     [
         pytest.param(run(4), id="a run with a tag"),
+        pytest.param(run(4, capacity_bytes=139 * GIB), id="a device whose capacity is known"),
         pytest.param(run(4, budget_source="learned", cap_bytes=3 * GIB), id="a learned budget"),
         pytest.param(
             run(13, steps=StepFacts(9, 13 * GIB, 4 * GIB, 0.05, 3), cap_bytes=14 * GIB), id="steps"

@@ -104,7 +104,7 @@ def test_a_summary_says_of_a_task_that_no_tag_helps_that_it_must_take_less() -> 
     _, task, tag = flow_summary({"Failed": 1}, [replace(large, samples=())]).split("\n")
     assert task.endswith("in all, no device memory seen")
     assert tag == (
-        "  grow (now 140GiB, probe): its device has 140GiB, so no tag helps: it must take less"
+        "  grow (now 140GiB, probe): the largest device gives 140GiB, so no tag helps: it must take less"
     )
 
 

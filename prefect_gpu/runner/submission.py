@@ -377,7 +377,8 @@ class BodyRun:
         alike = len({device.name for device in capacities}) == 1
         rung = next_rung(climb, cause, evidence, capacity, whole_bytes, alike)
         # A probe beside others was not given what its tag lets it fail with.
-        if isinstance(rung, Rung) and (policy.oom != "fail" or evidence.shared_probe):
+        probed = evidence.shared_probe or climb.from_error
+        if isinstance(rung, Rung) and (policy.oom != "fail" or probed):
             return rung
         add_note(error, last_words(cause, evidence, rung, capacity))
         return None

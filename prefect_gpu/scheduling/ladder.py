@@ -125,6 +125,8 @@ class Climb:
     whole_device: bool = False
     #: Most bytes that a rung has given; 0: none has.
     reached_bytes: int = 0
+    #: The last process was given what the error of a probe beside others said it needs.
+    from_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +170,8 @@ def next_rung(
     if cause == "own_cap":
         if climb.whole_device or evidence.budget_bytes >= capacity_bytes:
             return f"a whole device was not enough, {budget}{wanted}"
-        if evidence.shared_probe:
-            return _give_whole(climb, capacity_bytes, alike, _shortage(cause, evidence))
+        if evidence.shared_probe or climb.from_error:
+            return _give_needed(climb, cause, evidence, capacity_bytes, alike)
         more = max(
             int(evidence.budget_bytes * OOM_FACTOR), int((needed or 0) * WANTED_FACTOR), whole_bytes
         )
@@ -179,7 +181,7 @@ def next_rung(
         grown = replace(climb, shared=0)
         return _give(grown, more, capacity_bytes, alike, _shortage(cause, evidence))
     if evidence.shared_probe:
-        return _give_whole(climb, capacity_bytes, alike, _shortage(cause, evidence))
+        return _give_needed(climb, cause, evidence, capacity_bytes, alike)
     shared = climb.shared + 1
     if shared > MOST_SHARED:
         return f"the device ran full {shared} times though the task was within its {budget}{wanted}"
@@ -191,8 +193,24 @@ def next_rung(
     return _give(grown, evidence.budget_bytes, capacity_bytes, alike, reason)
 
 
-def _give_whole(climb: Climb, capacity_bytes: int, alike: bool, reason: str) -> Rung:
-    return _give(replace(climb, shared=0), capacity_bytes, capacity_bytes, alike, reason)
+def _give_needed(
+    climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: int, alike: bool
+) -> Rung:
+    """Return what follows a probe beside others: what its error says it needs, then a whole device.
+
+    Its cap was what its neighbours left, so a multiple of it says nothing. The error says what one allocation wanted, not
+    what comes after it: a whole device is next, and the body begins three times at most.
+    """
+    asked = int((needed_bytes(evidence) or 0) * WANTED_FACTOR)
+    enough = asked > (evidence.budget_bytes if cause == "own_cap" else 0)
+    from_error = evidence.shared_probe and enough and asked < capacity_bytes
+    return _give(
+        replace(climb, shared=0, from_error=from_error),
+        asked if from_error else capacity_bytes,
+        capacity_bytes,
+        alike,
+        _shortage(cause, evidence),
+    )
 
 
 def _shortage(cause: Cause, evidence: Evidence) -> str:

@@ -116,7 +116,7 @@ def _tags_row(tags: TaskTags) -> tuple[str, ...]:
         str(tags.runs),
         _size(tags.peak_bytes),
         tags.budget_words,
-        "nothing" if keep else _plain(tags.write),
+        "nothing" if keep else _plain(tags.write_words),
         "" if keep or saved is None or saved <= 0 else format_bytes(saved),
         tags.why or "it is not known what it needs",
     )

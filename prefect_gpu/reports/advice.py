@@ -27,6 +27,7 @@ from prefect_gpu.scheduling.history import (
 )
 from prefect_gpu.scheduling.ladder import WANTED_FACTOR
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
+from prefect_gpu.scheduling.model import ONLY_ON, DeviceKind
 from prefect_gpu.units import (
     MIB,
     format_bytes,
@@ -146,7 +147,7 @@ def _own_cap(report: TaskReport, tag: TagAdvice | None) -> str:
         return f"{reached}."
     if tag.size_bytes is None:
         return f"{reached}; {tag.why}, so {NO_TAG_HELPS}."
-    return f"{reached}: write {tag.write}."
+    return f"{reached}: write {tag.words}."
 
 
 def _fragmentation(report: TaskReport) -> Iterator[str]:
@@ -230,7 +231,7 @@ def _pinched(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
     took = "" if steps.step_s is None else f" (a step took {format_seconds(steps.step_s)})"
     yield (
         f"Under its cap of {format_bytes(report.cap_bytes)} the allocator had to give up its cache "
-        f"{times} after the first step, which costs time{took}: see if {tag.write} is faster."
+        f"{times} after the first step, which costs time{took}: see if {tag.words} is faster."
     )
 
 
@@ -259,6 +260,13 @@ class TagAdvice:
     why: str
     #: What it has now is near enough: nothing needs to be written.
     fits: bool
+    #: Kind of the devices that it was measured on.
+    device_kind: DeviceKind
+
+    @property
+    def words(self) -> str:
+        """What to write, as markdown, and on which devices only, if these are no GPUs."""
+        return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
     @property
     def rank(self) -> float:
@@ -287,19 +295,19 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
         given = _most_bytes(processes)
         if given is not None and size > given:
             why += f"; the largest device gives {format_bytes(given)}"
-        return TagAdvice(int(size), _write(size, processes), why, fits)
+        return TagAdvice(int(size), _write(size, processes), why, fits, processes[0].device_kind)
     capped = [report for report in processes if report.cause == "own_cap"]
     if not capped:
         return None
     most = max(capped, key=_after_oom_bytes)
     if _has_no_more(most):
         why = f"the largest device gives {format_bytes(most.most_bytes)}"
-        return TagAdvice(None, NO_TAG_HELPS, why, fits=False)
+        return TagAdvice(None, NO_TAG_HELPS, why, False, most.device_kind)
     why = "none completed; it ran out of memory at its cap"
     if most.wanted_bytes:
         why += f", where it would have needed {format_bytes(most.wanted_bytes)}"
     size = _after_oom_bytes(most)
-    return TagAdvice(int(size), _write(size, processes), why, fits=False)
+    return TagAdvice(int(size), _write(size, processes), why, False, most.device_kind)
 
 
 def _has_no_more(report: TaskReport) -> bool:
@@ -317,7 +325,7 @@ def _write(size_bytes: float, reports: Sequence[TaskReport]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskTags:
-    """What to write in the tags of one task, for one set of its `gpu:learn_by` values."""
+    """What to write in the tags of one task, for one set of its `gpu:learn_by` values and one kind of devices."""
 
     task_name: str
     #: The values in words, or their digest. Empty: none are named.
@@ -338,6 +346,13 @@ class TaskTags:
     why: str
     #: The tag of its newest flow run is near enough.
     fits: bool
+    #: Kind of the devices that its memory was measured on.
+    device_kind: DeviceKind
+
+    @property
+    def write_words(self) -> str:
+        """What to write, as markdown, and on which devices only, if these are no GPUs."""
+        return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
     @property
     def saved_bytes(self) -> int | None:
@@ -353,16 +368,16 @@ class TaskTags:
 
 
 def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
-    """Return what to write in the tags of each task, and of each set of its `gpu:learn_by` values.
+    """Return what to write in the tags of each task, of each set of its `gpu:learn_by` values and kind of devices.
 
     It is the advice for the task run that needs the most.
 
     Args:
         reports: Of one flow run, or of several of one flow.
     """
-    by_task: dict[tuple[str, str, str], list[TaskReport]] = {}
+    by_task: dict[tuple[str, ...], list[TaskReport]] = {}
     for report in reports:
-        key = report.task_name, report.learn_by, report.history_key
+        key = report.task_name, report.learn_by, report.history_key, report.device_kind
         by_task.setdefault(key, []).append(report)
     return [_task_tags(group) for _, group in sorted(by_task.items())]
 
@@ -370,7 +385,7 @@ def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
 def tags_table(tags: Sequence[TaskTags]) -> str:
     """Return a table of the tags to change, or that none needs to change."""
     rows = [
-        (_named(each), each.budget_words, each.write, each.why)
+        (_named(each), each.budget_words, each.write_words, each.why)
         for each in tags
         if each.write and not each.fits
     ]
@@ -430,6 +445,7 @@ def _task_tags(group: Sequence[TaskReport]) -> TaskTags:
         size_bytes=size,
         why=why,
         fits=fits,
+        device_kind=group[0].device_kind,
     )
 
 

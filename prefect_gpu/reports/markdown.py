@@ -214,7 +214,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
         *([("Memory snapshot", _snapshot_words(report))] if report.snapshot_path else []),
         ("Leaked", format_bytes(report.leaked_bytes) if report.leaked_bytes else leaked),
         ("Unused reservation", _unused_percent([report])),
-        *([("Tag for next time", f"{tag.write} ({tag.why})")] if _is_news(tag, report) else []),
+        *([("Tag for next time", f"{tag.words} ({tag.why})")] if _is_news(tag, report) else []),
         (
             "Time",
             ", ".join(

@@ -184,6 +184,11 @@ class TaskReport:
         return self.devices[0].node if self.devices else ""
 
     @property
+    def device_kind(self) -> DeviceKind:
+        """Kind of the devices that its memory was measured on."""
+        return "nvml" if self.source == "framework" else self.source
+
+    @property
     def most_bytes(self) -> int | None:
         """Most bytes that a device could give to its task, as far as the report knows; `None`: it has no device."""
         if self.capacity_bytes is not None:

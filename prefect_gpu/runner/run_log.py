@@ -128,7 +128,7 @@ def _tag_line(tags: TaskTags) -> str:
     name = f"{tags.task_name} ({tags.learn_by})" if tags.learn_by else tags.task_name
     if tags.write == NO_TAG_HELPS:
         return f"{name} (now {tags.budget_words}): {tags.why}, so {NO_TAG_HELPS}"
-    write = tags.write.replace("`", "")
+    write = tags.write_words.replace("`", "")
     return f"write {write} in the tag of {name} (now {tags.budget_words}): {tags.why}"
 
 

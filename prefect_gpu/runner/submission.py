@@ -380,7 +380,7 @@ class BodyRun:
         probed = evidence.shared_probe or climb.from_error
         if isinstance(rung, Rung) and (policy.oom != "fail" or probed):
             return rung
-        add_note(error, last_words(cause, evidence, rung, capacity))
+        add_note(error, last_words(cause, evidence, rung, capacity, self._broker.kind))
         return None
 
     def _take_report(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from prefect_gpu.scheduling.history import OOM_FACTOR
+from prefect_gpu.scheduling.model import ONLY_ON, DeviceKind
 from prefect_gpu.units import MIB, format_bytes, size_in_tag
 
 #: own_cap: the task needs more than its budget. foreign: processes of others took what was missing.
@@ -227,7 +228,9 @@ def _wanted(evidence: Evidence) -> str:
     return f"; it would have needed {format_bytes(needed)} in all" if needed else ""
 
 
-def last_words(cause: Cause, evidence: Evidence, rung: Rung | str, capacity_bytes: int) -> str:
+def last_words(
+    cause: Cause, evidence: Evidence, rung: Rung | str, capacity_bytes: int, kind: DeviceKind
+) -> str:
     """Return why a task run ends out of memory and what to write next time, for its state.
 
     Args:
@@ -235,6 +238,7 @@ def last_words(cause: Cause, evidence: Evidence, rung: Rung | str, capacity_byte
         evidence: Of its last out-of-memory.
         rung: From `next_rung`. A rung is what the task run would get without `gpu:oom=fail`.
         capacity_bytes: As for `next_rung`.
+        kind: Of its devices.
     """
     if isinstance(rung, str):
         return f"{rung}: {REMEDIES[cause]}" if cause in REMEDIES else rung
@@ -242,7 +246,7 @@ def last_words(cause: Cause, evidence: Evidence, rung: Rung | str, capacity_byte
     if cause == "own_cap":
         given = rung.budget_bytes
         size = "100%" if given is None else size_in_tag(given, capacity_bytes)
-        remedy = f"write gpu:memory={size}"
+        remedy = f"write gpu:memory={size}{ONLY_ON[kind]}"
     return f"{why}: {remedy}; without gpu:oom=fail it runs again by itself"
 
 

@@ -77,7 +77,7 @@ def test_a_task_run_that_ends_out_of_memory_says_in_its_state_what_to_write() ->
     small, large = (api.task_run(future.task_run_id).state for future in futures)
     assert small is not None and small.message is not None
     assert small.message.startswith(
-        "Out of memory: 1GiB were not enough; it would have needed 3.5GiB in all: write gpu:memory=3.8GiB"
+        "Out of memory: 1GiB were not enough; it would have needed 3.5GiB in all: write gpu:memory=3.9GiB (simulated devices only)"
     )
     assert "(SimulatedOutOfMemoryError: out of memory: tried to allocate 3GiB; " in small.message
     assert large is not None and large.message is not None

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.reports.advice import tags_table, task_tags, teach
+from prefect_gpu.reports.markdown import task_markdown
 from prefect_gpu.reports.model import TaskReport, past_run, read_metadata
+from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.scheduling.history import learn
 from prefect_gpu.units import GIB, MIB, parse_bytes, readable_size
 from tests.fakes.reports import CONTEXT, device, task_report
@@ -93,7 +95,7 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
                     context_bytes=0,
                 )
             ],
-            "`gpu:memory=6GiB`",
+            "`gpu:memory=6GiB` (host devices only: the machine's memory, not a GPU's)",
             "peak 4.6GiB × 1.3",
         ),
         (
@@ -252,6 +254,39 @@ def test_tags_of_several_flow_runs_compare_with_the_budgets_of_the_newest() -> N
 def test_a_task_of_which_nothing_is_known_has_no_tag_to_write() -> None:
     (tags,) = task_tags([run(5, outcome="oom", cause="foreign")])
     assert (tags.write, tags.runs, tags.saved_bytes) == ("", 0, None)
+
+
+@pytest.mark.parametrize(
+    ("source", "only"),
+    [
+        ("host", " (host devices only: the machine's memory, not a GPU's)"),
+        ("simulated", " (simulated devices only)"),
+        ("nvml", ""),
+        ("framework", ""),
+    ],
+)
+def test_advice_says_if_it_was_not_measured_on_gpus(source: Any, only: str) -> None:
+    report = run(4, source=source)
+    assert row(report)[2] == f"`gpu:memory=5.8GiB`{only}"
+    (tags,) = task_tags([report])
+    assert (tags.write, tags.write_words) == ("`gpu:memory=5.8GiB`", f"`gpu:memory=5.8GiB`{only}")
+    line = flow_summary({}, [report]).splitlines()[-1]
+    assert f"write gpu:memory=5.8GiB{only} in the tag of evaluate (now" in line
+    assert f"| `gpu:memory=5.8GiB`{only} (live peak" in task_markdown(report)
+    short = run(5, source=source, outcome="oom", cause="own_cap", cap_bytes=4 * GIB)
+    assert f": write `gpu:memory=18GiB`{only}." in task_markdown(short)
+
+
+def test_a_size_that_no_tag_helps_against_needs_no_word_on_devices() -> None:
+    short = run(5, outcome="oom", cause="own_cap", wanted_bytes=150 * GIB, source="simulated")
+    assert row(short)[2] == "no tag helps: it must take less"
+
+
+def test_what_the_host_has_shown_is_no_advice_for_a_gpu() -> None:
+    on_host = run(9, source="host", peak_live_bytes=None, task_run_id=UUID(int=1))
+    gpu, host = task_tags([on_host, run(4)])[::-1]
+    assert (gpu.device_kind, gpu.write) == ("nvml", "`gpu:memory=5.8GiB`")
+    assert (host.device_kind, host.write) == ("host", "`gpu:memory=12.5GiB`")
 
 
 def test_a_size_above_the_device_is_the_whole_of_it() -> None:

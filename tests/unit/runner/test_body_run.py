@@ -152,6 +152,7 @@ class Scene:
         self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
         left = list(ends)
         broker = SimpleNamespace(
+            kind="nvml",
             capacities=lambda names, nodes=(): {device(): CAPACITY},
         )
 

@@ -252,15 +252,20 @@ def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
     ],
 )
 def test_the_end_says_why_and_what_to_write(cause: Cause, rung: Rung | str, words: str) -> None:
-    assert last_words(cause, seen(budget_bytes=4 * GIB), rung, CAPACITY) == words
+    assert last_words(cause, seen(budget_bytes=4 * GIB), rung, CAPACITY, "nvml") == words
+
+
+def test_a_tag_that_was_not_found_on_a_gpu_says_so() -> None:
+    said = last_words("own_cap", seen(), Rung(Climb(2), 6 * GIB, ""), CAPACITY, "simulated")
+    assert "write gpu:memory=6GiB (simulated devices only); without" in said
 
 
 def test_a_tag_that_is_rounded_up_is_no_more_than_a_device_gives() -> None:
     # 7.86 GiB, which reads as 7.9.
     capacity = int(7.86 * GIB)
     rung = Rung(Climb(2, reached_bytes=capacity - 1), capacity - 1, "")
-    assert "write gpu:memory=100%;" in last_words("own_cap", seen(), rung, capacity)
-    assert "write gpu:memory=7.9GiB;" in last_words("own_cap", seen(), rung, 8 * GIB)
+    assert "write gpu:memory=100%;" in last_words("own_cap", seen(), rung, capacity, "nvml")
+    assert "write gpu:memory=7.9GiB;" in last_words("own_cap", seen(), rung, 8 * GIB, "nvml")
 
 
 def test_what_is_not_its_fault_costs_it_nothing_until_the_third_time() -> None:

@@ -6,6 +6,7 @@ It covers the sizes and durations of tags and messages. A percentage of a device
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -120,6 +121,27 @@ def format_bytes(size_bytes: int | float | None) -> str:
             places = 0 if size >= 100 * factor else 1
             return f"{sign}{size / factor:.{places}f}".removesuffix(".0") + unit
     return f"{sign}{int(size)}B"
+
+
+def readable_size(size_bytes: float) -> str:
+    """Return a size rounded up to one that reads well: `2.1GiB`, `37GiB`, `320MiB`."""
+    if size_bytes > 992 * MIB:
+        step = 0.1 if size_bytes <= 10 * GIB else 0.5 if size_bytes <= 32 * GIB else 1
+        # Counted in whole steps first, so that 2.1 does not become 2.1000000000000001.
+        steps = math.ceil(size_bytes / GIB / step - 1e-9)
+        return f"{round(steps * step, 1):g}GiB"
+    return f"{max(1, math.ceil(size_bytes / MIB / 32)) * 32}MiB"
+
+
+def size_in_tag(size_bytes: float, most_bytes: int | None) -> str:
+    """Return a readable size for a `gpu:memory` tag; `100%`, which a device gives always, where that is more than it has.
+
+    Args:
+        size_bytes: What the task needs.
+        most_bytes: Most that a device can give; `None`: not known.
+    """
+    text = readable_size(size_bytes)
+    return text if most_bytes is None or parse_bytes(text) <= most_bytes else "100%"
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -116,7 +116,7 @@ def _tags_row(tags: TaskTags) -> tuple[str, ...]:
         str(tags.runs),
         _size(tags.peak_bytes),
         tags.budget_words,
-        "nothing" if keep else _plain(tags.write),
+        "nothing" if keep else _plain(tags.write_words),
         "" if keep or saved is None or saved <= 0 else format_bytes(saved),
         tags.why or "it is not known what it needs",
     )
@@ -146,7 +146,7 @@ def _named(task_name: str, learn_by: str) -> str:
 def list_histories(
     flow: str | None = None, /, *, last: Last = LAST_RUNS, as_json: AsJson = False
 ) -> str:
-    """List what is learned of tasks: a line for each task, GPU model and set of gpu:learn_by values.
+    """List what is learned of tasks: a line for each task of a flow, GPU model and set of gpu:learn_by values.
 
     Args:
         flow: Only tasks of this flow: its name, or the id or name of a flow run.
@@ -164,14 +164,15 @@ def list_histories(
 
     tasks = None
     if flow is not None:
-        tasks = {(r.task_name, r.qualified_name) for r in read_task_reports(flow, last)}
+        reports = read_task_reports(flow, last)
+        tasks = {(r.flow_name, r.task_name, r.qualified_name) for r in reports}
     with open_api() as client:
         found = read_histories(client, tasks)
     if as_json:
         return json.dumps([_history_json(each) for each in found], indent=2)
     if not found:
         return "no histories"
-    heads = ("task", "on", "runs", "peak", "seconds", "next budget", "last run (UTC)")
+    heads = ("task", "flow", "on", "runs", "peak", "seconds", "next budget", "last run (UTC)")
     return "\n".join(table_lines([heads, *map(_history_row, found)]))
 
 
@@ -179,6 +180,7 @@ def reset_histories(
     tasks: list[str] | None = None,
     /,
     *,
+    flow: str | None = None,
     every: Annotated[bool, Parameter("--all")] = False,
     yes: bool = False,
 ) -> str:
@@ -188,11 +190,13 @@ def reset_histories(
 
     Args:
         tasks: Names of tasks, as `prefect-gpu history list` shows them.
-        every: All tasks of all flows. It asks before it deletes them.
+        flow: Only what was learned in the flow of this name (default: in any flow, and outside flows).
+        every: All tasks. It asks before it deletes them.
         yes: Do not ask.
 
     Examples:
         prefect-gpu history reset train evaluate
+        prefect-gpu history reset train --flow nightly
         prefect-gpu history reset --all
         prefect-gpu history reset --all --yes
     """
@@ -203,17 +207,22 @@ def reset_histories(
     if bool(tasks) == every:
         raise ReportError("name the tasks whose histories are to be deleted, or give --all")
     with open_api() as client:
-        found = read_histories(client)
+        found = [each for each in read_histories(client) if flow in (None, each.key.flow_name)]
+        if flow is not None and not found:
+            raise ReportError(
+                f"nothing is learned in flow {flow!r}; `prefect-gpu history list` shows the flows. Nothing was deleted"
+            )
+        where = "" if flow is None else f" in flow {flow!r}"
         known = {each.key.task_name for each in found}
         unknown = set(tasks or ()) - known
         if unknown:
             raise ReportError(
-                f"nothing is learned of {', '.join(sorted(unknown))}; known: "
+                f"nothing is learned of {', '.join(sorted(unknown))}{where}; known: "
                 f"{', '.join(sorted(known)) or 'no task'}. Nothing was deleted"
             )
         chosen = [each for each in found if every or each.key.task_name in (tasks or ())]
         names = sorted({each.key.task_name for each in chosen})
-        what = f"{_count(len(chosen), 'history', 'histories')} of {_count(len(names), 'task', 'tasks')}"
+        what = f"{_count(len(chosen), 'history', 'histories')} of {_count(len(names), 'task', 'tasks')}{where}"
         if every and chosen and not yes and not _agreed(f"Delete {what} at {client.api_url}?"):
             raise ReportError("nothing was deleted")
         runs = sum(delete_history(each.artifact_key, client) for each in chosen)
@@ -237,6 +246,7 @@ def _history_row(history: KeptHistory) -> tuple[str, ...]:
     ended = datetime.fromtimestamp(found["last_ended_at"], timezone.utc)
     return (
         _named(key.task_name, key.learn_by_words or key.learn_by),
+        "none" if key.flow_name is None else key.flow_name,
         key.device_name,
         str(found["runs"]),
         _size(peak),

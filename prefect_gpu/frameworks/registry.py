@@ -122,14 +122,15 @@ def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]
     Returns:
         Names as in `gpu:framework=`, sorted; empty: none found.
     """
-    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
-    found = set()
-    for module in _Walk(whole_modules).modules(fn):
-        root = module.partition(".")[0]
-        name = backend if root == "keras" else FRAMEWORK_BY_ROOT.get(root)
-        if name is not None and name in ADAPTERS:
-            found.add(name)
-    return tuple(sorted(found))
+    roots = {module.partition(".")[0] for module in _Walk(whole_modules).modules(fn)}
+    return tuple(sorted(set(ADAPTERS).intersection(map(framework_of, roots))))
+
+
+def framework_of(root: str) -> str:
+    """Return the framework that an import root computes on, Keras on its backend; empty: none."""
+    if root == "keras":
+        return os.environ.get("KERAS_BACKEND", "tensorflow")
+    return FRAMEWORK_BY_ROOT.get(root, "")
 
 
 def needed_modules(fn: Any) -> tuple[str, ...]:

@@ -131,6 +131,9 @@ def kind_of(
     """
     environ = os.environ if environ is None else environ
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
+    if policy.device_kind == "host" and not policy.frameworks and len(names) > 1:
+        # A branch of the task uses one of them, and a process counts by its resident set.
+        names = []
     always = [registry.ADAPTERS[name].module for name in names]
     users = _users_modules(fn, always, names)
     # Before them: what libraries make is frozen, and what comes with the user's modules is not.
@@ -180,13 +183,14 @@ def _framework_of(module: str) -> str:
 
 def _users_modules(fn: Any, always: Iterable[str], frameworks: Iterable[str]) -> list[str]:
     taken = {*always, *OWN_MODULES}
-    # A branch of the task may import another framework and never run.
-    others = {r for r, name in registry.FRAMEWORK_BY_ROOT.items() if name not in frameworks}
     found = []
     for entry in registry.needed_modules(fn):
         module = entry.partition(":")[0]
         root = module.partition(".")[0]
-        if module in taken or root in others or root == "__main__":
+        if module in taken or root == "__main__":
+            continue
+        # A branch of the task may import another framework and never run.
+        if registry.framework_of(root) not in ("", *frameworks):
             continue
         if root in sys.builtin_module_names:
             continue

@@ -27,7 +27,15 @@ from prefect_gpu.scheduling.history import (
 )
 from prefect_gpu.scheduling.ladder import WANTED_FACTOR
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
-from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds, parse_bytes
+from prefect_gpu.scheduling.model import ONLY_ON, DeviceKind
+from prefect_gpu.units import (
+    MIB,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    readable_size,
+    size_in_tag,
+)
 
 #: Memory that an allocator holds without being able to use it is reported from this many bytes and this
 #: fraction of all that it holds. Less is the rounding of segments, which every training has.
@@ -139,7 +147,7 @@ def _own_cap(report: TaskReport, tag: TagAdvice | None) -> str:
         return f"{reached}."
     if tag.size_bytes is None:
         return f"{reached}; {tag.why}, so {NO_TAG_HELPS}."
-    return f"{reached}: write {tag.write}."
+    return f"{reached}: write {tag.words}."
 
 
 def _fragmentation(report: TaskReport) -> Iterator[str]:
@@ -223,7 +231,7 @@ def _pinched(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
     took = "" if steps.step_s is None else f" (a step took {format_seconds(steps.step_s)})"
     yield (
         f"Under its cap of {format_bytes(report.cap_bytes)} the allocator had to give up its cache "
-        f"{times} after the first step, which costs time{took}: see if {tag.write} is faster."
+        f"{times} after the first step, which costs time{took}: see if {tag.words} is faster."
     )
 
 
@@ -252,6 +260,13 @@ class TagAdvice:
     why: str
     #: What it has now is near enough: nothing needs to be written.
     fits: bool
+    #: Kind of the devices that it was measured on.
+    device_kind: DeviceKind
+
+    @property
+    def words(self) -> str:
+        """What to write, as markdown, and on which devices only, if these are no GPUs."""
+        return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
     @property
     def rank(self) -> float:
@@ -271,35 +286,46 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
     # As a flow's report counts them.
     processes = [report for kept in _by_history(processes) for report in kept]
     lesson, why = teach(processes)
-    size: float = lesson.budget_bytes if lesson else 0
+    size: float = lesson.need_bytes if lesson else 0
     pinched = max((r.budget_bytes for r in processes if _is_pinched(r)), default=0) * PINCH_FACTOR
     if lesson is not None:
         if pinched > size:
             size, why = pinched, "with less its allocator had to give up its cache"
         fits = all(_may_stay(report, size) for report in processes)
-        return TagAdvice(int(size), _write(size, processes), why, fits)
+        given = _most_bytes(processes)
+        if given is not None and size > given:
+            why += f"; the largest device gives {format_bytes(given)}"
+        return TagAdvice(int(size), _write(size, processes), why, fits, processes[0].device_kind)
     capped = [report for report in processes if report.cause == "own_cap"]
     if not capped:
         return None
     most = max(capped, key=_after_oom_bytes)
-    total = min((device.total_bytes for device in most.devices), default=math.inf)
-    if max(most.budget_bytes, most.wanted_bytes or 0) >= WHOLE_FRACTION * total:
-        why = f"its device has {format_bytes(total)}"
-        return TagAdvice(None, NO_TAG_HELPS, why, fits=False)
+    if _has_no_more(most):
+        why = f"the largest device gives {format_bytes(most.most_bytes)}"
+        return TagAdvice(None, NO_TAG_HELPS, why, False, most.device_kind)
     why = "none completed; it ran out of memory at its cap"
     if most.wanted_bytes:
         why += f", where it would have needed {format_bytes(most.wanted_bytes)}"
     size = _after_oom_bytes(most)
-    return TagAdvice(int(size), _write(size, processes), why, fits=False)
+    return TagAdvice(int(size), _write(size, processes), why, False, most.device_kind)
+
+
+def _has_no_more(report: TaskReport) -> bool:
+    """Return whether no device can give more than a process had, or as much as it wanted."""
+    most = report.most_bytes
+    if most is None:
+        return False
+    # Other programs may keep a part of a device that was given as a whole.
+    return report.budget_bytes >= WHOLE_FRACTION * most or (report.wanted_bytes or 0) > most
 
 
 def _write(size_bytes: float, reports: Sequence[TaskReport]) -> str:
-    return f"`gpu:memory={tag_size(size_bytes, reports)}`"
+    return f"`gpu:memory={size_in_tag(size_bytes, _most_bytes(reports))}`"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskTags:
-    """What to write in the tags of one task, for one set of its `gpu:learn_by` values."""
+    """What to write in the tags of one task, for one set of its `gpu:learn_by` values and one kind of devices."""
 
     task_name: str
     #: The values in words, or their digest. Empty: none are named.
@@ -320,6 +346,13 @@ class TaskTags:
     why: str
     #: The tag of its newest flow run is near enough.
     fits: bool
+    #: Kind of the devices that its memory was measured on.
+    device_kind: DeviceKind
+
+    @property
+    def write_words(self) -> str:
+        """What to write, as markdown, and on which devices only, if these are no GPUs."""
+        return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
     @property
     def saved_bytes(self) -> int | None:
@@ -335,16 +368,16 @@ class TaskTags:
 
 
 def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
-    """Return what to write in the tags of each task, and of each set of its `gpu:learn_by` values.
+    """Return what to write in the tags of each task, of each set of its `gpu:learn_by` values and kind of devices.
 
     It is the advice for the task run that needs the most.
 
     Args:
         reports: Of one flow run, or of several of one flow.
     """
-    by_task: dict[tuple[str, str, str], list[TaskReport]] = {}
+    by_task: dict[tuple[str, ...], list[TaskReport]] = {}
     for report in reports:
-        key = report.task_name, report.learn_by, report.history_key
+        key = report.task_name, report.learn_by, report.history_key, report.device_kind
         by_task.setdefault(key, []).append(report)
     return [_task_tags(group) for _, group in sorted(by_task.items())]
 
@@ -352,7 +385,7 @@ def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
 def tags_table(tags: Sequence[TaskTags]) -> str:
     """Return a table of the tags to change, or that none needs to change."""
     rows = [
-        (_named(each), each.budget_words, each.write, each.why)
+        (_named(each), each.budget_words, each.write_words, each.why)
         for each in tags
         if each.write and not each.fits
     ]
@@ -386,12 +419,18 @@ def _task_tags(group: Sequence[TaskReport]) -> TaskTags:
         write, why = most.write, most.why
         why += f"; the most of {len(runs)} task runs" if len(runs) > 1 else ""
         if most.size_bytes is not None:
-            size = _written_bytes(most.size_bytes, group)
+            size = parse_bytes(readable_size(most.size_bytes))
+            size = min(size, _most_bytes(group) or size)
             now = [report for report in counted if report.flow_run_id == newest]
             fits = bool(now) and all(_may_stay(report, most.size_bytes) for report in now)
     elif any(report.outcome == "oom" and not report.cause for report in group):
-        most_bytes = max(report.budget_bytes for report in group)
-        write, why = f"more than {format_bytes(most_bytes)}", "none completed"
+        largest = max(group, key=lambda report: report.budget_bytes)
+        write, why = f"more than {format_bytes(largest.budget_bytes)}", "none completed"
+        if _has_no_more(largest):
+            write, why = (
+                NO_TAG_HELPS,
+                f"it ran out of memory with {format_bytes(largest.budget_bytes)}",
+            )
     else:
         write = why = ""
     budgets = sorted(report.budget_bytes for report in last)
@@ -406,6 +445,7 @@ def _task_tags(group: Sequence[TaskReport]) -> TaskTags:
         size_bytes=size,
         why=why,
         fits=fits,
+        device_kind=group[0].device_kind,
     )
 
 
@@ -447,9 +487,9 @@ def teach(reports: Sequence[TaskReport]) -> tuple[Lesson | None, str]:
             run if run.outcome == "oom" else replace(run, outcome="completed") for run in runs
         ]
         lesson = learn(counted)
-        if lesson is not None and lesson.budget_bytes:
+        if lesson is not None and lesson.need_bytes:
             lessons.append((lesson, _because(lesson, runs)))
-    return max(lessons, key=lambda found: found[0].budget_bytes, default=(None, ""))
+    return max(lessons, key=lambda found: found[0].need_bytes, default=(None, ""))
 
 
 def _was_seen(run: PastRun) -> bool:
@@ -457,10 +497,10 @@ def _was_seen(run: PastRun) -> bool:
 
 
 def _by_history(reports: Sequence[TaskReport]) -> list[list[TaskReport]]:
-    groups: dict[tuple[str, str], list[TaskReport]] = {}
+    groups: dict[tuple[str | None, str, str], list[TaskReport]] = {}
     for report in reports:
         model = report.devices[0].name if report.devices else ""
-        groups.setdefault((report.history_key, model), []).append(report)
+        groups.setdefault((report.flow_name, report.history_key, model), []).append(report)
     return [_without_probes(group) for group in groups.values()]
 
 
@@ -478,12 +518,12 @@ def _is_steady(report: TaskReport) -> bool:
 
 
 def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
-    if lesson.floor_bytes and lesson.budget_bytes - lesson.floor_bytes < ROUND_BYTES:
+    if lesson.floor_bytes and lesson.need_bytes - lesson.floor_bytes < ROUND_BYTES:
         return "with less it ran out of memory or slowed down"
 
     def need_bytes(run: PastRun) -> int:
         alone = learn([replace(run, outcome="completed")])
-        return alone.budget_bytes if alone else 0
+        return alone.need_bytes if alone else 0
 
     counted = [run for run in runs if run.outcome != "oom"]
     top = max(counted, key=need_bytes)
@@ -512,24 +552,8 @@ def _after_oom_bytes(report: TaskReport) -> int:
     return max(int(report.budget_bytes * OOM_FACTOR), wanted)
 
 
-def _written_bytes(size_bytes: float, reports: Sequence[TaskReport]) -> int:
-    """Return the bytes of the tag that `tag_size` writes."""
-    totals = [device.total_bytes for report in reports for device in report.devices]
-    return min([parse_bytes(readable_size(size_bytes)), *([max(totals)] if totals else [])])
-
-
-def tag_size(size_bytes: float, reports: Sequence[TaskReport]) -> str:
-    """Return a size for a tag, or `100%` if no device of the reports is that large."""
-    text = readable_size(size_bytes)
-    totals = [device.total_bytes for report in reports for device in report.devices]
-    return text if not totals or parse_bytes(text) <= max(totals) else "100%"
-
-
-def readable_size(size_bytes: float) -> str:
-    """Return a size rounded up to one that reads well: `2.1GiB`, `37GiB`, `320MiB`."""
-    if size_bytes > 992 * MIB:
-        step = 0.1 if size_bytes <= 10 * GIB else 0.5 if size_bytes <= 32 * GIB else 1
-        # Counted in whole steps first, so that 2.1 does not become 2.1000000000000001.
-        steps = math.ceil(size_bytes / GIB / step - 1e-9)
-        return f"{round(steps * step, 1):g}GiB"
-    return f"{max(1, math.ceil(size_bytes / MIB / 32)) * 32}MiB"
+def _most_bytes(reports: Iterable[TaskReport]) -> int | None:
+    """Return the most bytes that a device could give to a task; `None`: no report has a device."""
+    return max(
+        (size for report in reports if (size := report.most_bytes) is not None), default=None
+    )

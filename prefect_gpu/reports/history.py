@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 HISTORY_PREFIX = "gpu-history"
 
-#: Version of the metadata's meaning; rises when a field changes its meaning.
-SCHEMA = "1"
+#: Version of the metadata's meaning; rises when a field changes its meaning. 2: a history is of one flow.
+SCHEMA = "2"
 
 #: Seconds that one reading may take, and how often it is tried. A task waits for it. An answer takes
 #: 5 ms (Prefect 3.8.8); the second try is for a connection that was closed in the meantime.
@@ -243,7 +243,8 @@ def _end_claim(hold: Hold, path: Path) -> None:
 @functools.lru_cache(256)
 def history_artifact_key(key: HistoryKey) -> str:
     """Return the artifact's key of a history: `gpu-history-<task-slug>-<digest>`."""
-    text = json.dumps([key.task_name, key.qualified_name, key.device_name, key.learn_by])
+    parts = key.flow_name, key.task_name, key.qualified_name, key.device_name, key.learn_by
+    text = json.dumps(parts)
     digest = hashlib.sha256(text.encode("ascii")).hexdigest()[:DIGEST_CHARS]
     front = artifact_key(HISTORY_PREFIX, key.task_name)
     return f"{front[: KEY_LIMIT - DIGEST_CHARS - 1].rstrip('-')}-{digest}"
@@ -278,6 +279,7 @@ def publish_run(
                     "qualified_name": key.qualified_name,
                     "device_name": key.device_name,
                     "learn_by": key.learn_by,
+                    **({} if key.flow_name is None else {"flow_name": key.flow_name}),
                     **({"learn_by_words": key.learn_by_words} if key.learn_by_words else {}),
                     **runs[0].to_texts(),
                 }
@@ -297,7 +299,7 @@ class KeptHistory:
 
 
 def read_histories(
-    client: SyncPrefectClient, tasks: Container[tuple[str, str]] | None = None
+    client: SyncPrefectClient, tasks: Container[tuple[str | None, str, str]] | None = None
 ) -> list[KeptHistory]:
     """Return all histories that the API has, ordered by task.
 
@@ -305,7 +307,7 @@ def read_histories(
 
     Args:
         client: Of the API.
-        tasks: Only histories of tasks with these names and qualified names. `None`: of all.
+        tasks: Only histories of tasks with these names of their flow, their own and of their function. `None`: of all.
 
     Raises:
         Exception: Any error of the client, if the API does not answer.
@@ -321,14 +323,17 @@ def read_histories(
                 texts["device_name"],
                 texts["learn_by"],
                 texts.get("learn_by_words", ""),
+                texts.get("flow_name"),
             )
         except (KeyError, ValueError):
             continue
-        if tasks is None or (key.task_name, key.qualified_name) in tasks:
+        if tasks is None or (key.flow_name, key.task_name, key.qualified_name) in tasks:
             runs = _read_versions(artifact["key"], client)
             if runs:
                 found.append(KeptHistory(artifact["key"], key, tuple(runs)))
-    return sorted(found, key=lambda kept: (kept.key.task_name, kept.artifact_key))
+    return sorted(
+        found, key=lambda kept: (kept.key.task_name, kept.key.flow_name or "", kept.artifact_key)
+    )
 
 
 def _latest(client: SyncPrefectClient) -> Iterator[dict[str, Any]]:
@@ -447,7 +452,8 @@ def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
         key: The history.
         runs: Newest first.
     """
-    about = f"Task {escape(key.task_name)} on {escape(key.device_name)}"
+    within = "outside a flow" if key.flow_name is None else f"in flow {escape(key.flow_name)}"
+    about = f"Task {escape(key.task_name)} {within}, on {escape(key.device_name)}"
     if key.learn_by:
         about += f", for {escape(key.learn_by_words or key.learn_by, 200)} (`gpu:learn_by`)"
     rows = [
@@ -477,10 +483,16 @@ def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
 
 
 def history_summary(key: HistoryKey, runs: Sequence[PastRun]) -> str:
-    """Return a history in one line without markup: `train · batch_size=32 · NVIDIA H200 · next budget 6GiB`."""
+    """Return a history in one line without markup: `train · nightly · batch_size=32 · NVIDIA H200 · next budget 6GiB`."""
     lesson = learn(runs)
     budget = "not known" if lesson is None else format_bytes(lesson.budget_bytes)
-    parts = key.task_name, key.learn_by_words, key.device_name, f"next budget {budget}"
+    parts = (
+        key.task_name,
+        key.flow_name,
+        key.learn_by_words,
+        key.device_name,
+        f"next budget {budget}",
+    )
     return clean(" · ".join(filter(None, parts)))
 
 
@@ -490,8 +502,9 @@ def _lesson(runs: Sequence[PastRun]) -> str:
         known = "whose memory was measured " if any(r.outcome == "completed" for r in runs) else ""
         return f"No run {known}has completed: the next one has a device to itself, to find out."
     count = "1 completed run" if lesson.runs == 1 else f"{lesson.runs} completed runs"
+    all_of_it = ", all that a device can give" if lesson.need_bytes > lesson.budget_bytes else ""
     text = (
-        f"Next budget: {format_bytes(lesson.budget_bytes)} of each device, "
+        f"Next budget: {format_bytes(lesson.budget_bytes)} of each device{all_of_it}, "
         f"{format_bytes(lesson.context_bytes)} of it for the context, learned from {count}."
     )
     if lesson.floor_bytes:

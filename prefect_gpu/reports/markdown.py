@@ -218,7 +218,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
             else []
         ),
         ("Unused reservation", _unused_percent([report])),
-        *([("Tag for next time", f"{tag.write} ({tag.why})")] if _is_news(tag, report) else []),
+        *([("Tag for next time", f"{tag.words} ({tag.why})")] if _is_news(tag, report) else []),
         (
             "Time",
             ", ".join(

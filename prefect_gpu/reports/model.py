@@ -135,6 +135,8 @@ class TaskReport:
     history_key: str = ""
     #: Of the task's function, as its history has it. Empty: not known.
     qualified_name: str = ""
+    #: Name of the flow that its task was submitted in, as its history has it. `None`: in none.
+    flow_name: str | None = None
     #: What its task asked for beside memory: a place in the order, and its devices for itself.
     priority: int = 0
     exclusive: bool = False
@@ -144,6 +146,9 @@ class TaskReport:
     memory_summary: str = ""
     #: The file with its memory snapshot. Empty: none was written.
     snapshot_path: str = ""
+    #: Most bytes that its task could be given of each of its devices, on the largest ones: what the driver and the
+    #: headroom leave. `None`: not known.
+    capacity_bytes: int | None = None
     #: `False`: the frameworks' counters could not be read to the end (the body destroyed its context). What they
     #: say is then too little to learn from.
     counted_out: bool = True
@@ -177,6 +182,18 @@ class TaskReport:
     def node(self) -> str:
         """Name of the node of a cluster that all its devices are in; empty: there is no cluster."""
         return self.devices[0].node if self.devices else ""
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        """Kind of the devices that its memory was measured on."""
+        return "nvml" if self.source == "framework" else self.source
+
+    @property
+    def most_bytes(self) -> int | None:
+        """Most bytes that a device could give to its task, as far as the report knows; `None`: it has no device."""
+        if self.capacity_bytes is not None:
+            return self.capacity_bytes
+        return max((device.total_bytes for device in self.devices), default=None)
 
     @property
     def budget_total_bytes(self) -> int:
@@ -256,6 +273,7 @@ class TaskReport:
             "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
             "task_name": self.task_name,
             "qualified_name": self.qualified_name,
+            **({} if self.flow_name is None else {"flow_name": self.flow_name}),
             "learn_by": self.history_key,
             "learn_by_words": self.learn_by,
             "priority": str(self.priority),
@@ -264,6 +282,7 @@ class TaskReport:
             "placed_at": f"{self.placed_at:.3f}",
             "held_s": f"{self.held_s:.3f}",
             "wanted_bytes": known(self.wanted_bytes),
+            "capacity_bytes": known(self.capacity_bytes),
             "counted_out": str(self.counted_out),
             **({"suspended_s": f"{self.suspended_s:.3f}"} if self.suspensions else {}),
             **(_step_texts(self.steps) if self.steps else {}),
@@ -288,6 +307,7 @@ _WORDS = frozenset(
         "task_key",
         "task_name",
         "qualified_name",
+        "flow_name",
         "learn_by",
         "learn_by_words",
         "node",
@@ -382,10 +402,12 @@ def read_metadata(
             cap_bytes=size("cap_bytes"),
             cause="" if figures["cause"] == "none" else figures["cause"],
             wanted_bytes=size("wanted_bytes"),
+            capacity_bytes=size("capacity_bytes"),
             steps=_read_steps(figures, size("steady_live_bytes")),
             history_key=figures["learn_by"],
             learn_by=figures["learn_by_words"],
             qualified_name=figures["qualified_name"],
+            flow_name=figures.get("flow_name"),
             priority=int(figures["priority"]),
             exclusive=figures["exclusive"] == "True",
             counted_out=figures["counted_out"] == "True",
@@ -457,4 +479,5 @@ def past_run(report: TaskReport) -> PastRun:
         run_s=report.run_s,
         wanted_bytes=report.wanted_bytes,
         start_s=report.start_s,
+        capacity_bytes=report.capacity_bytes,
     )

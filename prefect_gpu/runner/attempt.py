@@ -354,7 +354,9 @@ class Attempt:
         self.shares = any(reservation.probe for reservation in placement.reservations)
         # What it waited for another's probe, too.
         queued_s = self._grant.waited_s + ticket.placed_s - ticket.request.submitted_s
-        self._run.show_placed(placed_line(placement, self._grant, self.whole_device, queued_s))
+        self._run.show_placed(
+            placed_line(placement, self._grant, self._call.identity, self.whole_device, queued_s)
+        )
         self._run.emit(placed_event(placement, self._source, self._number, queued_s))
         # With a device to itself and no stated memory there is no budget to keep to.
         alone = any(reservation.exclusive for reservation in placement.reservations)
@@ -808,6 +810,7 @@ class Attempt:
                     self._leaked_bytes,
                     self._ticket.ended_s,
                     tuple(self._ticket.neighbours),
+                    self._grant.capacity_bytes,
                 )
                 if line := ended_line(report):
                     self._run.say_ended(line)

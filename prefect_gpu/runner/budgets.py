@@ -66,6 +66,10 @@ class Grant:
     after_oom: bool = False
     #: Bytes that are enough for past runs, their first steps included, by device name.
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
+    #: Most bytes that its task could be given of each of its devices, on the largest ones; `None`: not known.
+    capacity_bytes: int | None = None
+    #: Completed runs that the budget was learned from, by device name.
+    learned_runs: Mapping[str, int] = field(default_factory=dict)
     #: As `Request.probe_fraction`.
     probe_fraction: float = 0.0
     #: Why a probe has a device to itself, for the log; empty: it is no probe, or shares one.
@@ -238,7 +242,7 @@ class BudgetBook:
                     )
                     # A lesson that asks for a whole device is no probe.
                     whole = grant.source == "learned" and any(
-                        lesson is not None and lesson.budget_bytes >= capacity_bytes.get(name, 0)
+                        lesson is not None and lesson.need_bytes >= capacity_bytes.get(name, 0)
                         for name, lesson in lessons.items()
                     )
                     return replace(
@@ -282,7 +286,7 @@ class BudgetBook:
             probes = [] if lesson is None else [*self._probes.get(key, ())]
         for learns in probes:
             assert lesson is not None
-            learns(key.device_name, lesson.budget_bytes)
+            learns(key.device_name, lesson.need_bytes)
 
     def begin_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
         """Pass what is learned from now on, with the model of the device, to a probe that shares one.
@@ -346,9 +350,9 @@ class BudgetBook:
         contexts = {name: lesson.context_bytes for name, lesson in known.items()}
         # A budget above the capacity means a device to itself.
         budgets = {
-            name: lesson.budget_bytes
+            name: lesson.need_bytes
             for name, lesson in known.items()
-            if lesson.budget_bytes < capacity_bytes.get(name, 0)
+            if lesson.need_bytes < capacity_bytes.get(name, 0)
         }
         unclaimed = [n for n in lessons if n not in known and identity.on(n) not in claims]
         if avoid:
@@ -364,6 +368,7 @@ class BudgetBook:
             claims,
             waited_s,
             whole_bytes={name: lesson.whole_bytes for name, lesson in known.items()},
+            learned_runs={name: lesson.runs for name, lesson in known.items()},
         )
 
     def _runs(self, key: HistoryKey) -> list[PastRun]:
@@ -396,7 +401,7 @@ def _placeable(runs: Sequence[PastRun]) -> Lesson | None:
     """Return the lesson of a history, of no more than a completed probe has had of its device."""
     lesson = learn(runs)
     probes = [r.budget_bytes for r in runs if r.outcome == "completed" and r.cap_bytes is None]
-    if lesson is not None and probes and lesson.budget_bytes > max(probes) > 0:
+    if lesson is not None and probes and lesson.need_bytes > max(probes) > 0:
         # Other programs may use the device permanently: a device to itself was enough.
-        return replace(lesson, budget_bytes=NEVER_BYTES)
+        return replace(lesson, need_bytes=NEVER_BYTES)
     return lesson

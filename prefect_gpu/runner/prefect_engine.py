@@ -634,6 +634,10 @@ class EngineRun:
         self._told: set[str] = set()
         #: What it last was said to wait for; empty: it does not wait, or not for long.
         self.awaits = ""
+        flow_run = FlowRunContext.get()
+        flow = None if flow_run is None else flow_run.flow
+        #: Name of the flow that the task was submitted in, the innermost of nested ones; `None`: in none.
+        self.flow_name: str | None = None if flow is None else clean_name(flow.name)
 
     def end(self) -> None:
         """Forget the run's value and arguments; logs and events may still come, in any time."""

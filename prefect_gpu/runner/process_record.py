@@ -279,6 +279,7 @@ class ProcessRecord:
         leaked_bytes: int | None,
         gone_s: float | None,
         shared_with: tuple[str, ...] = (),
+        capacity_bytes: int | None = None,
     ) -> TaskReport:
         """Make the report, once nothing is left of the process.
 
@@ -292,6 +293,7 @@ class ProcessRecord:
             leaked_bytes: What did not come back; `None`: not known.
             gone_s: Monotonic seconds when the process ended; `None`: now.
             shared_with: Names of the tasks that were on its devices meanwhile.
+            capacity_bytes: Most that its task could be given of each device; `None`: not known.
         """
         with self._lock:
             ended_s = self.ended_s if self.ended_s is not None else gone_s
@@ -350,6 +352,7 @@ class ProcessRecord:
                 history_key=call.identity.learn_by,
                 learn_by=call.identity.learn_by_words,
                 qualified_name=call.identity.qualified_name,
+                flow_name=call.identity.flow_name,
                 priority=call.plan.policy.priority,
                 exclusive=call.plan.policy.exclusive,
                 budgets_bytes=self._placement.budget_bytes,
@@ -359,6 +362,7 @@ class ProcessRecord:
                 stderr_tail=verdict.stderr_tail,
                 refused_bytes=self.out_of_memory.wanted_bytes if self.out_of_memory else None,
                 shared_with=shared_with,
+                capacity_bytes=capacity_bytes,
                 counted_out=self._counted_out or not self._counted,
                 memory_summary=self.out_of_memory.summary if self.out_of_memory else "",
                 snapshot_path=self.out_of_memory.snapshot_path if self.out_of_memory else "",

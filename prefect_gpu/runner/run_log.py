@@ -12,6 +12,7 @@ from itertools import accumulate
 from prefect_gpu.reports.advice import NO_TAG_HELPS, TaskTags, task_tags
 from prefect_gpu.reports.model import OUTCOME_WORDS, TaskReport
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Device, Placement
 from prefect_gpu.units import format_bytes, format_seconds
 
@@ -23,12 +24,15 @@ MOST_LINES = 3, 2, 3
 LEAST_WAIT_S = 1.0
 
 
-def placed_line(placement: Placement, grant: Grant, whole: bool, waited_s: float) -> str:
+def placed_line(
+    placement: Placement, grant: Grant, identity: HistoryKey, whole: bool, waited_s: float
+) -> str:
     """Return where a process runs, with how much memory, and why as much.
 
     Args:
         placement: Its devices.
         grant: What it was to get.
+        identity: Whose history it uses.
         whole: It has all that its devices had free.
         waited_s: Seconds that the task run waited for it.
     """
@@ -38,18 +42,26 @@ def placed_line(placement: Placement, grant: Grant, whole: bool, waited_s: float
     budget += " on each" if len(placement.devices) > 1 else ""
     if grant.after_oom:
         why = "after an out-of-memory"
-    elif grant.source == "probe" or shares:
+    elif grant.source == "tag":
+        why = "from its tag gpu:memory"
+    elif (runs := grant.learned_runs.get(placement.devices[0].name)) and not shares:
+        why = _learned_words(runs, identity)
+    else:
         why = "no earlier run has shown what it needs"
         why += f"; {grant.alone_because}" if grant.alone_because else ""
-    else:
-        why = (
-            "learned from earlier runs" if grant.source == "learned" else "from its tag gpu:memory"
-        )
     how = f"alone on {where} with all that is free, " if whole else f"on {where} with a budget of "
     if shares:
         how = f"on {where}, where other first runs may be, with at most "
     waited = f" after {format_seconds(waited_s)}" if waited_s >= LEAST_WAIT_S else ""
     return f"Placed{waited} {how}{budget} ({why})"
+
+
+def _learned_words(runs: int, identity: HistoryKey) -> str:
+    """Return what a budget was learned from: which runs count is what `HistoryKey` compares."""
+    count = "1 run" if runs == 1 else f"{runs} runs"
+    where = "outside a flow" if identity.flow_name is None else "in this flow"
+    values = identity.learn_by_words or ("equal gpu:learn_by values" if identity.learn_by else "")
+    return f"learned from {count} of this task {where}{f' with {values}' if values else ''}"
 
 
 def ended_line(report: TaskReport) -> str:
@@ -116,7 +128,7 @@ def _tag_line(tags: TaskTags) -> str:
     name = f"{tags.task_name} ({tags.learn_by})" if tags.learn_by else tags.task_name
     if tags.write == NO_TAG_HELPS:
         return f"{name} (now {tags.budget_words}): {tags.why}, so {NO_TAG_HELPS}"
-    write = tags.write.replace("`", "")
+    write = tags.write_words.replace("`", "")
     return f"write {write} in the tag of {name} (now {tags.budget_words}): {tags.why}"
 
 

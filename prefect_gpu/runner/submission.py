@@ -13,7 +13,7 @@ import math
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
@@ -76,6 +76,7 @@ from prefect_gpu.scheduling.ladder import (
     needed_bytes,
     next_rung,
 )
+from prefect_gpu.scheduling.model import Device
 from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.units import format_seconds
 from prefect_gpu.values import argument_files
@@ -349,6 +350,7 @@ class BodyRun:
         )
         if grant is None:
             raise CancelledByRunner
+        grant = replace(grant, capacity_bytes=_most_of_each(capacities, policy.count))
         self._probed = grant.claims if grant.probe_fraction else frozenset()
         if grant.source == "probe":
             grant = replace(grant, alone_because=self._call.plan.alone_because)
@@ -371,18 +373,14 @@ class BodyRun:
         climb = replace(self.climb, whole_device=attempt.whole_device)
         policy = self._policy
         capacities = self._broker.capacities(policy.devices, policy.nodes)
-        by_node: dict[str, list[int]] = {}
-        for device, size in sorted(capacities.items(), key=lambda each: -each[1]):
-            by_node.setdefault(device.host, []).append(size)
-        # Each of its devices could give so much.
-        sizes = [s[policy.count - 1] for s in by_node.values() if len(s) >= policy.count]
-        capacity = max(sizes, default=min(capacities.values()))
+        capacity = _most_of_each(capacities, policy.count)
         alike = len({device.name for device in capacities}) == 1
         rung = next_rung(climb, cause, evidence, capacity, whole_bytes, alike)
         # A probe beside others was not given what its tag lets it fail with.
-        if isinstance(rung, Rung) and (policy.oom != "fail" or evidence.shared_probe):
+        probed = evidence.shared_probe or climb.from_error
+        if isinstance(rung, Rung) and (policy.oom != "fail" or probed):
             return rung
-        add_note(error, last_words(cause, evidence, rung))
+        add_note(error, last_words(cause, evidence, rung, capacity, self._broker.kind))
         return None
 
     def _take_report(
@@ -409,6 +407,15 @@ class BodyRun:
             self._book.end(ended)
             if report is not None:
                 self._report(report)
+
+
+def _most_of_each(capacities: Mapping[Device, int], count: int) -> int:
+    """Return the most bytes that each of so many devices of one node could give."""
+    by_node: dict[str, list[int]] = {}
+    for device, size in sorted(capacities.items(), key=lambda each: -each[1]):
+        by_node.setdefault(device.host, []).append(size)
+    sizes = [found[count - 1] for found in by_node.values() if len(found) >= count]
+    return max(sizes, default=min(capacities.values()))
 
 
 if TYPE_CHECKING:
@@ -539,7 +546,7 @@ class GPUTask:
             self._last.wait_finished(ENDING_S)
         try:
             with argument_files().share() as share:
-                identity = self._plan.identity(args, kwargs)
+                identity = self._plan.identity(args, kwargs, run.flow_name)
                 call = TaskCall(
                     self._plan,
                     run,

@@ -106,8 +106,15 @@ class TaskPlan:
             shares={s.name: s.fraction for s in policy.frameworks if s.fraction is not None},
         )
 
-    def identity(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HistoryKey:
+    def identity(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], flow_name: str | None
+    ) -> HistoryKey:
         """Return whose history a call uses, for any device.
+
+        Args:
+            args: Of the call.
+            kwargs: Of the call.
+            flow_name: Name of the flow that the task was submitted in; `None`: in none.
 
         Raises:
             PolicyError: `gpu:learn_by` names a parameter that the function does not have.
@@ -119,7 +126,13 @@ class TaskPlan:
             digest = digest_values(self.function, self.policy.learn_by, bound.arguments)
             words = describe_values(self.function, self.policy.learn_by, bound.arguments)
         qualified_name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
-        return HistoryKey(self.task_name, qualified_name, learn_by=digest, learn_by_words=words)
+        return HistoryKey(
+            self.task_name,
+            qualified_name,
+            learn_by=digest,
+            learn_by_words=words,
+            flow_name=flow_name,
+        )
 
 
 def why_alone(policy: GPUPolicy) -> str:

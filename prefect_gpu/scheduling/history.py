@@ -49,7 +49,7 @@ SLOWER_RUN = 1.2
 
 @dataclass(frozen=True, slots=True)
 class HistoryKey:
-    """What one history covers: one task, on one GPU model, for one set of `gpu:learn_by` values."""
+    """What one history covers: one task in one flow, on one GPU model, for one set of `gpu:learn_by` values."""
 
     task_name: str
     #: Of the task's function, without its module or file: moving a folder or editing a comment does not
@@ -61,6 +61,9 @@ class HistoryKey:
     learn_by: str = ""
     #: The same values in words, for people; empty: none are named.
     learn_by_words: str = field(default="", compare=False)
+    #: Name of the flow that submits the task. Two programs on one server may have tasks of one name. `None`: it is
+    #: submitted outside a flow.
+    flow_name: str | None = None
 
     def on(self, device_name: str) -> HistoryKey:
         """Return the key for a GPU model."""
@@ -101,6 +104,8 @@ class PastRun:
     #: Bytes that were known to be too few when it ended, also by runs that the history no longer keeps;
     #: `None`: none were.
     floor_bytes: int | None = None
+    #: Most bytes that the largest device could give when it ended; `None`: not known.
+    capacity_bytes: int | None = None
 
     def to_texts(self) -> dict[str, str]:
         """Return every known field as a short text."""
@@ -161,7 +166,7 @@ class HistoryStore(Protocol):
 class Lesson:
     """What a history teaches."""
 
-    #: Bytes to reserve on each device, the context included.
+    #: Bytes to reserve on each device, the context included. Never more than a device could give at the last run.
     budget_bytes: int
     #: Of these, bytes for what no framework counts.
     context_bytes: int
@@ -173,6 +178,8 @@ class Lesson:
     growth: float = 1.0
     #: Bytes to reserve if that was not enough: what runs took in their first steps counts too.
     whole_bytes: int = 0
+    #: What the runs need by the formula. It is above `budget_bytes` if no device could give it.
+    need_bytes: int = 0
 
 
 def learn(runs: Iterable[PastRun]) -> Lesson | None:
@@ -192,14 +199,22 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
     floor = known_floor_bytes(past)
     growth = _growth(completed) if floor else 1.0
     need = max(_need_bytes(run, context, growth) for run in completed)
+    need_bytes = _round(max(need, floor))
     return Lesson(
-        _round(max(need, floor)),
+        _bounded(need_bytes, past),
         context,
         len(completed),
         floor,
         growth,
         _round(max(_whole_need_bytes(completed), need, floor)),
+        need_bytes,
     )
+
+
+def _bounded(size_bytes: int, past: Sequence[PastRun]) -> int:
+    """Return a size, or what the largest device could give at the newest run that knows, if that is less."""
+    known = [(run.ended_at, run.capacity_bytes) for run in past if run.capacity_bytes]
+    return min(size_bytes, max(known)[1]) if known else size_bytes
 
 
 def _round(size_bytes: int) -> int:
@@ -214,9 +229,9 @@ def known_floor_bytes(runs: Iterable[PastRun]) -> int:
     past = tuple(runs)
     shown = _floor_bytes(past, [run for run in past if run.outcome == "completed"])
     if shown:
-        return shown
+        return _bounded(shown, past)
     told = [(run.ended_at, run.floor_bytes) for run in past if run.floor_bytes]
-    return max(told)[1] if told else 0
+    return _bounded(max(told)[1], past) if told else 0
 
 
 def learned_context_bytes(runs: Iterable[PastRun]) -> int | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from prefect_gpu.scheduling.history import OOM_FACTOR
-from prefect_gpu.units import MIB, format_bytes
+from prefect_gpu.scheduling.model import ONLY_ON, DeviceKind
+from prefect_gpu.units import MIB, format_bytes, size_in_tag
 
 #: own_cap: the task needs more than its budget. foreign: processes of others took what was missing.
 #: crowded: our processes filled the device though this one was within its budget. host: the machine's own
@@ -125,6 +126,8 @@ class Climb:
     whole_device: bool = False
     #: Most bytes that a rung has given; 0: none has.
     reached_bytes: int = 0
+    #: The last process was given what the error of a probe beside others said it needs.
+    from_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +171,8 @@ def next_rung(
     if cause == "own_cap":
         if climb.whole_device or evidence.budget_bytes >= capacity_bytes:
             return f"a whole device was not enough, {budget}{wanted}"
-        if evidence.shared_probe:
-            return _give_whole(climb, capacity_bytes, alike, _shortage(cause, evidence))
+        if evidence.shared_probe or climb.from_error:
+            return _give_needed(climb, cause, evidence, capacity_bytes, alike)
         more = max(
             int(evidence.budget_bytes * OOM_FACTOR), int((needed or 0) * WANTED_FACTOR), whole_bytes
         )
@@ -179,7 +182,7 @@ def next_rung(
         grown = replace(climb, shared=0)
         return _give(grown, more, capacity_bytes, alike, _shortage(cause, evidence))
     if evidence.shared_probe:
-        return _give_whole(climb, capacity_bytes, alike, _shortage(cause, evidence))
+        return _give_needed(climb, cause, evidence, capacity_bytes, alike)
     shared = climb.shared + 1
     if shared > MOST_SHARED:
         return f"the device ran full {shared} times though the task was within its {budget}{wanted}"
@@ -191,8 +194,24 @@ def next_rung(
     return _give(grown, evidence.budget_bytes, capacity_bytes, alike, reason)
 
 
-def _give_whole(climb: Climb, capacity_bytes: int, alike: bool, reason: str) -> Rung:
-    return _give(replace(climb, shared=0), capacity_bytes, capacity_bytes, alike, reason)
+def _give_needed(
+    climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: int, alike: bool
+) -> Rung:
+    """Return what follows a probe beside others: what its error says it needs, then a whole device.
+
+    Its cap was what its neighbours left, so a multiple of it says nothing. The error says what one allocation wanted, not
+    what comes after it: a whole device is next, and the body begins three times at most.
+    """
+    asked = int((needed_bytes(evidence) or 0) * WANTED_FACTOR)
+    enough = asked > (evidence.budget_bytes if cause == "own_cap" else 0)
+    from_error = evidence.shared_probe and enough and asked < capacity_bytes
+    return _give(
+        replace(climb, shared=0, from_error=from_error),
+        asked if from_error else capacity_bytes,
+        capacity_bytes,
+        alike,
+        _shortage(cause, evidence),
+    )
 
 
 def _shortage(cause: Cause, evidence: Evidence) -> str:
@@ -209,20 +228,25 @@ def _wanted(evidence: Evidence) -> str:
     return f"; it would have needed {format_bytes(needed)} in all" if needed else ""
 
 
-def last_words(cause: Cause, evidence: Evidence, rung: Rung | str) -> str:
+def last_words(
+    cause: Cause, evidence: Evidence, rung: Rung | str, capacity_bytes: int, kind: DeviceKind
+) -> str:
     """Return why a task run ends out of memory and what to write next time, for its state.
 
     Args:
         cause: From `classify`.
         evidence: Of its last out-of-memory.
         rung: From `next_rung`. A rung is what the task run would get without `gpu:oom=fail`.
+        capacity_bytes: As for `next_rung`.
+        kind: Of its devices.
     """
     if isinstance(rung, str):
         return f"{rung}: {REMEDIES[cause]}" if cause in REMEDIES else rung
     why, remedy = _shortage(cause, evidence) + _wanted(evidence), REMEDIES.get(cause, "")
     if cause == "own_cap":
-        size = "100%" if rung.budget_bytes is None else format_bytes(rung.budget_bytes)
-        remedy = f"write gpu:memory={size}"
+        given = rung.budget_bytes
+        size = "100%" if given is None else size_in_tag(given, capacity_bytes)
+        remedy = f"write gpu:memory={size}{ONLY_ON[kind]}"
     return f"{why}: {remedy}; without gpu:oom=fail it runs again by itself"
 
 

@@ -12,6 +12,13 @@ from typing import Literal, TypeAlias, Union
 
 DeviceKind = Literal["nvml", "host", "simulated"]
 
+#: What advice adds to a size that was found on other devices than GPUs: a GPU needs memory for a context, too.
+ONLY_ON: Mapping[DeviceKind, str] = {
+    "nvml": "",
+    "host": " (host devices only: the machine's memory, not a GPU's)",
+    "simulated": " (simulated devices only)",
+}
+
 #: Machine and UUID of a device.
 DeviceKey = tuple[str, str]
 

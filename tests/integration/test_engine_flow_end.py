@@ -202,8 +202,8 @@ def test_a_report_has_these_numbers(reported: Reported) -> None:
         "budget_bytes", "budget_source", "peak_process_bytes", "peak_live_bytes",
         "peak_reserved_bytes", "context_bytes", "leaked_bytes", "queued_s", "start_s", "run_s",
         "samples", "source", "cap_bytes", "cause", "shared_with", "steady_live_bytes",
-        "task_name", "qualified_name", "learn_by", "learn_by_words", "priority", "exclusive",
-        "device_total_bytes", "placed_at", "held_s", "wanted_bytes", "counted_out",
+        "task_name", "qualified_name", "flow_name", "learn_by", "learn_by_words", "priority", "exclusive",
+        "device_total_bytes", "placed_at", "held_s", "wanted_bytes", "capacity_bytes", "counted_out",
     }  # fmt: skip
     assert metadata["peak_live_bytes"] == str(32 << 20)
     assert metadata["budget_bytes"] == str(64 << 20)

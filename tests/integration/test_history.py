@@ -45,7 +45,7 @@ RUN = PastRun(
 @pytest.fixture
 def key(prefect_server: str) -> HistoryKey:
     """A history that no other test writes to."""
-    return HistoryKey("Évaluate models", "evaluate", "NVIDIA H200", uuid4().hex[:12])
+    return HistoryKey("Évaluate models", "evaluate", "NVIDIA H200", "0b", "", uuid4().hex[:12])
 
 
 def connect() -> SyncPrefectClient:
@@ -187,7 +187,7 @@ def test_histories_are_read_with_the_keys_that_they_were_kept_with(
         client.create_artifact(ArtifactCreate(key="not-gpu-history-odd", type="markdown", data=""))
         monkeypatch.setattr(history, "PAGE", 2)
         found = {each.artifact_key: each for each in read_histories(client)}
-        ours = read_histories(client, {(key.task_name, key.qualified_name)})
+        ours = read_histories(client, {(key.flow_name, key.task_name, key.qualified_name)})
     kept = found[history_artifact_key(key)]
     assert kept.key == named and kept.key.learn_by_words == "batch=3"
     assert kept.runs == (numbered(1), RUN)

@@ -77,7 +77,7 @@ def test_a_task_run_that_ends_out_of_memory_says_in_its_state_what_to_write() ->
     small, large = (api.task_run(future.task_run_id).state for future in futures)
     assert small is not None and small.message is not None
     assert small.message.startswith(
-        "Out of memory: 1GiB were not enough; it would have needed 3.5GiB in all: write gpu:memory=3.8GiB"
+        "Out of memory: 1GiB were not enough; it would have needed 3.5GiB in all: write gpu:memory=3.9GiB (simulated devices only)"
     )
     assert "(SimulatedOutOfMemoryError: out of memory: tried to allocate 3GiB; " in small.message
     assert large is not None and large.message is not None
@@ -343,3 +343,48 @@ def learn_in(place: Workplace, folder: str, comment: str) -> int:
     done = place.run(name)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("budget ")]
     return int(line.split()[1])
+
+
+PROJECT = """
+from pathlib import Path
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, current_allocation, gpu
+from prefect_gpu.testing import SimulatedDevices, allocate
+
+BEGUN = Path(__file__).with_suffix(".begun")
+
+@task(name="train-{token}", tags=gpu())
+def train(step):
+    with BEGUN.open("a") as file:
+        file.write("x")
+    with allocate("{size}"):
+        return current_allocation().budget_bytes
+
+@flow(name="{name}-{token}", task_runner=GPUTaskRunner(devices=SimulatedDevices("1x48GiB"), headroom="0"))
+def sweep():
+    first = train.submit(0).result()
+    return [first, *train.map([1, 2, 3]).result()]
+
+found = sweep()
+print("sweep", *found, len(BEGUN.read_text()))
+"""
+
+
+@pytest.mark.slow
+def test_tasks_of_one_name_in_two_flows_have_budgets_of_their_own_and_run_once(
+    tmp_path: Path, prefect_server: str
+) -> None:
+    def sweep(place: Workplace, name: str, size: str) -> tuple[list[int], str]:
+        program = place.write(f"{name}.py", PROJECT.format(name=name, size=size, token=place.token))
+        done = place.run(str(program))
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("sweep ")]
+        return [int(word) for word in line.split()[1:]], done.stdout + done.stderr
+
+    with workplace(tmp_path, prefect_server) as place:
+        small, _ = sweep(place, "small", "1GiB")
+        large, said = sweep(place, "large", "6GiB")
+    for (first, *later, begun), need in ((small, GIB), (large, 6 * GIB)):
+        learned = -(-int(need * 1.3) // (2 * MIB)) * 2 * MIB
+        assert (later, begun) == ([learned] * 3, 4), "no body runs twice"
+        assert first > 6 * GIB, "nothing is learned of it in its first run"
+    assert "learned from 1 run of this task in this flow" in said

@@ -175,7 +175,7 @@ def test_what_is_neither_a_file_nor_a_flow_run_is_one_error(api: str, capsys: Ca
 def test_the_tags_to_write_are_those_of_the_report(run: Run, capsys: Capture) -> None:
     evaluated, trained = found(capsys, "recommend", f"nightly-{MARK}")
     assert (trained["task_name"], trained["runs"]) == (f"train-{MARK}", 4)
-    assert trained["write"] == "gpu:memory=2.7GiB"
+    assert (trained["write"], trained["device_kind"]) == ("gpu:memory=2.7GiB", "simulated")
     assert trained["peak_bytes"] == 2 * GIB
     assert trained["saved_bytes"] == 10 * GIB - parse_bytes("2.7GiB")
     assert (evaluated["learn_by"], evaluated["budget_sources"]) == ("size=7", ["probe"])
@@ -189,7 +189,7 @@ def test_recommendations_are_a_table(run: Run, capsys: Capture) -> None:
     heads, _, trained = printed(capsys, "recommend", run.name, "--last", "1").splitlines()
     assert heads.split() == ["task", "runs", "peak", "budget", "now", "write", "saves", "because"]
     assert re.sub(" +", " ", trained) == (
-        f"train-{MARK} 4 2GiB 10GiB, tag gpu:memory=2.7GiB 7.3GiB live peak 2GiB × 1.3; the most of 4 "
+        f"train-{MARK} 4 2GiB 10GiB, tag gpu:memory=2.7GiB (simulated devices only) 7.3GiB live peak 2GiB × 1.3; the most of 4 "
         "task runs"
     )
 
@@ -239,7 +239,8 @@ def test_histories_are_listed_and_those_of_one_flow(run: Run, capsys: Capture) -
     assert trained["device_name"] == "simulated 16GiB" and trained["expected_s"] > 0.6
     row = printed(capsys, "history", "list", run.name).splitlines()[-1]
     assert re.fullmatch(
-        rf"train-{MARK} +simulated 16GiB +4 +2GiB +[\d.]+m?s +2\.6GiB +\d{{4}}-.*", row
+        rf"train-{MARK} +nightly-{MARK} +simulated 16GiB +4 +2GiB +[\d.]+m?s +2\.6GiB +\d{{4}}-.*",
+        row,
     )
 
 
@@ -265,8 +266,15 @@ def test_a_reset_makes_the_next_run_learn_anew(
     assert evening() == ["learned"]
     said = refused(capsys, "history", "reset", f"evaluate-{MARK}", "no-such-task")
     assert "nothing is learned of no-such-task; known: " in said and "Nothing was deleted" in said
+    said = refused(capsys, "history", "reset", f"evaluate-{MARK}", "--flow", "no-such-flow")
+    assert "nothing is learned in flow 'no-such-flow'" in said and "Nothing was deleted" in said
+    evenings = "history", "reset", f"evaluate-{MARK}", "--flow", f"evening-{MARK}"
+    assert printed(capsys, *evenings) == (
+        f"deleted 1 history of 1 task in flow 'evening-{MARK}', with 2 runs: evaluate-{MARK}\n"
+    )
+    assert (f"evaluate-{MARK}", "size=7") in tasks_of(found(capsys, "history", "list", run.name))
     said = printed(capsys, "history", "reset", f"evaluate-{MARK}")
-    assert said == f"deleted 2 histories of 1 task, with 3 runs: evaluate-{MARK}\n"
+    assert said == f"deleted 1 history of 1 task, with 1 run: evaluate-{MARK}\n"
     assert {name for name, _ in tasks_of(found(capsys, "history", "list", run.name))} == {
         f"train-{MARK}"
     }

@@ -145,7 +145,7 @@ def test_the_newest_is_ended_when_the_device_runs_short_and_runs_again_alone(
     api.logs(run.flow_run_id, [said])
 
 
-def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_runs_again_alone(
+def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_has_all_it_needs_in_the_end(
     tmp_path: Path,
 ) -> None:
     futures: list[Any] = []
@@ -186,11 +186,14 @@ def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_runs_again_alone(
         futures.append(unknown.submit())
         return futures[0].result(), futures[1].result()
 
-    assert flow(task_runner=runner())(both)() == (True, 2)
-    first, second = reports(futures[1].task_run_id, 2)
-    assert (first["outcome"], first["cause"]) == ("oom", "own_cap")
+    assert flow(task_runner=runner())(both)() == (True, 3)
+    first, second, third = reports(futures[1].task_run_id, 3)
+    for each in (first, second):
+        assert (each["outcome"], each["cause"]) == ("oom", "own_cap")
     assert int(first["cap_bytes"]) <= 10 * GIB
-    assert second["outcome"] == "completed"
+    # What its error has said, and then a device to itself.
+    assert int(second["budget_bytes"]) == int(int(first["wanted_bytes"]) * 1.1)
+    assert (third["outcome"], third["cap_bytes"]) == ("completed", "none")
 
 
 @task(tags=gpu(learn_by="name"))

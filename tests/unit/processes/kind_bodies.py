@@ -30,3 +30,13 @@ def imports_either(first: bool) -> Any:
     import tensorflow as tf
 
     return tf
+
+
+def imports_keras_or_torch(first: bool) -> Any:
+    if first:
+        import keras
+
+        return keras
+    import torch.nn
+
+    return torch.nn

@@ -103,6 +103,33 @@ def test_a_standby_does_not_import_a_framework_that_the_tags_leave_out() -> None
 
 
 @pytest.mark.parametrize(
+    ("backend", "imported"),
+    [("", False), ("tensorflow", False), ("torch", True)],
+    ids=["TensorFlow by default", "TensorFlow", "PyTorch"],
+)
+def test_keras_is_imported_ahead_only_for_its_backend(
+    backend: str, imported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    if backend:
+        monkeypatch.setenv("KERAS_BACKEND", backend)
+    found = kind(kind_bodies.imports_keras_or_torch)
+    assert "torch.nn" in found.users and ("keras" in found.users) is imported
+
+
+def test_on_the_host_no_framework_is_imported_ahead_where_the_code_has_several() -> None:
+    # A process counts by its resident set there, and a branch of the task uses one of them.
+    both = replace(NVML, frameworks=(), detected=("tensorflow", "torch"))
+    assert "torch" in kind(kind_bodies.imports_either, both).always
+    found = kind(kind_bodies.imports_either, replace(both, device_kind="host"))
+    assert found.always == OWN_MODULES and "torch" not in str(found.users)
+    stated = replace(both, device_kind="host", frameworks=("tensorflow", "torch"))
+    assert {"tensorflow", "torch"} <= set(kind(kind_bodies.imports_either, stated).always)
+    one = replace(both, device_kind="host", detected=("torch",))
+    assert "torch" in kind(kind_bodies.imports_inside, one).always
+
+
+@pytest.mark.parametrize(
     ("frameworks", "hot"),
     [
         (("torch",), "torch"),

@@ -98,13 +98,13 @@ def test_a_report_without_a_reason_gets_no_advice(report: TaskReport) -> None:
             {"wanted_bytes": 150 * GIB},
             (
                 "It reached its cap of 5.4GiB, of a budget of 6GiB, and would have needed 150GiB in all; "
-                "its device has 140GiB, so no tag helps: it must take less."
+                "the largest device gives 140GiB, so no tag helps: it must take less."
             ),
         ),
         (
             {"budget_bytes": 139 * GIB, "cap_bytes": None, "wanted_bytes": None},
             (
-                "It reached its budget of 139GiB; its device has 140GiB, so no tag helps: it must take "
+                "It reached its budget of 139GiB; the largest device gives 140GiB, so no tag helps: it must take "
                 "less."
             ),
         ),

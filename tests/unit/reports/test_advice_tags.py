@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.measurements import StepFacts
-from prefect_gpu.reports.advice import readable_size, tags_table, task_tags, teach
+from prefect_gpu.reports.advice import tags_table, task_tags, teach
+from prefect_gpu.reports.markdown import task_markdown
 from prefect_gpu.reports.model import TaskReport, past_run, read_metadata
+from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.scheduling.history import learn
-from prefect_gpu.units import GIB, MIB, parse_bytes
+from prefect_gpu.units import GIB, MIB, parse_bytes, readable_size
 from tests.fakes.reports import CONTEXT, device, task_report
 
 
@@ -93,7 +95,7 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
                     context_bytes=0,
                 )
             ],
-            "`gpu:memory=6GiB`",
+            "`gpu:memory=6GiB` (host devices only: the machine's memory, not a GPU's)",
             "peak 4.6GiB × 1.3",
         ),
         (
@@ -199,7 +201,7 @@ def test_no_tag_is_written_for_a_shortage_that_it_does_not_help_against() -> Non
     assert "Nothing to change" in tags_table(task_tags([run(5, outcome="oom", cause="foreign")]))
     assert row(run(5, outcome="oom", cause="own_cap", wanted_bytes=150 * GIB))[2:] == [
         "no tag helps: it must take less",
-        "its device has 140GiB",
+        "the largest device gives 140GiB",
     ]
 
 
@@ -254,15 +256,79 @@ def test_a_task_of_which_nothing_is_known_has_no_tag_to_write() -> None:
     assert (tags.write, tags.runs, tags.saved_bytes) == ("", 0, None)
 
 
+@pytest.mark.parametrize(
+    ("source", "only"),
+    [
+        ("host", " (host devices only: the machine's memory, not a GPU's)"),
+        ("simulated", " (simulated devices only)"),
+        ("nvml", ""),
+        ("framework", ""),
+    ],
+)
+def test_advice_says_if_it_was_not_measured_on_gpus(source: Any, only: str) -> None:
+    report = run(4, source=source)
+    assert row(report)[2] == f"`gpu:memory=5.8GiB`{only}"
+    (tags,) = task_tags([report])
+    assert (tags.write, tags.write_words) == ("`gpu:memory=5.8GiB`", f"`gpu:memory=5.8GiB`{only}")
+    line = flow_summary({}, [report]).splitlines()[-1]
+    assert f"write gpu:memory=5.8GiB{only} in the tag of evaluate (now" in line
+    assert f"| `gpu:memory=5.8GiB`{only} (live peak" in task_markdown(report)
+    short = run(5, source=source, outcome="oom", cause="own_cap", cap_bytes=4 * GIB)
+    assert f": write `gpu:memory=18GiB`{only}." in task_markdown(short)
+
+
+def test_a_size_that_no_tag_helps_against_needs_no_word_on_devices() -> None:
+    short = run(5, outcome="oom", cause="own_cap", wanted_bytes=150 * GIB, source="simulated")
+    assert row(short)[2] == "no tag helps: it must take less"
+
+
+def test_what_the_host_has_shown_is_no_advice_for_a_gpu() -> None:
+    on_host = run(9, source="host", peak_live_bytes=None, task_run_id=UUID(int=1))
+    gpu, host = task_tags([on_host, run(4)])[::-1]
+    assert (gpu.device_kind, gpu.write) == ("nvml", "`gpu:memory=5.8GiB`")
+    assert (host.device_kind, host.write) == ("host", "`gpu:memory=12.5GiB`")
+
+
 def test_a_size_above_the_device_is_the_whole_of_it() -> None:
     (tags,) = task_tags([run(130, budget_bytes=139 * GIB)])
     assert tags.write == "`gpu:memory=100%`" and tags.size_bytes == device().total_bytes
+
+
+def test_a_tag_that_is_rounded_up_is_no_more_than_a_device_gives() -> None:
+    small = device(0, 8)
+    given = int(7.75 * GIB)
+    # 5.5 × 1.3 + the context is 7.75 GiB, a little less than what the device gives: 7.8 would be more.
+    report = run(5.5, devices=(small,), budget_bytes=given, capacity_bytes=given)
+    (tags,) = task_tags([report])
+    assert (tags.write, tags.size_bytes) == ("`gpu:memory=100%`", given)
+    assert "the largest device" not in tags.why
+    (tags,) = task_tags([replace(report, peak_live_bytes=7 * GIB)])
+    assert (tags.write, tags.size_bytes) == ("`gpu:memory=100%`", given)
+    assert tags.why == "live peak 7GiB × 1.3 + context 612MiB; the largest device gives 7.8GiB"
+
+
+def test_no_tag_helps_where_a_device_cannot_give_what_was_wanted() -> None:
+    given = int(7.75 * GIB)
+    wanted = {"outcome": "oom", "cause": "own_cap", "wanted_bytes": int(7.9 * GIB)}
+    report = run(5, devices=(device(0, 8),), budget_bytes=6 * GIB, capacity_bytes=given, **wanted)
+    assert row(report)[2:] == [
+        "no tag helps: it must take less",
+        "the largest device gives 7.8GiB",
+    ]
+    # Another device of the machine does.
+    assert row(replace(report, capacity_bytes=23 * GIB))[2] == "`gpu:memory=9GiB`"
+
+
+def test_without_a_cause_the_advice_is_not_more_than_all() -> None:
+    full = run(5, outcome="oom", budget_bytes=140 * GIB)
+    assert row(full)[2:] == ["no tag helps: it must take less", "it ran out of memory with 140GiB"]
 
 
 @pytest.mark.parametrize(
     "report",
     [
         pytest.param(run(4), id="a run with a tag"),
+        pytest.param(run(4, capacity_bytes=139 * GIB), id="a device whose capacity is known"),
         pytest.param(run(4, budget_source="learned", cap_bytes=3 * GIB), id="a learned budget"),
         pytest.param(
             run(13, steps=StepFacts(9, 13 * GIB, 4 * GIB, 0.05, 3), cap_bytes=14 * GIB), id="steps"

@@ -37,7 +37,7 @@ from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, HistoryStore, 
 from prefect_gpu.units import GIB, MIB
 
 PATIENCE_S = 60.0
-KEY = HistoryKey("Évaluate models", "evaluate", "NVIDIA H200", "0123456789ab")
+KEY = HistoryKey("Évaluate models", "evaluate", "NVIDIA H200", "0123456789ab", "", "nightly")
 OTHER = HistoryKey("train", "train", "NVIDIA H200")
 
 
@@ -185,8 +185,9 @@ def test_an_artifact_is_of_no_run_and_says_what_it_is_about() -> None:
     assert artifact["key"].startswith("gpu-history-evaluate-models-")
     assert not {"task_run_id", "flow_run_id"} & set(artifact)
     assert artifact["metadata_"] == {
-        "schema": "1",
+        "schema": "2",
         "version": artifact["metadata_"]["version"],
+        "flow_name": "nightly",
         "task_name": "Évaluate models",
         "qualified_name": "evaluate",
         "device_name": "NVIDIA H200",
@@ -231,7 +232,8 @@ def test_a_run_that_was_published_twice_counts_once() -> None:
     [
         pytest.param(None, id="none"),
         pytest.param({}, id="empty"),
-        pytest.param({"schema": "2"}, id="of a later schema"),
+        pytest.param({"schema": "1"}, id="without the flow in its key"),
+        pytest.param({"schema": "3"}, id="of a later schema"),
         pytest.param({"outcome": None}, id="null"),
         pytest.param({"budget_bytes": None}, id="a null number"),
         pytest.param({"budget_bytes": "6GiB"}, id="no number"),
@@ -346,17 +348,23 @@ def test_a_run_that_cannot_be_kept_counts_here_and_is_counted_as_lost(
     assert it.publisher.lost == 1 and "was lost: PrefectHTTPStatusError: 422" in caplog.text
 
 
-@given(st.builds(HistoryKey, st.text(max_size=120), st.text(), st.text(), st.text()))
+@given(
+    st.builds(
+        HistoryKey,
+        st.text(max_size=120),
+        st.text(),
+        st.text(),
+        st.text(),
+        st.text(),
+        st.none() | st.text(),
+    )
+)
 def test_any_history_has_a_key_of_its_own_that_prefect_accepts(key: HistoryKey) -> None:
     front, _, digest = history_artifact_key(key).rpartition("-")
     assert front.startswith("gpu-history") and len(front) <= 87
     assert set(front) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") and "--" not in front
     assert len(digest) == 12 and int(digest, 16) >= 0
-    assert history_artifact_key(key) == history_artifact_key(HistoryKey(*key_fields(key)))
-
-
-def key_fields(key: HistoryKey) -> tuple[str, str, str, str]:
-    return key.task_name, key.qualified_name, key.device_name, key.learn_by
+    assert history_artifact_key(key) == history_artifact_key(replace(key, learn_by_words="x=1"))
 
 
 def test_every_part_of_a_key_counts() -> None:
@@ -370,11 +378,14 @@ def test_every_part_of_a_key_counts() -> None:
             ("a", "b", "c", "x"),
             ("a", "b", "c", ""),
             ("a", "b", "cd", ""),
+            ("a", "b", "c", "d", "", ""),
+            ("a", "b", "c", "d", "", "a flow"),
+            ("a", "b", "c", "d", "", "another flow"),
             ("x" * 200, "b", "c", "d"),
             ("x" * 201, "b", "c", "d"),
         ]
     }
-    assert len(keys) == 9 and max(map(len, keys)) <= 100
+    assert len(keys) == 12 and max(map(len, keys)) <= 100
 
 
 # The page of a history.
@@ -399,13 +410,13 @@ def test_the_page_of_a_history_has_the_next_budget_and_every_run() -> None:
         "down.**\n"
     )
     assert (
-        "Task Évaluate models on NVIDIA H200, for 0123456789ab (`gpu:learn_by`). A `gpu:memory` "
+        "Task Évaluate models in flow nightly, on NVIDIA H200, for 0123456789ab (`gpu:learn_by`). A `gpu:memory` "
         "tag takes precedence"
     ) in page
     said = replace(KEY, learn_by_words="batch_size=32")
     assert r"for batch_size=32 (`gpu:learn_by`)" in history_markdown(said, runs)
     assert history_summary(said, runs) == (
-        "Évaluate models · batch_size=32 · NVIDIA H200 · next budget 6GiB"
+        "Évaluate models · nightly · batch_size=32 · NVIDIA H200 · next budget 6GiB"
     )
     assert history_summary(OTHER, []).endswith(" · next budget not known")
     rows = [line for line in page.splitlines() if line.startswith("| 2026")]
@@ -426,6 +437,7 @@ def test_the_page_of_a_history_without_a_completed_run_announces_a_probe() -> No
     assert "the next one has a device to itself" in page
     assert "\n| died |" in page and "| unknown |" in page
     assert "learn_by" not in page
+    assert "Task train outside a flow, on NVIDIA H200." in page
 
 
 def test_the_page_of_a_history_escapes_names() -> None:

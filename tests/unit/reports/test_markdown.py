@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefect_gpu.measurements import COMPACT_SAMPLES, Mark, Sample, StepFacts
+from prefect_gpu.reports.advice import task_tags
 from prefect_gpu.reports.markdown import (
     flow_markdown,
     flow_metadata,
@@ -25,9 +26,12 @@ from prefect_gpu.reports.model import (
     Source,
     TaskReport,
     UnstartedRun,
+    past_run,
 )
+from prefect_gpu.runner.run_log import flow_summary
+from prefect_gpu.scheduling.history import known_floor_bytes, learn
 from prefect_gpu.scheduling.ladder import Cause
-from prefect_gpu.units import GIB, MIB
+from prefect_gpu.units import GIB, MIB, parse_bytes
 from tests.fakes.reports import PLACED_AT, device, flow_reports, on_node, task_report
 
 
@@ -77,6 +81,7 @@ def test_metadata_has_every_field_of_the_design_as_a_short_string() -> None:
         "placed_at",
         "held_s",
         "wanted_bytes",
+        "capacity_bytes",
         "counted_out",
     ]
     assert all(isinstance(value, str) and len(value) < 500 for value in metadata.values())
@@ -323,6 +328,8 @@ def reports(draw: st.DrawFn) -> TaskReport:
             drawn[field.name] = draw(st.none() | BYTES)
         elif field.name in ("budget_bytes", "peak_process_bytes", "context_bytes"):
             drawn[field.name] = draw(BYTES)
+        elif field.name == "capacity_bytes":
+            drawn[field.name] = draw(st.integers(GIB, 140 * GIB))
         elif field.name in ("queued_s", "start_s", "run_s"):
             drawn[field.name] = draw(SECONDS)
     return task_report(**drawn)
@@ -335,11 +342,26 @@ def reports(draw: st.DrawFn) -> TaskReport:
 )
 @given(st.lists(reports(), max_size=4))
 def test_any_report_renders(given_reports: list[TaskReport]) -> None:
-    for report in given_reports:
-        assert len(pictures(task_markdown(report))) == 1
+    texts = [flow_markdown(given_reports), *map(task_markdown, given_reports)]
+    for report, text in zip(given_reports, texts[1:], strict=True):
+        assert len(pictures(text)) == 1
         assert report.metadata() == report.compact().metadata()
-    assert len(pictures(flow_markdown(given_reports))) == (1 if given_reports else 0)
+    assert len(pictures(texts[0])) == (1 if given_reports else 0)
+    if given_reports:
+        advises_no_more_than_a_device_can_give(given_reports, "\n".join(texts))
     assert all(isinstance(value, str) for value in flow_metadata(given_reports).values())
+
+
+def advises_no_more_than_a_device_can_give(given_reports: list[TaskReport], text: str) -> None:
+    most = max(report.capacity_bytes or 0 for report in given_reports)
+    for size in re.findall(r"gpu:memory=([\d.]+\w*B)", text + flow_summary({}, given_reports)):
+        assert parse_bytes(size) <= most
+    for tags in task_tags(given_reports):
+        assert (tags.size_bytes or 0) <= most
+    runs = [past_run(report) for report in given_reports]
+    lesson = learn(runs)
+    assert lesson is None or lesson.budget_bytes <= most
+    assert known_floor_bytes(runs) <= most
 
 
 def test_a_flow_report_lists_leaks_and_failures_first() -> None:

@@ -152,6 +152,7 @@ class Scene:
         self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
         left = list(ends)
         broker = SimpleNamespace(
+            kind="nvml",
             capacities=lambda names, nodes=(): {device(): CAPACITY},
         )
 
@@ -419,11 +420,12 @@ def test_a_probe_that_was_ended_for_others_runs_again_with_a_device_to_itself() 
 
 
 @pytest.mark.parametrize("asks", [{}, {"oom": "fail"}], ids=["escalate", "fail"])
-@pytest.mark.parametrize("ends", [own_cap(), device_full()], ids=["own cap", "crowded"])
-def test_a_probe_that_ran_out_of_memory_beside_others_runs_again_alone(
-    ends: OutOfMemory, asks: dict[str, Any]
+@pytest.mark.parametrize("wanted", [6 * GIB, None], ids=["says what it needs", "does not say"])
+def test_a_probe_that_ran_out_of_memory_beside_others_has_all_that_it_needs_in_the_end(
+    wanted: int | None, asks: dict[str, Any]
 ) -> None:
-    scene = Scene(ends, 7, memory=None, allocation="growth", probe_fraction=1.0, **asks)
+    known = [own_cap(6 * GIB)] * 2 if wanted else [replace(own_cap(), wanted_bytes=None)]
+    scene = Scene(*known, 7, memory=None, allocation="growth", probe_fraction=1.0, **asks)
     monkeyed = FakeAttempt.__init__
 
     def smaller(self: FakeAttempt, *args: Any) -> None:
@@ -433,8 +435,11 @@ def test_a_probe_that_ran_out_of_memory_beside_others_runs_again_alone(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeAttempt, "__init__", smaller)
         assert scene.call.run() == 7
-    assert [attempt.whole_device for attempt in scene.attempts] == [False, True]
-    assert "it gets a device to itself" in scene.told[0]
+    said = int(7 * GIB * 1.1)
+    assert scene.budgets == ([None, said, None] if wanted else [None, None])
+    assert [attempt.shares for attempt in scene.attempts][1:] == [False] * len(known)
+    assert ("it gets 7.7GiB" in scene.told[0]) is bool(wanted)
+    assert "it gets a device to itself" in scene.told[-1]
 
 
 def test_a_probe_asks_again_once_another_run_has_shown_what_it_needs() -> None:

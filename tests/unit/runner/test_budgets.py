@@ -114,6 +114,8 @@ def test_a_task_without_a_history_probes_and_its_siblings_wait_for_the_result(
 
 def test_other_tasks_do_not_wait_for_a_probe(books: Books) -> None:
     assert books.grant() is not None
+    in_a_flow = books.grant(identity=HistoryKey("evaluate", "evaluate", flow_name="nightly"))
+    assert in_a_flow is not None and in_a_flow.source == "probe"
     other = books.grant(identity=HistoryKey("train", "train"))
     assert other is not None and other.source == "probe"
     apart = books.grant(identity=HistoryKey("evaluate", "evaluate", learn_by="ab12"))

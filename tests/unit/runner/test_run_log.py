@@ -11,28 +11,52 @@ from prefect_gpu.measurements import Sample
 from prefect_gpu.reports.model import SuspensionFacts
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.run_log import ended_line, flow_summary, placed_line
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB
 from tests.fakes.reports import on_node, task_report
 
 ONE = Placement("1", (on_node("gpu-1"),), (5 * GIB,))
 TWO = Placement("1", (on_node("gpu-1"), on_node("gpu-1", 1)), (5 * GIB, 5 * GIB))
+WHO = HistoryKey("evaluate", "evaluate", flow_name="nightly")
+LEARNED = Grant(5 * GIB, "learned", learned_runs={ONE.devices[0].name: 3})
 
 
 @pytest.mark.parametrize(
     ("placement", "grant", "whole", "waited_s", "says"),
     [
         (ONE, Grant(5 * GIB, "tag"), False, 0.2, "Placed on gpu-1:0 with a budget of 5GiB (from its tag gpu:memory)"),
-        (TWO, Grant(5 * GIB, "learned"), False, 61, "Placed after 1m 01s on gpu-1:0, gpu-1:1 with a budget of 5GiB on each (learned from earlier runs)"),
+        (TWO, LEARNED, False, 61, "Placed after 1m 01s on gpu-1:0, gpu-1:1 with a budget of 5GiB on each (learned from 3 runs of this task in this flow)"),
+        (ONE, replace(LEARNED, learned_runs={"another model": 3}), True, 0, "Placed alone on gpu-1:0 with all that is free, 5GiB (no earlier run has shown what it needs)"),
         (ONE, Grant(None, "probe"), True, 0, "Placed alone on gpu-1:0 with all that is free, 5GiB (no earlier run has shown what it needs)"),
         (ONE, Grant(5 * GIB, "tag", after_oom=True), False, 0, "Placed on gpu-1:0 with a budget of 5GiB (after an out-of-memory)"),
     ],
-    ids=["a tag", "learned, on two devices", "a probe", "after an out-of-memory"],
+    ids=["a tag", "learned, on two devices", "learned on another model only", "a probe", "after an out-of-memory"],
 )  # fmt: skip
 def test_a_placement(
     placement: Placement, grant: Grant, whole: bool, waited_s: float, says: str
 ) -> None:
-    assert placed_line(placement, grant, whole, waited_s) == says
+    assert placed_line(placement, grant, WHO, whole, waited_s) == says
+
+
+@pytest.mark.parametrize(
+    ("identity", "says"),
+    [
+        (WHO, "(learned from 3 runs of this task in this flow)"),
+        (replace(WHO, flow_name=None), "(learned from 3 runs of this task outside a flow)"),
+        (replace(WHO, learn_by="1f", learn_by_words="size=3"), "(learned from 3 runs of this task in this flow with size=3)"),
+    ],
+    ids=["in a flow", "in none", "with learn_by"],
+)  # fmt: skip
+def test_a_placement_says_which_runs_a_budget_was_learned_from(
+    identity: HistoryKey, says: str
+) -> None:
+    assert placed_line(ONE, LEARNED, identity, False, 0).endswith(says)
+
+
+def test_one_run_is_one() -> None:
+    once = replace(LEARNED, learned_runs={ONE.devices[0].name: 1})
+    assert "(learned from 1 run of this task" in placed_line(ONE, once, WHO, False, 0)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +104,7 @@ def test_a_summary_says_of_a_task_that_no_tag_helps_that_it_must_take_less() -> 
     _, task, tag = flow_summary({"Failed": 1}, [replace(large, samples=())]).split("\n")
     assert task.endswith("in all, no device memory seen")
     assert tag == (
-        "  grow (now 140GiB, probe): its device has 140GiB, so no tag helps: it must take less"
+        "  grow (now 140GiB, probe): the largest device gives 140GiB, so no tag helps: it must take less"
     )
 
 

@@ -13,6 +13,7 @@ from prefect_gpu.scheduling.history import (
     LIVE_FACTOR,
     LIVE_MARGIN_BYTES,
     MOST_GROWTH,
+    OOM_FACTOR,
     ROUND_BYTES,
     PastRun,
     expected_s,
@@ -393,3 +394,20 @@ def test_what_is_no_run_is_refused(texts: dict[str, str]) -> None:
 )
 def test_how_long_it_is_expected_to_take(runs: list[PastRun], seconds: float | None) -> None:
     assert expected_s(runs) == seconds
+
+
+def test_no_next_budget_is_more_than_a_device_could_give_at_the_newest_run() -> None:
+    large = run(12)
+    on_a_small_one = replace(large, capacity_bytes=gib(7.75), ended_at=large.ended_at + 1)
+    lesson = learn([large, on_a_small_one])
+    assert lesson and lesson.budget_bytes == gib(7.75) < gib(12) < lesson.need_bytes
+    alone = learn([large])
+    assert alone and alone.budget_bytes == alone.need_bytes == lesson.need_bytes
+
+
+def test_no_floor_is_more_than_a_device_could_give() -> None:
+    short = replace(oom(7), capacity_bytes=gib(7.75))
+    assert known_floor_bytes([replace(short, capacity_bytes=None)]) == gib(7 * OOM_FACTOR)
+    assert known_floor_bytes([short]) == gib(7.75)
+    told = PastRun(ended_at=1, outcome="completed", floor_bytes=gib(9), capacity_bytes=gib(7.75))
+    assert known_floor_bytes([told]) == gib(7.75)

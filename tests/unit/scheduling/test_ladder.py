@@ -13,6 +13,7 @@ from prefect_gpu.scheduling.ladder import (
     MOST_PROCESSES,
     MOST_SHARED,
     REMEDIES,
+    WANTED_FACTOR,
     Cause,
     Climb,
     Evidence,
@@ -251,7 +252,20 @@ def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
     ],
 )
 def test_the_end_says_why_and_what_to_write(cause: Cause, rung: Rung | str, words: str) -> None:
-    assert last_words(cause, seen(budget_bytes=4 * GIB), rung) == words
+    assert last_words(cause, seen(budget_bytes=4 * GIB), rung, CAPACITY, "nvml") == words
+
+
+def test_a_tag_that_was_not_found_on_a_gpu_says_so() -> None:
+    said = last_words("own_cap", seen(), Rung(Climb(2), 6 * GIB, ""), CAPACITY, "simulated")
+    assert "write gpu:memory=6GiB (simulated devices only); without" in said
+
+
+def test_a_tag_that_is_rounded_up_is_no_more_than_a_device_gives() -> None:
+    # 7.86 GiB, which reads as 7.9.
+    capacity = int(7.86 * GIB)
+    rung = Rung(Climb(2, reached_bytes=capacity - 1), capacity - 1, "")
+    assert "write gpu:memory=100%;" in last_words("own_cap", seen(), rung, capacity, "nvml")
+    assert "write gpu:memory=7.9GiB;" in last_words("own_cap", seen(), rung, 8 * GIB, "nvml")
 
 
 def test_what_is_not_its_fault_costs_it_nothing_until_the_third_time() -> None:
@@ -340,3 +354,43 @@ def test_a_climb_ends_and_never_goes_down(
             assert following >= int(1.5 * budget)
         climb, budget = answer.climb, following
     raise AssertionError("it went on for longer than allowed")
+
+
+@pytest.mark.parametrize("cause", ["own_cap", "foreign", "crowded"])
+def test_a_first_run_beside_others_asks_for_what_its_error_says_it_needs(cause: Cause) -> None:
+    # It held 3 GiB with its context, and wanted half a GiB more.
+    first = seen(
+        budget_bytes=3 * GIB,
+        cap_bytes=2 * GIB,
+        held_bytes=2 * GIB,
+        process_bytes=3 * GIB,
+        wanted_bytes=GIB // 2,
+        shared_probe=True,
+    )
+    needed = needed_bytes(first)
+    assert needed == int(3.5 * GIB)
+    rung = next_rung(Climb(), cause, first, CAPACITY)
+    assert isinstance(rung, Rung)
+    assert rung.budget_bytes == int(needed * WANTED_FACTOR)
+    assert rung.climb == Climb(2, reached_bytes=int(needed * WANTED_FACTOR), from_error=True)
+    # Its error has said what one allocation wanted, not what came after it.
+    assert rung.budget_bytes is not None
+    second = seen(budget_bytes=rung.budget_bytes)
+    whole = next_rung(rung.climb, "own_cap", second, CAPACITY)
+    assert isinstance(whole, Rung)
+    assert (whole.budget_bytes, whole.climb.from_error) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"wanted_bytes": None}, id="its error does not say what it needs"),
+        pytest.param({"held_bytes": 79 * GIB}, id="it needs as much as a device has"),
+        pytest.param({"held_bytes": 0, "process_bytes": GIB}, id="it says less than it had"),
+    ],
+)
+def test_a_first_run_beside_others_gets_a_whole_device_if_its_error_does_not_help(
+    changes: dict[str, Any],
+) -> None:
+    rung = next_rung(Climb(), "own_cap", seen(shared_probe=True, **changes), CAPACITY)
+    assert isinstance(rung, Rung) and rung.budget_bytes is None and not rung.climb.from_error

@@ -1,7 +1,7 @@
 """The console script `prefect-gpu`, and its commands about this machine and about tags.
 
-Exit codes: 0; 1 when `doctor` finds a problem; 2 when an argument is wrong, or the machine or Prefect's API does not
-answer. Commands about flow runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What
+Exit codes: 0; 1 when `doctor` finds a problem, or `check` a tag that was probably meant to be a GPU tag; 2 when an
+argument is wrong, or the machine or Prefect's API does not answer. Commands about flow runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What
 `status` shows is in `status`.
 """
 
@@ -238,8 +238,12 @@ def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | i
     return int(any(each.level == "problem" for each in findings))
 
 
-def _check(tags: list[str], /, *, as_json: Annotated[bool, Parameter("--json")] = False) -> str:
+def _check(
+    tags: list[str], /, *, as_json: Annotated[bool, Parameter("--json")] = False
+) -> str | int:
     """Read tags and print the policy, or what is wrong.
+
+    The exit code is 1 if a tag is no GPU tag and was probably meant to be one, which is printed to standard error.
 
     Args:
         tags: One or more, for example "gpu:memory=6GiB".
@@ -251,13 +255,20 @@ def _check(tags: list[str], /, *, as_json: Annotated[bool, Parameter("--json")] 
     """
     policy = parse_tags(tags)
     if as_json:
-        return json.dumps(policy and dataclasses.asdict(policy), indent=2, default=sorted)
-    if policy is None:
-        hints = (f"; {tag!r}: did you mean {meant!r}?" for tag in tags if (meant := near_miss(tag)))
-        return f"no gpu tag: the task runs in a thread, without a device of its own{''.join(hints)}"
-    ours = dict.fromkeys(("gpu", *(tag.strip() for tag in tags if is_gpu_tag(tag))))
-    written = " ".join(f'"{tag}"' for tag in ours)
-    return "\n".join([*table_lines(_policy_rows(policy)), f"tags: {written}"])
+        text = json.dumps(policy and dataclasses.asdict(policy), indent=2, default=sorted)
+    elif policy is None:
+        text = "no gpu tag: the task runs in a thread, without a device of its own"
+    else:
+        ours = dict.fromkeys(("gpu", *(tag.strip() for tag in tags if is_gpu_tag(tag))))
+        written = " ".join(f'"{tag}"' for tag in ours)
+        text = "\n".join([*table_lines(_policy_rows(policy)), f"tags: {written}"])
+    misses = {tag: meant for tag in tags if (meant := near_miss(tag))}
+    if not misses:
+        return text
+    print(text)
+    for tag, meant in misses.items():
+        print(f"prefect-gpu: {tag!r} has no meaning; did you mean {meant!r}?", file=sys.stderr)
+    return 1
 
 
 def _version() -> str:

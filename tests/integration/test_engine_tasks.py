@@ -540,7 +540,7 @@ def test_a_gpu_task_that_is_called_directly_is_warned_of_once_and_only_in_the_fl
     assert one.level == logging.WARNING and one.task_run_id is not None
 
 
-def test_a_tag_that_is_nearly_one_of_these_is_warned_of_once_on_the_flow_run() -> None:
+def test_a_tag_that_is_nearly_a_gpu_tag_is_warned_of_once_on_the_flow_run() -> None:
     @task(tags=["gpu=6GiB"])
     def meant() -> int:
         return os.getpid()
@@ -549,12 +549,16 @@ def test_a_tag_that_is_nearly_one_of_these_is_warned_of_once_on_the_flow_run() -
     def other() -> int:
         return os.getpid()
 
+    @task(tags="gpu")  # type: ignore[arg-type]
+    def text() -> int:
+        return os.getpid()
+
     ids: list[UUID] = []
 
     @flow(task_runner=RUNNER)
     def misspells() -> None:
         ids.append(UUID(prefect.runtime.flow_run.id))
-        runs = [each.submit() for each in (meant, meant, other)]
+        runs = [each.submit() for each in (meant, meant, other, text, text)]
         with tags("gpu-memory=4GiB"):
             runs.append(other.submit())
         assert {run.result() for run in runs} == {os.getpid()}
@@ -562,15 +566,18 @@ def test_a_tag_that_is_nearly_one_of_these_is_warned_of_once_on_the_flow_run() -
 
     misspells()
     logs = api.logs(ids[0], ["last"])
-    warned = [log for message, log in logs.items() if "has no meaning here" in message]
+    warned = [log for log in logs.values() if log.level == logging.WARNING]
     assert [log.message for log in warned] == [
         "Task 'meant' has the tag 'gpu=6GiB', which has no meaning here; did you mean 'gpu:memory=6GiB'?",
+        (
+            "Task 'text' has the tags g, p, u: Python splits a text into its characters where a list is expected. Write "
+            'tags=["gpu:memory=6GiB"] or tags=gpu(memory="6GiB"), not tags="gpu:memory=6GiB".'
+        ),
         "Task 'other' has the tag 'gpu-memory=4GiB', which has no meaning here; did you mean 'gpu:memory=4GiB'?",
     ]
-    assert all(log.level == logging.WARNING for log in warned)
 
 
-def test_a_tag_that_is_nearly_one_of_these_is_warned_of_outside_a_flow_too(
+def test_a_tag_that_is_nearly_a_gpu_tag_is_warned_of_outside_a_flow_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     @task(tags=["gpu=6GiB"])

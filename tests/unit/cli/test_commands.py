@@ -46,7 +46,6 @@ def test_check_prints_the_policy(capsys: Capture) -> None:
     ("tags", "line"),
     [
         pytest.param(["nightly"], "no gpu tag", id="a task for a thread"),
-        pytest.param(["gpu-memory=4GiB"], "did you mean 'gpu:memory=4GiB'?", id="nearly a tag"),
         pytest.param(["gpu"], "memory             a device to itself", id="no budget"),
         pytest.param(["gpu:memory=40%"], "40% of each device", id="a part of each device"),
         pytest.param(["gpu:cpus=4", "gpu:caching=off"], "caching            off", id="the rest"),
@@ -55,6 +54,21 @@ def test_check_prints_the_policy(capsys: Capture) -> None:
 def test_check_explains_tags(capsys: Capture, tags: list[str], line: str) -> None:
     assert main(["check", *tags]) == 0
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        pytest.param(["gpu=1"], "no gpu tag", id="alone"),
+        pytest.param(["gpu", "gpu=1"], "memory  ", id="beside a gpu tag"),
+        pytest.param(["gpu=1", "--json"], "null", id="as JSON"),
+    ],
+)
+def test_check_suggests_what_was_meant(capsys: Capture, arguments: list[str], printed: str) -> None:
+    assert main(["check", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith(printed)
+    assert captured.err == "prefect-gpu: 'gpu=1' has no meaning; did you mean 'gpu:count=1'?\n"
 
 
 def test_check_prints_json(capsys: Capture) -> None:

@@ -303,6 +303,7 @@ def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
         ("oom", policy.oom),
         ("enforce", policy.enforce),
         ("priority", str(policy.priority)),
+        ("preemptible", "yes" if policy.preemptible else "no"),
         ("wait", "no limit" if policy.wait_s is None else format_seconds(policy.wait_s)),
         ("cpus", "a share of the cores" if policy.cpus is None else str(policy.cpus)),
         ("learn_by", ", ".join(policy.learn_by) or "none"),

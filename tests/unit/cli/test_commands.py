@@ -57,6 +57,22 @@ def test_check_explains_tags(capsys: Capture, tags: list[str], line: str) -> Non
 
 
 @pytest.mark.parametrize(
+    "tag",
+    [
+        *("memory=1GiB", "count=2", "device=0", "node=a", "framework=torch", "allocation=all", "alloc.backend=native"),
+        *("caching=off", "exclusive", "oom=fail", "enforce=kill", "priority=5", "preemptible", "wait=1m", "cpus=2"),
+        "learn_by=x",
+    ],
+)  # fmt: skip
+def test_check_has_a_row_for_each_key(capsys: Capture, tag: str) -> None:
+    assert main(["check", "gpu"]) == 0
+    without = capsys.readouterr().out.splitlines()
+    assert main(["check", f"gpu:{tag}"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == len(without) and rows[:-1] != without[:-1]
+
+
+@pytest.mark.parametrize(
     ("arguments", "printed"),
     [
         pytest.param(["gpu=1"], "no gpu tag", id="alone"),

@@ -1,14 +1,16 @@
 """The console script `prefect-gpu`, and its commands about this machine and about tags.
 
 Exit codes: 0; 1 when `doctor` finds a problem, or `check` a tag that was probably meant to be a GPU tag; 2 when an
-argument is wrong, or the machine or Prefect's API does not answer. Commands about flow runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What
+argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about flow runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What
 `status` shows is in `status`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
+import io
 import json
 import os
 import signal
@@ -16,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from cyclopts import (
     App,
@@ -70,29 +72,74 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     tokens = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # As the output of children: what cannot be written in the terminal's encoding is escaped.
+            stream.reconfigure(errors="backslashreplace")
+    if sys.stdout is None:
+        return _refuse("the output cannot be written: it is closed")
     try:
         if not tokens:
             raise CycloptsError(msg=f"a COMMAND is required; accepted: {', '.join(_commands())}")
+        for token in tokens:
+            _check_encoding(token)
         result = app(tokens)
-        if isinstance(result, int):
-            return result
-        if result is not None:
+        if result is not None and not isinstance(result, int):
             print(result)
         # Here, where an error of it can be caught.
         sys.stdout.flush()
     except BrokenPipeError:
-        # What reads the output has ended, such as `head`. Python flushes again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # What reads the output has ended, such as `head`.
+        _discard(sys.stdout)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except CycloptsError as error:
-        print(f"prefect-gpu: {_explain(error)}", file=sys.stderr)
-        return 2
+        return _refuse(_explain(error))
     except PrefectGPUError as error:
-        print(f"prefect-gpu: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return _refuse(str(error))
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise
+        _discard(sys.stdout)
+        return _refuse(f"the output cannot be written: {error.strerror}")
+    return result if isinstance(result, int) else 0
+
+
+#: What a write to standard output fails with: a full disk, a quota, a limit, a terminal that is gone, a closed descriptor.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def _refuse(text: str) -> int:
+    """Print an error and return the exit code."""
+    _print_error(text)
+    return 2
+
+
+def _print_error(text: str) -> None:
+    # `print` writes to standard output if there is no standard error.
+    if sys.stderr is None:
+        return
+    try:
+        print(f"prefect-gpu: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what a stream could not write: Python flushes it again at its end, and fails."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _check_encoding(token: str) -> None:
+    """Raise `CycloptsError` for an argument that no command can print, send or find."""
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        if not os.path.lexists(token):
+            shown = os.fsencode(token).decode(errors="backslashreplace")
+            text = f"the argument '{shown}' is not UTF-8, and no file has that name"
+            raise CycloptsError(msg=text) from None
 
 
 def _commands() -> list[str]:
@@ -267,7 +314,7 @@ def _check(
         return text
     print(text)
     for tag, meant in misses.items():
-        print(f"prefect-gpu: {tag!r} has no meaning; did you mean {meant!r}?", file=sys.stderr)
+        _print_error(f"{tag!r} has no meaning; did you mean {meant!r}?")
     return 1
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED, parse_duration, parse_size
@@ -76,6 +76,30 @@ def whole(least: int | None = None) -> Callable[[str], int]:
     return read
 
 
+#: Names that people write for a key or a word, and what they mean. They are too far from it to be found as misspelt.
+_OTHER_NAMES = {
+    "mem": "memory",
+    "vram": "memory",
+    "keras": "tensorflow, torch or jax, whichever Keras runs on",
+    "tf": "tensorflow",
+    "onnx": "onnxruntime",
+}
+
+
+def _hint(name: str, known: Mapping[str, str]) -> str:
+    """Return "; did you mean NAME?" for a name that is not known, or no text.
+
+    Args:
+        name: In lower case.
+        known: What is suggested for each known name, which is in lower case.
+    """
+    other = _OTHER_NAMES.get(name, "")
+    if re.split(r"\W", other)[0] in known:
+        return f"; did you mean {known.get(other, other)}?"
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {known[close[0]]}?" if close else ""
+
+
 def word(*words: str) -> Callable[[str], str]:
     """Return a function that reads one of `words` in any case and returns it in this spelling."""
     spelt = {word.lower(): word for word in words}
@@ -83,9 +107,7 @@ def word(*words: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text.lower() in spelt:
             return spelt[text.lower()]
-        close = difflib.get_close_matches(text.lower(), spelt, n=1)
-        hint = f"; did you mean {spelt[close[0]]}?" if close else ""
-        raise ValueError(f"{text!r} is not known{hint}")
+        raise ValueError(f"{text!r} is not known{_hint(text.lower(), spelt)}")
 
     return read
 
@@ -265,25 +287,65 @@ def is_gpu_tag(tag: str) -> bool:
     return tag.partition(":")[0].strip().lower() == "gpu"
 
 
-#: A tag that begins like one of these, but for its colon.
-_LIKE_OURS = re.compile(r"(?is)\s*gpu\s*[-_./=]\s*(.+)")
+#: A tag that begins like a GPU tag, with any separator.
+_LIKE_OURS = re.compile(r"(?is)\s*gpu(s?)\s*([\W_]*)(.*)")
+
+#: A budget without `gpu`.
+_BUDGET_ALONE = re.compile(r"(?is)\s*(?:memory|mem|vram)\s*[=:]\s*(.+)")
+
+_YES = ("1", "true", "yes", "on")
 
 
-def near_miss(tag: str) -> str:
-    """Return what a tag was probably meant to be, as in `gpu:memory=4GiB`; empty: it is not like one of these."""
+def near_miss(tag: str) -> str | None:
+    """Return the GPU tag that a similar tag was probably meant to be, as in `gpu:memory=4GiB` for `gpu-memory=4GiB`.
+
+    Returns:
+        The GPU tag. `None`: `tag` is a GPU tag, or has nothing to do with GPUs.
+    """
+    return None if is_gpu_tag(tag) else _meant(tag)
+
+
+def _meant(tag: str) -> str | None:
+    alone = _BUDGET_ALONE.fullmatch(tag)
     found = _LIKE_OURS.fullmatch(tag)
+    if alone is not None and _is_budget(alone[1]):
+        return f"gpu:memory={alone[1].strip()}"
     if found is None:
-        return ""
-    rest = found[1].strip()
-    name, equals, _ = rest.partition("=")
-    key = _BY_NAME.get(name.strip().lower())
-    if key is not None and (equals or key.bare):
-        return f"gpu:{rest}"
+        return None
+    plural, separator, rest = found[1], found[2], found[3].strip()
+    if separator and is_gpu_tag(rest):  # several in one text: a GPU tag implies `gpu`
+        return rest
+    assigned = re.sub("[=:]+", "=", rest, count=1)
+    name, equals, value = (part.strip() for part in assigned.partition("="))
+    name = _OTHER_NAMES.get(name.lower(), name.lower())
+    key = _BY_NAME[name.partition(".")[0]] if name in _NAMES else None
+    if key is not None and key.bare and (not equals or value.lower() in _YES):
+        return f"gpu:{name}"
+    if key is not None and not key.bare and equals:
+        return f"gpu:{name}={value}"
+    if separator and _is_budget(rest):
+        return f"gpu:memory={rest}"
+    if re.search("[=:]", separator) and re.fullmatch("[1-9][0-9]{0,3}", rest):
+        return f"gpu:count={rest}"
+    is_flag = not rest or ("=" in separator and rest.lower() in _YES)
+    return "gpu" if is_flag and (plural or separator) else None
+
+
+def _is_budget(text: str) -> bool:
     try:
-        read_memory(rest)
+        read_memory(text)
     except (ValueError, OverflowError):
-        return ""
-    return f"gpu:memory={rest}"
+        return False
+    return True
+
+
+def is_split_text(tags: Iterable[str]) -> bool:
+    """Return whether tags are the characters of one text with `gpu` in it.
+
+    Python makes them of `tags="gpu"`, where a list is expected.
+    """
+    characters = {tag.lower() for tag in tags}
+    return characters >= set("gpu") and all(len(each) == 1 for each in characters)
 
 
 def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GPUPolicy | None:
@@ -322,8 +384,8 @@ def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GP
 
 
 def gpu(
-    *,
     memory: str | None = None,
+    *,
     count: int | None = None,
     device: str | int | Sequence[str | int] | None = None,
     framework: str | Sequence[str] | None = None,
@@ -339,6 +401,7 @@ def gpu(
     cpus: int | None = None,
     learn_by: str | Sequence[str] | None = None,
     node: str | Sequence[str] | None = None,
+    **unknown: NoReturn,
 ) -> list[str]:
     """Return the tags of a GPU task, after checking them: `@task(tags=gpu(memory="6GiB"))`.
 
@@ -366,13 +429,18 @@ def gpu(
         cpus: CPU threads that the frameworks may start.
         learn_by: Names of parameters; each combination of their values has a history of its own.
         node: On a cluster: only the nodes of these names.
+        **unknown: Refused, with the argument that was probably meant.
 
     Returns:
         The tags, `gpu` first, with the values as given.
 
     Raises:
-        PolicyError: An argument cannot be read, or contradicts another.
+        PolicyError: An argument cannot be read, is unknown or contradicts another.
     """
+    for name in unknown:
+        known = {key.name: key.name for key in _KEYS}
+        problem = f"{name!r} is not a known argument{_hint(name.lower(), known)}"
+        raise PolicyError(f"gpu({name}=...)", problem, ", ".join(known))
     if caching is True or caching is False:
         caching = "on" if caching else "off"
     if isinstance(wait, (int, float)):
@@ -476,19 +544,16 @@ def _find(tag: str, name: str) -> tuple[_Key, str, Callable[[str], Any]]:
             raise _unknown(tag, "allocator option", option, "alloc.", ALLOCATOR_OPTIONS)
         return _BY_NAME["alloc"], *ALLOCATOR_OPTIONS[option]
     if name not in _BY_NAME:
-        known = [key.name for key in _KEYS if key.name != "alloc"]
-        known += [f"alloc.{option}" for option in ALLOCATOR_OPTIONS]
-        raise _unknown(tag, "key", name, "", known)
+        raise _unknown(tag, "key", name, "", _NAMES)
     key = _BY_NAME[name]
     return key, key.accepted, key.read
 
 
 def _unknown(tag: str, what: str, name: str, prefix: str, known: Iterable[str]) -> PolicyError:
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean gpu:{prefix}{close[0]}?" if close else ""
-    accepted = ", ".join(f"gpu:{prefix}{each}" for each in names)
-    return PolicyError(tag, f"{name!r} is not a known {what}{hint}", accepted)
+    tags = {name: f"gpu:{prefix}{name}" for name in known}
+    meant = _meant(tag)
+    hint = _hint(name, tags) if meant is None else f"; did you mean {meant}?"
+    return PolicyError(tag, f"{name!r} is not a known {what}{hint}", ", ".join(tags.values()))
 
 
 def _check_frameworks(shares: tuple[FrameworkShare, ...]) -> None:
@@ -560,3 +625,8 @@ _KEYS = (
     ),
 )
 _BY_NAME = {key.name: key for key in _KEYS}
+#: What stands between `gpu:` and `=`.
+_NAMES = (
+    *(name for name in _BY_NAME if name != "alloc"),
+    *(f"alloc.{option}" for option in ALLOCATOR_OPTIONS),
+)

@@ -1,14 +1,16 @@
 """The console script `prefect-gpu`, and its commands about this machine and about tags.
 
-Exit codes: 0; 1 when `doctor` finds a problem; 2 when an argument is wrong, or the machine or Prefect's API does not
-answer. Commands about flow runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What
+Exit codes: 0; 1 when `doctor` finds a problem, or `check` a tag that was probably meant to be a GPU tag; 2 when an
+argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about flow runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What
 `status` shows is in `status`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
+import io
 import json
 import os
 import signal
@@ -16,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from cyclopts import (
     App,
@@ -70,29 +72,74 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     tokens = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # As the output of children: what cannot be written in the terminal's encoding is escaped.
+            stream.reconfigure(errors="backslashreplace")
+    if sys.stdout is None:
+        return _refuse("the output cannot be written: it is closed")
     try:
         if not tokens:
             raise CycloptsError(msg=f"a COMMAND is required; accepted: {', '.join(_commands())}")
+        for token in tokens:
+            _check_encoding(token)
         result = app(tokens)
-        if isinstance(result, int):
-            return result
-        if result is not None:
+        if result is not None and not isinstance(result, int):
             print(result)
         # Here, where an error of it can be caught.
         sys.stdout.flush()
     except BrokenPipeError:
-        # What reads the output has ended, such as `head`. Python flushes again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # What reads the output has ended, such as `head`.
+        _discard(sys.stdout)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except CycloptsError as error:
-        print(f"prefect-gpu: {_explain(error)}", file=sys.stderr)
-        return 2
+        return _refuse(_explain(error))
     except PrefectGPUError as error:
-        print(f"prefect-gpu: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return _refuse(str(error))
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise
+        _discard(sys.stdout)
+        return _refuse(f"the output cannot be written: {error.strerror}")
+    return result if isinstance(result, int) else 0
+
+
+#: What a write to standard output fails with: a full disk, a quota, a limit, a terminal that is gone, a closed descriptor.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def _refuse(text: str) -> int:
+    """Print an error and return the exit code."""
+    _print_error(text)
+    return 2
+
+
+def _print_error(text: str) -> None:
+    # `print` writes to standard output if there is no standard error.
+    if sys.stderr is None:
+        return
+    try:
+        print(f"prefect-gpu: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what a stream could not write: Python flushes it again at its end, and fails."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _check_encoding(token: str) -> None:
+    """Raise `CycloptsError` for an argument that no command can print, send or find."""
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        if not os.path.lexists(token):
+            shown = os.fsencode(token).decode(errors="backslashreplace")
+            text = f"the argument '{shown}' is not UTF-8, and no file has that name"
+            raise CycloptsError(msg=text) from None
 
 
 def _commands() -> list[str]:
@@ -238,8 +285,12 @@ def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | i
     return int(any(each.level == "problem" for each in findings))
 
 
-def _check(tags: list[str], /, *, as_json: Annotated[bool, Parameter("--json")] = False) -> str:
+def _check(
+    tags: list[str], /, *, as_json: Annotated[bool, Parameter("--json")] = False
+) -> str | int:
     """Read tags and print the policy, or what is wrong.
+
+    The exit code is 1 if a tag is no GPU tag and was probably meant to be one, which is printed to standard error.
 
     Args:
         tags: One or more, for example "gpu:memory=6GiB".
@@ -251,13 +302,20 @@ def _check(tags: list[str], /, *, as_json: Annotated[bool, Parameter("--json")] 
     """
     policy = parse_tags(tags)
     if as_json:
-        return json.dumps(policy and dataclasses.asdict(policy), indent=2, default=sorted)
-    if policy is None:
-        hints = (f"; {tag!r}: did you mean {meant!r}?" for tag in tags if (meant := near_miss(tag)))
-        return f"no gpu tag: the task runs in a thread, without a device of its own{''.join(hints)}"
-    ours = dict.fromkeys(("gpu", *(tag.strip() for tag in tags if is_gpu_tag(tag))))
-    written = " ".join(f'"{tag}"' for tag in ours)
-    return "\n".join([*table_lines(_policy_rows(policy)), f"tags: {written}"])
+        text = json.dumps(policy and dataclasses.asdict(policy), indent=2, default=sorted)
+    elif policy is None:
+        text = "no gpu tag: the task runs in a thread, without a device of its own"
+    else:
+        ours = dict.fromkeys(("gpu", *(tag.strip() for tag in tags if is_gpu_tag(tag))))
+        written = " ".join(f'"{tag}"' for tag in ours)
+        text = "\n".join([*table_lines(_policy_rows(policy)), f"tags: {written}"])
+    misses = {tag: meant for tag in tags if (meant := near_miss(tag))}
+    if not misses:
+        return text
+    print(text)
+    for tag, meant in misses.items():
+        _print_error(f"{tag!r} has no meaning; did you mean {meant!r}?")
+    return 1
 
 
 def _version() -> str:
@@ -292,6 +350,7 @@ def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
         ("oom", policy.oom),
         ("enforce", policy.enforce),
         ("priority", str(policy.priority)),
+        ("preemptible", "yes" if policy.preemptible else "no"),
         ("wait", "no limit" if policy.wait_s is None else format_seconds(policy.wait_s)),
         ("cpus", "a share of the cores" if policy.cpus is None else str(policy.cpus)),
         ("learn_by", ", ".join(policy.learn_by) or "none"),

@@ -31,6 +31,7 @@ from prefect_gpu.broker.ledger import StoreError
 from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.processes.interpreter import import_paths
+from prefect_gpu.reports.published import correct_address
 from prefect_gpu.settings import read_settings
 from prefect_gpu.units import GIB, format_bytes
 
@@ -248,7 +249,7 @@ def check_server() -> Iterator[Finding]:
     except Exception as error:  # noqa: BLE001 - whatever stops a flow's client is the finding
         text = f"{url} does not answer: {type(error).__name__}: {error}".splitlines()[0]
         fix = "start it (prefect server start), or correct PREFECT_API_URL and PREFECT_API_KEY"
-        yield Finding("server", "problem", text, fix)
+        yield Finding("server", "problem", text, correct_address(url) or fix)
         return
     milliseconds = (time.monotonic() - began_s) * 1000
     text = f"{url} answers in {milliseconds:.0f} ms, version {version}"

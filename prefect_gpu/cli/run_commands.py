@@ -232,7 +232,8 @@ def reset_histories(
 def _agreed(question: str) -> bool:
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
+    except (EOFError, RuntimeError):
+        # There is no standard input.
         return False
 
 

@@ -55,6 +55,8 @@ class LowerLines:
         self._drawn: list[str] = []
         #: Lines that have no end yet, by stream and thread.
         self._begun: dict[tuple[int, int], str] = {}
+        #: Columns of the terminal when it last had a size.
+        self._columns = 2
         #: `False`: it draws no more, and text is written as without it.
         self.open = True
         for stream in streams:
@@ -64,13 +66,16 @@ class LowerLines:
             stream.write = functools.partial(self._take, stream)  # type: ignore[method-assign]
 
     def show(self, lines: Sequence[str]) -> None:
-        """Draw other lines; those that are too long are cut."""
+        """Draw other lines; those that are too long are cut, and those that are too many left out."""
         with self._lock:
             if not self.open:
                 return
-            width = self._width()
+            if not _has_size(self.terminal):
+                self.close()
+                return
+            width, room = self._width(), max(1, self.height() - 1)
             begun = [UNSEEN.sub("", text) for text in self._begun.values()]
-            fitting = [_cut(line, width - 1) for line in (*begun, *lines)]
+            fitting = [_cut(line, width - 1) for line in (*begun[-room:], *lines)][:room]
             if fitting != self._drawn:
                 before = self._erase()
                 self._drawn = fitting
@@ -125,7 +130,10 @@ class LowerLines:
         self.terminal.flush()
 
     def _width(self) -> int:
-        return max(2, os.get_terminal_size(self.terminal.fileno()).columns)
+        columns = os.get_terminal_size(self.terminal.fileno()).columns
+        if columns:
+            self._columns = max(2, columns)
+        return self._columns
 
     def height(self) -> int:
         """Return how many lines the terminal has."""
@@ -147,6 +155,8 @@ def open_lower_lines(stdout: Any, stderr: Any) -> LowerLines | None:
         return None
     if os.environ.get("TERM", "") in ("", "dumb", "unknown") or not in_foreground(stderr):
         return None
+    if not _has_size(stderr):
+        return None
     streams = [stderr]
     if stdout is not None and stdout.isatty():
         if not _is_plain(stdout):
@@ -162,6 +172,11 @@ def _is_plain(stream: Any) -> bool:
     if not isinstance(stream, io.TextIOWrapper) or "write" in vars(stream) or stream.closed:
         return False
     return stream.isatty() and stream.encoding.lower().startswith("utf")
+
+
+def _has_size(terminal: Any) -> bool:
+    """Return whether a terminal says how large it is: else nobody knows where its lines end, nor how to erase them."""
+    return all(os.get_terminal_size(terminal.fileno()))
 
 
 def in_foreground(stream: Any) -> bool:

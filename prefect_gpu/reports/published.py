@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import UUID
 
 import httpx
@@ -302,12 +303,21 @@ def open_api() -> Iterator[SyncPrefectClient]:
                 reason = str(error).rstrip(".")
                 raise ReportError(f"there is no Prefect API: {reason}; {_START_SERVER}") from error
             yield client
-    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
-        url = get_current_settings().api.url or "a temporary server"
-        reason = " ".join(str(error).split())
+    except (httpx.HTTPError, PrefectHTTPStatusError, json.JSONDecodeError) as error:
+        url = get_current_settings().api.url
+        # httpx adds where the status is explained.
+        reason = " ".join(str(error).split()).partition(" - For more information")[0]
         raise ReportError(
-            f"Prefect's API at {url} cannot be read: {type(error).__name__}: {reason}; {_START_SERVER}"
+            f"Prefect's API at {url or 'a temporary server'} cannot be read: {type(error).__name__}: {reason}; "
+            f"{correct_address(url) or _START_SERVER}"
         ) from error
+
+
+def correct_address(url: str | None) -> str | None:
+    """Return what to write in place of an address that cannot be that of Prefect's API; `None`: it can."""
+    if url is None or "api" in urlsplit(url).path.split("/"):
+        return None
+    return f"PREFECT_API_URL has no /api; did you mean {url.rstrip('/')}/api?"
 
 
 def _last_runs(client: SyncPrefectClient, flow: str, last: int) -> list[FlowRun]:

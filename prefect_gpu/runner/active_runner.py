@@ -42,7 +42,7 @@ from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.live.progress import MOST_RUNNING, MOST_WAITING, FlowProgress, RunCounts
 from prefect_gpu.live.view import live_view
-from prefect_gpu.policy import near_miss, parse_tags
+from prefect_gpu.policy import is_split_text, near_miss, parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
 from prefect_gpu.processes.fork_server import check_modules, fork_server_pool
 from prefect_gpu.processes.interpreter import import_paths, working_folder
@@ -133,8 +133,8 @@ class ActiveRunner:
         #: What these then end with.
         self._ended_by = CancelledByRunner()
         self._publisher: Publisher | None = None
-        #: Tags of tasks that were looked at.
-        self._read_tags: set[str] = set()
+        #: Tags that were looked at; of a task whose tags are the characters of one text, all of them.
+        self._read_tags: set[str | frozenset[str]] = set()
         #: Names of GPU tasks that were called directly.
         self._called_directly: set[str] = set()
         self._reports: list[TaskReport] = []
@@ -227,15 +227,26 @@ class ActiveRunner:
         return plan
 
     def _warn_of_near_misses(self, task: Task[..., Any]) -> None:
-        """Warn once of each tag that looks like one of these and is none: on the flow run, if there is one."""
-        for tag in sorted({*task.tags, *prefect_engine.context_tags()} - self._read_tags):
+        """Warn once of each tag that looks like a GPU tag and is none: on the flow run, if there is one."""
+        warnings, own = [], frozenset(task.tags)
+        if is_split_text(own) and own not in self._read_tags:
+            self._read_tags.add(own)
+            warnings.append(
+                f"Task {task.name!r} has the tags {', '.join(sorted(own))}: Python splits a text into its characters "
+                'where a list is expected. Write tags=["gpu:memory=6GiB"] or tags=gpu(memory="6GiB"), not '
+                'tags="gpu:memory=6GiB".'
+            )
+        for tag in sorted({*own, *prefect_engine.context_tags()} - self._read_tags):
             self._read_tags.add(tag)
             if meant := near_miss(tag):
-                text = f"Task {task.name!r} has the tag {tag!r}, which has no meaning here; did you mean {meant!r}?"
-                if self.flow is None:
-                    logger.warning(text)
-                else:
-                    prefect_engine.log_on_flow(self.flow, text, logging.WARNING)
+                warnings.append(
+                    f"Task {task.name!r} has the tag {tag!r}, which has no meaning here; did you mean {meant!r}?"
+                )
+        for text in warnings:
+            if self.flow is None:
+                logger.warning(text)
+            else:
+                prefect_engine.log_on_flow(self.flow, text, logging.WARNING)
 
     def is_first_direct_call(self, task_name: str) -> bool:
         """See `GPUTaskRunner.is_first_direct_call`."""

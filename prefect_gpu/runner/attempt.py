@@ -11,6 +11,7 @@ It decides nothing about devices (`scheduling`), and nothing about what follows 
 
 from __future__ import annotations
 
+import functools
 import os
 import queue as queues
 import signal
@@ -67,7 +68,7 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import BudgetSource, TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.prefect_engine import CancelledByRunner
+from prefect_gpu.runner.prefect_engine import CancelledByRunner, is_first_warning
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
 from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
@@ -84,6 +85,13 @@ from prefect_gpu.values.transport import ReceivedValue
 #: Seconds between two readings of a framework's counters in the child. The reading takes
 #: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
 COUNTERS_INTERVAL_S = 0.1
+
+#: Questions of a child that are answered on the engine's thread, whose flow run they may be about. To pickle an
+#: attribute of a module may take long.
+_ANSWERED_BY_ENGINE: Mapping[str, Callable[..., Any]] = {
+    "attribute": values.attribute,
+    "is_first_warning": is_first_warning,
+}
 
 #: Stands for a message that did not come in time.
 _TIME_UP = object()
@@ -582,7 +590,8 @@ class Attempt:
             elif isinstance(message, ChildExited):
                 raise reason or lost or self._take_death(message)
             elif isinstance(message, Asked):
-                self._answer_for_modules(message)
+                answer = _ANSWERED_BY_ENGINE[message.method]
+                self._send_answer(functools.partial(answer, **message.arguments))
             elif isinstance(message, LogEmitted):
                 self._run.forward_log(message.log)
             elif isinstance(message, EventEmitted):
@@ -662,8 +671,9 @@ class Attempt:
                 self._broker.mark_running(self._ticket)
         elif isinstance(message, CountersRead):
             self._take_counters(message)
-        elif isinstance(message, Asked) and message.method != "attribute":
-            self._answer(message)
+        elif isinstance(message, Asked) and message.method not in _ANSWERED_BY_ENGINE:
+            answer = functools.partial(self._memory.answer, message.method, message.arguments)
+            self._send_answer(answer)
             return
         elif isinstance(message, BodyEnded):
             self._learned.add_end(message)
@@ -696,17 +706,9 @@ class Attempt:
         ticket.on_no_return = suspended.lose
         ticket.on_held_back = self._suspender.ask
 
-    def _answer(self, question: Asked) -> None:
+    def _send_answer(self, make: Callable[[], Any]) -> None:
         try:
-            answer = Answered(result=self._memory.answer(question.method, question.arguments))
-        except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
-            answer = Answered(error=error)
-        self._send(answer)
-
-    def _answer_for_modules(self, question: Asked) -> None:
-        """Answer what a module of this process has under a name, on the engine's thread: it may take long to pickle."""
-        try:
-            answer = Answered(result=values.attribute(**question.arguments))
+            answer = Answered(result=make())
         except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
             answer = Answered(error=error)
         self._send(answer)

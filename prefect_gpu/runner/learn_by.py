@@ -63,9 +63,13 @@ _TIMES = {"datetime.date", "datetime.time"}
 #: Characters of the words for all values of a call.
 WORDS_LIMIT = 120
 
-#: Parameters whose values are not written, and texts that are not: addresses with a password.
-_SECRET_NAME = re.compile(r"(?i)secret|token|passw|credential|(api|access|private)_?key|auth")
-_SECRET_TEXT = re.compile(r"://[^/\s]*@")
+#: Parameters whose values are not written, and texts that are not: addresses with a password, and what follows
+#: `Authorization:` in a request.
+_SECRET_NAME = re.compile(
+    r"(?i)secret|token|pass(w|phrase|code)|_pass$|pwd|credential|cookie|bearer|jwt|auth|dsn$|"
+    r"(api|access|private|ssh|signing|encryption)_?key"
+)
+_SECRET_TEXT = re.compile(r"://[^/\s]*@|(?i:^\s*(bearer|basic)\s)")
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

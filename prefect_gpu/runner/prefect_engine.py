@@ -58,7 +58,8 @@ from prefect.utilities.engine import emit_task_run_state_change_event, should_lo
 from prefect.utilities.urls import url_for
 
 from prefect_gpu import values
-from prefect_gpu.errors import PrefectGPUError, ResultError
+from prefect_gpu.child.channel import current_channel
+from prefect_gpu.errors import PrefectGPUError, ProtocolError, ResultError
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.processes.messages import ContextChanges, StoredValue
@@ -463,36 +464,68 @@ for _name, _wrap in _wrapped:
         setattr(SyncTaskRunEngine, _name, _wrap(getattr(SyncTaskRunEngine, _name)))
 
 
-#: Names of GPU tasks that ran in a flow without a `GPUTaskRunner`; each is warned of once.
+#: Names of GPU tasks that ran without a `GPUTaskRunner` in this process, and were warned of.
 _without_runner: set[str] = set()
+
+
+def is_first_warning(task_name: str, has_runner: bool) -> bool:
+    """Return whether no call of a GPU task without the task runner was warned of before.
+
+    The process of a GPU task asks the flow's process, as several processes may call the same task.
+
+    Args:
+        task_name: Name of the task.
+        has_runner: Its flow has a `GPUTaskRunner`: each flow run has warnings of its own.
+    """
+    context, channel = FlowRunContext.get(), current_channel()
+    # Only a `GPUTaskRunner` has it.
+    is_first = getattr(context and context.task_runner, "is_first_direct_call", None)
+    if has_runner and is_first is not None:
+        first = bool(is_first(task_name))
+    else:
+        first = task_name not in _without_runner
+        _without_runner.add(task_name)
+    if first and channel is not None:
+        with contextlib.suppress(OSError, EOFError, ProtocolError, RuntimeError):
+            arguments = {"task_name": task_name, "has_runner": has_runner}
+            return bool(channel.ask("is_first_warning", **arguments))
+    return first
 
 
 def _warns_of_direct_calls(begin_run: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(begin_run)
     def begin(engine: Any) -> Any:
         task, context = engine.task, FlowRunContext.get()
-        # Only a `GPUTaskRunner` has it. In the process of a GPU task there is a device.
-        is_first = getattr(context and context.task_runner, "is_first_direct_call", None)
-        directly = not getattr(task.fn, "runs_in_child", False) and current_allocation() is None
-        if context is not None and directly:
-            tagged = any(map(is_gpu_tag, {*task.tags, *context_tags()}))
-            if tagged and is_first is None and task.name not in _without_runner:
-                _without_runner.add(task.name)
-                engine.logger.warning(
-                    "GPU task %r runs in the flow's own process, and its gpu tags have no effect: its flow has another "
-                    "task runner. Write @flow(task_runner=GPUTaskRunner()).",
-                    task.name,
-                )
-            if tagged and is_first is not None and is_first(task.name):
-                engine.logger.warning(
-                    "GPU task %r was called directly: it runs in the flow's own process, without a device or a memory "
-                    "budget of its own. Call it with .submit() or .map().",
-                    task.name,
-                )
+        tagged = context is not None and any(map(is_gpu_tag, {*task.tags, *context_tags()}))
+        if context is not None and tagged and not getattr(task.fn, "runs_in_child", False):
+            has_runner = hasattr(context.task_runner, "is_first_direct_call")
+            if is_first_warning(task.name, has_runner):
+                _warn_of_direct_call(engine.logger, task.name, has_runner)
         # A coroutine, of the engine of async tasks.
         return begin_run(engine)
 
     return begin
+
+
+def _warn_of_direct_call(log: Any, task_name: str, has_runner: bool) -> None:
+    around = current_allocation() is not None
+    where = "the process of the GPU task around it" if around else "the flow's own process"
+    has = (
+        "on its device and within its memory budget"
+        if around
+        else "without a device or a memory budget of its own"
+    )
+    if has_runner:
+        text = (
+            "GPU task %r was called directly: it runs in %s, %s. Call it with .submit() or .map()."
+        )
+        log.warning(text, task_name, where, has)
+    else:
+        text = (
+            "GPU task %r runs in %s, and its gpu tags have no effect: its flow has another task runner. Write "
+            "@flow(task_runner=GPUTaskRunner())."
+        )
+        log.warning(text, task_name, where)
 
 
 # A direct call goes to Prefect's engine without the task runner, so the engine is where it can be seen (Prefect 3.8.8).

@@ -61,10 +61,14 @@ class Terminal:
         self.columns = columns
         self._open = True
         self._master, self.slave = pty.openpty()
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.resize(columns, rows)
         self._read = bytearray()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Set the size that programs see. What is on the screen stays as it is."""
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def _run(self) -> None:
         try:

@@ -68,24 +68,24 @@ def names(run_id: UUID) -> list[str]:
     return [state.name or "" for state in history(run_id)]
 
 
-def logs(flow_run_id: UUID, wanted: Iterable[str]) -> dict[str, Any]:
-    """Return the log of a flow run by message, once all wanted messages are in it."""
+def all_logs(flow_run_id: UUID, wanted: Iterable[str]) -> list[Any]:
+    """Return the log of a flow run, once all wanted messages are in it."""
     wanted = set(wanted)
     with get_client(sync_client=True) as client:
 
-        def ask() -> dict[str, Any] | None:
-            found = {
-                log.message: log
-                for log in client.read_logs(
-                    LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])),
-                    limit=200,
-                    offset=0,
-                )
-            }
-            return found if wanted <= set(found) else None
+        def ask() -> list[Any] | None:
+            found = client.read_logs(
+                LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])), limit=200, offset=0
+            )
+            return found if wanted <= {log.message for log in found} else None
 
-        answer: dict[str, Any] = until(ask, f"log messages {wanted}")
+        answer: list[Any] = until(ask, f"log messages {wanted}")
         return answer
+
+
+def logs(flow_run_id: UUID, wanted: Iterable[str]) -> dict[str, Any]:
+    """Return the log of a flow run by message, once all wanted messages are in it."""
+    return {log.message: log for log in all_logs(flow_run_id, wanted)}
 
 
 def artifacts(

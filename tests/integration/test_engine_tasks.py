@@ -499,7 +499,7 @@ def test_flow_retries_persistence_and_transactions() -> None:
     assert attempts[0] == attempts[1]
 
 
-def test_a_gpu_task_that_is_called_directly_is_warned_of_once_and_only_in_the_flow() -> None:
+def test_a_gpu_task_that_is_called_directly_is_warned_of_once_wherever_it_is_called() -> None:
     @task(tags=SMALL)
     def own() -> int:
         return os.getpid()
@@ -514,17 +514,22 @@ def test_a_gpu_task_that_is_called_directly_is_warned_of_once_and_only_in_the_fl
 
     inner = own.with_options(name="inner")
 
+    @flow
+    def forgets() -> UUID:
+        own.with_options(name="forgotten").submit().wait()
+        return UUID(prefect.runtime.flow_run.id)
+
     @task(tags=SMALL)
-    def around() -> None:
-        inner()
-        get_run_logger().info("called inside")
+    def around() -> UUID:
+        assert {inner(), inner(), plain()} == {os.getpid()}
+        return forgets()
 
     ids: list[UUID] = []
 
     @flow(task_runner=RUNNER)
     async def calls() -> None:
         ids.append(UUID(prefect.runtime.flow_run.id))
-        around.submit().wait()
+        ids.extend(around.submit().result() for _ in range(2))
         own.submit().wait()
         plain()
         assert {own(), own(), await waits(), plain()} == {os.getpid()}
@@ -533,14 +538,29 @@ def test_a_gpu_task_that_is_called_directly_is_warned_of_once_and_only_in_the_fl
         get_run_logger().info("last")
 
     asyncio.run(calls())
-    logs = api.logs(ids[0], ["called inside", "last"])
-    warned = [message.split("'")[1] for message in logs if "was called directly" in message]
-    assert sorted(warned) == ["own", "tagged", "waits"]
-    (one,) = [log for message, log in logs.items() if message.startswith("GPU task 'own'")]
-    assert one.level == logging.WARNING and one.task_run_id is not None
+    # In a task's flow the line after the warning is the end of its task run.
+    last = ["last", *["Finished in state Completed()"] * 2]
+    warned = [
+        log
+        for flow_run_id, line in zip(ids, last, strict=True)
+        for log in api.all_logs(flow_run_id, [line])
+        if log.level == logging.WARNING
+    ]
+    texts = {log.message.split("'")[1]: log.message.partition("' ")[2] for log in warned}
+    assert sorted(texts) == ["forgotten", "inner", "own", "tagged", "waits"]
+    # One for each, though two processes and two flows called the same task.
+    assert len(warned) == len(texts)
+    assert all(log.task_run_id is not None for log in warned)
+    assert texts["own"].startswith("was called directly: it runs in the flow's own process")
+    assert texts["inner"].startswith(
+        "was called directly: it runs in the process of the GPU task around it"
+    )
+    assert texts["forgotten"].startswith(
+        "runs in the process of the GPU task around it, and its gpu tags have no effect"
+    )
 
 
-def test_a_tag_that_is_nearly_one_of_these_is_warned_of_once_on_the_flow_run() -> None:
+def test_a_tag_that_is_nearly_a_gpu_tag_is_warned_of_once_on_the_flow_run() -> None:
     @task(tags=["gpu=6GiB"])
     def meant() -> int:
         return os.getpid()
@@ -549,12 +569,16 @@ def test_a_tag_that_is_nearly_one_of_these_is_warned_of_once_on_the_flow_run() -
     def other() -> int:
         return os.getpid()
 
+    @task(tags="gpu")  # type: ignore[arg-type]
+    def text() -> int:
+        return os.getpid()
+
     ids: list[UUID] = []
 
     @flow(task_runner=RUNNER)
     def misspells() -> None:
         ids.append(UUID(prefect.runtime.flow_run.id))
-        runs = [each.submit() for each in (meant, meant, other)]
+        runs = [each.submit() for each in (meant, meant, other, text, text)]
         with tags("gpu-memory=4GiB"):
             runs.append(other.submit())
         assert {run.result() for run in runs} == {os.getpid()}
@@ -562,15 +586,18 @@ def test_a_tag_that_is_nearly_one_of_these_is_warned_of_once_on_the_flow_run() -
 
     misspells()
     logs = api.logs(ids[0], ["last"])
-    warned = [log for message, log in logs.items() if "has no meaning here" in message]
+    warned = [log for log in logs.values() if log.level == logging.WARNING]
     assert [log.message for log in warned] == [
         "Task 'meant' has the tag 'gpu=6GiB', which has no meaning here; did you mean 'gpu:memory=6GiB'?",
+        (
+            "Task 'text' has the tags g, p, u: Python splits a text into its characters where a list is expected. Write "
+            'tags=["gpu:memory=6GiB"] or tags=gpu(memory="6GiB"), not tags="gpu:memory=6GiB".'
+        ),
         "Task 'other' has the tag 'gpu-memory=4GiB', which has no meaning here; did you mean 'gpu:memory=4GiB'?",
     ]
-    assert all(log.level == logging.WARNING for log in warned)
 
 
-def test_a_tag_that_is_nearly_one_of_these_is_warned_of_outside_a_flow_too(
+def test_a_tag_that_is_nearly_a_gpu_tag_is_warned_of_outside_a_flow_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     @task(tags=["gpu=6GiB"])

@@ -14,6 +14,7 @@ from prefect_gpu.policy import (
     GPUPolicy,
     gpu,
     is_gpu_tag,
+    is_split_text,
     near_miss,
     parse_tags,
 )
@@ -181,6 +182,12 @@ def test_a_default_that_a_task_states_is_kept_when_the_context_adds_a_budget() -
     ("tags", "parts"),
     [
         pytest.param(["gpu:memry=6GiB"], ["'memry'", "gpu:memory?", "gpu:wait"], id="misspelt key"),
+        pytest.param(["gpu:mem=6GiB"], ["'mem'", "did you mean gpu:memory=6GiB?"], id="a short name of a key"),
+        pytest.param(["gpu:vram"], ["did you mean gpu:memory?"], id="another name of a key"),
+        pytest.param(["gpu:1GiB"], ["did you mean gpu:memory=1GiB?"], id="budget without its key"),
+        pytest.param(["gpu:2"], ["did you mean gpu:count=2?"], id="number without its key"),
+        pytest.param(["gpu:memory:1GiB"], ["did you mean gpu:memory=1GiB?"], id="colon for the equals sign"),
+        pytest.param(["gpu::memory=1GiB"], ["did you mean gpu:memory=1GiB?"], id="two colons"),
         pytest.param(["gpu:zzz"], ["'zzz' is not a known key;"], id="key like no other"),
         pytest.param(["gpu:"], ["'' is not a known key"], id="no key"),
         pytest.param(["gpu:memory=12 bananas"], ["'bananas'", "GiB"], id="unit of fruit"),
@@ -207,6 +214,10 @@ def test_a_default_that_a_task_states_is_kept_when_the_context_adds_a_budget() -
         pytest.param(["gpu:node=a", "gpu:node=b"], ["two values for node"], id="two nodes in two tags"),
         pytest.param(["gpu:framework=theano"], ["'theano' is not known;", "onnxruntime"], id="unknown framework"),
         pytest.param(["gpu:framework=pytorch"], ["did you mean torch?"], id="framework by another name"),
+        pytest.param(["gpu:framework=tf"], ["did you mean tensorflow?"], id="framework by a short name"),
+        pytest.param(["gpu:framework=onnx:50%"], ["did you mean onnxruntime?"], id="framework by its format"),
+        pytest.param(["gpu:framework=Keras"], ["did you mean tensorflow, torch or jax, whichever Keras runs on?"], id="keras"),
+        pytest.param(["gpu:framework=mem"], ["'mem' is not known;"], id="another name of something else"),
         pytest.param(["gpu:framework=torch:70"], ["'70' is not a percentage"], id="share without percent"),
         pytest.param(["gpu:framework=torch:0." + "0" * 322 + "1%"], ["is not a percentage"], id="share too small"),
         pytest.param(["gpu:framework=none:50%"], ["none has no share"], id="share of nothing"),
@@ -472,24 +483,76 @@ def test_gpu_refuses_bad_arguments(arguments: dict[str, object]) -> None:
         gpu(**arguments)  # type: ignore[arg-type]
 
 
+def test_the_first_argument_of_gpu_is_the_memory() -> None:
+    assert gpu("1GiB") == gpu(memory="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("mem", "memory"), ("vram", "memory"), ("memroy", "memory"), ("Devices", "device")],
+)
+def test_gpu_suggests_the_argument_that_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        gpu(**{name: "1GiB"})  # type: ignore[arg-type]
+    assert caught.value.given == f"gpu({name}=...)"
+    assert caught.value.problem == f"{name!r} is not a known argument; did you mean {meant}?"
+    assert "learn_by" in caught.value.accepted
+
+
 @pytest.mark.parametrize(
     ("tag", "meant"),
     [
-        ("gpu-memory=4GiB", "gpu:memory=4GiB"),
-        ("GPU_Memory = 40%", "gpu:Memory = 40%"),
-        ("gpu=6GiB", "gpu:memory=6GiB"),
-        ("gpu-exclusive", "gpu:exclusive"),
-        ("gpu.count=2", "gpu:count=2"),
+        pytest.param("gpu-memory=4GiB", "gpu:memory=4GiB", id="a hyphen for the colon"),
+        pytest.param("GPU_Memory = 40%", "gpu:memory=40%", id="an underscore, and spaces"),
+        pytest.param("gpu memory=4GiB", "gpu:memory=4GiB", id="a space for the colon"),
+        pytest.param("gpu\uff1amemory=4GiB", "gpu:memory=4GiB", id="a wide colon"),
+        pytest.param("gpumemory=4GiB", "gpu:memory=4GiB", id="nothing for the colon"),
+        pytest.param("gpu-memory:4GiB", "gpu:memory=4GiB", id="a colon for the equals sign"),
+        pytest.param("gpu_mem=4GiB", "gpu:memory=4GiB", id="a short name of memory"),
+        pytest.param("gpus:memory=4GiB", "gpu:memory=4GiB", id="a plural"),
+        pytest.param("gpu=6GiB", "gpu:memory=6GiB", id="a budget without its key"),
+        pytest.param("memory=6GiB", "gpu:memory=6GiB", id="a budget without gpu"),
+        pytest.param("mem: 40%", "gpu:memory=40%", id="a percentage without gpu"),
+        pytest.param("vram=6GiB", "gpu:memory=6GiB", id="another name of memory without gpu"),
+        pytest.param("gpu=1", "gpu:count=1", id="a number"),
+        pytest.param("gpus=2", "gpu:count=2", id="a number after a plural"),
+        pytest.param("gpus", "gpu", id="a plural alone"),
+        pytest.param("gpu=true", "gpu", id="a yes"),
+        pytest.param("gpu=", "gpu", id="no value"),
+        pytest.param("gpu-exclusive", "gpu:exclusive", id="a key without a value"),
+        pytest.param("gpu-exclusive=yes", "gpu:exclusive", id="a key that takes none"),
+        pytest.param("gpu.count=2", "gpu:count=2", id="a dot for the colon"),
+        pytest.param("gpu-alloc.backend=native", "gpu:alloc.backend=native", id="an allocator option"),
+        pytest.param("gpu,gpu:memory=6GiB", "gpu:memory=6GiB", id="two tags in one text"),
     ],
-)
-def test_a_tag_that_is_almost_one_of_these_is_noticed(tag: str, meant: str) -> None:
+)  # fmt: skip
+def test_a_tag_that_is_almost_a_gpu_tag_is_noticed(tag: str, meant: str) -> None:
     assert near_miss(tag) == meant
     assert parse_tags([meant]) is not None
 
 
 @pytest.mark.parametrize(
     "tag",
-    ["gpu", "gpu:memory=4GiB", "gpu-2", "gpu-cluster", "gpu-memory", "gpus=2", "memory=4GiB", ""],
-)
+    [
+        *("gpu", "gpu:memory=4GiB", "gpu-2", "gpu-cluster", "gpu-memory", "memory-model", "gpus-team", "gpu_pool"),
+        *("memory", "memory=high", "memory-bound", "mem", "gpu=no", "gpu-node-1", "gpu-model=A100", "gpu-team=vision"),
+        *("gpu-exclusive=no", "framework=torch", "priority=5", "exclusive", "cuda:0", "wait=10m", ""),
+    ],
+)  # fmt: skip
 def test_tags_of_others_are_left_alone(tag: str) -> None:
-    assert near_miss(tag) == ""
+    assert near_miss(tag) is None
+
+
+@pytest.mark.parametrize(
+    ("tags", "is_split"),
+    [
+        pytest.param("gpu", True, id="gpu alone"),
+        pytest.param("GPU:memory=1GiB", True, id="a tag with a value"),
+        pytest.param(["g", "p"], False, id="short tags of a user"),
+        pytest.param(["g", "p", "u", "nightly"], False, id="beside a longer tag"),
+        pytest.param(["gpu"], False, id="a list"),
+        pytest.param([], False, id="no tags"),
+    ],
+)
+def test_a_text_in_place_of_a_list_is_noticed(tags: str | list[str], is_split: bool) -> None:
+    assert is_split_text(set(tags)) == is_split

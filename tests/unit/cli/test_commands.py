@@ -7,12 +7,14 @@ import json
 import os
 import runpy
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 from cyclopts import CycloptsError
 
 from prefect_gpu.cli import commands as cli
+from prefect_gpu.cli import run_commands
 from prefect_gpu.cli.commands import app, main
 from prefect_gpu.devices import spec as device_spec
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, ProcessUse
@@ -46,7 +48,6 @@ def test_check_prints_the_policy(capsys: Capture) -> None:
     ("tags", "line"),
     [
         pytest.param(["nightly"], "no gpu tag", id="a task for a thread"),
-        pytest.param(["gpu-memory=4GiB"], "did you mean 'gpu:memory=4GiB'?", id="nearly a tag"),
         pytest.param(["gpu"], "memory             a device to itself", id="no budget"),
         pytest.param(["gpu:memory=40%"], "40% of each device", id="a part of each device"),
         pytest.param(["gpu:cpus=4", "gpu:caching=off"], "caching            off", id="the rest"),
@@ -55,6 +56,37 @@ def test_check_prints_the_policy(capsys: Capture) -> None:
 def test_check_explains_tags(capsys: Capture, tags: list[str], line: str) -> None:
     assert main(["check", *tags]) == 0
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        *("memory=1GiB", "count=2", "device=0", "node=a", "framework=torch", "allocation=all", "alloc.backend=native"),
+        *("caching=off", "exclusive", "oom=fail", "enforce=kill", "priority=5", "preemptible", "wait=1m", "cpus=2"),
+        "learn_by=x",
+    ],
+)  # fmt: skip
+def test_check_has_a_row_for_each_key(capsys: Capture, tag: str) -> None:
+    assert main(["check", "gpu"]) == 0
+    without = capsys.readouterr().out.splitlines()
+    assert main(["check", f"gpu:{tag}"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == len(without) and rows[:-1] != without[:-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        pytest.param(["gpu=1"], "no gpu tag", id="alone"),
+        pytest.param(["gpu", "gpu=1"], "memory  ", id="beside a gpu tag"),
+        pytest.param(["gpu=1", "--json"], "null", id="as JSON"),
+    ],
+)
+def test_check_suggests_what_was_meant(capsys: Capture, arguments: list[str], printed: str) -> None:
+    assert main(["check", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith(printed)
+    assert captured.err == "prefect-gpu: 'gpu=1' has no meaning; did you mean 'gpu:count=1'?\n"
 
 
 def test_check_prints_json(capsys: Capture) -> None:
@@ -330,3 +362,76 @@ def test_a_command_that_is_stopped_ends_without_a_traceback(
         os.dup2(kept, 1)
         os.close(kept)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_characters_that_cannot_be_written_are_escaped(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    out, error = io.BytesIO(), io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding))
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(error, encoding))
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "app", lambda tokens: "é 界 \ud800")
+        assert main(["status"]) == 0
+    assert main(["check", "gpu:node=界"]) == 2
+    sys.stderr.flush()
+    text = {"ascii": r"\xe9 \u754c \ud800", "latin-1": r"é \u754c \ud800", "utf-8": r"é 界 \ud800"}
+    assert out.getvalue().decode(encoding) == f"{text[encoding]}\n"
+    assert b"is not a name of a node" in error.getvalue()
+
+
+@pytest.mark.parametrize("tokens", [["check", "gpu"], ["--help"], ["simulate", "--help"]])
+def test_a_full_disk_is_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: list[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(tokens) == 2
+        monkeypatch.undo()
+    assert capfd.readouterr().err == (
+        "prefect-gpu: the output cannot be written: No space left on device\n"
+    )
+
+
+def test_a_closed_output_is_refused_before_the_command_starts(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr(cli, "app", lambda tokens: pytest.fail("it was started"))
+    assert main(["history", "reset", "--all", "--yes"]) == 2
+    assert capfd.readouterr().err == "prefect-gpu: the output cannot be written: it is closed\n"
+
+
+@pytest.mark.parametrize("error", [None, "/dev/full"])
+def test_errors_that_cannot_be_written_change_no_exit_code(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: str | None
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", error and full)
+        assert main(["check", "gpu:memory=8"]) == 2
+        assert main(["check", "gpu=1"]) == 1
+        assert main(["unknown"]) == 2
+        monkeypatch.undo()
+    # Not on standard output, which a program may read.
+    assert "did you mean" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["check", "report", "simulate", "history"])
+def test_an_argument_that_is_not_utf_8_is_refused(capsys: Capture, command: str) -> None:
+    assert main([command, os.fsdecode(b"gpu:node=\xff")]) == 2
+    assert capsys.readouterr().err == (
+        "prefect-gpu: the argument 'gpu:node=\\xff' is not UTF-8, and no file has that name (see prefect-gpu --help)\n"
+    )
+
+
+def test_a_file_whose_name_is_not_utf_8_is_read(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"\xff.csv")
+    file.write_text("name,duration\na,1s\n")
+    assert main(["simulate", str(file), "--devices", "1x8GiB"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_a_question_without_an_input_is_answered_with_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert not run_commands._agreed("Delete it?")

@@ -125,6 +125,10 @@ def test_a_server_that_answers_one_that_does_not_and_none() -> None:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         (found,) = doctor.check_server()
     assert found.level == "problem" and "http://127.0.0.1:9/api does not answer" in found.text
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9"}):
+        (found,) = doctor.check_server()
+    assert found.level == "problem"
+    assert found.fix == "PREFECT_API_URL has no /api; did you mean http://127.0.0.1:9/api?"
     with temporary_settings({PREFECT_API_URL: None}):
         (found,) = doctor.check_server()
     assert found.level == "note" and "prefect server start" in found.fix

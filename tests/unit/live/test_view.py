@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -129,6 +130,49 @@ def test_a_line_that_is_too_long_is_cut(streams: Streams) -> None:
     seen = streams.seen()
     assert seen[:2] == ["printed", "x" * 58 + "…"]
     assert seen[2].startswith("界界") and seen[2].endswith("…") and len(seen) == 3
+
+
+def test_more_lines_without_an_end_than_the_terminal_has_rows_leave_nothing_behind(
+    streams: Streams,
+) -> None:
+    lines = streams.lines()
+    end = threading.Event()
+
+    def write(number: int, written: threading.Event) -> None:
+        streams.out.write(f"part {number} ")
+        written.set()
+        end.wait(60)
+
+    threads = []
+    for number in range(30):
+        written = threading.Event()
+        threads.append(threading.Thread(target=write, args=(number, written)))
+        threads[-1].start()
+        assert written.wait(60)
+        lines.show([f"view {number}", "second"])
+    end.set()
+    for thread in threads:
+        thread.join(60)
+    lines.forget()
+    streams.end()
+    # 20 rows: what is drawn is never higher, or it could not be erased.
+    erased = re.split(r"\r(?:\x1b\[\d+A)?\x1b\[J", streams.terminal.text)
+    drawn = [text.split("\r\n") for text in erased]
+    assert max(map(len, drawn)) == 19
+    assert drawn[10] == [*(f"part {number} " for number in range(11)), "view 10", "second"]
+    assert drawn[-1] == [f"part {number} " for number in range(11, 30)]
+
+
+def test_a_terminal_without_a_size_is_not_drawn_on(streams: Streams) -> None:
+    lines = streams.lines()
+    lines.show(VIEW)
+    print("> ", end="", file=streams.out)
+    streams.terminal.resize(0, 0)
+    lines.show(VIEW)
+    assert not lines.open
+    assert open_lower_lines(streams.out, streams.err) is None
+    print("after", file=streams.out)
+    assert streams.seen() == ["> after"]
 
 
 DISPLAYS = {

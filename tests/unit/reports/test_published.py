@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import httpx
 import pytest
 from prefect import flow, get_client
 from prefect.settings import (
@@ -25,7 +26,7 @@ from prefect_gpu.cli.terminal_markdown import TerminalMarkdown
 from prefect_gpu.errors import ReportError
 from prefect_gpu.reports import published
 from prefect_gpu.reports.publish import flow_artifact, task_artifact
-from prefect_gpu.reports.published import FlowRunReport, ProcessReport
+from prefect_gpu.reports.published import FlowRunReport, ProcessReport, open_api
 from tests.fakes.reports import task_report
 
 Capture = pytest.CaptureFixture[str]
@@ -157,3 +158,34 @@ def test_a_name_that_is_too_long_for_its_column_is_wrapped_and_not_cut() -> None
     name = "evaluate-with-a-long-name-4c5"
     console.print(TerminalMarkdown(f"| task run | outcome |\n|---|---|\n| {name} | completed |"))
     assert "…" not in written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        pytest.param("http://127.0.0.1:4200", "http://127.0.0.1:4200/api", id="no path"),
+        pytest.param("https://host/prefect/", "https://host/prefect/api", id="another path"),
+    ],
+)
+def test_an_address_without_api_is_named(url: str, meant: str) -> None:
+    with (
+        temporary_settings({PREFECT_API_URL: url}),
+        pytest.raises(ReportError) as caught,
+        open_api(),
+    ):
+        # As Prefect's server answers where it has no API, with the page of its UI.
+        json.loads("<!DOCTYPE html>")
+    assert f"API at {url} cannot be read: JSONDecodeError" in str(caught.value)
+    assert str(caught.value).endswith(f"PREFECT_API_URL has no /api; did you mean {meant}?")
+
+
+def test_an_address_with_api_is_not_corrected() -> None:
+    cloud = "https://api.prefect.cloud/api/accounts/a/workspaces/w"
+    with (
+        temporary_settings({PREFECT_API_URL: cloud}),
+        pytest.raises(ReportError) as caught,
+        open_api(),
+    ):
+        raise httpx.ReadTimeout("nothing came")
+    assert "ReadTimeout: nothing came" in str(caught.value)
+    assert "did you mean" not in str(caught.value)

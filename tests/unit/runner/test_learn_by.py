@@ -325,6 +325,29 @@ def test_values_are_said_as_the_user_wrote_them_unless_they_are_secret(
     assert describe_values(evaluate, names, arguments) == words
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["bearer", "session_cookie", "pwd", "dbPwd", "passphrase", "passcode", "db_pass", "jwt", "ssh_key", "signing_key", "dsn"],
+)  # fmt: skip
+def test_a_parameter_with_the_name_of_a_secret_is_not_written(name: str) -> None:
+    def body(**values: str) -> None: ...
+
+    assert describe_values(body, [name], {"values": {name: "abc"}}) == f"{name}=(secret)"
+
+
+@pytest.mark.parametrize("name", ["passes", "model", "key", "keys", "bypass_cache", "order"])
+def test_other_parameters_are_written(name: str) -> None:
+    def body(**values: str) -> None: ...
+
+    assert describe_values(body, [name], {"values": {name: "abc"}}) == f"{name}=abc"
+
+
+def test_a_text_that_is_an_authorization_header_is_not_written() -> None:
+    def body(header: str) -> None: ...
+
+    assert describe_values(body, ["header"], {"header": "Bearer abc"}) == "header=(secret)"
+
+
 def test_words_for_values_are_short_and_begin_no_other_history() -> None:
     long = describe_values(evaluate, ["model"], {"model": "x" * 10_000})
     assert len(long) == WORDS_LIMIT

@@ -144,8 +144,8 @@ class FlowRunReport:
                 for name, value in self.facts
             )
             parts.append(f"<table>{rows}</table>")
-        for each in (self.markdown or "The flow has not ended yet.", *self.leaderboards):
-            parts.append(_html(each))
+        whole = self.markdown or "The flow has not ended yet."
+        parts += map(_html, (whole, *self.leaderboards))
         for each in self.processes:
             name = html.escape(f"{each.task_run} · attempt {each.figures.get('attempt', '?')}")
             outcome = html.escape(each.figures.get("outcome", ""))

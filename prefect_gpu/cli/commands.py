@@ -1,8 +1,8 @@
 """The console script `prefect-gpu`, and its commands about this machine and about tags.
 
 Exit codes: 0; 1 when `doctor` finds a problem, or `check` a tag that was probably meant to be a GPU tag; 2 when an
-argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about flow runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What
-`status` shows is in `status`.
+argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about flow
+runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What `status` shows is in `status`.
 """
 
 from __future__ import annotations
@@ -120,8 +120,11 @@ def _print_error(text: str) -> None:
     # `print` writes to standard output if there is no standard error.
     if sys.stderr is None:
         return
+    # Imported here because few commands fail.
+    from prefect_gpu.reports.canvas import clean
+
     try:
-        print(f"prefect-gpu: {text}", file=sys.stderr, flush=True)
+        print(f"prefect-gpu: {clean(text)}", file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
 

@@ -417,6 +417,12 @@ def test_errors_that_cannot_be_written_change_no_exit_code(
     assert "did you mean" not in capfd.readouterr().out
 
 
+def test_an_error_is_one_line_without_control_characters(capsys: Capture) -> None:
+    assert main(["check", "gpu:memory=\x1b]0;title\x07\n\u202e8GiB"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("prefect-gpu: gpu:memory=�]0;title� �8GiB: ") and line.isprintable()
+
+
 @pytest.mark.parametrize("command", ["check", "report", "simulate", "history"])
 def test_an_argument_that_is_not_utf_8_is_refused(capsys: Capture, command: str) -> None:
     assert main([command, os.fsdecode(b"gpu:node=\xff")]) == 2

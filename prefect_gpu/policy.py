@@ -279,6 +279,22 @@ class GPUPolicy:
         _check_frameworks(self.frameworks)
 
 
+def why_alone(policy: GPUPolicy) -> str:
+    """Return why the first run of a task must have a device to itself; empty: it may share one.
+
+    A task that cannot be capped has none beside it, nor one that takes all that it may have.
+    """
+    if policy.exclusive:
+        return "gpu:exclusive"
+    if "allocation" in policy.stated and policy.allocation != "limit":
+        return f"gpu:allocation={policy.allocation} leaves no room for others"
+    if not policy.caching:
+        return "gpu:caching=off has no cap"
+    if {share.name for share in policy.frameworks} == {"none"}:
+        return "gpu:framework=none has no cap"
+    return ""
+
+
 def is_gpu_tag(tag: str) -> bool:
     """Return whether `tag` is `gpu` or starts with `gpu:`, ignoring case and outer spaces.
 

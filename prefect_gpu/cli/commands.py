@@ -1,8 +1,8 @@
 """The console script `prefect-gpu`, and its commands about this machine and about tags.
 
 Exit codes: 0; 1 when `doctor` finds a problem, or `check` a tag that was probably meant to be a GPU tag; 2 when an
-argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about flow runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What
-`status` shows is in `status`.
+argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about flow
+runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What `status` shows is in `status`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from prefect_gpu.cli.simulate_command import simulate_command
 from prefect_gpu.cli.suspend_command import resume, suspend
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.live.table import table_lines
-from prefect_gpu.policy import GPUPolicy, is_gpu_tag, near_miss, parse_tags
+from prefect_gpu.policy import GPUPolicy, is_gpu_tag, near_miss, parse_tags, why_alone
 from prefect_gpu.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -120,8 +120,11 @@ def _print_error(text: str) -> None:
     # `print` writes to standard output if there is no standard error.
     if sys.stderr is None:
         return
+    # Imported here because few commands fail.
+    from prefect_gpu.reports.canvas import clean
+
     try:
-        print(f"prefect-gpu: {text}", file=sys.stderr, flush=True)
+        print(f"prefect-gpu: {clean(text)}", file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
 
@@ -330,7 +333,9 @@ def _version() -> str:
 def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
     memory = policy.memory
     if memory is None:
-        budget = "a device to itself"
+        alone = why_alone(policy)
+        first = f"has a device to itself: {alone}" if alone else "shares a device while it has room"
+        budget = f"learned from earlier runs; a first run {first}"
     elif isinstance(memory, float):
         budget = f"{memory * 100:.6g}% of each device"
     else:
@@ -343,7 +348,7 @@ def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
         ("devices", ", ".join(policy.devices) or "any"),
         ("nodes", ", ".join(policy.nodes) or "any"),
         ("frameworks", ", ".join(shares) or "those the task imports"),
-        ("allocation", policy.allocation),
+        ("allocation", _allocation(policy)),
         ("allocator options", ", ".join(options) or "PyTorch's own"),
         ("caching", "on" if policy.caching else "off"),
         ("exclusive", "yes" if policy.exclusive else "no"),
@@ -355,6 +360,14 @@ def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
         ("cpus", "a share of the cores" if policy.cpus is None else str(policy.cpus)),
         ("learn_by", ", ".join(policy.learn_by) or "none"),
     ]
+
+
+def _allocation(policy: GPUPolicy) -> str:
+    known = policy.memory is not None or "allocation" in policy.stated
+    if known or not policy.caching:
+        return policy.allocation
+    # A first run that shares a device is capped, and so is a run with a learned budget.
+    return "growth in a first run, then limit" if why_alone(policy) else "limit"
 
 
 def _ledger_folder() -> Path | None:

@@ -252,7 +252,7 @@ def _history_row(history: KeptHistory) -> tuple[str, ...]:
         str(found["runs"]),
         _size(peak),
         "?" if seconds is None else format_seconds(seconds),
-        "a device to itself" if budget is None else format_bytes(budget),
+        "not known: a first run" if budget is None else format_bytes(budget),
         f"{ended:%Y-%m-%d %H:%M}",
     )
 

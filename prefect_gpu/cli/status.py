@@ -110,6 +110,8 @@ class Status:
     tasks: tuple[TaskStatus, ...]
     waiting: tuple[WaitingStatus, ...]
     others: tuple[OtherProcess, ...]
+    #: Which flows cannot be seen, and what to write to see them. `None`: all are shown, or some are.
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,8 @@ class Found:
     available_bytes: int
     #: Monotonic seconds.
     now_s: float
+    #: Which devices were asked for.
+    spec: DeviceSpec
     #: Returns the name and the user of a process.
     describe: Callable[[int], tuple[str, str]] = lambda pid: ("?", "?")
 
@@ -167,7 +171,24 @@ def machine_status(found: Found) -> Status:
             for use in s.processes
             if use.root_pid is None
         ),
+        hint=None if entries else _hint(found),
     )
+
+
+def _hint(found: Found) -> str | None:
+    simulated = found.spec.simulated
+    if simulated is not None and not simulated.name:
+        devices = f"simulated:{simulated.text}"
+        return (
+            f"{devices} is private to each process, so no tasks of flows are shown; write {devices}@NAME in the flow "
+            "and for --devices"
+        )
+    if any(snapshot.device.kind == "host" for snapshot in found.snapshots):
+        return (
+            "flows on simulated devices are not shown here; write simulated:2x24GiB@NAME in the flow and for "
+            "--devices"
+        )
+    return None
 
 
 def _keys(entry: Entry) -> tuple[DeviceKey, ...]:
@@ -288,12 +309,12 @@ def open_status(spec: DeviceSpec, folder: Path | None) -> Iterator[Callable[[], 
             contextlib.closing(HostStore(folder)) as store,
             contextlib.closing(open_reader(spec, os.environ, shared=folder)) as reader,
         ):
-            yield lambda: _read_status(store, reader)
+            yield lambda: _read_status(store, reader, spec)
     except StoreError as error:
         raise DeviceError(str(error)) from error
 
 
-def _read_status(store: HostStore, reader: DeviceReader) -> Status:
+def _read_status(store: HostStore, reader: DeviceReader, spec: DeviceSpec) -> Status:
     # Removes what processes have left that are gone.
     store.changed()
     rows = store.read(0)
@@ -308,6 +329,7 @@ def _read_status(store: HostStore, reader: DeviceReader) -> Status:
             namespace=store.namespace,
             available_bytes=read_host_available_bytes(),
             now_s=time.monotonic(),
+            spec=spec,
             describe=_describe,
         )
     )
@@ -340,6 +362,8 @@ def status_lines(status: Status) -> list[str]:
         lines += ["", f"{len(status.others)} other {_plural(status.others, 'process', 'es')}"]
         heads = ("pid", "name", "device", "used", "user")
         lines += table_lines([heads, *map(_other_row, status.others)])
+    if status.hint is not None:
+        lines += ["", status.hint]
     return lines
 
 

@@ -500,7 +500,7 @@ def _lesson(runs: Sequence[PastRun]) -> str:
     lesson = learn(runs)
     if lesson is None:
         known = "whose memory was measured " if any(r.outcome == "completed" for r in runs) else ""
-        return f"No run {known}has completed: the next one has a device to itself, to find out."
+        return f"No run {known}has completed: the next one is a first run, to find out."
     count = "1 completed run" if lesson.runs == 1 else f"{lesson.runs} completed runs"
     all_of_it = ", all that a device can give" if lesson.need_bytes > lesson.budget_bytes else ""
     text = (

@@ -69,6 +69,10 @@ section { margin: 1rem 0 1rem 1.2rem; }
 summary { cursor: pointer; }
 """
 
+#: What a formula begins with in spreadsheets, also in the wide characters of East Asian ones.
+_FORMULA = tuple("=+-@＝＋－＠")
+_NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
+
 #: What to do if no API answers.
 _START_SERVER = (
     "check that `prefect server start` runs, and that PREFECT_API_URL is its address, as in "
@@ -136,7 +140,7 @@ class FlowRunReport:
 
     def to_html(self) -> str:
         """Return one page with all reports, which needs no other file."""
-        title = html.escape(f"{self.flow_run} ({self.state})")
+        title = html.escape(clean(f"{self.flow_run} ({self.state})"))
         parts = [f"<h1>{title}</h1>"]
         if self.facts:
             rows = "".join(
@@ -147,10 +151,10 @@ class FlowRunReport:
         whole = self.markdown or "The flow has not ended yet."
         parts += map(_html, (whole, *self.leaderboards))
         for each in self.processes:
-            name = html.escape(f"{each.task_run} · attempt {each.figures.get('attempt', '?')}")
-            outcome = html.escape(each.figures.get("outcome", ""))
+            attempt, outcome = each.figures.get("attempt", "?"), each.figures.get("outcome", "")
+            summary = html.escape(clean(f"{each.task_run} · attempt {attempt} · {outcome}"))
             parts.append(
-                f"<details><summary>{name} · {outcome}</summary>"
+                f"<details><summary>{summary}</summary>"
                 f"<section>{_html(each.markdown)}</section></details>"
             )
         body = "\n".join(parts)
@@ -179,14 +183,17 @@ class FlowRunReport:
         return json.dumps(found, indent=2)
 
     def to_csv(self) -> str:
-        """Return a row for each process and a column for each figure."""
+        """Return a row for each process and a column for each figure.
+
+        A text that a spreadsheet would take for a formula is preceded by `'`.
+        """
         names = list(dict.fromkeys(name for each in self.processes for name in each.figures))
         written = io.StringIO()
         rows = csv.writer(written, lineterminator="\n")
-        rows.writerow(["task_run", "task_run_id", *names])
+        rows.writerow(["task_run", "task_run_id", *map(_cell, names)])
         for each in self.processes:
             values = (each.figures.get(name, "") for name in names)
-            rows.writerow([each.task_run, each.task_run_id, *values])
+            rows.writerow([*map(_cell, (each.task_run, str(each.task_run_id or ""), *values))])
         return written.getvalue()
 
     def to_text(self) -> str:
@@ -412,6 +419,12 @@ def _pages(
         if len(found) < _PAGE:
             return
         offset += len(found)
+
+
+def _cell(text: str) -> str:
+    """Return a cell of CSV: one line, and no formula, which a spreadsheet would run."""
+    line = clean(text)
+    return f"'{line}" if line.startswith(_FORMULA) and not _NUMBER.fullmatch(line) else line
 
 
 def _html(markdown: str) -> str:

@@ -28,7 +28,7 @@ from prefect_gpu.frameworks.registry import (
     uses_prefect,
 )
 from prefect_gpu.frameworks.torch_adapter import reduce_large
-from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.policy import GPUPolicy, why_alone
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.runner.learn_by import describe_values, digest_values
@@ -133,22 +133,6 @@ class TaskPlan:
             learn_by_words=words,
             flow_name=flow_name,
         )
-
-
-def why_alone(policy: GPUPolicy) -> str:
-    """Return why a task without a budget must have a device to itself; empty: it may share one.
-
-    A task that cannot be capped has none beside it, nor one that takes all that it may have.
-    """
-    if policy.exclusive:
-        return "gpu:exclusive"
-    if "allocation" in policy.stated and policy.allocation != "limit":
-        return f"gpu:allocation={policy.allocation} leaves no room for others"
-    if not policy.caching:
-        return "gpu:caching=off has no cap"
-    if {share.name for share in policy.frameworks} == {NO_FRAMEWORK}:
-        return "gpu:framework=none has no cap"
-    return ""
 
 
 class PlanMaker:

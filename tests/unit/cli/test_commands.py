@@ -48,7 +48,24 @@ def test_check_prints_the_policy(capsys: Capture) -> None:
     ("tags", "line"),
     [
         pytest.param(["nightly"], "no gpu tag", id="a task for a thread"),
-        pytest.param(["gpu"], "memory             a device to itself", id="no budget"),
+        pytest.param(
+            ["gpu"],
+            "memory             learned from earlier runs; a first run shares a device while it has room\n",
+            id="no budget",
+        ),
+        pytest.param(["gpu"], "allocation         limit\n", id="a first run is capped"),
+        pytest.param(
+            ["gpu:allocation=growth"],
+            "memory             learned from earlier runs; a first run has a device to itself: "
+            "gpu:allocation=growth leaves no room for others\n",
+            id="no budget and no cap",
+        ),
+        pytest.param(["gpu:exclusive"], "a device to itself: gpu:exclusive\n", id="exclusive"),
+        pytest.param(
+            ["gpu:exclusive", "gpu:memory=1GiB"],
+            "allocation         limit\n",
+            id="exclusive with a budget",
+        ),
         pytest.param(["gpu:memory=40%"], "40% of each device", id="a part of each device"),
         pytest.param(["gpu:cpus=4", "gpu:caching=off"], "caching            off", id="the rest"),
     ],
@@ -415,6 +432,12 @@ def test_errors_that_cannot_be_written_change_no_exit_code(
         monkeypatch.undo()
     # Not on standard output, which a program may read.
     assert "did you mean" not in capfd.readouterr().out
+
+
+def test_an_error_is_one_line_without_control_characters(capsys: Capture) -> None:
+    assert main(["check", "gpu:memory=\x1b]0;title\x07\n\u202e8GiB"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("prefect-gpu: gpu:memory=�]0;title� �8GiB: ") and line.isprintable()
 
 
 @pytest.mark.parametrize("command", ["check", "report", "simulate", "history"])

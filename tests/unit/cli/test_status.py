@@ -17,6 +17,7 @@ from prefect_gpu.broker.ledger import Entry, Row
 from prefect_gpu.cli import watch as watching
 from prefect_gpu.cli.commands import main
 from prefect_gpu.cli.status import Found, HeldBy, Status, machine_status, status_lines
+from prefect_gpu.devices.spec import DeviceSpec, parse_spec
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceSnapshot,
@@ -63,6 +64,7 @@ def look(*entries: tuple[str, Entry], snapshots: Any = None, **more: Any) -> Sta
         "namespace": HERE,
         "available_bytes": 64 * GIB,
         "now_s": 160.0,
+        "spec": DeviceSpec("auto"),
         "describe": lambda pid: (f"program-{pid}", "eve"),
     }
     found = [snapshot(0, 100), snapshot(1, 100)] if snapshots is None else snapshots
@@ -283,3 +285,45 @@ def test_watch_shows_it_again_until_ctrl_c(
     printed = shown.getvalue() if terminal else capsys.readouterr().out
     assert "reading 1" in printed and "reading 3" in printed
     assert ("the line" in printed) is not terminal, "a terminal's lines are cut"
+
+
+HOST = Device("HOST-1", 0, "memory of here", 64 * GIB, "host", "here", 0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "device", "entries", "hint"),
+    [
+        pytest.param(
+            "simulated:2x8GiB",
+            replace(HOST, kind="simulated"),
+            [],
+            "simulated:2x8GiB is private to each process, so no tasks of flows are shown; write "
+            "simulated:2x8GiB@NAME in the flow and for --devices",
+            id="simulated devices without a name",
+        ),
+        pytest.param(
+            "auto",
+            HOST,
+            [],
+            "flows on simulated devices are not shown here; write simulated:2x24GiB@NAME in the flow and for --devices",
+            id="the memory of the machine",
+        ),
+        pytest.param("auto", HOST, ["task"], None, id="the memory of the machine with a task"),
+        pytest.param("simulated:2x8GiB@demo", replace(HOST, kind="simulated"), [], None, id="a name"),
+        pytest.param("auto", DEVICES[0], [], None, id="a GPU"),
+    ],
+)  # fmt: skip
+def test_status_says_which_flows_it_cannot_see(
+    devices: str, device: Device, entries: list[str], hint: str | None
+) -> None:
+    reservation = Reservation("task", "here", device.uuid, GIB, task_name="task")
+    found = [
+        (request_id, replace(each, reservations=(reservation,), devices=(device.key,)))
+        for request_id, each in (entry(name, 1, 1) for name in entries)
+    ]
+    snapshots = [DeviceSnapshot(device, 0.0, GIB)]
+    status = look(*found, snapshots=snapshots, spec=parse_spec(devices))
+    assert len(status.tasks) == len(entries)
+    assert status.hint == hint
+    lines = status_lines(status)
+    assert hint is None or hint in lines

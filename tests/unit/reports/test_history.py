@@ -434,7 +434,7 @@ def test_the_page_of_a_history_says_that_runs_differ() -> None:
 
 def test_the_page_of_a_history_without_a_completed_run_announces_a_probe() -> None:
     page = history_markdown(OTHER, [run(outcome="died", cause="unknown", ended_at=1e300)])
-    assert "the next one has a device to itself" in page
+    assert "the next one is a first run, to find out" in page
     assert "\n| died |" in page and "| unknown |" in page
     assert "learn_by" not in page
     assert "Task train outside a flow, on NVIDIA H200." in page

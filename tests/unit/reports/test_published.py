@@ -66,6 +66,36 @@ def test_csv_has_a_column_for_every_figure_that_any_process_has() -> None:
     assert [(row["cap"], row["leak"]) for row in rows] == [("7", ""), ("", "8")]
 
 
+UNSEEN = "a\x1b[31mb\u202ec\x07\x00\x85d\r\ne"
+
+
+def with_names(name: str) -> FlowRunReport:
+    """Return a report in which every name and figure of a user is `name`."""
+    process = ProcessReport(name, uuid4(), "**Completed**", {"learn_by": name, "outcome": name})
+    return FlowRunReport(name, uuid4(), name, "", {}, (process,))
+
+
+def test_names_have_no_control_or_direction_characters_in_a_page_and_in_csv() -> None:
+    for text in (with_names(UNSEEN).to_html(), with_names(UNSEEN).to_csv()):
+        assert "a�[31mb�c��" in text
+        assert all(line.isprintable() for line in text.split("\n"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["=1+1", "+1+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", " =1", "\n=1", "＝1", "=cmd|' /C calc'!A0", "--", "-"],
+)  # fmt: skip
+def test_a_cell_of_csv_is_never_a_formula(name: str) -> None:
+    ((row),) = csv.DictReader(io.StringIO(with_names(name).to_csv()))
+    assert row["task_run"] == row["learn_by"] == f"'{name.strip()}"
+
+
+@pytest.mark.parametrize("text", ["-8", "-1.5e+3", "+7", "0", "eval-1", "a=b", "", "nan"])
+def test_other_cells_of_csv_are_as_they_are(text: str) -> None:
+    ((row),) = csv.DictReader(io.StringIO(with_names(text).to_csv()))
+    assert row["task_run"] == row["learn_by"] == text
+
+
 @pytest.fixture(scope="module")
 def api(prefect_server: str) -> Iterator[str]:
     with temporary_settings({PREFECT_API_URL: prefect_server}):

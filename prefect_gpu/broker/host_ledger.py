@@ -323,10 +323,10 @@ class HostStore:
                     failed[owner] = error
             if not failed:
                 return rows
-            for owner, error in failed.items():
+            for owner, why in failed.items():
                 if self._is_alive(owner):
-                    raise error
-                self._drop(owner, f"has written what cannot be read: {error}")
+                    raise why
+                self._drop(owner, f"has written what cannot be read: {why}")
 
     def _is_alive(self, owner: str) -> bool:
         try:

@@ -120,7 +120,8 @@ def _cause(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
         )
     elif report.cause == "host":
         yield (
-            "The machine's own memory ran out, not the device's: load less of the data at a time, "
+            "The machine's own memory, or that of its container or job (control group), ran out, not "
+            "the device's: load less of the data at a time, "
             "start fewer data loader workers, or let fewer tasks run at once (`max_processes=`)."
         )
     elif report.cause == "unknown":

@@ -980,7 +980,8 @@ def _death_by_exit(
         detail.append(f"prefect_gpu killed it since {exited.killed_because}")
     elif cause == "host":
         detail.append(
-            "the machine's own memory ran out: the kernel's counter of out-of-memory kills rose "
+            "the machine's own memory, or that of its container or job (control group), ran out: "
+            "the kernel's counter of out-of-memory kills rose "
             "while it ran: load less data at a time, start fewer data loader workers, or let fewer "
             "tasks run at once (max_processes=)"
         )

@@ -7,8 +7,12 @@ import json
 import os
 import queue
 import resource
+import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from prefect_gpu import values
 from prefect_gpu.clock import DEADLOCK_S
@@ -16,7 +20,7 @@ from prefect_gpu.errors import CapacityError
 from prefect_gpu.processes.fork_server import ForkServer
 from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ValueArrived
-from tests.integration.programs import Workplace
+from tests.integration.programs import LIMIT_S, Workplace
 from tests.process import bodies
 from tests.process.rig import Rig, spec_of
 
@@ -92,6 +96,65 @@ def test_each_thread_that_cannot_be_started_fails_at_most_one_task(place: Workpl
     # What the first body printed is held back until there is a thread that writes it.
     printed = [line for line in done.stdout.splitlines() if line.startswith("body")]
     assert printed == [f"body {number}" for number in ends[4:]]
+
+
+#: What another user may do who reads and writes the files of the tests. Root, and who may exceed limits, has none.
+ANOTHER_USER = [
+    *("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"),
+    *(f"--{kind}=-all,+dac_override" for kind in ("inh-caps", "ambient-caps", "bounding-set")),
+]
+
+FEW_PROCESSES = """
+import resource
+import sys
+
+from prefect import flow, task
+
+from prefect_gpu import GPUTaskRunner, gpu
+
+
+@task(tags=gpu(memory="64MiB", framework="none"))
+def say():
+    return 1
+
+
+@flow(task_runner=GPUTaskRunner(devices="simulated:1x1GiB", start_method="forkserver"))
+def few():
+    futures = [say.submit() for _ in range(3)]
+    for future in futures:
+        future.wait()
+        state = future.state
+        print("FOUND", state.name if state.is_completed() else state.message, flush=True)
+
+
+LIMIT = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NPROC, (LIMIT, LIMIT))
+few()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root can become another user"
+)
+@pytest.mark.parametrize("limit", [12, 14, 16, 18])
+def test_a_flow_of_forks_ends_whatever_the_limit_of_processes(place: Workplace, limit: int) -> None:
+    place.write("few.py", FEW_PROCESSES)
+    done = subprocess.run(
+        [*ANOTHER_USER, place.python, "few.py", str(limit)],
+        cwd=place.folder,
+        # The ledger of the tests is root's, and its folder refuses others.
+        env={**place.environment, "PREFECT_INTEGRATIONS_GPU_LEDGER": str(place.folder)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    ends = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert len(ends) == 3, done.stderr
+    refused = [end for end in ends if end != "FOUND Completed"]
+    assert all(f"(ulimit -u) is {limit}" in end for end in refused), ends
+    assert refused or limit > 12, "there is no room for its threads"
+    assert not place.processes()
 
 
 @contextlib.contextmanager

@@ -104,6 +104,21 @@ def test_a_short_task_passes_a_blocked_one_only_with_backfill() -> None:
     assert starts(plain) == {"a": 0.0, "head": 100.0, "short": 110.0}
 
 
+@pytest.mark.parametrize("expected_s", [600.0, None], ids=["ends are known", "they are not"])
+def test_a_stream_of_tasks_that_pass_does_not_keep_one_of_higher_priority_from_following_a_low_one(
+    expected_s: float | None,
+) -> None:
+    stream = [
+        task(f"middle {n}", 20, 2, arrival_s=11.0 + 2 * n, priority=5, expected_s=expected_s and 20)
+        for n in range(600)
+    ]
+    low = task("low", 600, 10, expected_s=expected_s)
+    high = task("high", 60, 20, arrival_s=10.0, priority=9, expected_s=expected_s and 60)
+    began = starts(simulate([low, high, *stream], SimulatedDevices("1x24GiB")))
+    assert (began["low"], began["high"]) == (0.0, 600.0)
+    assert began["middle 0"] == 11.0, "they do pass"
+
+
 def test_a_task_that_can_never_run_is_refused_with_those_after_it() -> None:
     tasks = [
         task("huge", 1, 99),

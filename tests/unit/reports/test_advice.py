@@ -126,7 +126,7 @@ def test_a_report_without_a_reason_gets_no_advice(report: TaskReport) -> None:
         ),
         (
             {"cause": "host", "outcome": "died"},
-            "The machine's own memory ran out, not the device's:",
+            "The machine's own memory, or that of its container or job",
         ),
         (
             {"cause": "unknown", "outcome": "died"},

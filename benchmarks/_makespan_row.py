@@ -128,7 +128,7 @@ def measure_flow(
         runner: Any = _common.ray_runner(1)
     else:
         runner = GPUTaskRunner(devices="nvml" if on_gpu else "host", **settings)
-    # Histories are of a task's name: one name for the rows that share them.
+    # Histories are of a flow's and a task's name: one name for the rows that share them.
     work = task(_evaluations.evaluate, name="evaluate" if learns else f"evaluate-{row}")
     seen: dict[str, Any] = {}
 
@@ -147,7 +147,7 @@ def measure_flow(
             more["exclusive"] = row == "exclusive"
         return work.with_options(tags=gpu(**more)).submit(**arguments)
 
-    @flow(name=f"makespan-{row}", task_runner=runner)
+    @flow(name="makespan" if learns else f"makespan-{row}", task_runner=runner)
     def evaluate_all() -> None:
         seen["flow_run_id"] = str(flow_run.id)
         began = time.time()

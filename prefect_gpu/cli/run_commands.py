@@ -263,8 +263,8 @@ def _history_json(history: KeptHistory) -> dict[str, Any]:
     return {
         **dataclasses.asdict(history.key),
         "artifact_key": history.artifact_key,
-        # Those that count for the next budget.
-        "runs": len(history.runs),
+        # Task runs that count for the next budget: one may have had several processes.
+        "runs": len({run.task_run_id or at for at, run in enumerate(history.runs)}),
         "peak_bytes": max(peaks, default=None),
         "expected_s": expected_s(history.runs),
         "budget_bytes": None if lesson is None else lesson.budget_bytes,

@@ -52,8 +52,8 @@ LEAK_FRACTION = 0.02
 #: the rest.
 WHOLE_FRACTION = 0.95
 
-#: A tag that differs by this fraction from the one to write is left as it is.
-NEAR_FRACTION = 0.05
+#: A budget that differs by this fraction from the one to write is left as it is.
+NEAR_FRACTION = 0.1
 
 #: What is written in place of a tag where no size helps.
 NO_TAG_HELPS = "no tag helps: it must take less"
@@ -287,16 +287,17 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
     # As a flow's report counts them.
     processes = [report for kept in _by_history(processes) for report in kept]
     lesson, why = teach(processes)
-    size: float = lesson.need_bytes if lesson else 0
+    size: float = _asked_bytes(lesson) if lesson else 0
     pinched = max((r.budget_bytes for r in processes if _is_pinched(r)), default=0) * PINCH_FACTOR
     if lesson is not None:
         if pinched > size:
             size, why = pinched, "with less its allocator had to give up its cache"
-        fits = all(_may_stay(report, size) for report in processes)
+        written = _written_bytes(size, processes)
+        fits = all(_may_stay(report, written) for report in processes)
         given = _most_bytes(processes)
         if given is not None and size > given:
             why += f"; the largest device gives {format_bytes(given)}"
-        return TagAdvice(int(size), _write(size, processes), why, fits, processes[0].device_kind)
+        return TagAdvice(written, _write(size, processes), why, fits, processes[0].device_kind)
     capped = [report for report in processes if report.cause == "own_cap"]
     if not capped:
         return None
@@ -308,7 +309,8 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
     if most.wanted_bytes:
         why += f", where it would have needed {format_bytes(most.wanted_bytes)}"
     size = _after_oom_bytes(most)
-    return TagAdvice(int(size), _write(size, processes), why, False, most.device_kind)
+    written = _written_bytes(size, processes)
+    return TagAdvice(written, _write(size, processes), why, False, most.device_kind)
 
 
 def _has_no_more(report: TaskReport) -> bool:
@@ -420,8 +422,7 @@ def _task_tags(group: Sequence[TaskReport]) -> TaskTags:
         write, why = most.write, most.why
         why += f"; the most of {len(runs)} task runs" if len(runs) > 1 else ""
         if most.size_bytes is not None:
-            size = parse_bytes(readable_size(most.size_bytes))
-            size = min(size, _most_bytes(group) or size)
+            size = most.size_bytes
             now = [report for report in counted if report.flow_run_id == newest]
             fits = bool(now) and all(_may_stay(report, most.size_bytes) for report in now)
     elif any(report.outcome == "oom" and not report.cause for report in group):
@@ -456,11 +457,13 @@ def _peak_on_a_device(report: TaskReport) -> int:
 
 
 def _may_stay(report: TaskReport, size_bytes: float) -> bool:
-    """Return whether the tag of a process is near enough to a size, or less and yet enough."""
-    if report.budget_source != "tag":
+    """Return whether the budget of a process is near enough to a size, or its tag is less and yet enough."""
+    if report.budget_source == "probe":
         return False
     if abs(report.budget_bytes - size_bytes) <= NEAR_FRACTION * size_bytes:
         return True
+    if report.budget_source != "tag":
+        return False
     pinched = report.steps is not None and report.steps.alloc_retries > 0
     over = report.peak_process_bytes > report.budget_total_bytes + OVERSHOOT_BYTES
     enough = report.outcome != "oom" and not report.cause and not pinched and not over
@@ -528,7 +531,11 @@ def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
 
     counted = [run for run in runs if run.outcome != "oom"]
     top = max(counted, key=need_bytes)
-    of_runs = f", of {len(counted)} runs" if len(counted) > 1 else ""
+    of_runs = f", of {len(counted)} processes" if len(counted) > 1 else ""
+    if format_bytes(parse_bytes(readable_size(asked := _asked_bytes(lesson)))) != format_bytes(
+        asked
+    ):
+        of_runs = f", rounded up{of_runs}"
     if top.outcome in _ENDED:
         of_runs = f", of a run that {_ENDED[top.outcome]}"
     live = top.live_bytes if top.steady_live_bytes is None else top.steady_live_bytes
@@ -551,6 +558,17 @@ def _after_oom_bytes(report: TaskReport) -> int:
     """Return the bytes to ask for after a process reached its own cap, as `scheduling.ladder` does."""
     wanted = int((report.wanted_bytes or 0) * WANTED_FACTOR)
     return max(int(report.budget_bytes * OOM_FACTOR), wanted)
+
+
+def _asked_bytes(lesson: Lesson) -> int:
+    """Return the bytes of a tag by the formula that is printed: a lesson's are rounded up to `ROUND_BYTES`."""
+    return max(1, lesson.need_bytes - ROUND_BYTES + 1)
+
+
+def _written_bytes(size_bytes: float, reports: Iterable[TaskReport]) -> int:
+    """Return the bytes of the tag that is written for a size."""
+    written = parse_bytes(readable_size(size_bytes))
+    return min(written, _most_bytes(reports) or written)
 
 
 def _most_bytes(reports: Iterable[TaskReport]) -> int | None:

@@ -480,4 +480,5 @@ def past_run(report: TaskReport) -> PastRun:
         wanted_bytes=report.wanted_bytes,
         start_s=report.start_s,
         capacity_bytes=report.capacity_bytes,
+        task_run_id=str(report.task_run_id),
     )

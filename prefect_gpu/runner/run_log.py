@@ -6,6 +6,7 @@ logs is in `prefect_engine`. The flow's report, with every process, is in `repor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -87,11 +88,10 @@ def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> st
         tasks.setdefault(report.task_name, []).append(report)
     longest = sorted(tasks.values(), key=lambda group: -sum(r.run_s for r in group))
     peaks = sorted(_peaks(reports).items(), key=lambda each: -each[1] / each[0].total_bytes)
-    tags = [each for each in task_tags(reports) if each.write and not each.fits]
     parts = (
         ([_task_line(group) for group in longest], "tasks"),
         ([_device_line(device, size) for device, size in peaks if size], "devices"),
-        ([_tag_line(each) for each in tags], "tags to change"),
+        (list(_tag_lines(task_tags(reports))), "tags to change"),
     )
     lines = [f"GPU task runs: {', '.join(counts)}"]
     for (each, what), most in zip(parts, MOST_LINES, strict=True):
@@ -124,12 +124,26 @@ def _device_line(device: Device, peak_bytes: int) -> str:
     return f"{device.label}: these tasks held at most {memory}"
 
 
-def _tag_line(tags: TaskTags) -> str:
-    name = f"{tags.task_name} ({tags.learn_by})" if tags.learn_by else tags.task_name
-    if tags.write == NO_TAG_HELPS:
-        return f"{name} (now {tags.budget_words}): {tags.why}, so {NO_TAG_HELPS}"
-    write = tags.write_words.replace("`", "")
-    return f"write {write} in the tag of {name} (now {tags.budget_words}): {tags.why}"
+def _tag_lines(tags: Sequence[TaskTags]) -> Iterator[str]:
+    """Yield a line for each task whose tag is to be changed: a tag holds for all sets of its `gpu:learn_by` values."""
+    sets: dict[str, list[TaskTags]] = {}
+    for each in tags:
+        if each.write:
+            sets.setdefault(each.task_name, []).append(each)
+    for name, found in sets.items():
+        most = max(found, key=lambda each: math.inf if each.size_bytes is None else each.size_bytes)
+        if most.fits:
+            continue
+        why = most.why
+        if len(found) > 1:
+            why += f"; the most of {len(found)} sets of gpu:learn_by values"
+        elif most.learn_by:
+            name = f"{name} ({most.learn_by})"
+        if most.write == NO_TAG_HELPS:
+            yield f"{name} (now {most.budget_words}): {why}, so {NO_TAG_HELPS}"
+        else:
+            write = most.write_words.replace("`", "")
+            yield f"write {write} in the tag of {name} (now {most.budget_words}): {why}"
 
 
 def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:

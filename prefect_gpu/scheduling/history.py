@@ -106,6 +106,8 @@ class PastRun:
     floor_bytes: int | None = None
     #: Most bytes that the largest device could give when it ended; `None`: not known.
     capacity_bytes: int | None = None
+    #: Id of its task run, which may have had several processes; `None`: not known.
+    task_run_id: str | None = None
 
     def to_texts(self) -> dict[str, str]:
         """Return every known field as a short text."""
@@ -132,6 +134,7 @@ _READ = {
     "ended_at": float,
     "outcome": str,
     "cause": str,
+    "task_run_id": str,
     "step_s": float,
     "run_s": float,
     "start_s": float,

@@ -155,18 +155,21 @@ def make_task(name: str, kind: str) -> Any:
     return task(name=name + suffix, timeout_seconds=BODY_S, tags=gpu(**tags))(LIBRARIES[name].body)
 
 
-def try_all(flow_name: str, kinds: list[tuple[str, str]], devices: str) -> list[Tried]:
-    """Run tasks in one flow: by name of the library, and kind of the run."""
+def try_all(what: str, kinds: list[tuple[str, str]], devices: str) -> list[Tried]:
+    """Run tasks in one flow run: by name of the library, and kind of the run.
+
+    All flow runs are of one flow, which learns from one to the next.
+    """
     shrink = 1 if devices == "nvml" else 8
     flow = run_flow(
-        flow_name,
+        "libraries",
         lambda: gather(
             {" ".join(pair): make_task(*pair).submit(shrink, SEED) for pair in kinds},
             1.5 * BODY_S,
         ),
         devices,
     )
-    say(f"{flow_name}: {len(kinds)} task runs took {flow.seconds:.0f} s")
+    say(f"{what}: {len(kinds)} task runs took {flow.seconds:.0f} s")
     processes = read_processes(flow.id, len(kinds))
     return [
         Tried(*pair, ended, processes.get(ended.task_run_id, []))

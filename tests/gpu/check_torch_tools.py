@@ -143,9 +143,12 @@ def made(name: str, body: Callable[..., Any], **given: Any) -> Any:
 
 
 def run_rounds(
-    flow_name: str, rounds: list[dict[str, tuple[Any, ...]]], devices: str, **configuration: Any
+    rounds: list[dict[str, tuple[Any, ...]]], devices: str, **configuration: Any
 ) -> Found:
-    """Run tasks in one flow, those of a round side by side; a task comes with its arguments."""
+    """Run tasks in one flow run, those of a round side by side; a task comes with its arguments.
+
+    All flow runs are of one flow, which learns from one to the next.
+    """
 
     def submit() -> dict[str, Ended]:
         ended: dict[str, Ended] = {}
@@ -154,7 +157,7 @@ def run_rounds(
             ended |= gather(futures, BODY_S)
         return ended
 
-    flow = run_flow(flow_name, submit, devices, **configuration)
+    flow = run_flow("torch-tools", submit, devices, **configuration)
     reports = read_processes(flow.id, sum(map(len, rounds)))
     return {name: (ended, last_of(reports, ended)) for name, ended in flow.value.items()}
 
@@ -356,7 +359,7 @@ def check(options: argparse.Namespace) -> list[str]:
         ]
         for name, rounds, configuration in flows:
             try:
-                found |= run_rounds(name, rounds, options.devices, **configuration)
+                found |= run_rounds(rounds, options.devices, **configuration)
             except Exception as error:
                 traceback.print_exc()
                 problems.append(f"the flow {name}: {type(error).__name__}: {error}")

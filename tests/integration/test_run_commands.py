@@ -175,9 +175,9 @@ def test_what_is_neither_a_file_nor_a_flow_run_is_one_error(api: str, capsys: Ca
 def test_the_tags_to_write_are_those_of_the_report(run: Run, capsys: Capture) -> None:
     evaluated, trained = found(capsys, "recommend", f"nightly-{MARK}")
     assert (trained["task_name"], trained["runs"]) == (f"train-{MARK}", 4)
-    assert (trained["write"], trained["device_kind"]) == ("gpu:memory=2.7GiB", "simulated")
+    assert (trained["write"], trained["device_kind"]) == ("gpu:memory=2.6GiB", "simulated")
     assert trained["peak_bytes"] == 2 * GIB
-    assert trained["saved_bytes"] == 10 * GIB - parse_bytes("2.7GiB")
+    assert trained["saved_bytes"] == 10 * GIB - parse_bytes("2.6GiB")
     assert (evaluated["learn_by"], evaluated["budget_sources"]) == ("size=7", ["probe"])
     shown = report(run.flow_run_id).markdown
     assert all(f"`{each['write']}`" in shown for each in (evaluated, trained))
@@ -189,7 +189,7 @@ def test_recommendations_are_a_table(run: Run, capsys: Capture) -> None:
     heads, _, trained = printed(capsys, "recommend", run.name, "--last", "1").splitlines()
     assert heads.split() == ["task", "runs", "peak", "budget", "now", "write", "saves", "because"]
     assert re.sub(" +", " ", trained) == (
-        f"train-{MARK} 4 2GiB 10GiB, tag gpu:memory=2.7GiB (simulated devices only) 7.3GiB live peak 2GiB × 1.3; the most of 4 "
+        f"train-{MARK} 4 2GiB 10GiB, tag gpu:memory=2.6GiB (simulated devices only) 7.4GiB live peak 2GiB × 1.3; the most of 4 "
         "task runs"
     )
 

@@ -77,14 +77,19 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
         (
             [run(2), run(4)],
             "`gpu:memory=5.8GiB`",
-            "live peak 4GiB × 1.3 + context 612MiB, of 2 runs",
+            "live peak 4GiB × 1.3 + context 612MiB, of 2 processes",
         ),
         (
             [run(2), run(4, outcome="died")],
             "`gpu:memory=5.8GiB`",
             "live peak 4GiB × 1.3 + context 612MiB, of a run that died",
         ),
-        ([run(0.1)], "`gpu:memory=800MiB`", "live peak 102MiB + 64MiB + context 612MiB"),
+        (
+            [run(0.1)],
+            "`gpu:memory=800MiB`",
+            "live peak 102MiB + 64MiB + context 612MiB, rounded up",
+        ),
+        ([run(2, context_bytes=0)], "`gpu:memory=2.6GiB`", "live peak 2GiB × 1.3"),
         (
             [
                 run(
@@ -109,7 +114,7 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
         (
             [run(5, budget_bytes=4 * GIB, outcome="oom", cause="own_cap"), run(4), run(6)],
             "`gpu:memory=12.5GiB`",
-            "live peak 6GiB × 1.3 × 1.50 for larger inputs + context 612MiB, of 2 runs",
+            "live peak 6GiB × 1.3 × 1.50 for larger inputs + context 612MiB, rounded up, of 2 processes",
         ),
         (
             [run(5, outcome="oom", cause="own_cap", wanted_bytes=30 * GIB)],
@@ -130,6 +135,7 @@ def test_without_a_completed_run_nothing_is_learned(reports: list[TaskReport]) -
         "the largest of several",
         "a run that died held more",
         "a small one has a margin for segments",
+        "the printed product is the tag",
         "no framework reports its memory",
         "less was too little",
         "less was too little, and runs differ",
@@ -155,7 +161,11 @@ def test_a_row_has_the_tag_to_write_and_the_reason(
         (run(4, budget_bytes=9 * GIB), False),
         (run(4, budget_bytes=4 * GIB), False),
         (run(4, budget_bytes=5 * GIB, steps=StepFacts(9, None, 4 * GIB, 0.1, 3)), False),
-        (run(4, budget_bytes=int(5.9 * GIB), budget_source="learned"), False),
+        (run(4, budget_bytes=int(6.3 * GIB)), True),
+        (run(4, budget_bytes=int(6.5 * GIB)), False),
+        (run(4, budget_bytes=int(6.3 * GIB), budget_source="learned"), True),
+        (run(4, budget_bytes=5 * GIB, budget_source="learned"), False),
+        (run(4, budget_bytes=int(5.9 * GIB), budget_source="probe"), False),
         (run(4, outcome="died"), True),
     ],
     ids=[
@@ -164,7 +174,11 @@ def test_a_row_has_the_tag_to_write_and_the_reason(
         "far more than it needs",
         "less than it took",
         "less, and its allocator gave up its cache",
-        "there is no tag",
+        "within a tenth",
+        "more than a tenth above",
+        "a learned budget within a tenth",
+        "a learned budget further away",
+        "a first run",
         "nothing is known",
     ],
 )
@@ -195,6 +209,15 @@ def test_each_set_of_learn_by_values_has_a_row_of_its_own() -> None:
         [r"| evaluate (batch_size=8)", "`gpu:memory=4.5GiB`"],
     ]
     assert "`task.with_options(tags=...)`" in tags_table(task_tags([run(3, history_key="a")]))
+
+
+def test_what_is_written_is_never_within_a_tenth_of_what_is_there() -> None:
+    # 333 MiB, written as 352: 380 is more than a tenth above the one and not above the other.
+    small = run(0.25, context_bytes=0, peak_process_bytes=GIB // 4, budget_bytes=350 * MIB)
+    (tags,) = task_tags([small])
+    assert (tags.size_bytes, tags.fits) == (352 * MIB, True)
+    (tags,) = task_tags([replace(small, budget_bytes=380 * MIB)])
+    assert tags.fits
 
 
 def test_no_tag_is_written_for_a_shortage_that_it_does_not_help_against() -> None:

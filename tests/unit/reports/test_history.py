@@ -20,12 +20,14 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from prefect_gpu.cli.run_commands import _history_json
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.reports.history import (
     AWAY_S,
     CLAIM_SILENT_S,
     READ_TRIES,
+    KeptHistory,
     MemoryHistory,
     PrefectHistory,
     history_artifact_key,
@@ -511,3 +513,15 @@ def test_flows_of_other_servers_have_other_histories(tmp_path: Path) -> None:
     with temporary_settings({PREFECT_API_URL: "http://elsewhere/api"}):
         other = Setting(shared=tmp_path)
     assert one.store.claim(KEY) and other.store.claim(KEY)
+
+
+def test_a_list_of_histories_counts_task_runs() -> None:
+    twice = [
+        run(2, task_run_id="a"),
+        run(1, task_run_id="a", outcome="oom"),
+        run(0, task_run_id="b"),
+    ]
+    history = KeptHistory("gpu-history-train-1f", OTHER, tuple(twice))
+    assert _history_json(history)["runs"] == 2
+    # Of processes whose task run is not known, each counts.
+    assert _history_json(replace(history, runs=(run(1), run(0))))["runs"] == 2

@@ -153,7 +153,7 @@ def test_the_headline_compares_need_and_budget(changes: dict[str, Any], says: st
         ({}, "| Unused reservation | 21% |"),
         (
             {"budget_bytes": 40 * GIB},
-            "| Tag for next time | `gpu:memory=6.8GiB` (live peak 4.7GiB × 1.3 + context 612MiB) |",
+            "| Tag for next time | `gpu:memory=6.8GiB` (live peak 4.7GiB × 1.3 + context 612MiB, rounded up) |",
         ),
         (
             {"steps": StepFacts(90, 13 * GIB, 4 * GIB, 0.027, 2)},
@@ -386,8 +386,11 @@ def test_a_flow_report_lists_leaks_and_failures_first() -> None:
 
 
 def test_a_flow_report_has_the_tags_to_write() -> None:
-    text = flow_markdown(flow_reports())
-    assert "| evaluate | 5.4GiB to 140GiB, learned, probe | `gpu:memory=5GiB` |" in text
+    found = flow_reports()
+    assert "| evaluate |" not in flow_markdown(found), "5.4GiB were learned, and 5 are enough"
+    more = {"budget_bytes": 8 * GIB}
+    text = flow_markdown([replace(r, **more) if r.budget_source == "learned" else r for r in found])  # type: ignore[arg-type]
+    assert "| evaluate | 8GiB to 140GiB, learned, probe | `gpu:memory=5GiB` |" in text
     assert "Nothing to change" in flow_markdown([task_report()])
 
 

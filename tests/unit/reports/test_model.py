@@ -37,6 +37,7 @@ def test_a_report_becomes_a_run() -> None:
         run_s=report.run_s,
         wanted_bytes=7 * GIB,
         start_s=report.start_s,
+        task_run_id=str(report.task_run_id),
     )
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 from prefect_gpu.measurements import Sample
-from prefect_gpu.reports.model import SuspensionFacts
+from prefect_gpu.reports.model import SuspensionFacts, TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.run_log import ended_line, flow_summary, placed_line
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB
-from tests.fakes.reports import on_node, task_report
+from tests.fakes.reports import CONTEXT, on_node, task_report
 
 ONE = Placement("1", (on_node("gpu-1"),), (5 * GIB,))
 TWO = Placement("1", (on_node("gpu-1"), on_node("gpu-1", 1)), (5 * GIB, 5 * GIB))
@@ -94,6 +95,28 @@ def test_a_summary_has_the_states_the_tasks_their_devices_and_the_tags_to_write(
     assert task == "  fine_tune: 2 processes, waited 6s, ran 2m in all, at most 3GiB of 60GiB"
     assert on == "  device 0: these tasks held at most 6GiB of 140GiB"
     assert tag.startswith("  write gpu:memory=3.2GiB in the tag of fine_tune (now 60GiB, tag): ")
+
+
+def test_a_summary_has_one_piece_of_advice_for_a_task() -> None:
+    def sized(size_gib: int, budget_gib: int) -> TaskReport:
+        live = size_gib * GIB
+        return task_report(
+            task_run_id=UUID(int=size_gib),
+            history_key=str(size_gib),
+            learn_by=f"size={size_gib}",
+            peak_live_bytes=live,
+            peak_process_bytes=live + CONTEXT,
+            budget_bytes=budget_gib * GIB,
+        )
+
+    *_, tag = flow_summary({}, [sized(3, 30), sized(5, 30), sized(1, 30)]).splitlines()
+    assert tag == (
+        "  write gpu:memory=7.1GiB in the tag of evaluate (now 30GiB, tag): live peak 5GiB × 1.3 + "
+        "context 612MiB; the most of 3 sets of gpu:learn_by values"
+    )
+    assert "write" not in flow_summary({}, [sized(5, 7), sized(1, 30)])
+    only = flow_summary({}, [sized(5, 30)])
+    assert "in the tag of evaluate (size=5) (now 30GiB, tag)" in only and "sets" not in only
 
 
 def test_a_summary_says_of_a_task_that_no_tag_helps_that_it_must_take_less() -> None:

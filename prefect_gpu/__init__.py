@@ -8,7 +8,9 @@ first use: no Prefect, NVML or framework is imported here.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from prefect_gpu.reports.leaderboard import LeaderboardRow
     from prefect_gpu.reports.published import FlowRunReport, report
     from prefect_gpu.task_runner import GPUTaskRunner
+    from prefect_gpu.task_worker import serve
 from prefect_gpu.version import VERSION
 
 __version__ = VERSION
@@ -46,6 +49,7 @@ __version__ = VERSION
 #: The names of each module.
 _NAMES = {
     "task_runner": ("GPUTaskRunner",),
+    "task_worker": ("serve",),
     "policy": ("gpu", "GPUPolicy"),
     "in_task": ("current_allocation", "Allocation", "phase", "mark", "step", "report_metric"),
     "frameworks.memory_help": ("find_batch_size", "memory_snapshot", "release_cached"),
@@ -57,6 +61,7 @@ _NAMES = {
 
 __all__ = [  # noqa: RUF022  # by importance
     "GPUTaskRunner",
+    "serve",
     "gpu",
     "GPUPolicy",
     "current_allocation",
@@ -90,9 +95,19 @@ __all__ = [  # noqa: RUF022  # by importance
 ]
 
 
+@functools.cache
+def _follow_prefects_task_worker() -> None:
+    """Import `task_worker` right after Prefect's module of that name: it warns of GPU tasks that Prefect's `serve` runs."""
+    from prefect_gpu.frameworks.hooks import AfterImport
+
+    follow = functools.partial(importlib.import_module, f"{__name__}.task_worker")
+    AfterImport({"prefect.task_worker": follow}).install()
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _follow_prefects_task_worker()
     home = next((home for home, names in _NAMES.items() if name in names), "errors")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
@@ -101,3 +116,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if "prefect.task_worker" in sys.modules:
+    _follow_prefects_task_worker()

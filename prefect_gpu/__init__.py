@@ -7,6 +7,7 @@ first use: no Prefect, NVML or framework is imported here.
 """
 
 import importlib
+import sys
 
 from prefect_gpu.version import VERSION
 
@@ -43,12 +44,14 @@ if TYPE_CHECKING:
     from prefect_gpu.reports.leaderboard import LeaderboardRow
     from prefect_gpu.reports.published import FlowRunReport, report
     from prefect_gpu.task_runner import GPUTaskRunner
+    from prefect_gpu.task_worker import serve
 
 __version__ = VERSION
 
 #: The names of each module.
 _NAMES = {
     "task_runner": ("GPUTaskRunner",),
+    "task_worker": ("serve",),
     "policy": ("gpu", "GPUPolicy"),
     "in_task": ("current_allocation", "Allocation", "phase", "mark", "step", "report_metric"),
     "frameworks.memory_help": ("find_batch_size", "memory_snapshot", "release_cached"),
@@ -60,6 +63,7 @@ _NAMES = {
 
 __all__ = [  # noqa: RUF022  # by importance
     "GPUTaskRunner",
+    "serve",
     "gpu",
     "GPUPolicy",
     "current_allocation",
@@ -93,9 +97,27 @@ __all__ = [  # noqa: RUF022  # by importance
 ]
 
 
+def _follow_prefects_task_worker() -> None:
+    """Import `task_worker` right after Prefect's module of that name: it warns of GPU tasks that Prefect's `serve` runs."""
+    global _follows
+    if _follows:
+        return
+    _follows = True
+    from prefect_gpu.frameworks.hooks import AfterImport
+
+    AfterImport(
+        {"prefect.task_worker": lambda: importlib.import_module(f"{__name__}.task_worker")}
+    ).install()
+
+
+#: Whether the hook on Prefect's module is installed.
+_follows = False
+
+
 def __getattr__(name: str) -> "Any":
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _follow_prefects_task_worker()
     home = next((home for home, names in _NAMES.items() if name in names), "errors")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
@@ -104,3 +126,7 @@ def __getattr__(name: str) -> "Any":
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if "prefect.task_worker" in sys.modules:
+    _follow_prefects_task_worker()

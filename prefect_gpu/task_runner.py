@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
 from prefect import Task
+from prefect.client.schemas.objects import State
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.task_runners import TaskRunner
 from typing_extensions import Self
@@ -190,6 +192,23 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         if not self._started or self._run is None:
             raise RuntimeError("the task runner must be started before tasks are submitted")
         return self._run.submit(task, parameters, wait_for, dependencies)
+
+    def submit_background(
+        self, task: Task[..., Any], arguments: Mapping[str, Any], around: set[str]
+    ) -> Future[State[Any]] | None:
+        """Run a background task run, which exists already, as `submit` runs a new one.
+
+        Args:
+            task: The task, with the tags of its run.
+            arguments: Other arguments of Prefect's engine, among them the task run.
+            around: Tags of `prefect.tags` contexts around the call of `delay`.
+
+        Returns:
+            The future of its final state; `None`: it is no GPU task and was not started.
+        """
+        if self._run is None:
+            raise RuntimeError("the task runner must be started before tasks are submitted")
+        return self._run.submit_background(task, arguments, around)
 
     def is_first_direct_call(self, task_name: str) -> bool:
         """Return whether no task of a name was called directly, without this runner, since it was started."""

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +57,7 @@ from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.engine_threads import BODY_WAITS, AwaitedFuture, TagLimits, start_engine
-from prefect_gpu.runner.prefect_engine import CancelledByRunner
+from prefect_gpu.runner.prefect_engine import CallingLine, CancelledByRunner
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.submit_order import Inputs, SubmitOrder
@@ -75,6 +75,10 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that the end of a flow waits for children that were killed, and for the last reports.
 CLOSING_S = 30.0
+
+#: Processes, and task runs without one, that the summary and the report of a runner outside a flow run cover at most: the
+#: last of them. It may serve background tasks for weeks, at about 1 kB for each process.
+KEPT_OUTSIDE_FLOWS = 1000
 
 
 _Ended = TypeVar("_Ended", TaskReport, UnstartedRun)
@@ -172,10 +176,42 @@ class ActiveRunner:
     ) -> PrefectConcurrentFuture[Any]:
         """See `GPUTaskRunner.submit`."""
         self.flow = self.flow or FlowRunContext.get()
-        self._around = self._around or copy_context()
-        plan = self._plan(task)
+        plan = self._plan(task, prefect_engine.context_tags())
         if plan is None:
             return self._submit_to_thread(task, parameters, wait_for, dependencies)
+        task_run_id = prefect_engine.new_task_run_id()
+        arguments = {
+            "task_run_id": task_run_id,
+            "parameters": parameters,
+            "wait_for": wait_for,
+            "dependencies": dependencies,
+        }
+        future = self._start(task, plan, arguments, prefect_engine.calling_line())
+        return AwaitedFuture(task_run_id, future)
+
+    def submit_background(
+        self, task: Task[..., Any], arguments: Mapping[str, Any], around: set[str]
+    ) -> concurrent.futures.Future[State[Any]] | None:
+        """See `GPUTaskRunner.submit_background`."""
+        plan = self._plan(task, around)
+        return None if plan is None else self._start(task, plan, arguments, None)
+
+    def _start(
+        self,
+        task: Task[..., Any],
+        plan: TaskPlan | Exception,
+        arguments: Mapping[str, Any],
+        submitted_at: CallingLine | None,
+    ) -> concurrent.futures.Future[State[Any]]:
+        """Start the engine of a GPU task in a thread; return the future of the task run's final state.
+
+        Args:
+            task: The task.
+            plan: From `_plan`.
+            arguments: As in `run_engine`.
+            submitted_at: As in `with_body`.
+        """
+        self._around = self._around or copy_context()
         self._client.open()
         self._open_publisher()
         if self._configuration.live_view and not self._submitted:
@@ -183,19 +219,11 @@ class ActiveRunner:
         with self._lock:
             self._submitted += 1
         number = plan.sequence if isinstance(plan, TaskPlan) else next_sequence()
-        place = self._order.add(number, Inputs(parameters, wait_for).wait)
-        gpu_task = GPUTask(self, task, plan, place, prefect_engine.calling_line())
-        task_run_id = prefect_engine.new_task_run_id()
-        context = copy_context()
+        inputs = Inputs(arguments["parameters"], arguments["wait_for"])
+        place = self._order.add(number, inputs.wait)
+        gpu_task = GPUTask(self, task, plan, place, submitted_at)
         engine = functools.partial(
-            context.run,
-            self._run_engine,
-            gpu_task,
-            self._client,
-            task_run_id,
-            parameters,
-            wait_for,
-            dependencies,
+            copy_context().run, self._run_engine, gpu_task, self._client, arguments
         )
         try:
             future = start_engine(engine, next(self._numbers))
@@ -205,13 +233,18 @@ class ActiveRunner:
             future = concurrent.futures.Future()
             future.set_result(self._count(prefect_engine.failed_state(task.name, error)))
         self._remember(future)
-        return AwaitedFuture(task_run_id, future)
+        return future
 
-    def _plan(self, task: Task[..., Any]) -> TaskPlan | Exception | None:
-        """Return the plan of a GPU task, or what is wrong with it; `None`: it is no GPU task."""
-        self._warn_of_near_misses(task)
+    def _plan(self, task: Task[..., Any], around: set[str]) -> TaskPlan | Exception | None:
+        """Return the plan of a GPU task, or what is wrong with it; `None`: it is no GPU task.
+
+        Args:
+            task: The task.
+            around: Tags of `prefect.tags` contexts around its submit.
+        """
+        self._warn_of_near_misses(task, around)
         try:
-            policy = parse_tags(task.tags, prefect_engine.context_tags())
+            policy = parse_tags(task.tags, around)
             if policy is None:
                 return None
             if self._configuration.address:
@@ -226,7 +259,7 @@ class ActiveRunner:
             return error
         return plan
 
-    def _warn_of_near_misses(self, task: Task[..., Any]) -> None:
+    def _warn_of_near_misses(self, task: Task[..., Any], around: set[str]) -> None:
         """Warn once of each tag that looks like a GPU tag and is none: on the flow run, if there is one."""
         warnings, own = [], frozenset(task.tags)
         if is_split_text(own) and own not in self._read_tags:
@@ -236,17 +269,14 @@ class ActiveRunner:
                 'where a list is expected. Write tags=["gpu:memory=6GiB"] or tags=gpu(memory="6GiB"), not '
                 'tags="gpu:memory=6GiB".'
             )
-        for tag in sorted({*own, *prefect_engine.context_tags()} - self._read_tags):
+        for tag in sorted({*own, *around} - self._read_tags):
             self._read_tags.add(tag)
             if meant := near_miss(tag):
                 warnings.append(
                     f"Task {task.name!r} has the tag {tag!r}, which has no meaning here; did you mean {meant!r}?"
                 )
         for text in warnings:
-            if self.flow is None:
-                logger.warning(text)
-            else:
-                prefect_engine.log_on_flow(self.flow, text, logging.WARNING)
+            prefect_engine.log_on_flow(self.flow, text, logging.WARNING)
 
     def is_first_direct_call(self, task_name: str) -> bool:
         """See `GPUTaskRunner.is_first_direct_call`."""
@@ -509,6 +539,8 @@ class ActiveRunner:
         with self._lock:
             same = [r for r in self._reports if r.task_run_id == report.task_run_id]
             self._reports.append(report.compact())
+            if self.flow is None:
+                del self._reports[:-KEPT_OUTSIDE_FLOWS]
             publisher = self._publisher
         if publisher is not None:
             publisher.publish(report, same)
@@ -528,6 +560,8 @@ class ActiveRunner:
         if self._configuration.reports:
             with self._lock:
                 self._unstarted[run.task_run_id] = run
+                if self.flow is None and len(self._unstarted) > KEPT_OUTSIDE_FLOWS:
+                    del self._unstarted[next(iter(self._unstarted))]
 
     def _open_publisher(self) -> None:
         """Make the publisher: in the flow's own context, whose settings it keeps."""

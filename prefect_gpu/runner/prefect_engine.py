@@ -21,7 +21,7 @@ import sys
 import textwrap
 import threading
 from asyncio import CancelledError
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -48,7 +48,7 @@ from prefect.events import Event, emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import CancelledRun, CrashedRun, MissingContextError, TerminationSignal
 from prefect.logging.handlers import APILogHandler, emit_api_log
-from prefect.logging.loggers import flow_run_logger
+from prefect.logging.loggers import flow_run_logger, get_logger
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Crashed, Failed, Pending, Running
 from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
@@ -138,9 +138,11 @@ def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
 
 
 def log_on_flow(context: FlowRunContext | None, text: str, level: int = logging.INFO) -> None:
-    """Log on a flow run, of which the context may have ended; without effect outside one."""
+    """Log on a flow run, of which the context may have ended; outside one, on Prefect's console alone."""
     if context is not None and context.flow_run is not None:
         flow_run_logger(context.flow_run, context.flow).log(level, text)
+    else:
+        get_logger("gpu").log(level, text)
 
 
 def artifact_url(artifact_id: UUID) -> str | None:
@@ -496,8 +498,15 @@ def _warns_of_direct_calls(begin_run: Callable[[Any], Any]) -> Callable[[Any], A
     @functools.wraps(begin_run)
     def begin(engine: Any) -> Any:
         task, context = engine.task, FlowRunContext.get()
+        # A background task was not called in its flow: `task_worker` warns of it.
+        state = engine.task_run and engine.task_run.state
+        deferred = bool(state and state.state_details.deferred)
         tagged = context is not None and any(map(is_gpu_tag, {*task.tags, *context_tags()}))
-        if context is not None and tagged and not getattr(task.fn, "runs_in_child", False):
+        if (
+            context is not None
+            and tagged
+            and not (deferred or getattr(task.fn, "runs_in_child", False))
+        ):
             has_runner = hasattr(context.task_runner, "is_first_direct_call")
             if is_first_warning(task.name, has_runner):
                 _warn_of_direct_call(engine.logger, task.name, has_runner)
@@ -552,10 +561,7 @@ class ChildCrash(BaseException):
 def run_engine(
     client: SharedClient,
     task: Task[..., Any],
-    task_run_id: UUID,
-    parameters: dict[str, Any],
-    wait_for: Iterable[Any] | None,
-    dependencies: dict[str, set[Any]] | None,
+    arguments: Mapping[str, Any],
     seen_run: Callable[[], TaskRun | None],
 ) -> State[Any]:
     """Run Prefect's task engine to its end, in this thread and its context.
@@ -563,10 +569,7 @@ def run_engine(
     Args:
         client: For the engine.
         task: From `with_body`.
-        task_run_id: For the new task run.
-        parameters: What to call it with.
-        wait_for: Futures that must be done first.
-        dependencies: Further inputs to record.
+        arguments: Other arguments of `run_task_sync`: the parameters, and the task run or the id of a new one.
         seen_run: Returns the task run that the body was called for (`EngineRun.task_run`), which the
             engine does not return; `None`: the body was not called.
 
@@ -579,14 +582,7 @@ def run_engine(
     try:
         for delay_s in (*SLOT_DELAYS_S, None):
             try:
-                state = run_task_sync(
-                    task=task,
-                    task_run_id=task_run_id,
-                    parameters=parameters,
-                    wait_for=wait_for,
-                    return_type="state",
-                    dependencies=dependencies,
-                )
+                state = run_task_sync(task, **{**arguments, "return_type": "state"})
                 break
             except ConcurrencySlotAcquisitionError:
                 # Prefect's server was too busy before the body began: not the task's failure.

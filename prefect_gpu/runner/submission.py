@@ -13,14 +13,12 @@ import math
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
-from uuid import UUID
 
 from prefect import Task
 from prefect.client.schemas.objects import TaskRun
-from prefect.futures import PrefectFuture
 
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.cluster.expected import ClusterAnnouncement
@@ -482,15 +480,8 @@ class GPUTask:
         #: The engine's task run, once the body was called.
         self._task_run: TaskRun | None = None
 
-    def run(
-        self,
-        client: SharedClient,
-        task_run_id: UUID,
-        parameters: dict[str, Any],
-        wait_for: Iterable[PrefectFuture[Any]] | None,
-        dependencies: dict[str, set[Any]] | None,
-    ) -> Any:
-        """Run Prefect's engine to the task's final state, on a thread of its own."""
+    def run(self, client: SharedClient, arguments: Mapping[str, Any]) -> Any:
+        """Run Prefect's engine to the task's final state, on a thread of its own. See `run_engine`."""
         announced = None
         if isinstance(self._plan, TaskPlan):
             announced = self._runner.announce(self._plan)
@@ -504,15 +495,7 @@ class GPUTask:
                 self._task, self._body, is_hopeless, speaks_for_itself, self._submitted_at
             )
             with asked_first(self._runner.limits), paused_by(self._runner.pause):
-                return run_engine(
-                    client,
-                    task,
-                    task_run_id,
-                    parameters,
-                    wait_for,
-                    dependencies,
-                    lambda: self._task_run,
-                )
+                return run_engine(client, task, arguments, lambda: self._task_run)
         finally:
             self._place.leave()
             if announced is not None:

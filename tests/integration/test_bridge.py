@@ -48,10 +48,11 @@ from prefect.settings import (
 )
 from prefect.states import Completed
 from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
+from prefect.task_worker import TaskWorker
 from prefect.transactions import CommitMode, Transaction, get_transaction, transaction
 from prefect.utilities.engine import emit_task_run_state_change_event
 
-from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu import GPUTaskRunner, gpu, task_worker
 from prefect_gpu.child import prefect_context
 from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
@@ -66,6 +67,19 @@ def test_run_task_sync_accepts_the_runners_arguments() -> None:
     assert parameters >= {
         "task", "task_run_id", "parameters", "wait_for", "return_type", "dependencies"
     }, "run_task_sync changed: see prefect_engine.run_engine"  # fmt: skip
+
+
+def test_prefects_task_worker_calls_the_engine_by_names_that_can_be_replaced() -> None:
+    assert task_worker._missing == [], "serve refuses this version: see task_worker._SEAMS"
+    for owner, name in task_worker._SEAMS:
+        assert inspect.unwrap(getattr(owner, name)) is not getattr(owner, name)
+    submit = inspect.getsource(TaskWorker._submit_scheduled_task_run)
+    for argument in ("task", "task_run", "parameters", "wait_for", "context"):
+        assert submit.count(f"{argument}=") >= 2, (
+            f"the engine gets no {argument}: see task_worker._start"
+        )
+    assert "await run_task_async(" in submit and "run_task_sync," in submit
+    assert "self._subscribe_to_task_scheduling()" in inspect.getsource(TaskWorker.astart)
 
 
 def test_the_engine_waits_for_a_retry_in_a_method_of_its_own() -> None:

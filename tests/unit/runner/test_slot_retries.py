@@ -30,7 +30,7 @@ def without_the_random_part(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, refusals: int, pause: Callable[[float], None]) -> Any:
     left = [ConcurrencySlotAcquisitionError("503")] * refusals
 
-    def engine(**_: Any) -> Any:
+    def engine(*_: Any, **__: Any) -> Any:
         if left:
             raise left.pop()
         return Completed()
@@ -40,7 +40,7 @@ def run(monkeypatch: pytest.MonkeyPatch, refusals: int, pause: Callable[[float],
     # In a copy of the context, since the engine's thread has one of its own.
     with prefect_engine.paused_by(pause):
         return copy_context().run(
-            prefect_engine.run_engine, client, work, uuid4(), {}, None, None, lambda: None
+            prefect_engine.run_engine, client, work, {"task_run_id": uuid4()}, lambda: None
         )
 
 

@@ -318,8 +318,10 @@ def _has_no_more(report: TaskReport) -> bool:
     most = report.most_bytes
     if most is None:
         return False
+    capped = report.capacity_bytes is not None and report.cap_bytes is not None
     # Other programs may keep a part of a device that was given as a whole.
-    return report.budget_bytes >= WHOLE_FRACTION * most or (report.wanted_bytes or 0) > most
+    had_all = report.budget_bytes >= (most if capped else WHOLE_FRACTION * most)
+    return had_all or (report.wanted_bytes or 0) > most
 
 
 def _write(size_bytes: float, reports: Sequence[TaskReport]) -> str:
@@ -458,7 +460,7 @@ def _peak_on_a_device(report: TaskReport) -> int:
 
 def _may_stay(report: TaskReport, size_bytes: float) -> bool:
     """Return whether the budget of a process is near enough to a size, or its tag is less and yet enough."""
-    if report.budget_source == "probe":
+    if report.budget_source == "probe" or report.cause == "own_cap":
         return False
     if abs(report.budget_bytes - size_bytes) <= NEAR_FRACTION * size_bytes:
         return True
@@ -532,19 +534,18 @@ def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
     counted = [run for run in runs if run.outcome != "oom"]
     top = max(counted, key=need_bytes)
     of_runs = f", of {len(counted)} processes" if len(counted) > 1 else ""
-    if format_bytes(parse_bytes(readable_size(asked := _asked_bytes(lesson)))) != format_bytes(
-        asked
-    ):
-        of_runs = f", rounded up{of_runs}"
     if top.outcome in _ENDED:
         of_runs = f", of a run that {_ENDED[top.outcome]}"
+    asked_bytes = _asked_bytes(lesson)
+    written = format_bytes(parse_bytes(readable_size(asked_bytes)))
+    rounded = "" if written == format_bytes(asked_bytes) else ", rounded up"
     live = top.live_bytes if top.steady_live_bytes is None else top.steady_live_bytes
     if live is None:
         # No framework reports its memory: only the process as a whole is known.
-        return f"peak {_with_margin(top.process_bytes or 0, lesson.growth)}{of_runs}"
+        return f"peak {_with_margin(top.process_bytes or 0, lesson.growth)}{rounded}{of_runs}"
     steady = "live peak" if top.steady_live_bytes is None else "steady live peak"
     context = f" + context {format_bytes(lesson.context_bytes)}" if lesson.context_bytes else ""
-    return f"{steady} {_with_margin(live, lesson.growth)}{context}{of_runs}"
+    return f"{steady} {_with_margin(live, lesson.growth)}{context}{rounded}{of_runs}"
 
 
 def _with_margin(size_bytes: int, growth: float) -> str:

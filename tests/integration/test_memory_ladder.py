@@ -370,7 +370,6 @@ print("sweep", *found, len(BEGUN.read_text()))
 """
 
 
-@pytest.mark.slow
 def test_tasks_of_one_name_in_two_flows_have_budgets_of_their_own_and_run_once(
     tmp_path: Path, prefect_server: str
 ) -> None:

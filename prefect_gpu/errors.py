@@ -58,7 +58,7 @@ class PolicyError(PrefectGPUError, ValueError):
 
 
 class SettingError(PrefectGPUError, ValueError):
-    """An argument of `GPUTaskRunner`, or a setting, cannot be read. The text names it and what is accepted."""
+    """An argument of `GPUTaskRunner` or `serve`, or a setting, cannot be read. The text names it and what is accepted."""
 
 
 #: Instead of a type's name: the value was pickled and cannot be unpickled.

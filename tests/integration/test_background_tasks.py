@@ -164,9 +164,16 @@ def test_gpu_tags_have_their_effect_in_the_background(place: Workplace) -> None:
     found = call(
         place,
         """
-from prefect import tags
+from prefect import flow, tags
+from prefect_gpu import GPUTaskRunner
 
-futures = {
+@flow(task_runner=GPUTaskRunner(devices="host"))
+def call_in_flow():
+    return {"in_flow": work.delay(6)}
+
+with tags("gpu:memory=5GiB"):
+    futures = call_in_flow()
+futures |= {
     "work": work.delay(7),
     "work_async": work_async.delay(),
     "plain": plain.delay(),
@@ -181,10 +188,11 @@ found["held"] = str(hold.delay(0).task_run_id)
 """,
     )
     pid = server.process.pid
-    assert [found["work"][0], found["other_tags"][0], found["work_tagged"][0]] == [7, 8, 9]
+    indices = [found[name][0] for name in ("in_flow", "work", "other_tags", "work_tagged")]
+    assert indices == [6, 7, 8, 9]
     budgets = {name: value[-1] for name, value in found.items() if name not in ("id", "held")}
     assert budgets == {
-        "work": 1, "work_async": 1, "plain": None, "other_tags": 2, "retried": 1, "plain_tagged": 3, "work_tagged": 3
+        "in_flow": 1, "work": 1, "work_async": 1, "plain": None, "other_tags": 2, "retried": 1, "plain_tagged": 3, "work_tagged": 3
     }  # fmt: skip
     pids = {name: value[-2] for name, value in found.items() if name in budgets}
     assert pids.pop("plain") == pid and pid not in pids.values()
@@ -199,7 +207,7 @@ found["held"] = str(hold.delay(0).task_run_id)
     assert ended is not None and ended.is_crashed()
     assert ended.message == "Execution was aborted by a termination signal."
     printed = server.printed()
-    assert "GPU task runs: 6 Completed, 1 Crashed" in printed
+    assert "GPU task runs: 7 Completed, 1 Crashed" in printed
     assert "Failed to submit" not in printed and "no effect" not in printed
 
 

@@ -666,7 +666,7 @@ class ActiveRunner:
             self._publisher.close(CLOSING_S)
             report_id, self._publisher.flow_report_id = self._publisher.flow_report_id, None
             if report_id is not None and (url := prefect_engine.artifact_url(report_id)):
-                prefect_engine.log_on_flow(self.flow, f"Report of this flow run: {url}")
+                prefect_engine.log_on_flow(self.flow, f"Report of the GPU tasks: {url}")
         self._client.close()
 
 

@@ -94,7 +94,7 @@ def _once(folder: Path) -> list[str]:
                 if done.returncode != 0 and "doctor" not in words:
                     raise RuntimeError(f"{' '.join(words)}: {done.returncode}\n{printed[-4000:]}")
             took.append(f"{' '.join(words[:2])} {time.monotonic() - began_s:.0f}")
-        found = re.search(r"Report of this flow run: \S+/([\w-]+)", printed)
+        found = re.search(r"Report of the GPU tasks: \S+/([\w-]+)", printed)
         if found is None:
             raise RuntimeError(f"no address of a report\n{printed[-4000:]}")
         began_s = time.monotonic()

@@ -183,7 +183,7 @@ def test_the_last_line_of_a_flow_is_the_address_of_its_report(
     with temporary_settings({PREFECT_UI_URL: ui, PREFECT_API_URL: None}):
         runner.close(failed=False)
         runner.close(failed=False)
-    line = f"Report of this flow run: {ui}/artifacts/artifact/{UUID(int=len(api.keys))}"
+    line = f"Report of the GPU tasks: {ui}/artifacts/artifact/{UUID(int=len(api.keys))}"
     assert api.keys[-1].startswith("gpu-flow-")
     assert said[0].startswith("GPU task runs: 1 Completed")
     assert said[1:] == ([line] if ui else [])

@@ -79,7 +79,7 @@ def test_what_cannot_be_fails_its_task_run_without_a_process_or_a_retry(tmp_path
     failed = str(len(BAD) + 1)
     assert report.metadata_ is not None
     assert {report.metadata_[key] for key in ("task_runs", "unstarted", "failed")} == {failed}
-    assert report.description == f"{failed} task runs: {failed} failed; 0 attempts."
+    assert report.description == f"Flow report · {failed} task runs: {failed} failed; 0 attempts."
     assert "did you mean gpu:memory" in report.data
     assert f"/runs/task-run/{kept['no memory'].task_run_id})" in report.data
     run = api.task_run(kept["two budgets"].task_run_id)

@@ -107,7 +107,7 @@ def test_a_browser_shows_every_process_and_the_devices_of_a_flow_report(
         save(page, pictures / f"flow-report-{ui}.png")
     assert seen.image_widths == [720]
     assert "17 task runs: 16 completed, 1 failed; 19 attempts" in seen.text
-    assert "gpu:memory=5GiB" in seen.text
+    assert "gpu:memory=16GiB" in seen.text
     assert "evaluate-vit-b16-int8" in seen.text
 
 

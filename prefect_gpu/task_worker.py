@@ -188,8 +188,8 @@ def serve(
     Args:
         *tasks: At least one task, made with `@task`.
         runner: Runs the GPU tasks; `None`: `GPUTaskRunner()`.
-        limit: Most task runs at a time, those included that wait for a device. `None`: no limit, but for the threads of
-            Prefect's worker, which run synchronous tasks.
+        limit: Most task runs at a time, those included that wait for a device. `None`: no limit for asynchronous tasks;
+            Prefect's worker has a bounded number of threads for synchronous ones.
         status_server_port: Port for Prefect's page about the worker, `http://127.0.0.1:PORT/status`; `None`: no page.
         timeout: Seconds after which no more task runs are begun; `None`: no limit.
 

@@ -71,7 +71,7 @@ class Entry:
     #: The waiting request that its memory is wanted on the host for, by id; empty: none. Its first reservation is the one
     #: that it gives up; a second one is of the device where it comes back at once.
     suspended_for: str = ""
-    #: Its memory is on the host, all of it, and not on its way back.
+    #: Fully suspended; no resume has begun.
     away: bool = False
     #: How far that is, as text for a person; empty: its memory is on its devices.
     suspension: str = ""

@@ -71,7 +71,7 @@ class BlockedStatus(NamedTuple):
     looked_s: float | None = None
 
     def is_over(self, patience: Patience, now_s: float) -> bool:
-        """Return whether no later request may pass any more on the devices that this one could use."""
+        """Return whether the request's patience is used up: its devices are drained for it from now on."""
         if self.since_s is None:
             return patience.passes == 0
         until_s = self.since_s + patience.wait_s

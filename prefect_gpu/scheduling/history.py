@@ -225,9 +225,12 @@ def _round(size_bytes: int) -> int:
 
 
 def known_floor_bytes(runs: Iterable[PastRun]) -> int:
-    """Return the smallest budget that is known, or expected, not to be too small; 0: any.
+    """Return the smallest budget believed to be enough, from runs that ran out of memory or slowed down.
 
-    It is known from a run whose budget was too small, or from later runs that have noted it.
+    A run that ran out of memory shows it. Later runs repeat it, so that it stays known when that run is no longer kept.
+
+    Returns:
+        Bytes. 0: there was no such run.
     """
     past = tuple(runs)
     shown = _floor_bytes(past, [run for run in past if run.outcome == "completed"])

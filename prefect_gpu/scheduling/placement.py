@@ -701,5 +701,5 @@ def describe_wait(
     held = ""
     if first and not probes:
         others = " and others" if len(first) > 3 else ""
-        held = f" beside what first runs may take: {', '.join([*first][:3])}{others}"
+        held = f", the rest is reserved for first runs: {', '.join([*first][:3])}{others}"
     return f"{amount} on {where}; most free {format_bytes(most - most % step)}{there}{held}"

@@ -2,8 +2,8 @@
 
     asked ─▶ eligible? ─▶ trimmed ─▶ moving out ─▶ away ─▶ room? ─▶ moving in ─▶ running
 
-A thread runs from the request until the process goes on, so that a return needs none that the machine may not have. What it knows of the process, and what is to be done with the news,
-is a `Subject`.
+One thread is started when a suspension is requested and lives until the process runs again. So resuming cannot fail for want of a thread. A `Subject` has what the
+thread knows of the process, and takes its news.
 """
 
 from __future__ import annotations

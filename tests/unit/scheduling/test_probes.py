@@ -156,7 +156,7 @@ def test_a_task_with_a_budget_starts_beside_the_caps_only() -> None:
     queue = RequestQueue([request(9, name="known")])
     assert not decide(queue, Board([settled]), host()).placements
     said = describe_wait(request(9), [settled])
-    assert said == "9GiB on device 0; most free 8GiB beside what first runs may take: task a"
+    assert said == "9GiB on device 0; most free 8GiB, the rest is reserved for first runs: task a"
     assert describe_wait(probe(), [settled]) == (
         "a first run beside others, for which 6GiB must be free, on device 0; most free 21GiB"
     )

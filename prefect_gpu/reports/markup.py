@@ -28,6 +28,20 @@ _SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 _AUTOLINK = re.compile(r"(?i)(https?|ftp)://|www\.|@")
 
 
+#: Names of parameters whose values are not written, and texts that are not: addresses with a password, and the value of
+#: `Authorization:` in a request.
+_SECRET_NAME = re.compile(
+    r"(?i)secret|token|pass(w|phrase|code)|_pass$|pwd|credential|cookie|bearer|jwt|auth|dsn$|"
+    r"(api|access|private|ssh|signing|encryption)_?key"
+)
+_SECRET_TEXT = re.compile(r"://[^/\s]*@|(?i:^\s*(bearer|basic)\s)")
+
+
+def is_secret(name: str, text: str = "") -> bool:
+    """Return whether the value of a parameter is not to be written: by its name, or by its text."""
+    return bool(_SECRET_NAME.search(name) or _SECRET_TEXT.search(text))
+
+
 def clean_name(name: str) -> str:
     """Return the name of a task, task run or flow as one short line; see `canvas.clean`."""
     line = clean(name[: NAME_CHARS + 1])

@@ -42,6 +42,7 @@ from prefect.utilities.urls import url_for
 
 from prefect_gpu.errors import ReportError
 from prefect_gpu.reports.canvas import clean
+from prefect_gpu.reports.markup import is_secret
 from prefect_gpu.reports.model import TaskReport, figure_values, read_metadata
 from prefect_gpu.reports.publish import FLOW_PREFIX, TASK_PREFIX
 from prefect_gpu.units import format_seconds
@@ -69,7 +70,7 @@ section { margin: 1rem 0 1rem 1.2rem; }
 summary { cursor: pointer; }
 """
 
-#: What a formula begins with in spreadsheets, also in the wide characters of East Asian ones.
+#: First characters of a formula in spreadsheets. East Asian ones accept the wide characters, too.
 _FORMULA = tuple("=+-@＝＋－＠")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 
@@ -121,9 +122,9 @@ class FlowRunReport:
     processes: tuple[ProcessReport, ...]
     #: By task run, also of those without a gpu tag.
     submissions: Mapping[UUID, Submission] = field(default_factory=dict, repr=False)
-    #: What the page begins with: words and values, as in "Started" and "2026-11-27 14:54 UTC".
+    #: Rows at the top of the page: words and values, as in "Started" and "2026-11-27 14:54:00 UTC, ran 6s".
     facts: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    #: What `publish_leaderboard` has published, in GitHub markdown.
+    #: Leaderboards that `publish_leaderboard` has published, in GitHub markdown.
     leaderboards: tuple[str, ...] = field(default=(), repr=False)
 
     @property
@@ -247,14 +248,27 @@ def report(flow_run: UUID | str) -> FlowRunReport:
 
 def _facts(flow_name: str, run: FlowRun) -> tuple[tuple[str, str], ...]:
     began, took = run.start_time, format_seconds(run.total_run_time.total_seconds())
-    parameters = json.dumps(run.parameters, default=str)
+    parameters = json.dumps(_without_secrets("", run.parameters), default=str)
+    if len(parameters) > _PARAMETERS_LIMIT:
+        parameters = f"{parameters[:_PARAMETERS_LIMIT]}…"
     url = url_for("flow-run", run.id)
     return (
         ("Flow", flow_name),
         *([("Started", f"{began:%Y-%m-%d %H:%M:%S %Z}, ran {took}")] if began else []),
-        *([("Parameters", parameters[:_PARAMETERS_LIMIT])] if run.parameters else []),
+        *([("Parameters", parameters)] if run.parameters else []),
         *([("Page", url)] if url else []),
     )
+
+
+def _without_secrets(name: str, value: Any) -> Any:
+    """Return a parameter without the values that a report in other hands must not show."""
+    if is_secret(name):
+        return "(secret)"
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(str(key), each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(name, each) for each in value]
+    return "(secret)" if is_secret(name, str(value)) else value
 
 
 def _is_leaderboard(metadata: Mapping[str, str]) -> bool:
@@ -321,7 +335,7 @@ def open_api() -> Iterator[SyncPrefectClient]:
 
 
 def correct_address(url: str | None) -> str | None:
-    """Return what to write in place of an address that cannot be that of Prefect's API; `None`: it can."""
+    """Return a hint on an address that cannot be that of Prefect's API; `None`: it can be."""
     if url is None or "api" in urlsplit(url).path.split("/"):
         return None
     return f"PREFECT_API_URL has no /api; did you mean {url.rstrip('/')}/api?"

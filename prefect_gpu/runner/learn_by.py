@@ -28,12 +28,12 @@ import hashlib
 import inspect
 import json
 import numbers
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from prefect_gpu.errors import PolicyError
+from prefect_gpu.reports.markup import is_secret
 
 #: Characters of a digest: 48 bits are enough to tell the values of one task apart.
 DIGEST_CHARS = 12
@@ -62,14 +62,6 @@ _TIMES = {"datetime.date", "datetime.time"}
 
 #: Characters of the words for all values of a call.
 WORDS_LIMIT = 120
-
-#: Parameters whose values are not written, and texts that are not: addresses with a password, and what follows
-#: `Authorization:` in a request.
-_SECRET_NAME = re.compile(
-    r"(?i)secret|token|pass(w|phrase|code)|_pass$|pwd|credential|cookie|bearer|jwt|auth|dsn$|"
-    r"(api|access|private|ssh|signing|encryption)_?key"
-)
-_SECRET_TEXT = re.compile(r"://[^/\s]*@|(?i:^\s*(bearer|basic)\s)")
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -132,7 +124,7 @@ def describe_values(
 
 def _words(name: str, value: Any, deep: bool = True) -> str:
     cls = type(value)
-    if _SECRET_NAME.search(name):
+    if is_secret(name):
         return "(secret)"
     if isinstance(value, enum.Enum):
         return str(value.name)
@@ -145,7 +137,7 @@ def _words(name: str, value: Any, deep: bool = True) -> str:
         # Python refuses to write more than 4300 digits.
         with contextlib.suppress(ValueError):
             text = str(value)
-            return "(secret)" if _SECRET_TEXT.search(text) else text
+            return "(secret)" if is_secret(name, text) else text
     return _name(cls)
 
 

@@ -90,9 +90,8 @@ def child_environment(
             wanted[name] = ",".join(left) or None
     for adapter in adapters:
         wanted.update(adapter.environment(policy))
-        wanted.update(
-            {**adapter.default_environment, **_of(inherited, adapter.default_environment)}
-        )
+        for name, value in adapter.default_environment.items():
+            wanted[name] = inherited.get(name, value)
     changed = {name: value for name, value in wanted.items() if inherited.get(name) != value}
     return {
         **changed,
@@ -100,10 +99,6 @@ def child_environment(
         # UUIDs need no order. Code that uses indices gets NVML's order.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-
-
-def _of(inherited: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    return {name: inherited[name] for name in names if name in inherited}
 
 
 def late_changes(
@@ -317,7 +312,7 @@ class FrameworkAdapter:
     name: ClassVar[str]
     #: Root of its import name: "torch", "tensorflow".
     module: ClassVar[str]
-    #: Variables of its processes where the flow's process does not have them.
+    #: Variables of the framework's processes. A value that the flow's process has wins.
     default_environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
     #: Whether a hot standby may start it, with `start_device`, before its task's policy is known.
     can_start_early: ClassVar[bool] = False

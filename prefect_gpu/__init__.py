@@ -98,7 +98,7 @@ __all__ = [  # noqa: RUF022  # by importance
 
 
 def _follow_prefects_task_worker() -> None:
-    """Import `task_worker` right after Prefect's module of that name: it warns of GPU tasks that Prefect's `serve` runs."""
+    """Import `task_worker` right after Prefect's module of that name: `task_worker` warns of GPU tasks under Prefect's `serve`."""
     global _follows
     if _follows:
         return
@@ -110,7 +110,7 @@ def _follow_prefects_task_worker() -> None:
     ).install()
 
 
-#: Whether the hook on Prefect's module is installed.
+#: The hook on Prefect's module is installed.
 _follows = False
 
 

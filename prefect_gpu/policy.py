@@ -280,9 +280,9 @@ class GPUPolicy:
 
 
 def why_alone(policy: GPUPolicy) -> str:
-    """Return why the first run of a task must have a device to itself; empty: it may share one.
+    """Return the reason for which the first run of a task has a device to itself; empty: it may share one.
 
-    A task that cannot be capped has none beside it, nor one that takes all that it may have.
+    A task without a cap shares no device, nor does a task that takes its whole cap at its start.
     """
     if policy.exclusive:
         return "gpu:exclusive"
@@ -641,7 +641,7 @@ _KEYS = (
     ),
 )
 _BY_NAME = {key.name: key for key in _KEYS}
-#: What stands between `gpu:` and `=`.
+#: Text between `gpu:` and `=` of a tag.
 _NAMES = (
     *(name for name in _BY_NAME if name != "alloc"),
     *(f"alloc.{option}" for option in ALLOCATOR_OPTIONS),

@@ -86,7 +86,7 @@ class _Service:
                 self._cancel()
 
 
-#: Of the task worker around the caller; `None`: Prefect's own `serve` has started it, or there is none.
+#: Call of `serve` around the caller; `None`: Prefect's own `serve` has started the worker, or there is no worker.
 _service: ContextVar[_Service | None] = ContextVar("prefect_gpu_service", default=None)
 
 

@@ -308,7 +308,7 @@ class HostStore:
         return self._read_rows(_LAST_ROWS)
 
     def _read_rows(self, query: str) -> list[Row]:
-        """Return rows as values. What a process that has ended has written is dropped if a row of it cannot be read.
+        """Return rows as values. All rows of a process that has ended are dropped if one of them cannot be read.
 
         Raises:
             ValueError: A row of a process that is alive cannot be read.
@@ -541,7 +541,7 @@ def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
 
 
 def _owner(text: str) -> Owner:
-    """Return what a process has said of itself, as far as it can be read."""
+    """Return a process's description of itself, as far as it can be read."""
     try:
         return _OWNER.validate_json(text)
     except (ValidationError, TypeError):

@@ -318,7 +318,7 @@ class Ledger:
         self._store: Store | None = None
         #: Why the store cannot be used; empty: it can.
         self.problem = ""
-        #: A warning has said so, and none that the store is shared again.
+        #: The last warning said that the store cannot be used. `False`: it said that the store is shared again, or there was none.
         self._warned = False
         #: Monotonic seconds when the store is tried again.
         self._again_s = 0.0

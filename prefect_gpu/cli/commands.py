@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-#: What a write to standard output fails with: a full disk, a quota, a limit, a terminal that is gone, a closed descriptor.
+#: Error numbers of a write to standard output: a full disk, a quota, a limit, a terminal that is gone, a closed descriptor.
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 

@@ -110,7 +110,7 @@ class Status:
     tasks: tuple[TaskStatus, ...]
     waiting: tuple[WaitingStatus, ...]
     others: tuple[OtherProcess, ...]
-    #: Which flows cannot be seen, and what to write to see them. `None`: all are shown, or some are.
+    #: A sentence about flows that cannot be seen, and the spelling that shows them. `None`: some flows are shown, or all can be.
     hint: str | None = None
 
 
@@ -131,7 +131,7 @@ class Found:
     available_bytes: int
     #: Monotonic seconds.
     now_s: float
-    #: Which devices were asked for.
+    #: Devices that were asked for.
     spec: DeviceSpec
     #: Returns the name and the user of a process.
     describe: Callable[[int], tuple[str, str]] = lambda pid: ("?", "?")

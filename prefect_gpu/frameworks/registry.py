@@ -127,7 +127,7 @@ def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]
 
 
 def framework_of(root: str) -> str:
-    """Return the framework that an import root computes on, Keras on its backend; empty: none."""
+    """Return the framework of an import root, of Keras its backend; empty: the root belongs to none."""
     if root == "keras":
         return os.environ.get("KERAS_BACKEND", "tensorflow")
     return FRAMEWORK_BY_ROOT.get(root, "")

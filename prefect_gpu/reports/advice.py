@@ -266,7 +266,7 @@ class TagAdvice:
 
     @property
     def words(self) -> str:
-        """What to write, as markdown, and on which devices only, if these are no GPUs."""
+        """The tag to write, as markdown. Devices other than GPUs are named: the tag is for these only."""
         return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
     @property
@@ -330,7 +330,7 @@ def _write(size_bytes: float, reports: Sequence[TaskReport]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskTags:
-    """What to write in the tags of one task, for one set of its `gpu:learn_by` values and one kind of devices."""
+    """Advice on the tags of one task, for one set of its `gpu:learn_by` values and one kind of devices."""
 
     task_name: str
     #: The values in words, or their digest. Empty: none are named.
@@ -356,7 +356,7 @@ class TaskTags:
 
     @property
     def write_words(self) -> str:
-        """What to write, as markdown, and on which devices only, if these are no GPUs."""
+        """The tag to write, as markdown. Devices other than GPUs are named: the tag is for these only."""
         return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
     @property
@@ -373,7 +373,7 @@ class TaskTags:
 
 
 def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
-    """Return what to write in the tags of each task, of each set of its `gpu:learn_by` values and kind of devices.
+    """Return the advice on the tags of each task, for each set of its `gpu:learn_by` values and kind of devices.
 
     It is the advice for the task run that needs the most.
 

@@ -18,9 +18,9 @@ INK = "#1f2937"
 MUTED = "#6b7280"
 GRID = "#e5e7eb"
 PAPER = "#ffffff"
-#: Frames and the lines between parts, areas in the background, lines of live memory and of budgets.
+#: Colours of frames, of areas in the background, of the line of live memory, and of budgets.
 FRAME, SHADE, LIVE, BUDGET = "#d1d5db", "#f3f4f6", "#0f766e", "#b45309"
-#: What these colours become where the page around an image prefers a dark scheme.
+#: Colours that replace these where the page around an image prefers a dark scheme.
 _DARK = {
     INK: "#e5e7eb",
     MUTED: "#9ca3af",
@@ -112,7 +112,7 @@ def _nice_number(rough: float) -> float:
 
 
 class Canvas:
-    """One SVG image on a background of its own, dark where the page around it prefers a dark scheme."""
+    """SVG image on a background of its own, which is dark if the page around the image prefers a dark scheme."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self._drawing = drawsvg.Drawing(width, height, font_family=FONT)

@@ -58,7 +58,7 @@ def placed_line(
 
 
 def _learned_words(runs: int, identity: HistoryKey) -> str:
-    """Return what a budget was learned from: which runs count is what `HistoryKey` compares."""
+    """Return the words for the runs that a budget was learned from. `HistoryKey` decides which runs count."""
     count = "1 run" if runs == 1 else f"{runs} runs"
     where = "outside a flow" if identity.flow_name is None else "in this flow"
     values = identity.learn_by_words or ("equal gpu:learn_by values" if identity.learn_by else "")

@@ -49,7 +49,7 @@ SLOWER_RUN = 1.2
 
 @dataclass(frozen=True, slots=True)
 class HistoryKey:
-    """What one history covers: one task in one flow, on one GPU model, for one set of `gpu:learn_by` values."""
+    """Key of a history: one task in one flow, on one GPU model, for one set of `gpu:learn_by` values."""
 
     task_name: str
     #: Of the task's function, without its module or file: moving a folder or editing a comment does not
@@ -181,7 +181,7 @@ class Lesson:
     growth: float = 1.0
     #: Bytes to reserve if that was not enough: what runs took in their first steps counts too.
     whole_bytes: int = 0
-    #: What the runs need by the formula. It is above `budget_bytes` if no device could give it.
+    #: Bytes that the runs need by the formula. They are more than `budget_bytes` if no device could give them.
     need_bytes: int = 0
 
 

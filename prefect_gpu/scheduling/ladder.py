@@ -197,7 +197,7 @@ def next_rung(
 def _give_needed(
     climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: int, alike: bool
 ) -> Rung:
-    """Return what follows a probe beside others: what its error says it needs, then a whole device.
+    """Return the next try after a probe beside others: the bytes that its error says it needs, then a whole device.
 
     Its cap was what its neighbours left, so a multiple of it says nothing. The error says what one allocation wanted, not
     what comes after it: a whole device is next, and the body begins three times at most.

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, Union
 
 DeviceKind = Literal["nvml", "host", "simulated"]
 
-#: What advice adds to a size that was found on other devices than GPUs: a GPU needs memory for a context, too.
+#: Words that advice adds to a size that was found on other devices than GPUs. A GPU needs memory for a context as well.
 ONLY_ON: Mapping[DeviceKind, str] = {
     "nvml": "",
     "host": " (host devices only: the machine's memory, not a GPU's)",

@@ -169,7 +169,7 @@ def test_a_signal_while_reports_are_published_neither_loses_nor_repeats_one(
 
 
 @pytest.mark.parametrize("ui", ["http://ui", None], ids=["a UI", "no UI is known"])
-def test_the_last_line_of_a_flow_is_the_address_of_its_report(
+def test_the_runners_last_line_is_the_address_of_its_report(
     ui: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,16 +277,25 @@ time.sleep(600)
 """
 
 
-def shmem_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no Shmem in /proc/meminfo")
+def memory_files(pids: Iterable[int]) -> set[int]:
+    """Inodes of the memory files of this package that these processes have open or mapped."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if "memfd:prefect-gpu" in os.readlink(path := f"/proc/{pid}/fd/{name}"):
+                        found.add(os.stat(path).st_ino)
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "memfd:prefect-gpu" in line:
+                    found.add(int(line.split()[4]))
+    return found
 
 
 def test_a_killed_parent_leaves_no_memory(tmp_path: Path) -> None:
+    import psutil
+
     count = 16 << 20
-    before = shmem_bytes()
     process = subprocess.Popen(
         [sys.executable, "-c", _PARENT, str(count), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.getcwd()},
@@ -298,11 +307,13 @@ def test_a_killed_parent_leaves_no_memory(tmp_path: Path) -> None:
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         assert eventually(lambda: all((tmp_path / name).exists() for name in ("0", "1", "value")))
+        held = memory_files([process.pid, *pids])
         # Two files for two children (each rigged call is its own), and one result.
-        assert shmem_bytes() >= before + 2 * 8 * count
+        assert len(held) == 3
         process.kill()
         assert eventually(lambda: not any(map(is_alive, pids)))
-        assert eventually(lambda: shmem_bytes() < before + 8 * count)
+        # The kernel frees a memory file that no process has open or mapped.
+        assert eventually(lambda: not held & memory_files(psutil.pids()))
     finally:
         for pid in [process.pid, *pids]:
             with contextlib.suppress(ProcessLookupError):

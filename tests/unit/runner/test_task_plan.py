@@ -57,5 +57,3 @@ def test_which_tasks_of_unknown_need_may_share_a_device(
 ) -> None:
     plan = PlanMaker().make(body, policy, 0)
     assert (plan.probe_fraction, plan.alone_because) == (fraction, because)
-    alone = PlanMaker(shares=False).make(body, policy, 0)
-    assert (alone.probe_fraction, alone.alone_because) == (0.0, "probes is 'alone'")

@@ -69,8 +69,8 @@ class Grant:
     learned_runs: Mapping[str, int] = field(default_factory=dict)
     #: As `Request.probe_fraction`.
     probe_fraction: float = 0.0
-    #: Why a probe has a device to itself, for the log; empty: it is no probe, or shares one.
-    alone_because: str = ""
+    #: Why a probe has a device to itself, for the log; `None`: the process is no probe, or shares its device.
+    alone_because: str | None = None
 
 
 class ProbeGate:

@@ -76,8 +76,8 @@ class TaskPlan:
     snapshots: Path | None = None
     #: As `Request.probe_fraction`, where its need is not known.
     probe_fraction: float = 0.0
-    #: Why that is 0, for the log; empty: it is not.
-    alone_because: str = ""
+    #: Why that is 0, for the log; `None`: it is not.
+    alone_because: str | None = None
 
     @property
     def host_bytes(self) -> int:

@@ -1,8 +1,9 @@
 """How much memory a task is given: by its tag, by its history, or as a probe.
 
-A probe is a first run of a task without a history. In a process one request of each history waits for a device as a
-probe; other tasks of that history wait until it is placed, or until it has ended if it has its devices to itself. The formula is
-`scheduling.history`; runs are kept by `reports.history`; what a process gets after an out-of-memory is in `submission`.
+A probe is a first run of a task without a history. In a process at most one probe of each history waits for a device.
+Other tasks of that history wait until the probe is placed; if the probe has its devices to itself, until it has ended.
+The formula is `scheduling.history`; runs are kept by `reports.history`; what a process gets after an out-of-memory is
+in `submission`.
 """
 
 from __future__ import annotations

@@ -279,8 +279,8 @@ class GPUPolicy:
         _check_frameworks(self.frameworks)
 
 
-def why_alone(policy: GPUPolicy) -> str:
-    """Return the reason for which the first run of a task has a device to itself; empty: it may share one.
+def why_alone(policy: GPUPolicy) -> str | None:
+    """Return the reason why the first run of a task has a device to itself; `None`: it may share one.
 
     A task without a cap shares no device, nor does a task that takes its whole cap at its start.
     """
@@ -292,7 +292,7 @@ def why_alone(policy: GPUPolicy) -> str:
         return "gpu:caching=off has no cap"
     if {share.name for share in policy.frameworks} == {"none"}:
         return "gpu:framework=none has no cap"
-    return ""
+    return None
 
 
 def is_gpu_tag(tag: str) -> bool:
@@ -443,7 +443,8 @@ def gpu(
             another device to make room. It loses no step.
         wait: Fail if the task got no device after this long: `"10m"`, or a number of seconds.
         cpus: CPU threads that the frameworks may start.
-        learn_by: Names of parameters; each combination of their values has a history of its own.
+        learn_by: Names of parameters; each combination of their values has a history of its own. Values are numbers,
+            text, booleans, `None`, enums, paths, and tuples or lists of these.
         node: On a cluster: only the nodes of these names.
         **unknown: Refused, with the argument that was probably meant.
 

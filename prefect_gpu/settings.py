@@ -67,12 +67,6 @@ StartMethod = Annotated[
 ]
 
 
-Probes = Annotated[
-    Literal["shared", "alone"],
-    _word("neither 'shared' (first runs side by side) nor 'alone' (a device to itself for each)"),
-]
-
-
 class GPUSettings(PrefectBaseSettings):
     """Defaults of every `GPUTaskRunner`. Its own arguments take precedence."""
 
@@ -99,11 +93,6 @@ class GPUSettings(PrefectBaseSettings):
         default=None,
         ge=1,
         description="Most GPU tasks on one device at once. None: as many as memory holds.",
-    )
-    probes: Probes = Field(
-        default="shared",
-        description="First runs of tasks without a budget: side by side while a device has room (shared), or each "
-        "with a device to itself (alone).",
     )
     headroom: Annotated[int | None, BeforeValidator(_read_headroom)] = Field(
         default=None,

@@ -56,8 +56,6 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             memory. `None`: nothing is recorded.
         address: Of a Ray cluster, whose devices are used in place of this machine's: `"auto"`, `"host:port"`
             or `"ray://host:port"`. `None`: this machine.
-        probes: First runs of tasks without a budget: `"shared"` starts them side by side while a device has room, each
-            capped at what is free beside the budgets of others; `"alone"` gives each a device to itself.
         num_gpus: On a cluster: GPUs of each node to reserve in Ray's own count, and to use. `None`: none are
             reserved, and all devices of the nodes are used.
 
@@ -80,7 +78,6 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         memory_snapshots: str | Path | None = None,
         address: str | None = None,
         num_gpus: float | None = None,
-        probes: Literal["shared", "alone"] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if sys.platform == "win32":
@@ -99,7 +96,6 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             "memory_snapshots": memory_snapshots,
             "address": address,
             "num_gpus": num_gpus,
-            "probes": probes,
         }
         given = {name: value for name, value in given.items() if value is not None}
         settings = read_settings(**given)
@@ -118,7 +114,6 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             settings.num_gpus,
             settings.live_view,
             settings.progress,
-            settings.probes,
         )
         if settings.start_method == "forkserver" and not sys.platform.startswith("linux"):
             raise DeviceError(

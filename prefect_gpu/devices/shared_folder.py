@@ -271,14 +271,13 @@ class SharedFolder:
         for hold in holds:
             hold.beat()
 
-    def is_silent(self, name: str, after_s: float = SILENT_S) -> bool:
-        """Return whether the process that holds a file has sent no heartbeat for some time.
+    def is_silent(self, name: str) -> bool:
+        """Return whether the process that holds a file has sent no heartbeat for `SILENT_S` seconds.
 
         Call it repeatedly. The time is measured between the calls, so clocks of other processes do not matter.
 
         Args:
             name: Of the file.
-            after_s: Seconds.
         """
         now_s = self._now()
         with self._lock:
@@ -292,7 +291,7 @@ class SharedFolder:
                 self._seen[name] = _Seen(time_ns, now_s)
                 return False
             self._seen[name] = seen = replace(seen, looks=seen.looks + 1)
-            return seen.looks >= SILENT_LOOKS and now_s - seen.since_s > after_s
+            return seen.looks >= SILENT_LOOKS and now_s - seen.since_s > SILENT_S
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
@@ -30,7 +29,6 @@ from prefect.context import get_settings_context
 from prefect.exceptions import ObjectNotFound
 
 from prefect_gpu.clock import Clock, RealClock
-from prefect_gpu.devices.shared_folder import Hold, SharedFolder
 from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.markup import escape, table
 from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
@@ -68,10 +66,6 @@ PAGE = 200
 #: API accepts artifacts. Only `KEPT_RUNS` are ever read.
 MOST_WAITING = 2 * KEPT_RUNS
 
-#: Seconds without a heartbeat after which others no longer wait for a flow's claim. A flow sends none while it only
-#: waits for the API to accept its last runs, which takes less than this unless the API is away.
-CLAIM_SILENT_S = 10.0
-
 #: Characters of the digest in an artifact's key: 48 bits distinguish histories of one name.
 DIGEST_CHARS = 12
 
@@ -92,13 +86,6 @@ class MemoryHistory:
         """See `HistoryStore.add`."""
         self.put(key, run)
 
-    def claim(self, key: HistoryKey) -> bool:
-        """See `HistoryStore.claim`: no other process has these runs."""
-        return True
-
-    def release(self, key: HistoryKey) -> None:
-        """See `HistoryStore.release`."""
-
     def put(
         self, key: HistoryKey, *newer: PastRun, older: Sequence[PastRun] = ()
     ) -> tuple[PastRun, ...]:
@@ -112,15 +99,14 @@ class MemoryHistory:
 class PrefectHistory:
     """Keeps runs as versions of artifacts. Any thread may use it.
 
-    A key is read from the API once, and again while another process claims it. The runs of this process
-    are added to what was found. Other runs that other processes add later are seen by the next store.
+    A key is read from the API once. The runs of this process are added to the runs that were found. Runs that
+    other processes add later are seen by the next store.
 
     Args:
         lend: Returns a client for the flow's API, for use in a `with` block. It is called in the thread
             that asks for runs, under the settings that were active when the store was created.
         publisher: Writes runs, and counts those that were lost.
         clock: Measures for how long an API that does not answer is not called.
-        shared: Folder in which the processes of this machine claim histories; `None`: they do not.
     """
 
     def __init__(
@@ -129,7 +115,6 @@ class PrefectHistory:
         publisher: Publisher,
         *,
         clock: Clock | None = None,
-        shared: SharedFolder | None = None,
     ) -> None:
         self._lend = lend
         self._publisher = publisher
@@ -143,9 +128,6 @@ class PrefectHistory:
         self._reading: dict[HistoryKey, threading.Lock] = {}
         #: Keys that were read.
         self._is_read: set[HistoryKey] = set()
-        self._shared = shared
-        #: What is held for the claims of this process.
-        self._claims: dict[HistoryKey, Hold] = {}
         self._away_until_s = -math.inf
         self._away_because = ""
 
@@ -174,39 +156,6 @@ class PrefectHistory:
             lambda client: publish_run(key, version, runs, client), series=key, most=MOST_WAITING
         )
 
-    def claim(self, key: HistoryKey) -> bool:
-        """See `HistoryStore.claim`."""
-        if self._shared is None:
-            return True
-        name = self._claim_name(key)
-        try:
-            hold = self._shared.hold(name)
-        except OSError:
-            return True
-        if hold is None and self._shared.is_silent(name, CLAIM_SILENT_S):
-            # Its flow was stopped. If it goes on, two have probed.
-            return True
-        with self._lock:
-            if hold is not None:
-                self._claims[key] = hold
-                return True
-            # The next reading finds what the other process has found out, unless the API is away.
-            self._is_read.discard(key)
-            return self._clock.now() < self._away_until_s
-
-    def release(self, key: HistoryKey) -> None:
-        """See `HistoryStore.release`."""
-        with self._lock:
-            hold = self._claims.pop(key, None)
-        if hold is not None and self._shared is not None:
-            # After the run, which waits before it.
-            path = self._shared.path / self._claim_name(key)
-            self._publisher.call_after(lambda: _end_claim(hold, path))
-
-    def _claim_name(self, key: HistoryKey) -> str:
-        text = f"{self._settings.settings.api.url} {history_artifact_key(key)}"
-        return f"probe {hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARS]}"
-
     def _read(self, key: HistoryKey) -> Sequence[PastRun]:
         with self._lock:
             if self._clock.now() < self._away_until_s:
@@ -231,13 +180,6 @@ class PrefectHistory:
                     if not left or not may_pass(error):
                         raise
         raise AssertionError("the last try returns or raises")
-
-
-def _end_claim(hold: Hold, path: Path) -> None:
-    # In a folder with the sticky bit another user's file stays.
-    with contextlib.suppress(OSError):
-        path.unlink()
-    hold.release()
 
 
 @functools.lru_cache(256)

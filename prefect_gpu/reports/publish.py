@@ -217,8 +217,6 @@ class Job:
     series: Hashable = None
     #: Makes the artifact whose text is written to a file if it cannot be published. `None`: it is dropped then.
     artifact: Callable[[], ArtifactCreate] | None = None
-    #: Called in place of `call`, also if the publisher gives up: it needs no API. `None`: there is none.
-    local: Callable[[], object] | None = None
     #: Failed calls that the API may have carried out.
     tries: int = 0
     #: It is made once, after all others, and dropped without a word if it fails.
@@ -326,10 +324,6 @@ class Publisher:
             most: Jobs of the series that may wait, from 1. Older ones are dropped, and are not lost.
         """
         self._put(Job(call, series), most)
-
-    def call_after(self, local: Callable[[], object]) -> None:
-        """Call something that needs no API once all that waits is published or given up; return at once."""
-        self._put(Job(lambda client: None, local=local))
 
     def _put_artifact(self, make: Callable[[], ArtifactCreate]) -> None:
         self._put(Job(lambda client: client.create_artifact(make()), artifact=make))
@@ -443,11 +437,8 @@ class Publisher:
 
     def _try(self, job: Job) -> Exception | None:
         try:
-            if job.local is not None:
-                job.local()
-            else:
-                with self._lend() as client:
-                    job.call(client)
+            with self._lend() as client:
+                job.call(client)
         except Exception as error:  # noqa: BLE001
             # Process boundary: the API, or a report that cannot be drawn, must not fail the flow.
             return error
@@ -463,7 +454,7 @@ class Publisher:
                 pause_s = max(PROGRESS_FAILED_S, read_retry_after(error))
                 self._progress_s = time.monotonic() + pause_s
                 return
-            if error is None or job.local is not None:
+            if error is None:
                 self._delay_s = self._next_call_s = 0.0
                 if not self.saved + self.lost:
                     self._last_error = ""
@@ -480,10 +471,6 @@ class Publisher:
     def _give_up(self, job: Job, reason: str) -> None:
         """Write what is not published to a file, or count it as lost. Called with the lock held."""
         if job.optional:
-            return
-        if job.local is not None:
-            with contextlib.suppress(Exception):
-                job.local()
             return
         self._last_error = reason
         try:

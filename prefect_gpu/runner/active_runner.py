@@ -106,8 +106,6 @@ class Configuration:
     live_view: bool = False
     #: Whether there is a progress artifact, if there are reports.
     progress: bool = False
-    #: Whether tasks of unknown need share a device: "shared" or "alone".
-    probes: str = "shared"
 
 
 class ActiveRunner:
@@ -150,9 +148,7 @@ class ActiveRunner:
         #: By task run: those that failed, which may have had no process.
         self._unstarted: dict[UUID, UnstartedRun] = {}
         self._book: BudgetBook | None = None
-        self._plans = PlanMaker(
-            configuration.memory_snapshots, shares=configuration.probes == "shared"
-        )
+        self._plans = PlanMaker(configuration.memory_snapshots)
         #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
         self.flow: FlowRunContext | None = None
         #: Around the first submit: events about devices are emitted in it.
@@ -464,7 +460,7 @@ class ActiveRunner:
                 self._book = BudgetBook(
                     MemoryHistory()
                     if publisher is None
-                    else PrefectHistory(self._client.lend, publisher, shared=_shared_folder())
+                    else PrefectHistory(self._client.lend, publisher)
                 )
             return self._book
 
@@ -498,7 +494,6 @@ class ActiveRunner:
             memory_snapshots=None,
             live_view=False,
             progress=False,
-            probes="shared",
         )
         folder = read_settings().ledger
         return PROCESS_RESOURCES.get(("broker", key, folder), lambda: _make_broker(given, folder))

@@ -1,8 +1,9 @@
 """How much memory a task is given: by its tag, by its history, or as a probe.
 
-A task without a history runs once with a device to itself, and other tasks of that history wait for what
-this probe shows. The formula is `scheduling.history`; runs are kept by `reports.history`; what a process
-gets after an out-of-memory is in `submission`.
+A probe is a first run of a task without a history. In a process at most one probe of each history waits for a device.
+Other tasks of that history wait until the probe is placed; if the probe has its devices to itself, until it has ended.
+The formula is `scheduling.history`; runs are kept by `reports.history`; what a process gets after an out-of-memory is
+in `submission`.
 """
 
 from __future__ import annotations
@@ -39,9 +40,6 @@ logger = logging.getLogger(__name__)
 #: Seconds after which the task run shows that it waits for a probe.
 TELL_S = 1.0
 
-#: Seconds between two looks at whether another flow's probe has ended.
-ELSEWHERE_S = 0.5
-
 #: More bytes than any device has: a request for them is never placed there.
 NEVER_BYTES = 1 << 60
 
@@ -72,8 +70,8 @@ class Grant:
     learned_runs: Mapping[str, int] = field(default_factory=dict)
     #: As `Request.probe_fraction`.
     probe_fraction: float = 0.0
-    #: Why a probe has a device to itself, for the log; empty: it is no probe, or shares one.
-    alone_because: str = ""
+    #: Why a probe has a device to itself, for the log; `None`: the process is no probe, or shares its device.
+    alone_because: str | None = None
 
 
 class ProbeGate:
@@ -104,11 +102,6 @@ class ProbeGate:
         with self._changed:
             self._claimed.difference_update(keys)
             self._changed.notify_all()
-
-    def drop(self, keys: Iterable[HistoryKey]) -> None:
-        """End claims that the caller is about to take again: nobody is woken."""
-        with self._changed:
-            self._claimed.difference_update(keys)
 
     def begin_end(self, keys: Iterable[HistoryKey]) -> None:
         """Note that a probe of some histories has ended: there is no other before its run was kept."""
@@ -198,7 +191,7 @@ class BudgetBook:
             on_waiting: Called with the reason for the wait; an exception of it ends the wait.
             cancelled: Called after every change; see `wake`.
             probe_fraction: As `Request.probe_fraction`, for a probe of it. Above 0 other tasks wait until that one is
-                placed, not until it has ended, and probes of other flows are not waited for.
+                placed, not until it has ended.
 
         Returns:
             `None`: it was cancelled.
@@ -212,64 +205,49 @@ class BudgetBook:
             runs = {name: self._runs(identity.on(name)) for name in names}
             return Grant(memory, "tag", _contexts(runs), expected_s=_longest_s(runs))
         began_s, told = time.monotonic(), False
-        #: Claims of this task on what another flow probes for: it looks for the end of that, for all tasks here.
-        elsewhere: frozenset[HistoryKey] = frozenset()
-        looked = False
-        try:
-            while not cancelled():
-                self._gate.drop(elsewhere)
-                runs = {name: self._runs(identity.on(name)) for name in names}
-                lessons = {name: _placeable(past) for name, past in runs.items()}
-                unknown = [identity.on(name) for name, lesson in lessons.items() if lesson is None]
-                claimed = self._gate.claim(unknown)
-                claims = claimed
-                if not probe_fraction:
-                    claims = frozenset(key for key in claimed if self._store.claim(key))
-                elsewhere = claimed - claims
-                looked = looked or bool(elsewhere)
-                if claims or len(unknown) < len(names):
-                    # Another probe may have ended between the lookup and the claim.
-                    if any(learn(self._runs(key)) is not None for key in claims):
-                        self._end_claims(claims)
-                        continue
-                    waited_s = time.monotonic() - began_s if told else 0.0
-                    roomy = sum(
-                        lessons[name] is not None or identity.on(name) in claims
-                        for name in device_names
-                    )
-                    grant = self._from_lessons(
-                        identity, lessons, claims, capacity_bytes, waited_s, roomy >= count
-                    )
-                    # A lesson that asks for a whole device is no probe.
-                    whole = grant.source == "learned" and any(
-                        lesson is not None and lesson.need_bytes >= capacity_bytes.get(name, 0)
-                        for name, lesson in lessons.items()
-                    )
-                    return replace(
-                        grant,
-                        expected_s=_longest_s(runs),
-                        probe_fraction=probe_fraction if claims and not whole else 0.0,
-                    )
-                waited_s = time.monotonic() - began_s
-                if limit_s is not None and waited_s >= limit_s:
-                    raise PlacementTimeoutError(
-                        f"gpu:wait={format_seconds(limit_s)} is over: {identity.task_name!r} still "
-                        f"waited for the first run of that task to show what it needs"
-                    )
-                if waited_s >= TELL_S and not told:
-                    told = True
-                    on_waiting(f"the first run of {identity.task_name!r} to show what it needs")
-                left_s = math.inf if limit_s is None else limit_s - waited_s
-                left_s = left_s if told else min(left_s, TELL_S)
-                left_s = min(left_s, ELSEWHERE_S) if elsewhere else left_s
-                place.yield_while(partial(self._gate.holds, unknown))
-                self._gate.wait(unknown, None if left_s == math.inf else left_s, cancelled)
-                place.take_turn()
-            return None
-        finally:
-            if looked:
-                # Another task that waits looks from now on.
-                self._gate.release(elsewhere)
+        while not cancelled():
+            runs = {name: self._runs(identity.on(name)) for name in names}
+            lessons = {name: _placeable(past) for name, past in runs.items()}
+            unknown = [identity.on(name) for name, lesson in lessons.items() if lesson is None]
+            claims = self._gate.claim(unknown)
+            if claims or len(unknown) < len(names):
+                # Another probe may have ended between the lookup and the claim.
+                if any(learn(self._runs(key)) is not None for key in claims):
+                    self._gate.release(claims)
+                    continue
+                waited_s = time.monotonic() - began_s if told else 0.0
+                roomy = sum(
+                    lessons[name] is not None or identity.on(name) in claims
+                    for name in device_names
+                )
+                grant = self._from_lessons(
+                    identity, lessons, claims, capacity_bytes, waited_s, roomy >= count
+                )
+                # A lesson that asks for a whole device is no probe.
+                whole = grant.source == "learned" and any(
+                    lesson is not None and lesson.need_bytes >= capacity_bytes.get(name, 0)
+                    for name, lesson in lessons.items()
+                )
+                return replace(
+                    grant,
+                    expected_s=_longest_s(runs),
+                    probe_fraction=probe_fraction if claims and not whole else 0.0,
+                )
+            waited_s = time.monotonic() - began_s
+            if limit_s is not None and waited_s >= limit_s:
+                raise PlacementTimeoutError(
+                    f"gpu:wait={format_seconds(limit_s)} is over: {identity.task_name!r} still "
+                    f"waited for the first run of that task to show what it needs"
+                )
+            if waited_s >= TELL_S and not told:
+                told = True
+                on_waiting(f"the first run of {identity.task_name!r} to show what it needs")
+            left_s = math.inf if limit_s is None else limit_s - waited_s
+            left_s = left_s if told else min(left_s, TELL_S)
+            place.yield_while(partial(self._gate.holds, unknown))
+            self._gate.wait(unknown, None if left_s == math.inf else left_s, cancelled)
+            place.take_turn()
+        return None
 
     def take(self, identity: HistoryKey, report: TaskReport) -> None:
         """Keep the run of a process. Returns at once."""
@@ -318,20 +296,15 @@ class BudgetBook:
     def release(self, grant: Grant) -> None:
         """End the claims of a process whose run was kept: others may use it, or probe."""
         if grant.claims:
-            self._end_claims(grant.claims)
+            self._gate.release(grant.claims)
 
     def keep(self, grant: Grant, device_name: str) -> Grant:
         """Return the grant of a process that was placed: it probes for that model only."""
         others = frozenset(key for key in grant.claims if key.device_name != device_name)
         if not others:
             return grant
-        self._end_claims(others)
+        self._gate.release(others)
         return replace(grant, claims=grant.claims - others)
-
-    def _end_claims(self, keys: Iterable[HistoryKey]) -> None:
-        for key in keys:
-            self._store.release(key)
-        self._gate.release(keys)
 
     def wake(self) -> None:
         """Wake all tasks that wait for probes, to check whether they were cancelled."""

@@ -76,8 +76,8 @@ class TaskPlan:
     snapshots: Path | None = None
     #: As `Request.probe_fraction`, where its need is not known.
     probe_fraction: float = 0.0
-    #: Why that is 0, for the log; empty: it is not.
-    alone_because: str = ""
+    #: Why that is 0, for the log; `None`: it is not.
+    alone_because: str | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -142,11 +142,9 @@ class PlanMaker:
 
     Args:
         snapshots: As in the plans; a relative one is of the folder that the flow runs in now.
-        shares: Whether tasks of unknown need may share a device.
     """
 
-    def __init__(self, snapshots: Path | None = None, shares: bool = True) -> None:
-        self._shares = shares
+    def __init__(self, snapshots: Path | None = None) -> None:
         self._snapshots = None if snapshots is None else snapshots.expanduser().absolute()
         #: By the identity of a function, which is kept so that the identity stays its own.
         self._found: dict[int, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {}
@@ -164,7 +162,7 @@ class PlanMaker:
         named = tuple(share.name for share in policy.frameworks)
         found, sharing = ((), ()) if named else self._detect(task.fn)
         frameworks = tuple(name for name in named or found if name != NO_FRAMEWORK)
-        alone_because = why_alone(policy) if self._shares else "probes is 'alone'"
+        alone_because = why_alone(policy)
         fraction = AT_ONCE_FRACTION if TAKES_AT_ONCE.intersection(frameworks) else 1.0
         return TaskPlan(
             task_name=clean_name(task.name),

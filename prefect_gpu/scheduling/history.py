@@ -156,14 +156,6 @@ class HistoryStore(Protocol):
         """Keep one more run. It returns at once; a run that cannot be kept is lost with a warning."""
         ...
 
-    def claim(self, key: HistoryKey) -> bool:
-        """Return whether this process may find out what a task needs: no other process that keeps its runs here does."""
-        ...
-
-    def release(self, key: HistoryKey) -> None:
-        """End a claim, once the runs that were added are kept; without effect if there is none."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Lesson:

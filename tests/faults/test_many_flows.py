@@ -200,7 +200,7 @@ def handovers_s(log: list[Row]) -> list[float]:
 
 def left_in(folder: Path) -> list[str]:
     """Return the files of flows that are gone in a folder of a ledger."""
-    patterns = ("*.lock", "simulated * *", "probe *")
+    patterns = ("*.lock", "simulated * *")
     return [path.name for pattern in patterns for path in folder.glob(pattern)]
 
 

@@ -2,8 +2,7 @@
 
     python -m tests.gpu.check_prediction
 
-In the first flow run each is a probe, beside others or, with `PREFECT_INTEGRATIONS_GPU_PROBES=alone`, with the device to
-itself. `--budgets FILE` keeps what it has taught, and `--against FILE` compares it with another run's: within 10 %. In the second and third each has the
+In the first flow run each is a probe, beside others. In the second and third each has the
 budget that its history teaches, and all run side by side. *Slack* is what a budget is above the most
 that NVML showed for the process: what was reserved in vain.
 """
@@ -12,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -41,9 +38,6 @@ from tests.gpu._checks import (
 
 #: What must hold: half of the budgets are no more than this above what was taken.
 MOST_SLACK = 0.35
-
-#: By how much the budgets may differ that probes beside others and probes alone have taught.
-MOST_DIFFERENCE = 0.1
 
 #: Tasks that may need the ladder.
 MOST_LADDERS = 1
@@ -391,33 +385,7 @@ def check(options: argparse.Namespace) -> list[str]:
             processes[number] = {
                 name: found.get(one.task_run_id, []) for name, one in flow.value.items()
             }
-    problems += judge(list(tasks), ended, processes, observer)
-    learned = {
-        name: budget
-        for name in tasks
-        if (budget := _budget_and_peak(processes[2][name], observer)[0]) is not None
-    }
-    if options.budgets:
-        Path(options.budgets).write_text(json.dumps(learned), encoding="utf-8")
-    if options.against:
-        other = json.loads(Path(options.against).read_text(encoding="utf-8"))
-        problems += compare(learned, other)
-    return problems
-
-
-def compare(learned: dict[str, int], other: dict[str, int]) -> list[str]:
-    """Print how budgets differ from those that another run has taught; say which differ too much."""
-    both = sorted(learned.keys() & other.keys())
-    rows = [
-        (name, size(learned[name]), size(other[name]), percent(learned[name] / other[name] - 1))
-        for name in both
-    ]
-    table(["task", "budget 2", "of the other run", "above it"], rows)
-    return [
-        f"{name}: its learned budget differs from that of the other run"
-        for name in both
-        if abs(learned[name] / other[name] - 1) > MOST_DIFFERENCE
-    ]
+    return problems + judge(list(tasks), ended, processes, observer)
 
 
 def judge(
@@ -495,8 +463,6 @@ def _budget_and_peak(reports: list[Process], observer: Observer) -> tuple[int | 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budgets", help="file to write the learned budgets to")
-    parser.add_argument("--against", help="file that another run has written so")
     return run(check, parser, limit_s=300)
 
 

@@ -449,8 +449,7 @@ def test_flows_of_one_process_share_devices_and_reservations() -> None:
         assert allocation is not None
         return name, began, time.time(), allocation.device_uuids[0]
 
-    # No budget: a device to itself.
-    @task(tags=["gpu"])
+    @task(tags=gpu(exclusive=True))
     def unsaid(name: str) -> tuple[str, float, float, str]:
         return big.fn(name)
 
@@ -458,7 +457,7 @@ def test_flows_of_one_process_share_devices_and_reservations() -> None:
     def inner() -> list[Any]:
         return big.map(["c", "d"]).result()
 
-    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False, probes="alone"))
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
     def outer() -> list[Any]:
         futures = [big.submit("a"), unsaid.submit("b")]
         return inner() + [future.result() for future in futures]

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 CONTEXT = 512 * MIB
 
 
-def runner(devices: str = "1x16GiB", **changes: Any) -> GPUTaskRunner:
+def runner(devices: str = "1x16GiB") -> GPUTaskRunner:
     return GPUTaskRunner(
-        devices=SimulatedDevices(devices, context="512MiB"), standby="hot", headroom="0", **changes
+        devices=SimulatedDevices(devices, context="512MiB"), standby="hot", headroom="0"
     )
 
 
@@ -85,7 +85,7 @@ def test_a_task_is_done_by_a_process_that_has_its_context() -> None:
     [
         ("takes-all", gpu(memory="100%")),
         ("is-alone", gpu(memory="1GiB", exclusive=True)),
-        ("probes", gpu()),
+        ("probes", gpu(exclusive=True)),
     ],
 )
 def test_a_task_that_needs_the_device_has_it(name: str, tags: list[str]) -> None:
@@ -98,7 +98,7 @@ def test_a_task_that_needs_the_device_has_it(name: str, tags: list[str]) -> None
         assert allocation is not None
         return allocation.budget_bytes
 
-    @flow(task_runner=runner(probes="alone"))
+    @flow(task_runner=runner())
     def needs() -> tuple[tuple[int, ...], int]:
         where.submit().result()
         waiting = hot()

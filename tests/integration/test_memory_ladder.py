@@ -25,9 +25,8 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 def runner(devices: str = "1x16GiB") -> GPUTaskRunner:
-    # First runs beside others are the subject of `test_shared_probes`.
     simulated = SimulatedDevices(devices, context="512MiB")
-    return GPUTaskRunner(devices=simulated, headroom="0", probes="alone")
+    return GPUTaskRunner(devices=simulated, headroom="0")
 
 
 def machine() -> SimulatedReader:
@@ -236,7 +235,8 @@ def test_a_bare_sigkill_is_no_matter_of_memory() -> None:
 
 
 def test_the_next_run_gets_what_its_steps_needed_and_more_where_that_pinched() -> None:
-    @task(tags=gpu())
+    # First runs beside others are the subject of `test_shared_probes`.
+    @task(tags=gpu(exclusive=True))
     def train(pinches: bool) -> tuple[int, int | None]:
         from prefect_gpu import current_allocation, step
         from prefect_gpu.testing import allocate, note_allocation_retry
@@ -272,7 +272,7 @@ def test_the_next_run_gets_what_its_steps_needed_and_more_where_that_pinched() -
 
 
 def test_siblings_wait_for_the_one_that_probes_and_histories_are_apart(tmp_path: Path) -> None:
-    @task(tags=gpu(learn_by="size"))
+    @task(tags=gpu(exclusive=True, learn_by="size"))
     def sized(size: str, index: int, folder: str) -> int:
         from prefect_gpu import current_allocation
         from prefect_gpu.testing import allocate
@@ -309,7 +309,7 @@ from prefect import flow, task
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu, step
 from prefect_gpu.testing import SimulatedDevices, allocate
 
-@task(name="train-{token}", tags=gpu())
+@task(name="train-{token}", tags=gpu(exclusive=True))
 def train():
     with allocate("2GiB"):
         for index in range(4):
@@ -318,7 +318,7 @@ def train():
             step()
     return current_allocation().budget_bytes
 
-@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB"), headroom="0", probes="alone"))
+@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB"), headroom="0"))
 def learner():
     return train.submit().result()
 

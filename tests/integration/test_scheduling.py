@@ -58,7 +58,9 @@ def test_a_task_is_expected_to_take_as_long_as_its_earlier_runs(
     assert last.request.submitted_s <= reservation.ends_s - expected_s <= last.placed_s
 
 
-@pytest.mark.parametrize("tags", [gpu(memory="5GiB"), gpu()], ids=["budgets", "probes"])
+@pytest.mark.parametrize(
+    "tags", [gpu(memory="5GiB"), gpu(exclusive=True)], ids=["budgets", "exclusive first runs"]
+)
 def test_tasks_start_in_the_order_in_which_they_were_submitted(
     monkeypatch: pytest.MonkeyPatch, tags: list[str]
 ) -> None:
@@ -81,7 +83,7 @@ def test_tasks_start_in_the_order_in_which_they_were_submitted(
             time.sleep(naps_s)
         return at_s
 
-    runner = GPUTaskRunner(devices=SimulatedDevices("1x7GiB"), reports=False, probes="alone")
+    runner = GPUTaskRunner(devices=SimulatedDevices("1x7GiB"), reports=False)
 
     @flow(task_runner=runner)
     def three() -> tuple[list[float], list[float]]:

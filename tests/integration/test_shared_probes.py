@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from prefect import flow, task
@@ -19,9 +19,9 @@ from tests.integration import engine_api as api
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
-def runner(how: Literal["shared", "alone"] = "shared", devices: str = "1x16GiB") -> GPUTaskRunner:
-    simulated = SimulatedDevices(devices, context="512MiB")
-    return GPUTaskRunner(devices=simulated, headroom="0", probes=how, standby=0)
+def runner() -> GPUTaskRunner:
+    simulated = SimulatedDevices("1x16GiB", context="512MiB")
+    return GPUTaskRunner(devices=simulated, headroom="0", standby=0)
 
 
 def reports(task_run_id: Any, count: int) -> list[dict[str, str]]:
@@ -196,7 +196,7 @@ def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_has_all_it_needs_i
     assert (third["outcome"], third["cap_bytes"]) == ("completed", "none")
 
 
-@task(tags=gpu(learn_by="name"))
+@task
 def steps(name: str) -> None:
     """Take the same in each step."""
     from prefect_gpu import step
@@ -211,20 +211,21 @@ def steps(name: str) -> None:
 
 
 def test_what_is_learned_is_the_same_as_alone() -> None:
-    budgets: dict[str, list[int]] = {}
-    for how in ("shared", "alone"):
+    budgets: dict[bool, list[int]] = {}
+    for exclusive in (False, True):
 
-        def measure(how: str = how) -> None:
-            futures = [steps.submit(f"{how}-{n}") for n in range(4)]
+        def measure(exclusive: bool = exclusive) -> None:
+            chosen = steps.with_options(tags=gpu(learn_by="name", exclusive=exclusive))
+            futures = [chosen.submit(f"{exclusive}-{n}") for n in range(4)]
             for future in futures:
                 future.result()
-            again = [steps.submit(f"{how}-{n}") for n in range(4)]
+            again = [chosen.submit(f"{exclusive}-{n}") for n in range(4)]
             for future in again:
                 future.result()
             found = [reports(future.task_run_id, 1)[0] for future in again]
             assert [report["budget_source"] for report in found] == ["learned"] * 4
-            budgets[how] = [int(report["budget_bytes"]) for report in found]
+            budgets[exclusive] = [int(report["budget_bytes"]) for report in found]
 
-        flow(task_runner=runner(how))(measure)()  # type: ignore[arg-type]
-    assert budgets["shared"] == pytest.approx(budgets["alone"], rel=0.1)
-    assert all(0 < budget < 4 * GIB for budget in budgets["shared"])
+        flow(task_runner=runner())(measure)()
+    assert budgets[False] == pytest.approx(budgets[True], rel=0.1)
+    assert all(0 < budget < 4 * GIB for budget in budgets[False])

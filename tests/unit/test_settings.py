@@ -45,7 +45,6 @@ def test_settings_have_defaults() -> None:
         "max_tasks_per_device": None,
         "start_method": "spawn",
         "headroom": None,
-        "probes": "shared",
         "ledger": None,
         "memory_snapshots": None,
         "reports": True,

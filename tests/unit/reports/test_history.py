@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -18,14 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
 from prefect_gpu.cli.run_commands import _history_json
 from prefect_gpu.clock import FakeClock
-from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.reports.history import (
     AWAY_S,
-    CLAIM_SILENT_S,
     READ_TRIES,
     KeptHistory,
     MemoryHistory,
@@ -98,17 +94,14 @@ class FakeAPI:
 class Setting:
     """A store on an API, with what surrounds it."""
 
-    def __init__(self, api: FakeAPI | None = None, shared: Path | None = None) -> None:
+    def __init__(self, api: FakeAPI | None = None) -> None:
         self.api = api or FakeAPI()
         self.clock = FakeClock()
         self.publisher = Publisher(
             self.api.connect, logger=logging.getLogger("reports"), retry_delays_s=(0.001, 0.001)
         )
         self.store: HistoryStore = PrefectHistory(
-            self.api.connect,
-            self.publisher,
-            clock=self.clock,
-            shared=None if shared is None else SharedFolder(shared, self.clock.now),
+            self.api.connect, self.publisher, clock=self.clock
         )
 
     def close(self) -> None:
@@ -447,72 +440,6 @@ def test_the_page_of_a_history_escapes_names() -> None:
     (row,) = [line for line in page.splitlines() if line.startswith("| 2026")]
     assert "| a\\|b |" in row and "| c\\|d |" in row
     assert "<i>" not in page
-
-
-# Flows that find out what the same task needs.
-
-
-def test_one_flow_at_a_time_claims_a_history_and_the_next_finds_its_run(tmp_path: Path) -> None:
-    one = Setting(shared=tmp_path)
-    other = Setting(one.api, tmp_path)
-    assert list(other.store.runs(KEY)) == []
-    assert one.store.claim(KEY)
-    assert not other.store.claim(KEY)
-    assert other.store.claim(OTHER)
-    one.store.add(KEY, run())
-    one.store.release(KEY)
-    one.close()
-    assert other.store.claim(KEY)
-    assert list(other.store.runs(KEY)) == [run()]
-    other.close()
-
-
-def test_a_claim_ends_with_its_flow(tmp_path: Path) -> None:
-    one, other = Setting(shared=tmp_path), Setting(shared=tmp_path)
-    assert one.store.claim(KEY)
-    assert not other.store.claim(KEY)
-    one.close()
-    del one
-    gc.collect()
-    assert other.store.claim(KEY)
-
-
-def test_a_claim_of_a_flow_that_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
-    stopped, other = (Setting(shared=tmp_path) for _ in range(2))
-    assert stopped.store.claim(KEY)
-    for _ in range(20):
-        assert not other.store.claim(KEY)
-        other.clock.advance(CLAIM_SILENT_S / 20)
-    assert not other.store.claim(KEY)
-    other.clock.advance(0.1)
-    assert other.store.claim(KEY)
-    stopped.close()
-    other.close()
-
-
-def test_a_claim_ends_also_if_its_run_cannot_be_kept(tmp_path: Path) -> None:
-    one, other = Setting(shared=tmp_path), Setting(shared=tmp_path)
-    assert one.store.claim(KEY)
-    one.close()
-    one.store.release(KEY)
-    assert other.store.claim(KEY)
-
-
-def test_while_the_api_is_away_no_flow_waits_for_another(tmp_path: Path) -> None:
-    one, other = Setting(shared=tmp_path), Setting(shared=tmp_path)
-    assert one.store.claim(KEY)
-    assert not other.store.claim(KEY)
-    other.api.errors = [OSError("away")] * 9
-    with pytest.raises(OSError, match="away"):
-        other.store.runs(KEY)
-    assert other.store.claim(KEY)
-
-
-def test_flows_of_other_servers_have_other_histories(tmp_path: Path) -> None:
-    one = Setting(shared=tmp_path)
-    with temporary_settings({PREFECT_API_URL: "http://elsewhere/api"}):
-        other = Setting(shared=tmp_path)
-    assert one.store.claim(KEY) and other.store.claim(KEY)
 
 
 def test_a_list_of_histories_counts_task_runs() -> None:

@@ -148,32 +148,6 @@ def test_the_time_for_which_an_api_asks_not_to_be_called_is_kept(
     assert api.opened == 1 and it.saved == 2
 
 
-def test_what_was_to_be_done_after_a_job_is_done_after_it_or_when_it_is_given_up() -> None:
-    done: list[str] = []
-
-    def run(client: object) -> None:
-        if len(done) < 2:
-            done.append("failed")
-            raise OSError("away")
-        done.append("run")
-
-    it = publisher(FakeAPI())
-    it.put(run)
-    it.call_after(lambda: done.append("after"))
-    it.close(PATIENCE_S)
-    it.call_after(lambda: done.append("late"))
-    assert done == ["failed", "failed", "run", "after", "late"] and it.lost == 0
-
-    away = FakeAPI(*(httpx.ConnectError("away") for _ in range(100_000)))
-    it = publisher(away)
-    it.publish(task_report())
-    it.put(lambda client: None)
-    it.call_after(lambda: done.append("given up"))
-    it.close(0.01)
-    assert done[-1] == "given up"
-    assert (it.saved, it.lost) == (1, 1), "what has no text of its own is lost"
-
-
 def test_reports_that_cannot_be_written_either_are_lost_with_both_reasons(
     caplog: pytest.LogCaptureFixture, home: Path
 ) -> None:

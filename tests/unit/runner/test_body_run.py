@@ -164,7 +164,7 @@ class Scene:
 
         policy = GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks})
         self.run = SimpleNamespace(show_awaiting=lambda why: None, warn=self.told.append)
-        plan = SimpleNamespace(policy=policy, probe_fraction=probe_fraction, alone_because="")
+        plan = SimpleNamespace(policy=policy, probe_fraction=probe_fraction, alone_because=None)
         call = TaskCall(
             plan=plan,  # type: ignore[arg-type]
             run=self.run,  # type: ignore[arg-type]

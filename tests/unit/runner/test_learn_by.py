@@ -1,3 +1,5 @@
+"""Values that `gpu:learn_by` names: which share a history, which are refused, and what is written of them."""
+
 from __future__ import annotations
 
 import datetime
@@ -5,19 +7,23 @@ import decimal
 import enum
 import uuid
 from collections import namedtuple
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, SecretStr
+from pydantic import BaseModel, SecretStr
 
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.reports.history import history_artifact_key
-from prefect_gpu.runner.learn_by import NODE_LIMIT, WORDS_LIMIT, describe_values, digest_values
+from prefect_gpu.runner.learn_by import (
+    ACCEPTED,
+    DEPTH_LIMIT,
+    WORDS_LIMIT,
+    describe_values,
+    digest_values,
+)
 from prefect_gpu.scheduling.history import HistoryKey
 
 
@@ -38,34 +44,18 @@ class Parts(enum.Flag):
 @dataclass
 class Shape:
     width: int
-    layers: list[int] = field(default_factory=list)
-
-
-@dataclass
-class ArrayLike:
-    """Has what arrays have, and more."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    batch: int
 
 
 class Options(BaseModel):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
     batch: int = 1
-    size: Size = Size.SMALL
-
-
-class Model:
-    def __init__(self, width: int) -> None:
-        self.width = width
-
-
-class device:
-    """Called as `torch.device`, but a class of the user's."""
 
 
 Pair = namedtuple("Pair", "left right")
+
+
+class BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"/data"
 
 
 def body(model: Any, batch: Any = 32, *rest: Any, precision: str = "fp16") -> None:
@@ -86,23 +76,12 @@ def digest(value: Any) -> str:
         pytest.param(32, 32.0, id="a whole number however it is written"),
         pytest.param(32, np.int64(32), id="a number of NumPy's"),
         pytest.param(0.5, np.float64(0.5), id="a fraction of NumPy's"),
-        pytest.param(True, np.bool_(True), id="a truth value of NumPy's"),
         pytest.param("a", np.str_("a"), id="text of NumPy's"),
         pytest.param("/data/a", Path("/data/a"), id="a path and its text"),
         pytest.param([1, 2], (1, 2), id="a tuple and a list"),
         pytest.param((1, 2), Pair(1, 2), id="a named tuple"),
-        pytest.param({"a": 1, "b": 2}, {"b": 2, "a": 1}, id="a dict in another order"),
-        pytest.param({"a", "b", "c"}, frozenset(["c", "b", "a"]), id="a set in another order"),
-        pytest.param({1, "1"}, {"1", 1}, id="a set of several kinds"),
-        pytest.param(Shape(3, [1]), Shape(3, [1]), id="equal dataclasses"),
-        pytest.param(Options(batch=2, x=1), Options(x=1, batch=2), id="equal models"),
         pytest.param(Parts.HEAD | Parts.BODY, Parts(3), id="combined flags"),
         pytest.param(float("nan"), float("nan"), id="no number"),
-        pytest.param(np.zeros((2, 3)), np.ones((2, 3)), id="arrays of one shape"),
-        pytest.param(Model(1), Model(2), id="objects of an unknown class"),
-        pytest.param(device(), device(), id="objects that are called like a library's"),
-        pytest.param(lambda: 1, lambda: 2, id="nameless functions of one place"),
-        pytest.param(np.dtype("f4"), np.dtype("float32"), id="equal dtypes"),
     ],
 )
 def test_what_is_equal_shares_a_history(one: Any, other: Any) -> None:
@@ -119,61 +98,21 @@ DIFFERENT = [
     10**5000,
     0.5,
     float("inf"),
-    2j,
     "",
     "1",
     "a",
     "\ud800",
-    b"1",
     [],
     [1],
     [1, 2],
     [2, 1],
     [[1], 2],
-    {},
-    {"a": 1},
-    {"a": 2},
-    {1: 1},
-    set(),
-    {1},
-    {1, 2},
-    range(2),
-    range(3),
     Size.SMALL,
     Size.LARGE,
     Other.SMALL,
     Parts.HEAD,
     Parts.HEAD | Parts.BODY,
-    Shape(1),
-    Shape(2),
-    Shape(1, [1]),
-    ArrayLike("f4", (1,), 1),
-    ArrayLike("f4", (1,), 2),
-    Options(),
-    Options(batch=2),
-    Options(batch=2, extra=1),
-    Model,
-    Model(1),
-    Shape,
-    len,
-    max,
-    body,
     PurePosixPath("/data/b"),
-    datetime.date(2026, 11, 20),
-    datetime.datetime(2026, 11, 20),
-    datetime.timedelta(1),
-    datetime.timedelta(2),
-    decimal.Decimal("0.5"),
-    uuid.UUID(int=1),
-    uuid.UUID(int=2),
-    np.zeros(3),
-    np.zeros(4),
-    np.zeros((3, 1)),
-    np.zeros(3, "f4"),
-    np.float32,
-    np.dtype("f4"),
-    np.dtype("f8"),
-    np.datetime64("2026-11-21"),
 ]
 
 
@@ -183,56 +122,82 @@ def test_what_differs_has_histories_of_its_own() -> None:
         assert digests.setdefault(digest(value), value) is value
 
 
-def test_arrays_of_frameworks_count_by_dtype_and_shape() -> None:
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (np.zeros(3), "numpy.ndarray"),
+        (np.dtype("f4"), "numpy.dtypes.Float32DType"),
+        (np.datetime64("2026-11-21"), "numpy.datetime64"),
+        (Shape(1), f"{__name__}.Shape"),
+        (Options(), f"{__name__}.Options"),
+        (Shape, "type"),
+        (len, "builtin_function_or_method"),
+        ({"a": 1}, "dict"),
+        ({1}, "set"),
+        (b"1", "bytes"),
+        (2j, "complex"),
+        (range(2), "range"),
+        (BytesPath(), f"{__name__}.BytesPath"),
+        (decimal.Decimal("0.5"), "decimal.Decimal"),
+        (datetime.date(2026, 11, 20), "datetime.date"),
+        (uuid.UUID(int=1), "uuid.UUID"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_values_are_refused_by_parameter_and_type(value: Any, kind: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        digest(value)
+    assert str(caught.value) == (
+        f"gpu:learn_by=model: model is of type {kind}; accepted: {ACCEPTED}"
+    )
+
+
+def test_a_value_inside_a_tuple_is_refused_by_its_place() -> None:
+    with pytest.raises(PolicyError, match=r"gpu:learn_by=model: model\[1\]\[0\] is of type dict;"):
+        digest((1, [{}]))
+
+
+def test_tensors_and_dtypes_of_pytorch_are_refused_and_a_shape_is_a_tuple() -> None:
     torch = pytest.importorskip("torch")
-    assert digest(torch.zeros(2, 3)) == digest(torch.ones(2, 3))
-    others = [
-        torch.zeros(2, 3),
-        torch.zeros(3, 2),
-        torch.zeros(2, 3, dtype=torch.float16),
-        torch.float16,
-        torch.bfloat16,
-        torch.device("cpu"),
-        torch.device("meta"),
-        torch.optim.SGD,
-        torch.optim.Adam,
-    ]
-    assert len({digest(value) for value in others}) == len(others)
+    for value in (torch.zeros(2, 3), torch.float16, torch.device("cpu")):
+        with pytest.raises(PolicyError, match=rf"model is of type torch\.{type(value).__name__};"):
+            digest(value)
+    assert digest(torch.zeros(2, 3).shape) == digest((2, 3))
 
 
-@given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(), st.text(), st.none())))
-def test_the_order_of_a_dict_does_not_count(values: dict[str, Any]) -> None:
-    assert digest(values) == digest(dict(reversed(list(values.items()))))
+def test_a_refused_secret_is_not_in_the_message() -> None:
+    with pytest.raises(PolicyError) as caught:
+        digest(SecretStr("hunter2"))
+    assert "SecretStr" in str(caught.value) and "hunter2" not in str(caught.value)
 
 
-def test_a_list_that_holds_itself_has_a_digest() -> None:
+def test_a_list_that_holds_itself_is_refused_as_one_that_is_too_deep_is() -> None:
     endless: list[Any] = [1]
     endless.append(endless)
-    assert digest(endless) == digest(endless) != digest([1])
+    deep: Any = 1
+    for _ in range(DEPTH_LIMIT):
+        deep = (deep,)
+    assert digest(deep)
+    for value in (endless, (deep,)):
+        with pytest.raises(PolicyError, match=f"at most {DEPTH_LIMIT} deep"):
+            digest(value)
 
 
-def test_the_module_that_a_class_is_found_in_does_not_count() -> None:
-    digests = set()
-    for module in ("__main__", "flows.evaluate", "__prefect_loader_1__"):
-        shape = make_dataclass("Shape", ["width"], namespace={"__module__": module})
-        size = enum.Enum("Size", ["SMALL"], module=module)
-        digests.add(digest([shape(3), size.SMALL, shape]))
-    assert len(digests) == 1
+def test_the_module_that_an_enum_is_found_in_does_not_count() -> None:
+    modules = ("__main__", "flows.evaluate", "__prefect_loader_1__")
+    found = {digest(enum.Enum("Size", ["SMALL"], module=module).SMALL) for module in modules}  # type: ignore[attr-defined]
+    assert len(found) == 1
 
 
 def test_a_digest_is_the_same_in_every_process_and_version() -> None:
-    # Python seeds the order of sets of text anew in each process. A change begins all histories that
-    # use `gpu:learn_by` anew: not without a reason.
-    value = {"a": [1, 0.5, True, None, "x", b"y", Size.SMALL, set("abcdefgh")], "b": Shape(3, [1])}
-    assert digest(value) == "19a87b094dec"
+    # A change begins all histories that use `gpu:learn_by` anew: not without a reason.
+    parts = Parts.HEAD | Parts.BODY
+    value = [1, 0.5, True, None, "x", Size.SMALL, parts, (2, ("y",)), Path("/data/a")]
+    assert digest(value) == "21bf8e7cc4bd"
 
 
 def test_a_digest_is_short_and_hexadecimal() -> None:
     assert len(digest(1)) == 12 and int(digest(1), 16) >= 0
-
-
-def test_no_names_no_digest() -> None:
-    assert digest_values(body, [], {"model": 1}) == ""
 
 
 def test_only_named_parameters_count_in_any_order() -> None:
@@ -243,27 +208,12 @@ def test_only_named_parameters_count_in_any_order() -> None:
     assert both != digest_values(body, ["batch", "model"], {**values, "model": 8, "batch": "a"})
 
 
-def test_a_default_counts_as_if_it_were_given() -> None:
-    names = ["batch", "precision"]
-    given = {"model": 1, "batch": 32, "precision": "fp16"}
-    assert digest_values(body, names, {"model": 1}) == digest_values(body, names, given)
-    assert digest_values(body, names, {"model": 1, "batch": 64}) != digest_values(
-        body, names, given
-    )
-
-
-def test_an_argument_that_is_missing_differs_from_none() -> None:
-    # The call itself fails later, with Python's own words.
-    assert digest_values(body, ["model"], {}) != digest(None)
-
-
 def test_names_among_further_keywords_are_found() -> None:
     def of(options: dict[str, Any]) -> str:
         return digest_values(loose, ["batch"], {"model": 1, "options": options})
 
     assert of({"batch": 1}) == of({"batch": 1, "other": 2})
     assert len({of({"batch": 1}), of({"batch": 2}), of({"batch": None}), of({})}) == 4
-    assert of({}) == digest_values(loose, ["batch"], {"model": 1})
 
 
 def test_an_unknown_parameter_is_the_authors_to_correct() -> None:
@@ -281,24 +231,6 @@ def test_a_function_without_parameters_says_so() -> None:
     assert "accepted: none, since it has no parameters" in str(caught.value)
 
 
-def test_a_dict_that_holds_itself_many_times_has_a_digest_soon() -> None:
-    circle: dict[int, Any] = {}
-    circle.update(dict.fromkeys(range(10), circle))
-    assert digest(circle) == digest(circle) != digest({})
-
-
-def test_what_is_shared_over_and_over_counts_by_its_class() -> None:
-    shared: list[Any] = [1]
-    for _ in range(25):
-        shared = [shared, shared]
-    assert digest(shared) == digest([0] * (NODE_LIMIT + 1))
-
-
-def test_what_is_shared_a_little_counts_each_time() -> None:
-    one = [1]
-    assert digest([one, one]) == digest([[1], [1]])
-
-
 def evaluate(batch_size: int, model: str = "vit-b16", api_token: Any = "", **more: Any) -> None: ...
 
 
@@ -310,9 +242,7 @@ def evaluate(batch_size: int, model: str = "vit-b16", api_token: Any = "", **mor
         (["model"], {"model": "s3://me:word@host/x"}, "model=(secret)"),
         (["model"], {"model": Size.SMALL}, "model=SMALL"),
         (["model"], {"model": [8, None, "a"]}, "model=[8, None, a]"),
-        (["model"], {"model": np.dtype("float16")}, "model=float16"),
-        (["model"], {"model": np.zeros(3)}, "model=ndarray"),
-        (["model"], {"model": SecretStr("hunter2")}, "model=SecretStr"),
+        (["model"], {"model": [[8], "s3://me:word@host/x"]}, "model=[[8], (secret)]"),
         (["width"], {"more": {"width": 1.5}}, "width=1.5"),
         (["width"], {"more": {}}, ""),
         (["model"], {"model": 10**5000}, "model=int"),
@@ -351,9 +281,6 @@ def test_a_text_that_is_an_authorization_header_is_not_written() -> None:
 def test_words_for_values_are_short_and_begin_no_other_history() -> None:
     long = describe_values(evaluate, ["model"], {"model": "x" * 10_000})
     assert len(long) == WORDS_LIMIT
-    deep: list[Any] = []
-    deep.append(deep)
-    assert describe_values(evaluate, ["model"], {"model": deep}).startswith("model=[")
     said, unsaid = (
         HistoryKey("t", "t", "H200", "ab", "model=b16"),
         HistoryKey("t", "t", "H200", "ab"),

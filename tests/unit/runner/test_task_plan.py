@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from prefect import task
 
+from prefect_gpu.errors import PolicyError
 from prefect_gpu.policy import FrameworkShare, GPUPolicy
 from prefect_gpu.runner.task_plan import PlanMaker
 
@@ -32,7 +33,7 @@ def test_a_task_records_for_no_snapshots_by_default() -> None:
 @pytest.mark.parametrize(
     ("policy", "fraction", "because"),
     [
-        pytest.param(GPUPolicy(), 1.0, "", id="what can be capped shares"),
+        pytest.param(GPUPolicy(), 1.0, None, id="what can be capped shares"),
         pytest.param(GPUPolicy(exclusive=True), 0.0, "gpu:exclusive", id="exclusive"),
         pytest.param(
             GPUPolicy(allocation="all", stated=frozenset({"allocation"})),
@@ -48,14 +49,28 @@ def test_a_task_records_for_no_snapshots_by_default() -> None:
             id="no framework",
         ),
         pytest.param(
-            GPUPolicy(frameworks=(FrameworkShare("tensorflow"),)), 0.5, "", id="takes its cap whole"
+            GPUPolicy(frameworks=(FrameworkShare("tensorflow"),)),
+            0.5,
+            None,
+            id="takes its cap whole",
         ),
     ],
 )
 def test_which_tasks_of_unknown_need_may_share_a_device(
-    policy: GPUPolicy, fraction: float, because: str
+    policy: GPUPolicy, fraction: float, because: str | None
 ) -> None:
     plan = PlanMaker().make(body, policy, 0)
     assert (plan.probe_fraction, plan.alone_because) == (fraction, because)
-    alone = PlanMaker(shares=False).make(body, policy, 0)
-    assert (alone.probe_fraction, alone.alone_because) == (0.0, "probes is 'alone'")
+
+
+def test_a_history_is_that_of_the_arguments_with_their_defaults() -> None:
+    @task
+    def sized(size: object, batch: int = 32) -> None: ...
+
+    plan = PlanMaker().make(sized, GPUPolicy(learn_by=("size", "batch")), 0)
+    default = plan.identity((1,), {}, "nightly")
+    assert default == plan.identity((1,), {"batch": 32}, "nightly")
+    assert default.learn_by_words == "batch=32, size=1"
+    assert default != plan.identity((1, 64), {}, "nightly")
+    with pytest.raises(PolicyError, match="gpu:learn_by=size: size is of type dict"):
+        plan.identity(({},), {}, "nightly")

@@ -11,16 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from prefect_gpu.broker.broker import Ticket, next_sequence
 from prefect_gpu.broker.ledger import Ledger
@@ -264,56 +256,27 @@ class Machine:
         assert not self.ledger.view().by_device
 
 
-class Hours(RuleBasedStateMachine):
-    """Tasks come at any time."""
-
-    machine: Machine
-
-    @initialize(devices=st.integers(1, 3), host_gib=st.sampled_from([4, 30, 100, 1000]))
-    def begin(self, devices: int, host_gib: int) -> None:
-        self.machine = Machine(devices, host_gib)
-
-    @rule(jobs=st.lists(JOBS, min_size=1, max_size=3))
-    @precondition(lambda self: len(self.machine.tasks) < 24)
-    def submit(self, jobs: list[Job]) -> None:
+def live(devices: int, host_gib: int, arrivals: list[tuple[int, list[Job]]]) -> None:
+    """Submit tasks, each some seconds after those before it, and wait for the end of all."""
+    machine = Machine(devices, host_gib)
+    for seconds, jobs in arrivals:
         for job in jobs:
-            self.machine.submit(job)
-
-    @rule(seconds=st.integers(1, 600))
-    def let_time_pass(self, seconds: int) -> None:
-        self.machine.advance(seconds)
-
-    @invariant()
-    def is_suspended_a_bounded_number_of_times(self) -> None:
-        for task in self.machine.tasks.values() if hasattr(self, "machine") else ():
-            assert (
-                task.suspensions <= 1 + (self.machine.clock.now() - self.machine.began_s) / REST_S
-            )
-
-    def teardown(self) -> None:
-        if hasattr(self, "machine"):
-            self.machine.drain()
+            machine.submit(job)
+        machine.advance(seconds)
+        for task in machine.tasks.values():
+            assert task.suspensions <= 1 + (machine.clock.now() - machine.began_s) / REST_S
+    machine.drain()
 
 
-def run(examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        Hours,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+ARRIVALS = st.lists(
+    st.tuples(st.integers(1, 600), st.lists(JOBS, min_size=1, max_size=3)), min_size=1, max_size=15
+)
+HOURS = given(st.integers(1, 3), st.sampled_from([4, 30, 100, 1000]), ARRIVALS)
 
-
-def test_hours_of_suspensions_and_moves() -> None:
-    run(examples=10, steps=20)
-
-
-@pytest.mark.slow
-def test_many_hours_of_suspensions_and_moves() -> None:
-    run(examples=50, steps=40)
+test_hours_of_suspensions_and_moves = settings(max_examples=20, deadline=None)(HOURS(live))
+test_many_hours_of_suspensions_and_moves = pytest.mark.slow(
+    settings(max_examples=150, deadline=None)(HOURS(live))
+)
 
 
 LONG = Job(20, False, 1, 0, 3600, None, preemptible=True)

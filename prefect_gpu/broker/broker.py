@@ -25,7 +25,7 @@ from time import thread_time
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
-from prefect_gpu.broker.preempting import ask_to_leave, leave, let_go, preempt, share, wait_again
+from prefect_gpu.broker.preempting import ask_to_leave, leave, preempt, share, wait_again, withdraw
 from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS, Measured
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
@@ -497,7 +497,8 @@ class Broker:
             self._ledger.rewrite(
                 request_id,
                 lambda e: replace(
-                    let_go(e),
+                    e,
+                    suspended_for="",
                     suspension=text,
                     held_back=False,
                     held_by_flow=False,
@@ -1038,7 +1039,7 @@ class Broker:
                 asker = self._ledger.entry(entry.suspended_for)
                 if asker is None or asker.reservations or asker.owner in silent:
                     # It waits no longer, has found another device, or its flow was stopped.
-                    self._calls.append(partial(self._ledger.rewrite, request_id, let_go))
+                    self._calls.append(partial(self._ledger.rewrite, request_id, withdraw))
                     continue
                 ticket.held_back_for = f"task {asker.request.task_name!r}"
             elif entry.held_back:
@@ -1055,8 +1056,6 @@ class Broker:
                 if entry.away:
                     self._let_go_of_device(request_id, leave)
                     continue
-            elif entry.reservations:
-                self._follow(ticket, entry)
             away = entry.stays_away or entry.leaves or bool(entry.suspended_for)
             if not away and not entry.reservations:
                 # It has just made way, and comes back once it has a device again.
@@ -1073,21 +1072,6 @@ class Broker:
         devices = {device.key: device for device in self.devices}
         change = partial(how, devices=devices, now_s=self._clock.now())
         self._calls.append(partial(self._ledger.rewrite, request_id, change))
-
-    def _follow(self, ticket: Ticket, entry: Entry) -> None:
-        """Note the device that the process of a request comes back on, if it is another one."""
-        reading = self._view.reading
-        keys = tuple(r.device_key for r in entry.reservations)
-        if reading is None or keys == tuple(device.key for device in ticket.devices):
-            return
-        by_key = {device.key: device for device in self.devices}
-        ticket.placement = Placement(
-            entry.request.id,
-            tuple(by_key[key] for key in keys),
-            tuple(r.reserved_bytes for r in entry.reservations),
-            entry.reservations,
-        )
-        self._recovery.take_baseline(ticket, reading)
 
     def _age(self, ticket: Ticket, away_s: float) -> None:
         """Raise the priority of a suspended process that has waited long for room."""
@@ -1508,11 +1492,7 @@ class Broker:
             return changes, settled
         for plan, left in found.ready[:1]:
             gone = {
-                key: tuple(
-                    r
-                    for r in held
-                    if r.request_id not in left or r in left[r.request_id].reservations
-                )
+                key: tuple(r for r in held if r.request_id not in left)
                 for key, held in view.by_device.items()
             }
             left_states = self._states(replace(view, by_device=gone))

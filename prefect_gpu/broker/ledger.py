@@ -68,8 +68,7 @@ class Entry:
     held_by_flow: bool = False
     #: A first run whose memory is wanted on the host for those beside it. Once it is there, it waits for room to come back.
     leaves: bool = False
-    #: The waiting request that its memory is wanted on the host for, by id; empty: none. Its first reservation is the one
-    #: that it gives up; a second one is of the device where it comes back at once.
+    #: The waiting request that its memory is wanted on the host for, by id; empty: none.
     suspended_for: str = ""
     #: Fully suspended; no resume has begun.
     away: bool = False

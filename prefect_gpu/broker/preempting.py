@@ -1,10 +1,11 @@
 """What a pass writes into the ledger about tasks that are suspended for others.
 
-    plan ─▶ asked ─▶ (its runner suspends it) ─▶ away ─▶ makes way ─▶ comes back, at once or through the queue
+    plan ─▶ asked ─▶ (its runner suspends it) ─▶ away ─▶ its device is released ─▶ comes back through the queue
 
-A task that is asked keeps its reservation until all that go for the same request are away. Then one write gives the
-devices to that request, so no other request can take them, and none of the tasks comes back too early. Which tasks go is
-decided in `scheduling.preemption`, anew in each pass; a task that is no longer in the plan is let go.
+A task that is asked keeps its reservation until all tasks that are suspended for the same request are away. Then one
+write gives the devices to that request, so no other request can take them, and none of the tasks comes back too early.
+Which tasks are suspended is decided in `scheduling.preemption`, anew in each pass. What was asked of a task that is in no
+plan any more is withdrawn.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Preemption:
 
     #: Entries by request id.
     changes: Mapping[str, Entry]
-    #: Plans of own requests for which all devices are left: the request can be placed there, and the entries of the
-    #: tasks that make way.
+    #: Plans of own requests whose tasks are all away: the request can be placed there, and the entries of those tasks
+    #: without their devices.
     ready: Sequence[tuple[Plan, Mapping[str, Entry]]]
 
 
@@ -77,35 +78,34 @@ def preempt(
     changes: dict[str, Entry] = {}
     ready: list[tuple[Plan, Mapping[str, Entry]]] = []
     for request in blocked:
-        if request.origin:
-            continue
         found = plans.get(request.id)
-        if found is None:
+        if request.origin or found is None:
             continue
-        going = found.going
-        asked = {i for i in going if entries[i].suspended_for == request.id}
-        for request_id, onto in going.items():
-            if request_id not in asked:
-                changes[request_id] = _ask(entries[request_id], request.id, onto)
-        if set(going) <= asked and all(entries[i].away for i in going):
-            left = {i: _make_way(entries[i], _homes(entries[i], devices), now_s) for i in going}
+        for request_id in found.suspended:
+            if entries[request_id].suspended_for != request.id:
+                changes[request_id] = replace(entries[request_id], suspended_for=request.id)
+        if not changes.keys() & found.suspended.keys() and all(
+            entries[i].away for i in found.suspended
+        ):
+            left = {
+                i: _make_way(entries[i], _homes(entries[i], devices), now_s, moved)
+                for i, moved in found.suspended.items()
+            }
             ready.append((found, left))
     quiet = {state.device.key for state in states if state.snapshot.error}
     for request_id, entry in entries.items():
         asker = plans.get(entry.suspended_for)
-        if entry.suspended_for not in waiting or (asker and request_id in asker.going):
+        if entry.suspended_for not in waiting or (asker and request_id in asker.suspended):
             continue
         # A device that does not answer for a moment is in no plan, which is no reason to bring a task back to it.
         if not any(each.device_key in quiet for each in entry.reservations):
-            changes[request_id] = let_go(entry)
+            changes[request_id] = withdraw(entry)
     return Preemption(changes, ready)
 
 
-def let_go(entry: Entry) -> Entry:
-    """Return the entry of a task that is no longer wanted to be suspended for another: it has the device that it had."""
-    if not entry.suspended_for:
-        return entry
-    return replace(entry, suspended_for="", reservations=entry.reservations[:1])
+def withdraw(entry: Entry) -> Entry:
+    """Return the entry of a task that is not to be suspended for another request any more."""
+    return replace(entry, suspended_for="")
 
 
 def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
@@ -121,7 +121,7 @@ def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> En
     if not (entry.held_back and entry.shared and entry.away and entry.reservations):
         return entry
     homes = _homes(entry, devices)
-    return _make_way(let_go(entry), homes, now_s) if homes else entry
+    return _make_way(entry, homes, now_s) if homes else entry
 
 
 def keep_away(entry: Entry) -> Entry:
@@ -140,7 +140,7 @@ def wait_again(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) 
     if not (entry.away and entry.reservations):
         return entry
     homes = _homes(entry, devices)
-    return _make_way(let_go(entry), homes, now_s) if homes else entry
+    return _make_way(entry, homes, now_s) if homes else entry
 
 
 def ask_to_leave(entry: Entry) -> Entry:
@@ -203,8 +203,6 @@ def _running(
     silent: Collection[str],
 ) -> Running:
     request, own = entry.request, entry.reservations
-    if entry.suspended_for:
-        own = own[:1]
     device = devices.get(own[0].device_key)
     held_bytes = 0 if device is None else measured_bytes(request.id, device)
     return Running(
@@ -217,7 +215,6 @@ def _running(
         and own[0].probe is None
         and not entry.stays_away
         and entry.owner not in silent,
-        reservations=entry.reservations,
         devices=_homes(entry, devices),
         moved_bytes=held_bytes or own[0].reserved_bytes,
         leaves=entry.leaves,
@@ -255,29 +252,20 @@ def _can_move(device: Device) -> bool:
     )
 
 
-def _ask(entry: Entry, request_id: str, onto: DeviceKey | None) -> Entry:
-    """Return the entry of a task whose memory is wanted on the host for a request."""
-    reservations = entry.reservations
-    if onto is not None:
-        machine, uuid = onto
-        reservations += (replace(reservations[0], machine=machine, device_uuid=uuid),)
-    return replace(entry, suspended_for=request_id, reservations=reservations)
-
-
-def _make_way(entry: Entry, homes: Iterable[DeviceKey], now_s: float) -> Entry:
-    """Return the entry of a task that is away and leaves its device to another request.
+def _make_way(entry: Entry, homes: Iterable[DeviceKey], now_s: float, moved: bool = False) -> Entry:
+    """Return the entry of a task that is away and leaves its device to other requests.
 
     Args:
-        entry: Of the task.
-        homes: Devices that it may come back on, if none is reserved for it.
+        entry: Of the task, which has one device.
+        homes: Devices that it may come back on.
         now_s: Monotonic seconds.
+        moved: Another device has the room for it: its return is placed first.
     """
-    own, *onto = entry.reservations
-    if entry.suspended_for and onto:
-        return replace(entry, suspended_for="", reservations=tuple(onto))
+    (own,) = entry.reservations
     request = replace(
         entry.request,
         returns=True,
+        returns_first=moved,
         memory=own.reserved_bytes,
         exclusive=own.exclusive,
         count=1,

@@ -205,6 +205,8 @@ class Request:
     preemptible: bool = False
     #: It is of a process that was suspended and waits for room to come back.
     returns: bool = False
+    #: It is such a request of a process that was moved: another device had the room. It is considered before all others.
+    returns_first: bool = False
     #: The requests of the GPU tasks that it was made inside of, by id, the outermost first; see `nested`.
     ancestors: tuple[str, ...] = ()
 

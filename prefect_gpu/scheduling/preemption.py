@@ -1,15 +1,14 @@
-"""Which running tasks are suspended or moved so that a blocked request can start.
+"""Which running tasks are suspended so that a blocked request can start.
 
-A suspended process has its device memory on the host; it comes back through the queue. A moved one comes back at once
-on another device of the same model. Both need a process that may be moved at all, which is decided elsewhere
-(`suspension.eligibility`), as is how it is done.
+The memory of a suspended process is on the host; its return is a request in the queue. Whether a process may be
+suspended at all is decided in `suspension.eligibility`, which also says how.
 
-- A task is suspended only for a request of higher priority. It may be moved for any, if the wait that is saved is
-  longer than the moves of those that are not of lower priority.
-- Where a task can be moved it is not suspended: it goes on at once.
-- The cost of a plan is the seconds of its moves, out and in. What is on its way already costs nothing, so a plan stays
-  the same while nothing else changes.
-- No more tasks go than are needed: without any one of them the request would not start.
+- On each device at most one task is suspended for a request: the cheapest one without which the request fits there. A
+  request for several devices gets the devices where that costs least. A device on which it fits costs nothing.
+- A task is suspended for a request of higher priority. For any other request it is moved: another device has the room
+  for it, so its return is placed first, and the wait that is saved is longer than the move.
+- The cost is the seconds out and in. A task that was asked before costs nothing, so a plan stays the same while nothing
+  else changes.
 
 A task of which the end is not known is expected to run for as long again as it has run; one that is overdue, for as
 long again as it is overdue. Pure: it decides over values, as all of this folder does.
@@ -17,11 +16,9 @@ long again as it is overdue. Pure: it decides over values, as all of this folder
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, islice
 from typing import NamedTuple
 
 from prefect_gpu.errors import PlacementError
@@ -30,8 +27,8 @@ from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
 from prefect_gpu.scheduling.placement import (
     could_hold,
+    fits_now,
     is_open,
-    least_whole_bytes,
     need_bytes,
     select_devices,
     shares,
@@ -47,60 +44,54 @@ FIXED_OUT_S, FIXED_IN_S = 0.5, 0.3
 #: Bytes of the machine's memory that no suspended process takes: what the kernel calls available is an estimate.
 HOST_MARGIN_BYTES = 2 * GIB
 
-#: Requests for which tasks go at the same time.
+#: Requests for which tasks are suspended at the same time.
 HEADS = 4
-
-#: Most tasks on a device of which each combination is considered: 70 at most are not contained in one another.
-EXACT = 8
-
-#: Most combinations of devices of a node that are considered for a request for several.
-MOST_COMBINATIONS = 16
 
 #: Seconds away that raise the priority of a return by one.
 AGING_S = 600.0
 
-#: Seconds after a return or a move in which a task is not asked again, so that it gets something done.
+#: Seconds after a return in which a task is not asked again, so that it gets something done.
 REST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A task that holds devices, as far as that decides whether it is suspended or moved."""
+    """A task that holds devices, as far as that decides whether it is suspended."""
 
     request_id: str
     priority: int
+    #: It has one device and may be suspended now.
     preemptible: bool
-    #: What it holds. While it is moved: first on the device that it leaves, then on the one where it comes back.
-    reservations: tuple[Reservation, ...]
-    #: Devices that it may come back on; only its own where a tag pins it, or the driver cannot move it to another.
+    #: Devices of its machine and model that it may come back on; only its own where a tag pins it, or the driver cannot
+    #: move it to another.
     devices: tuple[DeviceKey, ...]
-    #: Bytes that a move has to carry.
+    #: Bytes that a suspension has to carry.
     moved_bytes: int
     #: Monotonic seconds of its placement.
     since_s: float
     #: Monotonic seconds before which it is not asked.
     rests_until_s: float = 0.0
-    #: The request that it goes for; empty: none.
+    #: The request that it is suspended for; empty: none.
     suspended_for: str = ""
     #: Its memory is on the host.
     away: bool = False
-    #: It goes for the first runs beside it; see `probes`.
+    #: It is suspended for the first runs beside it; see `probes`.
     leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What goes so that one request can start.
+    """The tasks that are suspended so that one request can start.
 
-    A plan may count on room that an earlier plan of the same pass leaves. It is carried out once all that goes is away
+    A plan may count on room that an earlier plan of the same pass leaves. It is carried out once all its tasks are away
     and the request fits.
     """
 
     request_id: str
     #: Where the request is to start.
     devices: tuple[DeviceKey, ...]
-    #: Each task that goes, by request id, and the device where it comes back at once; `None`: it waits in the queue.
-    going: Mapping[str, DeviceKey | None]
+    #: By request id, at most one task on each of `devices`, and whether it is moved: its return is placed first.
+    suspended: Mapping[str, bool]
 
 
 def aged_priority(request: Request, away_s: float) -> int:
@@ -132,10 +123,10 @@ def plan(
     max_tasks: int | None = None,
     refuses: Callable[[Request, str], bool] = lambda request, node: False,
 ) -> list[Plan]:
-    """Return what goes for the first blocked requests that this helps, at most `HEADS` new ones.
+    """Return plans for the first blocked requests that a suspension helps, at most `HEADS` new ones.
 
-    It is made anew in each pass. A task that was asked to go for a request, and is in no plan of that request any
-    more, is to be let go on.
+    Plans are made anew in each pass. A task that was asked for a request, and is in no plan of that request any more, is
+    not suspended for it any more.
 
     The first request that cannot be helped, and each suspended task that waits for its return, keep the devices where
     they are expected to start soonest from the plans of later requests.
@@ -145,7 +136,7 @@ def plan(
         states: All devices after the placements of the pass.
         running: Tasks that hold devices, by request id.
         host_room_bytes: Bytes of each machine's own memory that processes could use now, less what is still to come of
-            tasks that were let go while their memory was on its way out; by `Device.host`.
+            tasks that are resumed while their memory is on its way out; by `Device.host`.
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
         refuses: Returns whether no process may start for a request on a node now.
@@ -173,37 +164,31 @@ def plan(
     return plans
 
 
-class _Way(NamedTuple):
-    """Tasks that go together. Those that were asked before cost nothing."""
+class _Choice(NamedTuple):
+    """A device that a request could have, and the task that is suspended there for it."""
 
-    #: As `Plan.going`.
-    going: Mapping[str, DeviceKey | None]
-    #: Seconds until they are away, and until they are back.
-    out_s: float = 0.0
-    cost_s: float = 0.0
-    #: Of `cost_s`, what tasks lose that are not of lower priority.
-    lost_s: float = 0.0
-    #: Bytes that come to the host.
-    host_bytes: int = 0
+    key: DeviceKey
+    #: The task and its reservation; `None`: the request fits without.
+    task: Running | None = None
+    held: Reservation | None = None
+    #: Another device has the room for that task now.
+    moves: bool = False
 
-    @property
-    def rank(self) -> tuple[float, int, int]:
-        """What the best is the least of: seconds, tasks that wait in the queue, tasks."""
-        return self.cost_s, list(self.going.values()).count(None), len(self.going)
 
-    def saves(self, wait_s: float) -> bool:
-        """Return whether it is better than to wait for some seconds."""
-        return not self.cost_s or wait_s - self.out_s > self.lost_s
+def _new(choices: Iterable[_Choice]) -> list[Running]:
+    """Return the tasks of some choices that were not asked before."""
+    return [each.task for each in choices if each.task and not each.task.suspended_for]
 
-    def plus(self, other: _Way) -> _Way:
-        """Return both together."""
-        return _Way(
-            {**self.going, **other.going},
-            self.out_s + other.out_s,
-            self.cost_s + other.cost_s,
-            self.lost_s + other.lost_s,
-            self.host_bytes + other.host_bytes,
-        )
+
+def _cost_s(tasks: Iterable[Running]) -> float:
+    """Return the seconds that the memory of some tasks takes out and in."""
+    return sum(out_s(task.moved_bytes) + in_s(task.moved_bytes) for task in tasks)
+
+
+def _rank(choices: Sequence[_Choice]) -> tuple[float, int, int]:
+    """Return what the cheapest choices have the least of: seconds, tasks that are not moved, tasks."""
+    suspended = [each for each in choices if each.task is not None]
+    return _cost_s(_new(choices)), sum(not each.moves for each in suspended), len(suspended)
 
 
 class _Machine:
@@ -219,8 +204,6 @@ class _Machine:
         refuses: Callable[[Request, str], bool],
     ) -> None:
         self._states = {state.device.key: state for state in states}
-        #: Until then: nothing is gone yet, and what is moved has its new place.
-        self._meanwhile = dict(self._states)
         self._running = running
         self._now_s = now_s
         self._most = math.inf if max_tasks is None else max_tasks
@@ -229,12 +212,16 @@ class _Machine:
         self._host_bytes = {
             host: room_bytes - HOST_MARGIN_BYTES for host, room_bytes in host_room_bytes.items()
         }
-        for task in running.values():
-            state = self._states.get(task.reservations[0].device_key)
-            if (task.suspended_for or task.leaves) and not task.away and state is not None:
-                self._host_bytes[state.device.host] -= task.moved_bytes
+        for state in self._states.values():
+            for held in state.reservations:
+                task = running.get(held.request_id)
+                if task is not None and (task.suspended_for or task.leaves) and not task.away:
+                    self._host_bytes[state.device.host] -= task.moved_bytes
         #: Devices that no later plan has.
         self._kept: set[DeviceKey] = set()
+        #: Devices and tasks of the plans so far.
+        self._taken: set[DeviceKey] = set()
+        self._suspended: set[str] = set()
 
     def keep(self, request: Request) -> None:
         """Keep the devices where a request is expected to start soonest from later plans."""
@@ -242,30 +229,29 @@ class _Machine:
         self._kept.update(key for _, key in sorted(times)[: request.count])
 
     def choose(self, request: Request) -> Plan | None:
-        """Choose what goes for a request, and book it; `None`: nothing, it waits."""
+        """Choose which tasks are suspended for a request, and book it; `None`: none is, it waits."""
         usable = self._usable(request)
-        # What a first run beside others needs is not known, so neither is what would have to go.
+        # The need of a first run beside others is not known, so it is not known what would have to be suspended.
         if any(shares(request, state) for state in usable):
             return None
         ready = sorted(at_s for _, at_s in self._times(request, usable))
         wait_s = ready[request.count - 1] - self._now_s if len(ready) >= request.count else math.inf
-        best: tuple[_Way, Sequence[DeviceKey]] | None = None
-        for keys in self._device_sets(request, usable, wait_s):
-            way = self._together(request, keys, wait_s)
-            if way is not None and (best is None or way.rank < best[0].rank):
-                best = way, keys
-                if request.count > 1:
-                    # Sets of several come in about the order of their cost.
-                    break
-        # If nothing has to go, it waits for something else.
-        if best is None or not best[0].going:
+        by_node: dict[str, list[_Choice]] = {}
+        for state in usable:
+            if (choice := self._cheapest(request, state, wait_s)) is not None:
+                by_node.setdefault(state.device.host, []).append(choice)
+        # Of equal devices the first ones of the tag.
+        sets = [
+            sorted(choices, key=lambda choice: _rank([choice]))[: request.count]
+            for choices in by_node.values()
+            if len(choices) >= request.count
+        ]
+        best = min((s for s in sets if self._allows(request, s, wait_s)), key=_rank, default=[])
+        if all(choice.task is None for choice in best):
+            # There is no way, or it waits for something else.
             return None
-        way, keys = best
-        self._go(way)
-        for key in keys:
-            self._book(request, key)
         order = [state.device.key for state in usable]
-        return Plan(request.id, tuple(sorted(keys, key=order.index)), way.going)
+        return self._carry_out(request, sorted(best, key=lambda choice: order.index(choice.key)))
 
     def _usable(self, request: Request) -> list[DeviceState]:
         """Return the devices that a request may use, in the order of its tag."""
@@ -301,187 +287,107 @@ class _Machine:
         known_s = reservation.ends_s
         return self._now_s + abs(self._now_s - (task.since_s if known_s is None else known_s))
 
-    def _device_sets(
-        self, request: Request, usable: Iterable[DeviceState], wait_s: float
-    ) -> Iterator[Sequence[DeviceKey]]:
-        """Yield sets of devices of one node, as many as a request asks for, likely the cheapest first."""
-        if request.count == 1:
-            yield from ((state.device.key,) for state in usable)
-            return
-        nodes: dict[str, list[tuple[tuple[float, int, int], DeviceKey]]] = {}
-        for state in usable:
-            key = state.device.key
-            if (way := self._cheapest(request, key, (key,), wait_s)) is not None:
-                nodes.setdefault(state.device.host, []).append((way.rank, key))
-        for ranked in nodes.values():
-            sets = combinations([key for _, key in sorted(ranked)], request.count)
-            yield from islice(sets, MOST_COMBINATIONS)
-
-    def _together(self, request: Request, keys: Sequence[DeviceKey], wait_s: float) -> _Way | None:
-        """Return what goes for a request on some devices; `None`: there is no way."""
-        if len(keys) == 1:
-            return self._cheapest(request, keys[0], keys, wait_s)
-        trial = copy.copy(self)
-        trial._states, trial._meanwhile = dict(self._states), dict(self._meanwhile)
-        trial._host_bytes = dict(self._host_bytes)
-        together = _Way({})
-        for key in keys:
-            way = trial._cheapest(request, key, keys, wait_s)
-            if way is None:
-                return None
-            trial._go(way)
-            together = together.plus(way)
-        return together if together.saves(wait_s) else None
-
-    def _cheapest(
-        self, request: Request, key: DeviceKey, taken: Collection[DeviceKey], wait_s: float
-    ) -> _Way | None:
-        """Return the cheapest way to have a request on a device; `None`: there is none.
+    def _cheapest(self, request: Request, state: DeviceState, wait_s: float) -> _Choice | None:
+        """Return the cheapest way to have a request on a device with at most one task suspended; `None`: there is none.
 
         Args:
             request: What is asked.
-            key: The device.
-            taken: The devices of the request, where no task comes back.
+            state: The device.
             wait_s: Seconds for which it is expected to wait otherwise.
         """
-        state = self._states[key]
-        need = need_bytes(request, state)
-        alone = need is None or request.exclusive
-        missing = (least_whole_bytes(state) if need is None else need) - state.free_bytes
-        must: list[Running] = []
-        may: list[Running] = []
-        for reservation in state.reservations:
-            task = self._running.get(reservation.request_id)
-            goes = task is not None and self._goes(task, request, key, taken)
-            if task is not None and goes:
-                (must if alone or reservation.exclusive else may).append(task)
-            elif alone or reservation.exclusive:
-                return None
-        places = len(state.reservations) + 1 - self._most
+        key = state.device.key
+        if self._fits(request, state):
+            return _Choice(key)
+        found: list[_Choice] = []
+        for held in sorted(state.reservations, key=lambda held: held.request_id):
+            task = self._running.get(held.request_id)
+            if task is None or not self._may_go(task, held, request):
+                continue
+            if not self._fits(request, _without(state, held)):
+                continue
+            moves = self._destination(task, held, self._states, {key}) is not None
+            choice = _Choice(key, task, held, moves)
+            if moves or task.priority < request.priority:
+                if self._allows(request, [choice], wait_s):
+                    found.append(choice)
+        return min(found, key=lambda choice: _rank([choice]), default=None)
 
-        def is_enough(tasks: Sequence[Running]) -> bool:
-            freed = sum(task.reservations[0].reserved_bytes for task in tasks)
-            return freed >= missing and len(tasks) >= places
+    def _fits(self, request: Request, state: DeviceState) -> bool:
+        """Return whether a device can hold a request."""
+        return fits_now(request, state) and len(state.reservations) < self._most
 
-        def cost(tasks: Sequence[Running]) -> tuple[float, int]:
-            new = (task.moved_bytes for task in tasks if not task.suspended_for)
-            return sum(out_s(moved) + in_s(moved) for moved in new), len(tasks)
-
-        sets = _least_sets(may, lambda some: is_enough((*must, *some)))
-        host = state.device.host
-        ways = (
-            self._way(request, (*must, *s), host, taken, wait_s) for s in sorted(sets, key=cost)
-        )
-        return next((way for way in ways if way is not None), None)
-
-    def _goes(
-        self, task: Running, request: Request, key: DeviceKey, taken: Collection[DeviceKey]
-    ) -> bool:
-        """Return whether a task can go from a device for a request, by itself."""
-        held = task.reservations[0]
-        if task.suspended_for:
-            # It is claimed by the request that it goes for, and stays asked whatever the time.
-            return task.suspended_for == request.id and held.device_key == key
-        resting = self._now_s < task.rests_until_s
-        if not task.preemptible or task.away or resting or len(task.reservations) > 1:
+    def _may_go(self, task: Running, held: Reservation, request: Request) -> bool:
+        """Return whether a task may be suspended for a request, as far as it alone decides that."""
+        if task.suspended_for or task.request_id in self._suspended:
+            # It is claimed by the request that it is suspended for, and stays asked whatever the time.
+            return task.suspended_for == request.id
+        if not task.preemptible or task.away or self._now_s < task.rests_until_s:
             return False
         ends_s = self._end_s(held)
-        if ends_s is not None and ends_s - self._now_s < out_s(task.moved_bytes):
-            # It ends sooner by itself.
-            return False
-        if task.priority < request.priority:
-            return True
-        return self._destination(task, taken, self._states, self._meanwhile) is not None
+        # It may end sooner by itself.
+        return ends_s is None or ends_s - self._now_s >= out_s(task.moved_bytes)
 
-    def _way(
-        self,
-        request: Request,
-        tasks: Iterable[Running],
-        host: str,
-        taken: Collection[DeviceKey],
-        wait_s: float,
-    ) -> _Way | None:
-        """Return how some tasks of a machine go together; `None`: one of them has nowhere to go, or to wait is better."""
-        # The largest first: it has the fewest places.
-        tasks = sorted(tasks, key=lambda t: (-t.reservations[0].reserved_bytes, t.request_id))
-        way = _Way({})
-        for task in tasks:
-            if task.suspended_for != request.id:
-                out = out_s(task.moved_bytes)
-                cost = out + in_s(task.moved_bytes)
-                lost = 0.0 if task.priority < request.priority else cost
-                way = way.plus(_Way({}, out, cost, lost, task.moved_bytes))
-        # The request's own process needs some of it, too.
-        host_bytes = max(0, self._host_bytes[host] - request.host_bytes)
-        if way.host_bytes > host_bytes or not way.saves(wait_s):
-            return None
-        states, meanwhile = dict(self._states), dict(self._meanwhile)
-        going: dict[str, DeviceKey | None] = {}
-        for task in tasks:
-            if len(task.reservations) > 1:
-                # It is moved already.
-                to: DeviceKey | None = task.reservations[1].device_key
-                if to in taken:
-                    return None
-            elif (to := self._destination(task, taken, states, meanwhile)) is not None:
-                _move(task, to, states, meanwhile)
-            elif task.priority >= request.priority:
-                return None
-            going[task.request_id] = to
-        return way._replace(going=going)
+    def _allows(self, request: Request, choices: Sequence[_Choice], wait_s: float) -> bool:
+        """Return whether the host has the room for what is suspended, and to wait is not better."""
+        new = _new(choices)
+        host = self._states[choices[0].key].device.host
+        # The request's own process needs some of the host's memory, too.
+        room_bytes = max(0, self._host_bytes[host] - request.host_bytes)
+        if sum(task.moved_bytes for task in new) > room_bytes:
+            return False
+        lost_s = _cost_s(task for task in new if task.priority >= request.priority)
+        return not new or wait_s - sum(out_s(task.moved_bytes) for task in new) > lost_s
 
     def _destination(
         self,
         task: Running,
-        taken: Collection[DeviceKey],
+        held: Reservation,
         states: Mapping[DeviceKey, DeviceState],
-        meanwhile: Mapping[DeviceKey, DeviceState],
+        taken: Container[DeviceKey],
     ) -> DeviceKey | None:
-        """Return the device where a task can come back at once, the fullest one; `None`: there is none."""
-        held = task.reservations[0]
-        source = states[held.device_key].device
+        """Return the device that has the room for the return of a task now, the fullest one; `None`: there is none.
 
-        def holds(state: DeviceState) -> bool:
-            return (
-                is_open(state)
-                and not (held.exclusive and state.reservations)
-                and state.free_bytes >= held.reserved_bytes
-                and len(state.reservations) < self._most
-            )
-
+        Args:
+            task: It has not left its device.
+            held: Its reservation.
+            states: The devices.
+            taken: Devices of the request that it is suspended for.
+        """
         fits = [
-            (states[key].free_bytes, key)
+            (state.free_bytes, key)
             for key in task.devices
-            if key in states
-            and key not in (source.key, *taken, *self._kept)
-            and (states[key].device.name, states[key].device.host) == (source.name, source.host)
-            and holds(states[key])
-            and holds(meanwhile[key])
+            if key not in taken
+            and key not in self._taken
+            and key not in self._kept
+            and (state := states.get(key)) is not None
+            and is_open(state)
+            and not (held.exclusive and state.reservations)
+            and state.free_bytes >= held.reserved_bytes
+            and len(state.reservations) < self._most
         ]
         return min(fits)[1] if fits else None
 
-    def _go(self, way: _Way) -> None:
-        """Book that tasks go."""
-        for request_id, to in way.going.items():
-            task = self._running[request_id]
-            held = task.reservations[0]
-            state = self._states[held.device_key]
-            left = tuple(r for r in state.reservations if r.request_id != request_id)
-            free = state.free_bytes + held.reserved_bytes
-            state = replace(state, reservations=left, free_bytes=free, probe_bytes=None)
-            self._states[held.device_key] = state
-            if to is not None and len(task.reservations) == 1:
-                _move(task, to, self._states, self._meanwhile)
-            if not task.suspended_for:
-                self._host_bytes[state.device.host] -= task.moved_bytes
-
-    def _book(self, request: Request, key: DeviceKey) -> None:
-        """Book a request on a device."""
-        state = self._states[key]
-        need = need_bytes(request, state)
+    def _carry_out(self, request: Request, chosen: Sequence[_Choice]) -> Plan | None:
+        """Book a plan, and return it; `None`: two tasks that must be moved have one room between them."""
+        states, keys = dict(self._states), tuple(choice.key for choice in chosen)
+        suspended: dict[str, bool] = {}
+        pairs = [(each.task, each.held) for each in chosen if each.task and each.held]
+        # The largest first: it has the fewest places.
+        for task, held in sorted(pairs, key=lambda p: (-p[1].reserved_bytes, p[0].request_id)):
+            to = self._destination(task, held, states, keys)
+            if to is not None:
+                states[to] = states[to].after(replace(held, machine=to[0], device_uuid=to[1]))
+            elif task.priority >= request.priority:
+                return None
+            suspended[task.request_id] = to is not None
+            states[held.device_key] = _without(states[held.device_key], held)
+        for task in _new(chosen):
+            self._host_bytes[states[keys[0]].device.host] -= task.moved_bytes
         ends_s = None if request.expected_s is None else self._now_s + request.expected_s
-        self._states[key] = state.after(
-            Reservation(
+        for key in keys:
+            state = states[key]
+            need = need_bytes(request, state)
+            booked = Reservation(
                 request.id,
                 *key,
                 state.free_bytes if need is None else need,
@@ -489,40 +395,15 @@ class _Machine:
                 request.task_name,
                 ends_s,
             )
-        )
+            states[key] = state.after(booked)
+        self._states = states
+        self._taken.update(keys)
+        self._suspended.update(suspended)
+        return Plan(request.id, keys, suspended)
 
 
-def _move(task: Running, to: DeviceKey, *maps: dict[DeviceKey, DeviceState]) -> None:
-    """Book a task where it comes back."""
-    held = replace(task.reservations[0], machine=to[0], device_uuid=to[1])
-    for states in maps:
-        states[to] = states[to].after(held)
-
-
-def _least_sets(
-    tasks: Sequence[Running], is_enough: Callable[[Sequence[Running]], bool]
-) -> Iterator[Sequence[Running]]:
-    """Yield sets of tasks that are enough, and of which none could stay: all such sets, or a few where tasks are many."""
-    if len(tasks) <= EXACT:
-        tasks = sorted(tasks, key=lambda task: task.reservations[0].reserved_bytes)
-        for size in range(len(tasks) + 1):
-            for some in combinations(tasks, size):
-                # If the smallest cannot stay, none can.
-                if is_enough(some) and not (some and is_enough(some[1:])):
-                    yield some
-        return
-    # Those first that free most in a second. What is on its way goes before them.
-    ranked = sorted(
-        tasks,
-        key=lambda task: (
-            not task.suspended_for,
-            out_s(task.moved_bytes) / max(1, task.reservations[0].reserved_bytes),
-        ),
-    )
-    yield from ([task] for task in ranked if is_enough([task]))
-    chosen = next((ranked[:n] for n in range(len(ranked) + 1) if is_enough(ranked[:n])), None)
-    if chosen is not None:
-        for task in reversed(chosen):
-            fewer = [each for each in chosen if each is not task]
-            chosen = fewer if is_enough(fewer) else chosen
-        yield chosen
+def _without(state: DeviceState, held: Reservation) -> DeviceState:
+    """Return a device as it is once the task of a reservation has left it."""
+    left = tuple(each for each in state.reservations if each != held)
+    free_bytes = state.free_bytes + held.reserved_bytes
+    return replace(state, reservations=left, free_bytes=free_bytes, probe_bytes=None)

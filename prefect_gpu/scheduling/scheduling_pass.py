@@ -30,12 +30,12 @@ from prefect_gpu.scheduling.placement import (
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: What requests are sorted by; no two are equal.
-OrderKey: TypeAlias = tuple[int, int, str]
+OrderKey: TypeAlias = tuple[bool, int, int, str]
 
 
 def order_key(request: Request) -> OrderKey:
-    """Return the sort key of the queue: higher priority first, then first come."""
-    return -request.priority, request.sequence, request.id
+    """Return the sort key of the queue: returns of moved processes first, then higher priority, then first come."""
+    return not request.returns_first, -request.priority, request.sequence, request.id
 
 
 class Shape(NamedTuple):
@@ -324,7 +324,7 @@ def decide(
     Requests of other brokers are among them, so that all brokers of a machine keep one order. What is decided for
     those is carried out by their own brokers.
 
-    Requests are considered by priority, then first come. A blocked one limits those behind it, as `backfill`
+    Requests are considered in the order of `order_key`. A blocked one limits those behind it, as `backfill`
     says. One that the machine's own memory blocks blocks all, since each needs some of it. In a cluster, a
     request for which one node has no memory or no process left may start on another. Where it has the devices on
     some nodes, and the own memory of each of them is too little, nothing behind it starts on one of these: the one

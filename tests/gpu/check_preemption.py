@@ -71,7 +71,7 @@ TASKS, FLOWS = 24, 2
 DRAIN_S, BESIDE_S = 240.0, 180.0
 
 #: Suspensions in a minute that there must be at least, or little was tried.
-LEAST_A_MINUTE = 2
+LEAST_A_MINUTE = 1
 
 #: GiB by which the machine's available memory may differ afterwards: what the server and the kernel's caches take.
 HOST_TOLERANCE_GIB = 4

@@ -81,7 +81,7 @@ class SteppedBroker(Broker):
             self._roots,
             self._on_reading,
             clock=self._clock,
-            read_host_available=lambda: HOST * GIB,
+            read_host_available=kwargs.get("read_host_available", lambda: HOST * GIB),
         )
 
     def _start(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker.ledger import Entry
-from prefect_gpu.broker.preempting import Preemption, let_go, preempt, share
+from prefect_gpu.broker.preempting import Preemption, preempt, share
 from prefect_gpu.scheduling.model import Device, Probe, Request
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import HOST, device, request, reserved, state
@@ -29,12 +29,9 @@ def entry(name: str, gib: float = 16, at: int = 0, **others: Any) -> Entry:
     return Entry(asked, **{**given, **others})
 
 
-def going(found: Entry, onto: int | None = None, **others: Any) -> Entry:
+def going(found: Entry, **others: Any) -> Entry:
     """The same task, asked to go for `urgent`."""
-    held = found.reservations
-    if onto is not None:
-        held += (replace(held[0], device_uuid=f"SIM-{onto}"),)
-    return replace(found, suspended_for="urgent", reservations=held, **others)
+    return replace(found, suspended_for="urgent", **others)
 
 
 def urgent(gib: float = 20, **others: Any) -> Request:
@@ -97,13 +94,17 @@ def test_it_makes_way_once_it_is_away() -> None:
     made = left["v"]
     assert (made.reservations, made.suspended_for, made.away) == ((), "", True)
     assert made.request.returns and made.request.id == "v"
-    assert made.request.sequence == away.request.sequence
+    assert made.request.sequence == away.request.sequence and not made.request.returns_first
     assert made.request.memory == 16 * GIB
 
 
 def test_none_makes_way_before_all_are_away() -> None:
-    found = passes(urgent(24), going(entry("a", 10), away=True), going(entry("b", 10)))
+    both = going(entry("a", 10), away=True), going(entry("b", 10, at=1))
+    found = passes(urgent(24, count=2), *both, devices=2)
     assert (found.changes, found.ready) == ({}, [])
+    away = replace(both[1], away=True)
+    ((_, left),) = passes(urgent(24, count=2), both[0], away, devices=2).ready
+    assert left.keys() == {"a", "b"}
 
 
 def test_a_request_of_another_flow_is_left_to_that_flow() -> None:
@@ -141,33 +142,19 @@ def test_what_is_moved_is_what_the_device_shows() -> None:
     assert list(found.changes) == ["b"]
 
 
-# Moved.
-
-
-def test_a_task_that_is_moved_holds_both_devices_until_it_is_away() -> None:
-    beside = entry("w", 6, at=1, pid=None)
-    found = passes(urgent(), entry("v"), beside, devices=2)
-    assert list(found.changes) == ["v"]
-    held = found.changes["v"].reservations
-    assert [(r.device_uuid, r.reserved_bytes) for r in held] == [
-        ("SIM-0", 16 * GIB),
-        ("SIM-1", 16 * GIB),
-    ]
-
-
-def test_once_it_is_away_it_holds_the_new_device_alone() -> None:
-    ((plan, left),) = passes(urgent(), going(entry("v"), onto=1, away=True), devices=2).ready
-    assert plan.going == {"v": device(1).key}
-    (held,) = left["v"].reservations
-    assert held.device_key == device(1).key
-    assert not left["v"].request.returns and left["v"].suspended_for == ""
-
-
-def test_a_task_that_is_let_go_holds_the_device_that_it_had() -> None:
-    asked = going(entry("v"), onto=1)
-    assert [r.device_uuid for r in let_go(asked).reservations] == ["SIM-0"]
-    several = entry("w", reservations=tuple(reserved(i, 4, by="w") for i in range(2)))
-    assert let_go(several) is several
+@pytest.mark.parametrize("priority", [0, 1])
+def test_the_return_of_one_that_another_device_has_the_room_for_is_placed_first(
+    priority: int,
+) -> None:
+    running, beside = entry("v"), entry("w", 6, at=1, pid=None)
+    asked = urgent(priority=priority)
+    assert passes(asked, running, beside, devices=2).changes == {"v": going(running)}
+    ((plan, left),) = passes(asked, going(running, away=True), beside, devices=2).ready
+    assert plan.suspended == {"v": True}
+    made = left["v"]
+    assert made.reservations == () and made.suspended_for == ""
+    assert made.request.returns and made.request.returns_first
+    assert made.request.devices == ("SIM-0", "SIM-1")
 
 
 # Where it may come back.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefect_gpu.broker.broker import ASK_AGAIN_S, Ticket
-from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.host_ledger import HostStore
+from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.ticket import BY_HAND
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.scheduling.preemption import AGING_S, REST_S
@@ -146,7 +148,7 @@ def test_one_that_is_moved_goes_on_at_once_on_the_other_device(make_rig: MakeRig
     whole = rig.submit("whole", 20)
     rig.broker.read()
     assert training.hear() == [True]
-    assert [r.device_uuid for r in training.entry.reservations] == ["SIM-0", "SIM-1"]
+    assert [r.device_uuid for r in training.entry.reservations] == ["SIM-0"]
     training.move_out()
     decided(whole)
     assert indices(whole) == [0]
@@ -202,6 +204,95 @@ def test_one_whose_devices_are_lost_is_told_so(rig: Rig) -> None:
     # Its process is still there, until its runner has ended it.
     rig.broker.end(training.ticket)
     assert rig.next_recovered() == ("training", 0)
+
+
+def all_read(rig: Rig) -> None:
+    """Let all brokers look at what has come, and at what follows of it."""
+    for broker in [each for each in rig.brokers if each.started] * 3:
+        broker.read()
+
+
+def test_no_process_comes_back_while_its_memory_is_wanted_or_its_device_is_anothers(
+    rig: Rig,
+) -> None:
+    training = Training(rig)
+    urgent = rig.submit("urgent", 20, priority=1, broker=rig.another())
+    all_read(rig)
+    assert not rig.broker.comes_back(training.ticket)
+    training.move_out()
+    all_read(rig)
+    decided(urgent)
+    assert not rig.broker.comes_back(training.ticket)
+    assert training.entry.away
+
+
+def test_it_goes_on_if_something_else_keeps_the_urgent_one_from_its_start(rig: Rig) -> None:
+    training, other = Training(rig), rig.another(max_processes=1)
+    urgent = rig.submit("urgent", 20, priority=1, broker=other)
+    all_read(rig)
+    assert training.asked == [True]
+    rig.place("another", 1, priority=9, broker=other)
+    all_read(rig)
+    assert training.entry.reservations and not training.entry.suspended_for
+    assert training.asked == [True, False] and not urgent.decided
+
+
+@pytest.mark.parametrize("stopped", ["the flow of the urgent one", "its own flow"])
+def test_nothing_is_suspended_any_more_if_a_flow_is_stopped(
+    make_rig: MakeRig, tmp_path: Path, stopped: str
+) -> None:
+    stores: list[HostStore] = []
+
+    def open_store() -> HostStore:
+        # Once at the beginning it looks at whether the other process is alive.
+        stores.append(HostStore(tmp_path, owners_s=1e9))
+        return stores[-1]
+
+    rig = make_rig(ledger=Ledger(open_store))
+    other = rig.another(ledger=Ledger(open_store))
+    training = Training(rig)
+    rig.submit("urgent", 20, priority=1, broker=other)
+    all_read(rig)
+    assert training.asked == [True] and training.entry.suspended_for
+    if stopped == "its own flow":
+        stores[1].silent = frozenset({stores[0].owner})
+        all_read(rig)
+    else:
+        rig.reader.detach(training.pid)
+        rig.broker.show_suspension(training.ticket, "away", "away")
+        stores[0].silent = frozenset({stores[1].owner})
+        rig.broker.read()
+        rig.broker.read()
+        assert training.asked == [True, False]
+    assert not training.entry.suspended_for
+
+
+def test_the_urgent_one_starts_beside_no_hot_standby_that_is_in_its_way(rig: Rig) -> None:
+    training, ended = Training(rig), list[str]()
+    pid = next(rig.pids)
+    lent = rig.broker.lend_device("s", "kind", "framework", pid, lambda: ended.append("s"))
+    assert lent is not None
+    rig.broker.offer_standby("s")
+    rig.reader.attach(pid, ["SIM-0"])
+    urgent = rig.submit("urgent", 23.5, priority=1)
+    all_read(rig)
+    training.move_out()
+    all_read(rig)
+    assert ended and not urgent.decided and training.entry.reservations
+    rig.broker.end_standby("s")
+    rig.reader.detach(pid)
+    all_read(rig)
+    decided(urgent)
+    assert not training.entry.reservations
+
+
+def test_a_task_is_not_suspended_for_one_within_it(rig: Rig) -> None:
+    training = Training(rig)
+    inner = rig.another(ancestors=(training.ticket.request.id,))
+    rig.place("filler", 7)
+    rig.submit("inner", 2, priority=5, broker=inner)
+    all_read(rig)
+    assert not training.asked
 
 
 # By a person.

@@ -77,6 +77,14 @@ def hungry(gib: float, name: str) -> Request:
             id="priority goes first",
         ),
         pytest.param(
+            [request(6, name="high", priority=5), request(6, name="moved", returns_first=True)],
+            TWO[:1],
+            host(1, 0, 1),
+            "spread",
+            [("moved", [0])],
+            id="the return of a moved process goes before all priorities",
+        ),
+        pytest.param(
             [request(6, name="late", sequence=8), request(6, name="early", sequence=7)],
             TWO[:1],
             host(1, 0, 1),

@@ -19,10 +19,9 @@ KIND = Kind(("prefect_gpu.child.main",), (), (), False, 1, 1 << 20)
 
 
 class Broker:
-    """Hands out no devices. Its tasks wait for host memory when a test says so."""
+    """Its tasks wait for host memory when a test says so."""
 
     def __init__(self) -> None:
-        self.devices: tuple[object, ...] = (object(),)
         self.host_promised_bytes = 0
         self.wants_host_memory = False
 

@@ -136,7 +136,6 @@ class Rig:
                 "ledger": self.ledger,
                 "clock": self.clock,
                 "read_host_available": lambda: self.host_available_bytes,
-                "context_bytes": lambda framework, device: GIB,
                 "headroom_bytes": 0,
                 **of_broker,
             },
@@ -146,11 +145,10 @@ class Rig:
 
     def submit(self, name: str, gib: float | None = None, **others: Any) -> Ticket:
         memory = others.pop("memory", None if gib is None else int(gib * GIB))
-        broker, standby = others.pop("broker", self.broker), others.pop("standby", None)
-        others["standby"] = others.pop("standby_kind", "")
+        broker = others.pop("broker", self.broker)
         sequence = others.pop("sequence", None)
         sequence = next_sequence() if sequence is None else sequence
-        ticket = broker.submit(Request("", name, sequence, 0.0, memory, **others), standby)
+        ticket = broker.submit(Request("", name, sequence, 0.0, memory, **others))
         assert isinstance(ticket, Ticket)
         ticket.on_recovered = lambda size: self.recovered.put((name, size))
         return ticket

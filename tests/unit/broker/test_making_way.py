@@ -171,24 +171,7 @@ def test_what_a_stopped_flow_does_not_suspend_is_waited_for_no_longer(
     assert not scene.entry.suspended_for
 
 
-# Hot standbys, and tasks within tasks.
-
-
-def test_the_urgent_one_starts_beside_no_hot_standby_that_is_in_its_way(scene: Scene) -> None:
-    rig, ended = scene.rig, list[str]()
-    pid = next(rig.pids)
-    lent = rig.broker.lend_device("s", "kind", "framework", pid, lambda: ended.append("s"))
-    assert lent is not None
-    rig.broker.offer_standby("s")
-    rig.reader.attach(pid, ["SIM-0"])
-    urgent = scene.urgent(7.5)
-    scene.moves_out()
-    assert ended and not urgent.decided and scene.entry.reservations
-    rig.broker.end_standby("s")
-    rig.reader.detach(pid)
-    scene.settle()
-    decided(urgent)
-    assert not scene.entry.reservations
+# Tasks within tasks.
 
 
 def test_a_task_that_waits_for_one_within_it_does_not_make_way_for_that(make_rig: MakeRig) -> None:

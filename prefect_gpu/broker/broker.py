@@ -1078,7 +1078,7 @@ class Broker:
             states = self._states(view)
             decisions = self._decide(states, self._host_state(reading, view), view)
             made = tuple((r, placement) for r, placement in decisions.placements if not r.origin)
-            suspended: Changes = {}
+            suspended: Mapping[str, Entry] = {}
             if view.preemptible and self._preempts:
                 suspended, made = self._preempt(decisions, made, states, view)
             changes = {**self._changes_of(decisions, made), **suspended}
@@ -1162,9 +1162,9 @@ class Broker:
             count=min(entry.request.count, len(shared)),
         )
 
-    def _changes_of(self, decisions: Decisions, made: Made) -> Changes:
+    def _changes_of(self, decisions: Decisions, made: Made) -> dict[str, Entry]:
         """Return what a pass writes: new waiting requests, changed statuses of blocked ones, reservations."""
-        changes: dict[str, Entry | None] = {}
+        changes: dict[str, Entry] = {}
         refused = {request.id for request, _ in decisions.refusals}
         for request_id, request in self._unwritten.items():
             if request_id in self._waiting and request_id not in refused:
@@ -1321,7 +1321,7 @@ class Broker:
         made: Made,
         states: Sequence[DeviceState],
         view: LedgerView,
-    ) -> tuple[Changes, Made]:
+    ) -> tuple[Mapping[str, Entry], Made]:
         """Decide which running tasks are suspended for requests that must wait.
 
         Returns:

@@ -394,7 +394,7 @@ class Ledger:
             self._news = False
         self._call_watchers()
 
-    def try_write(self, version: int, changes: Changes) -> bool:
+    def try_write(self, version: int, changes: Mapping[str, Entry]) -> bool:
         """Write changes if no reservation was added, and none of the entries was changed, since a view was made; else none.
 
         Args:
@@ -666,12 +666,12 @@ class Ledger:
             self._apply(row.request_id, row.entry, row._replace(number=first + at))
         return True
 
-    def _has_changed(self, request_id: str, entry: Entry | None, version: int) -> bool:
+    def _has_changed(self, request_id: str, entry: Entry, version: int) -> bool:
         """Return whether an entry that is to be replaced was changed after a version, or removed."""
         if request_id in self._entries:
             return self._changed[request_id] > version
         # A new one has no owner yet.
-        return entry is not None and bool(entry.owner)
+        return bool(entry.owner)
 
     def _promises(self, request_id: str, entry: Entry) -> bool:
         """Return whether an entry reserves memory of a device of which its request has none."""

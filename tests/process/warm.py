@@ -29,12 +29,10 @@ class Broker:
 class Warm:
     """A pool on a rig's launcher, whose machine has room."""
 
-    def __init__(
-        self, rig: Rig, most: int = 1, broker: Any = None, shared: SharedFolder | None = None
-    ) -> None:
+    def __init__(self, rig: Rig, most: int = 1, shared: SharedFolder | None = None) -> None:
         self.rig = rig
         self.available_bytes = 64 * GIB
-        self.broker = broker or Broker()
+        self.broker = Broker()
         #: How often the pool has checked what is due.
         self.checks = 0
         self.pool = StandbyPool(rig.launcher, read_available=self._read_available, cores=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
-from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedMemory
+from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     Placement,
@@ -107,14 +107,6 @@ class Reader(FakeDevices):
         if self.lists_processes:
             return snapshots
         return tuple(replace(snapshot, processes=()) for snapshot in snapshots)
-
-    def process_memory(
-        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
-    ) -> SimulatedMemory:
-        memory = super().process_memory(device_uuids, budget_bytes)
-        # Contexts are measured, as on real devices.
-        memory.context_bytes = None
-        return memory
 
 
 class Rig:

@@ -147,15 +147,15 @@ def test_the_memory_of_the_machine_is_promised_until_a_body_runs(ledger: Ledger)
     assert ledger.view().host_use == {}
 
 
-def test_one_reservation_replaces_another_without_a_call_of_the_watchers(ledger: Ledger) -> None:
+def test_changes_are_written_all_or_none_without_a_call_of_the_watchers(ledger: Ledger) -> None:
     told: list[str] = []
     ledger.subscribe(lambda: told.append("one"))
-    ledger.try_write(0, {"standby": entry("standby", reserved(by="standby"))})
-    ledger.attach("standby", 1)
+    ledger.try_write(0, {"b": entry("b", reserved(by="b"))})
+    ledger.attach("b", 1)
     before = ledger.view()
-    changes = {"a": entry("a", reserved(by="a")), "standby": None}
+    changes = {"a": entry("a", reserved(by="a")), "b": entry("b", pid=1)}
     assert not ledger.try_write(0, changes)
-    assert ledger.view() == before, "all or nothing"
+    assert ledger.view() == before
     assert ledger.try_write(before.version, changes)
     view = ledger.view()
     assert [r.request_id for r in all_of(view)] == ["a"] and view.processes == {}

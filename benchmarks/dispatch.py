@@ -1,13 +1,13 @@
 """How long from `submit` to a task's first line with its GPU ready, and what stays on the device?
 
-Ours cold (`standby=0`), with processes that wait with the framework imported (the default) and with
-processes that have CUDA running too (`standby="hot"`), beside what else a user has: plain
-`multiprocessing` (spawn, a process for each task, no Prefect), Prefect's `ProcessPoolTaskRunner`, its
-`ThreadPoolTaskRunner`, and `RayTaskRunner` of prefect-ray with a tenth of a GPU. The module of the task's
-function does not import Prefect, except in the rows that say so: it is imported with the function.
+Ours cold (`standby=0`) and with processes that wait with the framework imported (the default), beside
+what else a user has: plain `multiprocessing` (spawn, a process for each task, no Prefect), Prefect's
+`ProcessPoolTaskRunner`, its `ThreadPoolTaskRunner`, and `RayTaskRunner` of prefect-ray with a tenth of a
+GPU. The module of the task's function does not import Prefect, except in the rows that say so: it is
+imported with the function.
 
     python benchmarks/dispatch.py --out dispatch.json          # under four minutes
-    python benchmarks/dispatch.py --frameworks tensorflow --rows standby hot spawn
+    python benchmarks/dispatch.py --frameworks tensorflow --rows standby spawn
     python benchmarks/dispatch.py --tiny                       # that it runs, on the CPU
 
 Fair to all: one running Prefect server whose URL everybody has, compiled bytecode, each row in a fresh
@@ -41,7 +41,6 @@ import _devices
 
 ROWS = {
     "standby": "GPUTaskRunner, processes stand by",
-    "hot": "GPUTaskRunner, they are hot",
     "cold": "GPUTaskRunner, cold",
     "spawn": "multiprocessing spawn, no Prefect",
     "standby-prefect": "GPUTaskRunner, processes stand by; module imports Prefect",
@@ -54,7 +53,7 @@ ROWS = {
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "none": ""}
 
 #: Measured first: what this package claims, and the plain process that it is compared with.
-FIRST = ("standby", "hot", "cold", "spawn")
+FIRST = ("standby", "cold", "spawn")
 
 #: Seconds that a row takes on an H200 before it was measured here, to plan within the budget.
 GUESS_S = {"torch": 25.0, "tensorflow": 45.0, "none": 15.0}
@@ -64,28 +63,23 @@ MIB = _devices.MIB
 GPU_BYTES = 4096 * MIB
 HOST_BYTES = 64 * MIB
 
-#: Frameworks with hot standbys (`standby="hot"`). Standbys of the others have imported the framework only.
-HOT_STANDBY_FRAMEWORKS = ("torch",)
-
 #: Seconds after a task's result within which its memory must be free; otherwise it leaked.
 SETTLE_S = 1.0
 
 #: Longest pause, in seconds, between the tasks of a row without standbys.
 OTHERS_PAUSE_S = 2.0
 
-#: Target in seconds: for a standby, the time beyond CUDA's own start; for a hot standby, the total.
+#: Most seconds from `submit` until a task with a standby is ready, beyond CUDA's own start.
 AIM_S = 0.15
 
 
-def unavailable_reason(row: str, framework: str, on_gpu: bool) -> str:
+def unavailable_reason(row: str, framework: str) -> str:
     """Return why a row cannot be measured on this machine; empty if it can."""
     if FRAMEWORKS[framework] and not _common.installed(FRAMEWORKS[framework]):
         return f"not installed: {framework}"
     if row == "ray" and not (_common.installed("ray") and _common.installed("prefect_ray")):
         return "not installed: prefect-ray"
-    if row == "hot" and not on_gpu:
-        return "no GPU"
-    return _common.runner_lacks("standby") if row.startswith(("standby", "hot")) else ""
+    return _common.runner_lacks("standby") if row.startswith("standby") else ""
 
 
 def make_runner(row: str, framework: str, on_gpu: bool) -> tuple[Any, list[str]]:
@@ -103,8 +97,6 @@ def make_runner(row: str, framework: str, on_gpu: bool) -> tuple[Any, list[str]]
     more: dict[str, Any] = {}
     if row == "cold" and not _common.runner_lacks("standby"):
         more["standby"] = 0
-    if row == "hot":
-        more["standby"] = "hot"
     tags = gpu(memory="6GiB" if on_gpu else "1GiB", framework=framework)
     return GPUTaskRunner(devices="nvml" if on_gpu else "host", **more), list(tags)
 
@@ -157,7 +149,7 @@ class Row:
         dispatch()
 
     def _run(self, start: Any, later: int, burst: int, pause_s: float) -> None:
-        if self._kind not in ("standby", "hot"):
+        if self._kind != "standby":
             # Nothing gets ready there; Ray's own processes are never quite idle.
             pause_s = min(pause_s, OTHERS_PAUSE_S)
         before, used_before = _devices.held_bytes(self._on_gpu), _devices.used_bytes()
@@ -267,7 +259,7 @@ def main() -> None:
             given.rows, given.frameworks, given.repeats, given.seed
         ):
             key = (framework, row)
-            problem = absent.get(key) or unavailable_reason(row, framework, on_gpu)
+            problem = absent.get(key) or unavailable_reason(row, framework)
             needs_s = took_s.get(key, GUESS_RAY_S if row == "ray" else GUESS_S[framework])
             if problem or left_s() < needs_s:
                 # A row that was measured once is there.
@@ -335,15 +327,11 @@ def make_checks(runs: list[dict[str, Any]]) -> list[_bound.Check]:
     checks = []
     for framework in FRAMEWORKS:
         plain = select(runs, framework, "spawn", "later")
-        for row in ("standby", "hot"):
-            later = select(runs, framework, row, "later")
-            if not later:
-                continue
+        if later := select(runs, framework, "standby", "later"):
             ready_s = statistics.median(r["ready_s"] for r in later)
-            name = f"{framework}, {row}: ready"
-            if row == "standby" or framework not in HOT_STANDBY_FRAMEWORKS:
-                ready_s -= statistics.median(r["init_s"] for r in plain or later)
-                name += f", less CUDA's own start ({'spawn' if plain else 'the same'} row)"
+            ready_s -= statistics.median(r["init_s"] for r in plain or later)
+            of = "spawn" if plain else "the same"
+            name = f"{framework}, standby: ready, less CUDA's own start ({of} row)"
             checks.append(_bound.Check(name, ready_s, AIM_S, "s"))
         for row in ("standby", "cold"):
             own = [r for r in runs if (r["framework"], r["row"]) == (framework, row)]
@@ -387,7 +375,7 @@ def print_rows(
                 _common.spread(back, 2),
                 _common.spread(left, 0),
                 # With processes that stand by: how long the next one takes to be ready.
-                _common.spread(idle, 1) if row.startswith(("standby", "hot")) else "",
+                _common.spread(idle, 1) if row.startswith("standby") else "",
             ]
         )
     print(f"{framework}\n")

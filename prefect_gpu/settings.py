@@ -55,8 +55,8 @@ def _read_headroom(text: object) -> int | None:
 
 
 Standby = Annotated[
-    Literal["auto", "hot"] | NonNegativeInt,
-    _word("neither 'auto', 'hot' nor a number of processes (0: none are started ahead)"),
+    Literal["auto"] | NonNegativeInt,
+    _word("neither 'auto' nor a number of processes (0: none are started ahead)"),
 ]
 StartMethod = Annotated[
     Literal["spawn", "forkserver"],
@@ -132,8 +132,7 @@ class GPUSettings(PrefectBaseSettings):
     )
     standby: Standby = Field(
         default="auto",
-        description="Processes started ahead of their tasks: auto, or at most this many (0: none), or "
-        "hot, which is auto with PyTorch or CuPy already running on a device.",
+        description="Processes started ahead of their tasks: auto, or at most this many (0: none).",
     )
 
     address: str | None = Field(
@@ -149,14 +148,9 @@ class GPUSettings(PrefectBaseSettings):
 
     @model_validator(mode="after")
     def _check_start(self) -> Self:
-        if self.standby == "hot" and self.start_method == "forkserver":
+        if self.address and self.start_method == "forkserver":
             raise ValueError(
-                "standby='hot' cannot be combined with start_method='forkserver': a fork cannot use "
-                "CUDA that was started before it; leave one of them out"
-            )
-        if self.address and (self.standby == "hot" or self.start_method == "forkserver"):
-            raise ValueError(
-                "standby='hot' and start_method='forkserver' are for one machine; leave them out beside address="
+                "start_method='forkserver' is for one machine; leave it out beside address="
             )
         if self.num_gpus is not None and not self.address:
             raise ValueError(

@@ -45,8 +45,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         headroom: Kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
         reports: Whether to publish memory reports as artifacts.
         standby: Processes started ahead of their tasks, with Prefect, the framework and the task's
-            modules imported: `"auto"`, or at most so many; 0 starts none. `"hot"`: as `"auto"`, and
-            PyTorch or CuPy runs on a device already, whose context each of them holds there.
+            modules imported: `"auto"`, or at most so many; 0 starts none.
         start_method: `"spawn"`: each process is a fresh interpreter. `"forkserver"`: it is forked from
             a process that has imported Prefect, NumPy and, for tasks that use it, PyTorch, and has
             done nothing else; for many short tasks. Other frameworks are refused under it, and no
@@ -72,7 +71,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         max_processes: int | None = None,
         headroom: str | None = None,
         reports: bool | None = None,
-        standby: int | Literal["auto", "hot"] | None = None,
+        standby: int | Literal["auto"] | None = None,
         start_method: Literal["spawn", "forkserver"] | None = None,
         max_tasks_per_device: int | None = None,
         memory_snapshots: str | Path | None = None,

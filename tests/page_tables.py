@@ -59,6 +59,8 @@ def _types(schema: Mapping[str, Any]) -> Iterator[str]:
     if "anyOf" in schema:
         for each in schema["anyOf"]:
             yield from _types(each)
+    elif "const" in schema:
+        yield f"`{schema['const']}`"
     elif "enum" in schema:
         yield from (f"`{word}`" for word in schema["enum"])
     else:

@@ -17,13 +17,13 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import thread_time
+from typing import TypeAlias
 
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
-from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
 from prefect_gpu.broker.preempting import ask_to_leave, leave, preempt, share, wait_again, withdraw
 from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS, Measured
@@ -34,13 +34,11 @@ from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.sampler import Sampler
 from prefect_gpu.errors import (
-    CapacityError,
     DeviceError,
     PlacementError,
     PlacementTimeoutError,
     PrefectGPUError,
 )
-from prefect_gpu.frameworks.context import fallback_context_bytes
 from prefect_gpu.process_resources import start_thread
 from prefect_gpu.scheduling.backfill import PATIENCE, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
@@ -65,7 +63,6 @@ from prefect_gpu.scheduling.scheduling_pass import (
     decide,
     explain,
 )
-from prefect_gpu.scheduling.standbys import Settled, in_the_way, settle
 from prefect_gpu.suspension.suspended import Stage
 from prefect_gpu.units import GIB, MIB, format_seconds
 
@@ -79,7 +76,7 @@ HEADROOM_BYTES: dict[DeviceKind, int] = {
     "simulated": 256 * MIB,
 }
 
-#: Seconds between two reads of the ledger while a request waits or there is a hot standby.
+#: Seconds between two reads of the ledger while a request waits.
 POLL_S = 0.05
 
 #: Seconds after which requests of another broker count as blocked although they seem to fit. That broker may have
@@ -113,6 +110,9 @@ HELD_STEP_BYTES = 64 * MIB
 #: Makes the ids of requests unique on the machine: processes of two containers may have the same process id.
 _PROCESS = uuid.uuid4().hex[:8]
 
+#: Own requests that a pass has placed.
+Made: TypeAlias = tuple[tuple[Request, Placement], ...]
+
 _ids = itertools.count()
 _last_sequence = 0
 
@@ -141,7 +141,6 @@ class Broker:
         clock: Time.
         read_host_available: Returns the bytes of the machine's memory that new processes could use.
         patience: How far a blocked task may be passed by later ones.
-        context_bytes: Returns the size of a framework's context on a device.
         preempts: Whether others' tasks are suspended or moved for its requests.
     """
 
@@ -159,9 +158,6 @@ class Broker:
         clock: Clock | None = None,
         read_host_available: Callable[[], int] = read_host_available_bytes,
         patience: Patience = PATIENCE,
-        context_bytes: Callable[[str, Device], int] = lambda framework, _: fallback_context_bytes(
-            framework
-        ),
         preempts: bool = True,
     ) -> None:
         self.reader = reader
@@ -223,9 +219,6 @@ class Broker:
             self._clock,
         )
         self._set_devices(devices)
-        #: Hot standbys on these devices.
-        self._hot = HotStandbys(reader, ledger, self._recovery, self._clock, style)
-        self._context_bytes = context_bytes
         #: The reservations that `_note_neighbours` has seen.
         self._noted: dict[DeviceKey, tuple[Reservation, ...]] = {}
         #: A reading was requested for a pass, and has not arrived.
@@ -280,12 +273,11 @@ class Broker:
             left = max((node.left_bytes for node in nodes), default=0)
             return any(t.request.host_bytes > left for t in self._waiting.values())
 
-    def submit(self, request: Request, standby: Hashable = None) -> Ticket:
+    def submit(self, request: Request) -> Ticket:
         """Ask for devices.
 
         Args:
             request: What is asked. Its `id` and `submitted_s` are set here.
-            standby: Kind of the hot standbys that suit it; `None`: none does.
 
         Returns:
             A ticket that is `decided` once it has a `placement` or an `error`.
@@ -297,7 +289,7 @@ class Broker:
         request_id = f"{_PROCESS}-{os.getpid()}-{next(_ids)}"
         now_s = self._clock.now()
         ticket = Ticket(
-            replace(request, id=request_id, submitted_s=now_s, ancestors=self._ancestors), standby
+            replace(request, id=request_id, submitted_s=now_s, ancestors=self._ancestors)
         )
         with self._changed:
             if self._lost:
@@ -426,7 +418,8 @@ class Broker:
                 return False
             ticket.decide()
             # It may have blocked others.
-            self._call_later(partial(self._ledger.release, ticket.request.id))
+            self._calls.append(partial(self._ledger.release, ticket.request.id))
+            self._wake()
             return True
 
     def give_up(self, why: str) -> None:
@@ -440,7 +433,6 @@ class Broker:
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Set which process holds what was reserved."""
         with self._changed:
-            self._call_later(self._hot.attach(ticket, pid))
             ticket.pid = pid
             if self.reader.remote:
                 self._view.compute_again(ticket.devices)
@@ -676,8 +668,6 @@ class Broker:
                 suspended = self._remove(ticket.request)
             if suspended is None and self._placed.pop(request_id, None) is None:
                 return
-            # It may have ended before it had a process.
-            self._call_later(self._hot.leave(ticket))
             ticket.ended_s = self._clock.now()
             ticket.ended_pid, ticket.pid = ticket.pid, None
             if ticket.ended_pid is None:
@@ -686,75 +676,6 @@ class Broker:
             else:
                 self._recovery.begin(ticket, ticket.ended_s)
             self._wake()
-
-    # Hot standbys. The pool of standbys may call these with its own lock.
-
-    def lend_device(
-        self,
-        standby_id: str,
-        kind: Hashable,
-        framework: str,
-        pid: int,
-        give_up: Callable[[], object],
-        avoid: Container[str] = (),
-        patience_s: float = 0.5,
-    ) -> Device | None:
-        """Reserve a framework's context on a device for a hot standby. May wait for a reading of the devices.
-
-        Args:
-            standby_id: What `LaunchSpec.standby` of the task that gets it will be.
-            kind: Tasks of this kind may take it.
-            framework: As in `gpu:framework=`.
-            pid: Its process.
-            give_up: Ends it, when its memory is needed. Called without locks.
-            avoid: UUIDs of devices where the framework does not start.
-            patience_s: Seconds to wait for a reading.
-
-        Returns:
-            The device; `None`: there is no room now.
-        """
-        known = self.reader.process_memory((), None).context_bytes
-        sizes = {
-            d.key: self._context_bytes(framework, d) if known is None else known
-            for d in self.devices
-        }
-        standby = HotStandby(standby_id, kind, pid, give_up)
-        with self._changed:
-            reading = self._fresh_reading(patience_s)
-            if reading is None:
-                return None
-            view = self._ledger.view()
-            # Devices may have come since their contexts were asked for.
-            states = [state for state in self._states(view) if state.device.key in sizes]
-            if not self._hot.lend(standby, states, reading, view.version, sizes, avoid):
-                return None
-            self._ledger.lend(standby_id, partial(self._reclaim_standby, standby_id))
-            # From now on another process may ask for it.
-            self._wake()
-        return standby.device
-
-    def offer_standby(self, standby_id: str) -> None:
-        """Allow tasks to take a hot standby: its process is about to start its framework."""
-        with self._changed:
-            self._hot.offer(standby_id)
-
-    def end_standby(self, standby_id: str) -> None:
-        """Note that the process of a hot standby is gone; without effect where a task has it."""
-        with self._changed:
-            self._call_later(self._hot.end(standby_id))
-            self._wake()
-
-    def leave_standby(self, ticket: Ticket) -> None:
-        """End the hot standby that was kept for a request, which will not use it."""
-        with self._changed:
-            self._call_later(self._hot.leave(ticket))
-
-    def _reclaim_standby(self, standby_id: str) -> None:
-        """Take a hot standby back for another request. Called by the ledger, without a lock."""
-        with self._changed:
-            give_up = self._hot.reclaim(standby_id)
-        if give_up is not None:
-            give_up()
 
     def _look_again(self) -> None:
         """Request another scheduling pass from the thread: the ledger has changed."""
@@ -779,9 +700,9 @@ class Broker:
             # They are known where they run.
             return []
         with self._changed:
-            others = [pid for t in self._others() if (pid := t.pid or t.ended_pid) is not None]
+            ended = [t.ended_pid for t in self._recovery.ending if t.ended_pid is not None]
         own = [os.getpid()] if self._around else []
-        return list(dict.fromkeys([*own, *self._ledger.view().processes.values(), *others]))
+        return list(dict.fromkeys([*own, *self._ledger.view().processes.values(), *ended]))
 
     # With the lock held.
 
@@ -789,19 +710,9 @@ class Broker:
         self._dirty = True
         self._changed.notify_all()
 
-    def _call_later(self, call: Callable[[], object] | None) -> None:
-        if call is not None:
-            self._calls.append(call)
-            self._wake()
-
-    def _others(self) -> tuple[Ticket, ...]:
-        """Return tickets that may have a process which the ledger does not name."""
-        hot = (standby.ticket for standby in self._hot.without_task)
-        return (*self._recovery.ending, *hot)
-
     def _states(self, view: LedgerView | None = None) -> list[DeviceState]:
         """Return what each device has free at the last reading, less the reservations (`None`: those of now)."""
-        return self._view.states(view or self._ledger.view(), self._placed, self._others())
+        return self._view.states(view or self._ledger.view(), self._placed, self._recovery.ending)
 
     def _set_devices(self, devices: tuple[Device, ...]) -> None:
         """Use other devices from now on."""
@@ -839,21 +750,6 @@ class Broker:
             for name, node in reading.nodes.items()
         }
         return ClusterState(nodes, len(self._placed), self.max_processes)
-
-    def _fresh_reading(self, patience_s: float) -> Reading | None:
-        """Wait for a reading to decide on; `None`: none came, or it failed."""
-        asked_s = self._clock.now()
-        try:
-            self._start()
-            if not self._view.fresh:
-                self._sampler.refresh()
-        except CapacityError as error:
-            logger.debug("the devices cannot be read now: %s", error)
-            return None
-        if not self._view.fresh and not self._wait_for_reading(asked_s, patience_s):
-            return None
-        reading = self._view.reading
-        return None if reading is None or reading.error else reading
 
     def _wait_for_reading(self, asked_s: float, patience_s: float) -> bool:
         """Wait for a reading that began after it was asked for; return whether one came in time."""
@@ -900,9 +796,7 @@ class Broker:
         while (rest_s := self._rests_until_s - self._clock.now()) > 0:
             self._clock.wait(self._changed, rest_s)
         until_s: float | None = None
-        if self._ledger.shares and (
-            self._waiting or self._hot.without_task or self._may_be_suspended
-        ):
+        if self._ledger.shares and (self._waiting or self._may_be_suspended):
             until_s = self._clock.now() + POLL_S
         while not (self._arrived or self._dirty):
             times = [each for each in (until_s, self._recovery.poll_s) if each is not None]
@@ -999,18 +893,16 @@ class Broker:
                 if ticket is None:
                     continue
                 for other in (*held[:at], *held[at + 1 :]):
-                    if not other.standby:
-                        own = self._ledger.owns(other.request_id)
-                        ticket.add_neighbour(
-                            other.task_name if own else f"{other.task_name} (another flow)"
-                        )
+                    own = self._ledger.owns(other.request_id)
+                    ticket.add_neighbour(
+                        other.task_name if own else f"{other.task_name} (another flow)"
+                    )
 
     def _write_held_bytes(self) -> None:
         """Write what its own processes hold to the ledger, where others cannot identify them by process id."""
         if all(device.attributed for device in self.devices) and not self._ledger.view().held_bytes:
             return
-        hot = {standby.id: standby.ticket for standby in self._hot.without_task}
-        for request_id, ticket in {**self._placed, **hot}.items():
+        for request_id, ticket in self._placed.items():
             entry = self._ledger.entry(request_id)
             if entry is None or entry.pid is None:
                 continue
@@ -1095,8 +987,6 @@ class Broker:
             ticket.away_s = self._clock.now()
             if ticket.priority is None:
                 ticket.priority = entry.request.priority
-            # No standby is of use to it.
-            ticket.kind = None
             # It is asked back once it has a device.
             ticket.held_back = True
             if ticket.on_made_way is not None:
@@ -1170,11 +1060,12 @@ class Broker:
             view = self._ledger.view()
             self._take_changes(self._subscription.take())
             states = self._states(view)
-            decisions, settled = self._decide(states, self._host_state(reading, view), view)
-            suspended: Changes = {}
+            decisions = self._decide(states, self._host_state(reading, view), view)
+            made = tuple((r, placement) for r, placement in decisions.placements if not r.origin)
+            suspended: Mapping[str, Entry] = {}
             if view.preemptible and self._preempts:
-                suspended, settled = self._preempt(decisions, settled, states, view)
-            changes = {**self._changes_of(decisions, settled), **suspended}
+                suspended, made = self._preempt(decisions, made, states, view)
+            changes = {**self._changes_of(decisions, made), **suspended}
             if not changes or self._ledger.try_write(view.version, changes):
                 break
             # Another broker has added a reservation meanwhile.
@@ -1184,11 +1075,10 @@ class Broker:
         self._queue.statuses.update(
             (i, status) for i, status in decisions.statuses.items() if i in self._waiting
         )
-        self._calls += [partial(self._ledger.reclaim, each) for each in settled.given_up]
         for request, error in decisions.refusals:
             self._refuse(request, error)
         foreign = {state.device.key: state.foreign_bytes for state in states}
-        for request, placement, standby_id in settled.made:
+        for request, placement in made:
             ticket = self._placed[request.id] = self._waiting[request.id]
             self._remove(request)
             if ticket.away_s is None:
@@ -1201,8 +1091,6 @@ class Broker:
             ticket.foreign_before = {
                 device.key: foreign[device.key] for device in placement.devices
             }
-            if standby_id:
-                self._hot.hand_over(standby_id, ticket)
             ticket.decide(placement)
 
     def _take_changes(self, changes: Changes) -> None:
@@ -1258,9 +1146,9 @@ class Broker:
             count=min(entry.request.count, len(shared)),
         )
 
-    def _changes_of(self, decisions: Decisions, settled: Settled) -> Changes:
+    def _changes_of(self, decisions: Decisions, made: Made) -> dict[str, Entry]:
         """Return what a pass writes: new waiting requests, changed statuses of blocked ones, reservations."""
-        changes: dict[str, Entry | None] = {}
+        changes: dict[str, Entry] = {}
         refused = {request.id for request, _ in decisions.refusals}
         for request_id, request in self._unwritten.items():
             if request_id in self._waiting and request_id not in refused:
@@ -1272,7 +1160,7 @@ class Broker:
             # Only a request's own broker keeps devices for it.
             if request_id in self._waiting or entry.status.passed < status.passed:
                 changes[request_id] = replace(entry, status=status)
-        for request, placement, standby_id in settled.made:
+        for request, placement in made:
             entry = changes.get(request.id) or self._ledger.entry(request.id)
             entry = entry or self._entry_of(request)
             keys = [reservation.device_key for reservation in placement.reservations]
@@ -1283,9 +1171,6 @@ class Broker:
             changes[request.id] = replace(
                 entry, reservations=placement.reservations, placed_s=placed_s
             )
-            if standby_id:
-                # The reservations replace those of the hot standby that is taken.
-                changes[standby_id] = None
         return changes
 
     def _entry_of(self, request: Request) -> Entry:
@@ -1335,8 +1220,8 @@ class Broker:
 
     def _decide(
         self, states: Sequence[DeviceState], host: HostState | ClusterState, view: LedgerView
-    ) -> tuple[Decisions, Settled]:
-        """Decide which requests start, which never can, and which hot standbys must end."""
+    ) -> Decisions:
+        """Decide which requests start, and which never can."""
         board = Board(
             states,
             self._style,
@@ -1358,26 +1243,7 @@ class Broker:
         if self._ancestors:
             decisions = self._rescue(decisions, board, host)
         self._note_passive(decisions, passive, view.silent)
-        if not any(state.standbys for state in states):
-            made = tuple(
-                (r, placement, "") for r, placement in decisions.placements if not r.origin
-            )
-            return decisions, Settled(made, ())
-        offers = self._hot.offers
-        kinds = {r.id: self._waiting[r.id].kind for r, _ in decisions.placements if not r.origin}
-        settled = settle(decisions.placements, states, offers, kinds)
-        own = tuple(each for each in settled.made if not each[0].origin)
-        settled = replace(settled, made=own)
-        if offers and not settled.given_up:
-            # One may keep the first request without a device from it.
-            decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
-            first = next((r for r in self._queue if r.id not in decided), None)
-            if first is not None and not first.origin:
-                usable = select_devices(first, states)
-                open_to_it = [s for s in usable if not host.refuses(first, s.device.host)]
-                ends = in_the_way(first, open_to_it)
-                settled = replace(settled, given_up=ends)
-        return decisions, settled
+        return decisions
 
     def _reserved_around(self, states: Sequence[DeviceState]) -> list[Reservation]:
         """Return what the GPU tasks around this process have reserved."""
@@ -1436,10 +1302,10 @@ class Broker:
     def _preempt(
         self,
         decisions: Decisions,
-        settled: Settled,
+        made: Made,
         states: Sequence[DeviceState],
         view: LedgerView,
-    ) -> tuple[Changes, Settled]:
+    ) -> tuple[Mapping[str, Entry], Made]:
         """Decide which running tasks are suspended for requests that must wait.
 
         Returns:
@@ -1447,7 +1313,7 @@ class Broker:
         """
         reading = self._view.reading
         if reading is None:
-            return {}, settled
+            return {}, made
         host = self._host_state(reading, view)
         hosts = (
             dict.fromkeys(self._node_of.values(), host)
@@ -1488,8 +1354,8 @@ class Broker:
         changes = dict(found.changes)
         if decisions.placements:
             # What is free where they have made way is seen once these are written.
-            self._dirty = self._dirty or bool(found.ready and settled.made)
-            return changes, settled
+            self._dirty = self._dirty or bool(found.ready and made)
+            return changes, made
         for plan, left in found.ready[:1]:
             gone = {
                 key: tuple(r for r in held if r.request_id not in left)
@@ -1507,14 +1373,9 @@ class Broker:
             node = self._node_of[plan.devices[0]]
             chosen = board.choose(request, named)
             if chosen is not None and not host.refuses(request, node):
-                placement = board.place(request, chosen, self._clock.now())
-                kinds = {request.id: self._waiting[request.id].kind}
-                beside = settle([(request, placement)], left_states, self._hot.offers, kinds)
-                given_up = (*settled.given_up, *beside.given_up)
-                settled = Settled(beside.made, given_up)
-                if beside.made:
-                    changes.update(left)
-        return changes, settled
+                made = ((request, board.place(request, chosen, self._clock.now())),)
+                changes.update(left)
+        return changes, made
 
     def _refuse(self, request: Request, error: PrefectGPUError) -> None:
         """Remove a request that can never be placed from the queue, and give its ticket the error."""

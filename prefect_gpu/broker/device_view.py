@@ -366,7 +366,7 @@ class DeviceView:
         ]
 
     def states(
-        self, view: LedgerView, tickets: Mapping[str, Ticket], others: Iterable[Ticket] = ()
+        self, view: LedgerView, tickets: Mapping[str, Ticket], ending: Iterable[Ticket] = ()
     ) -> list[DeviceState]:
         """Return what each device has free; none if there is no good reading.
 
@@ -375,18 +375,18 @@ class DeviceView:
         Args:
             view: The reservations.
             tickets: Requests of the broker that were placed, by id.
-            others: Further ones that may have a process which the ledger does not name.
+            ending: Those whose process has ended, and whose memory may not be back.
         """
         reading = self.reading
         if reading is None or reading.error:
             return []
         held = [view.by_device.get(key, ()) for key in self._keys]
-        other = {ticket.request.id: ticket for ticket in others}
+        ended = {ticket.request.id: ticket for ticket in ending}
         for at in compress(range(len(held)), map(is_not, held, self._computed_for)):
             key, snapshot = self._keys[at], reading.snapshots[at]
             known = {r.request_id for r in held[at]}
             parents = [r for r in self._around if r.device_key == key and r.request_id not in known]
-            self._measured[key] = measured = _measure(snapshot, view, tickets, other, parents)
+            self._measured[key] = measured = _measure(snapshot, view, tickets, ended, parents)
             counts = self._count_probes(key, held[at], measured, reading.at_s)
             self._states[at] = device_state(
                 snapshot, (*held[at], *parents), measured, self._headroom_bytes, counts
@@ -506,7 +506,7 @@ def _measure(
     snapshot: DeviceSnapshot,
     view: LedgerView,
     tickets: Mapping[str, Ticket],
-    others: Mapping[str, Ticket],
+    ended: Mapping[str, Ticket],
     parents: Iterable[Reservation],
 ) -> Mapping[str, int]:
     """Return the bytes that requests' processes hold of a device, by request id."""
@@ -523,8 +523,8 @@ def _measure(
             roots[pid] = request_id
             if request_id in tickets:
                 here[request_id] = tickets[request_id]
-    for request_id, ticket in others.items():
-        pid = ticket.pid or ticket.ended_pid
+    for request_id, ticket in ended.items():
+        pid = ticket.ended_pid
         if pid is not None and any(device.key == key for device in ticket.devices):
             roots[pid] = request_id
             here[request_id] = ticket

@@ -58,8 +58,6 @@ class Entry:
     waits: bool = False
     #: Its body has begun. Its host memory is then part of what the kernel reports as used.
     running: bool = False
-    #: Hot standbys only: a task needs its memory, so it should end.
-    reclaimed: bool = False
     #: A person wants its memory to be on the host.
     held_back: bool = False
     #: What that frees may be given to other requests.
@@ -85,11 +83,6 @@ class Entry:
         return f"{self.owner}/{self.broker}"
 
     @property
-    def standby(self) -> bool:
-        """Whether it belongs to a hot standby."""
-        return any(reservation.standby for reservation in self.reservations)
-
-    @property
     def stays_away(self) -> bool:
         """Whether its memory, once it is on the host, stays there although its device may be free."""
         return self.held_back or self.held_by_flow
@@ -97,7 +90,7 @@ class Entry:
     @property
     def runs(self) -> bool:
         """Whether it is of a task that has devices, or had them when it was suspended."""
-        return bool(self.reservations or self.away) and not self.standby
+        return bool(self.reservations or self.away)
 
 
 def owner_of(origin: str) -> str:
@@ -233,7 +226,7 @@ class MemoryStore:
 class HostUse(NamedTuple):
     """What processes of requests need of the machine that they run on."""
 
-    #: Requests that hold devices, without hot standbys.
+    #: Requests that hold devices.
     tasks: int
     #: Bytes of the machine's memory reserved for processes that have not taken them yet.
     promised_bytes: int
@@ -251,14 +244,14 @@ class LedgerView:
     processes: Mapping[str, int]
     #: By request id: bytes that the process holds, where `processes` or the driver's figures cannot tell.
     held_bytes: Mapping[str, Mapping[DeviceKey, int]]
-    #: By origin: requests that hold devices, without hot standbys.
+    #: By origin: requests that hold devices.
     holding: Mapping[str, int]
     #: Bytes of the machine's memory reserved for processes that have not taken them yet.
     host_promised_bytes: int
     #: By device, of a request on several the first: what processes that hold devices need of the machine that it is in.
     #: A cluster adds them up by node.
     host_use: Mapping[DeviceKey, HostUse]
-    #: See `Store.silent`. Their hot standbys do not end on demand, so their reservations count like those of tasks.
+    #: See `Store.silent`.
     silent: frozenset[str] = frozenset()
     #: Requests that hold devices and may be suspended for others.
     preemptible: int = 0
@@ -267,7 +260,7 @@ class LedgerView:
 
     @property
     def tasks(self) -> int:
-        """Requests that hold devices, without hot standbys."""
+        """Requests that hold devices."""
         return sum(self.holding.values())
 
 
@@ -348,8 +341,6 @@ class Ledger:
         self._numbers = itertools.count()
         self._subscriptions: list[Subscription] = []
         self._watchers: list[Callable[[], None]] = []
-        #: By request id: ends a hot standby of this process.
-        self._give_ups: dict[str, Callable[[], None]] = {}
 
     # Brokers.
 
@@ -402,7 +393,7 @@ class Ledger:
             self._news = False
         self._call_watchers()
 
-    def try_write(self, version: int, changes: Changes) -> bool:
+    def try_write(self, version: int, changes: Mapping[str, Entry]) -> bool:
         """Write changes if no reservation was added, and none of the entries was changed, since a view was made; else none.
 
         Args:
@@ -509,25 +500,6 @@ class Ledger:
                 self._write({request_id: None}, lambda row: False)
         self._call_watchers()
 
-    def lend(self, request_id: str, give_up: Callable[[], None]) -> None:
-        """Set what is called when the memory of a hot standby of this process is asked for."""
-        with self._lock:
-            if request_id in self._entries:
-                self._give_ups[request_id] = give_up
-
-    def reclaim(self, request_id: str) -> None:
-        """Ask for the memory of a hot standby, of this or another process; it is released once it is free.
-
-        Requests that are no hot standby's are ignored.
-        """
-        with self._lock:
-            give_up = self._give_ups.get(request_id)
-            entry = self._entries.get(request_id)
-            if give_up is None and entry is not None and entry.standby and not entry.reclaimed:
-                self._change(request_id, reclaimed=True)
-        if give_up is not None:
-            give_up()
-
     def held_by_others(self) -> dict[str, Entry]:
         """Return the entries of other processes that hold devices, by request id."""
         with self._lock:
@@ -568,15 +540,7 @@ class Ledger:
             self._read()
         store = self._open()
         if store.silent != self._silent:
-            differ = store.silent ^ self._silent
-            shown = {
-                request_id: (entry, self._shown(entry))
-                for request_id, entry in self._holding.items()
-                if entry.standby and entry.owner in differ
-            }
             self._silent = store.silent
-            for request_id, (entry, before) in shown.items():
-                self._list(request_id, before, self._shown(entry))
             self._view = None
             self._news = True
         return store
@@ -649,10 +613,8 @@ class Ledger:
         return mine
 
     def _forget_entries(self) -> None:
-        give_ups = dict(self._give_ups)
         for request_id in tuple(self._entries):
             self._apply(request_id, None, None)
-        self._give_ups = give_ups
 
     def _read(self) -> None:
         assert self._store is not None
@@ -703,12 +665,12 @@ class Ledger:
             self._apply(row.request_id, row.entry, row._replace(number=first + at))
         return True
 
-    def _has_changed(self, request_id: str, entry: Entry | None, version: int) -> bool:
+    def _has_changed(self, request_id: str, entry: Entry, version: int) -> bool:
         """Return whether an entry that is to be replaced was changed after a version, or removed."""
         if request_id in self._entries:
             return self._changed[request_id] > version
         # A new one has no owner yet.
-        return entry is not None and bool(entry.owner)
+        return bool(entry.owner)
 
     def _promises(self, request_id: str, entry: Entry) -> bool:
         """Return whether an entry reserves memory of a device of which its request has none."""
@@ -753,24 +715,18 @@ class Ledger:
             self._changed[request_id] = self._base + self._number
             if entry.reservations:
                 self._holding[request_id] = entry
-        self._list(request_id, self._shown(before), self._shown(entry))
+        self._list(
+            request_id,
+            () if before is None else before.reservations,
+            () if entry is None else entry.reservations,
+        )
         self._count(before, -1)
         self._count(entry, 1)
         self._view = None
-        if entry is None:
-            self._give_ups.pop(request_id, None)
         waits = entry is not None and not entry.reservations
         if waits or (before is not None and not before.reservations):
             for subscription in self._subscriptions:
                 subscription.changes[request_id] = entry if waits else None
-
-    def _shown(self, entry: Entry | None) -> tuple[Reservation, ...]:
-        """Return the reservations of an entry as scheduling sees them."""
-        if entry is None:
-            return ()
-        if entry.owner in self._silent and entry.standby:
-            return tuple(replace(each, standby=False) for each in entry.reservations)
-        return entry.reservations
 
     def _list(
         self, request_id: str, before: Sequence[Reservation], held: Sequence[Reservation]
@@ -786,7 +742,7 @@ class Ledger:
 
     def _count(self, entry: Entry | None, sign: int) -> None:
         """Add an entry to what processes need of their machines, or take it from that."""
-        if entry is None or not entry.reservations or entry.standby:
+        if entry is None or not entry.reservations:
             return
         key = entry.reservations[0].device_key
         tasks, promised_bytes = self._host_use.pop(key, (0, 0))
@@ -806,10 +762,9 @@ class Ledger:
             if entry.pid is not None and (entry.held_bytes or request_id not in processes):
                 sizes = entry.held_bytes or (0,) * len(entry.devices)
                 held_bytes[request_id] = dict(zip(entry.devices, sizes, strict=True))
-            if not entry.standby:
-                preemptible += entry.request.preemptible
-                holding[entry.origin] = holding.get(entry.origin, 0) + 1
-                host_promised_bytes += 0 if entry.running else entry.request.host_bytes
+            preemptible += entry.request.preemptible
+            holding[entry.origin] = holding.get(entry.origin, 0) + 1
+            host_promised_bytes += 0 if entry.running else entry.request.host_bytes
         return LedgerView(
             self._base + self._number,
             dict(self._by_device),
@@ -828,15 +783,7 @@ class Ledger:
     def _call_watchers(self) -> None:
         with self._lock:
             watchers = list(self._watchers)
-            owner = "" if self._store is None else self._store.owner
-            asked = [
-                give_up
-                for request_id, give_up in self._give_ups.items()
-                if (entry := self._entries.get(request_id)) is not None
-                and entry.owner == owner
-                and entry.reclaimed
-            ]
-        for call in (*watchers, *asked):
+        for call in watchers:
             try:
                 call()
             except Exception:

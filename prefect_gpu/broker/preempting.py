@@ -69,7 +69,7 @@ def preempt(
     running = {
         request_id: _running(entry, devices, measured_bytes, silent)
         for request_id, entry in entries.items()
-        if entry.reservations and not entry.standby
+        if entry.reservations
     }
     plans = {
         each.request_id: each

@@ -7,7 +7,7 @@ A `Ticket` is used under the broker's lock, but for the wait for its decision. W
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from prefect_gpu.clock import Clock
@@ -39,8 +39,6 @@ class Ticket:
     """One request, from its submission until its memory is back. Made by `Broker.submit`."""
 
     request: Request
-    #: Kind of the hot standbys that suit it; `None`: none does.
-    kind: Hashable = None
     #: Notified when it is decided.
     changed: threading.Condition = field(default_factory=threading.Condition)
     #: It was placed, refused or withdrawn.
@@ -51,8 +49,6 @@ class Ticket:
     placed_s: float = 0.0
     #: Process that holds what was reserved; `None`: none yet, or no longer.
     pid: int | None = None
-    #: Id of the hot standby that is kept for it, until a process has its task; empty: none is.
-    standby_id: str = ""
     #: Bytes that its own counters (plus context) give, where the device cannot tell.
     stand_in_bytes: int = 0
     #: Called with monotonic seconds and what it holds of each of its devices, in the task's order, at

@@ -37,10 +37,7 @@ from prefect_gpu.processes.messages import (
     BodyEnded,
     BodyStarted,
     Call,
-    Heat,
-    Heated,
     Prepare,
-    Warmed,
 )
 from prefect_gpu.values import registrations, spawned, stand_ins, transport
 from prefect_gpu.values.transport import PackedValue
@@ -82,21 +79,15 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
 def _wait_for_task(channel: Channel, warm: list[str] | None) -> Prepare:
     """Do a standby's work until its task comes, if this process is one."""
     if warm is not None:
-        _report(channel, warm_up.warm_up(warm))
+        done = warm_up.warm_up(warm)
+        channel.send(done)
+        if done.problem:
+            sys.stdout.flush()
+            os._exit(0)
     message = channel.receive()
-    if isinstance(message, Heat):
-        _report(channel, warm_up.heat(message))
-        message = channel.receive()
     if not isinstance(message, Prepare):
         raise ProtocolError(f"the parent sent {message!r} where a task was expected")
     return message
-
-
-def _report(channel: Channel, done: Warmed | Heated) -> None:
-    channel.send(done)
-    if done.problem:
-        sys.stdout.flush()
-        os._exit(0)
 
 
 class _Interrupts:
@@ -139,10 +130,6 @@ def _run(
     try:
         interrupts.begin(prepare.interpreter)
         hooks.install(adapters, prepare.policy)
-        hot = registry.ADAPTERS.get(prepare.late.hot) if prepare.late is not None else None
-        if hot is not None:
-            # As far as its import has not done so: it was started before the policy was known.
-            hot.apply_hot(prepare.policy)
         if made_for_it:
             for library in prepare.libraries:
                 importlib.import_module(library)

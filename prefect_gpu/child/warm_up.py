@@ -22,7 +22,7 @@ from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.process_resources import read_own_bytes, read_status
 from prefect_gpu.processes.interpreter import working_folder
-from prefect_gpu.processes.messages import Heat, Heated, Late, Warmed
+from prefect_gpu.processes.messages import Late, Warmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +107,6 @@ def find_started() -> str:
     if cuda_driver.is_initialized():
         return "the CUDA driver was initialised by a module as it was imported"
     return ""
-
-
-def heat(order: Heat) -> Heated:
-    """Start a framework on its device; return what went wrong, and raise nothing."""
-    _set_variables(order.environment)
-    adapter = registry.ADAPTERS.get(order.framework)
-    try:
-        if adapter is not None:
-            adapter.start_device()
-    except BaseException as error:
-        return Heated(f"{type(error).__name__}: {error}".partition("\n")[0])
-    return Heated()
 
 
 def become_task_process(late: Late) -> None:

@@ -53,13 +53,13 @@ class HeldBy:
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """A task that has devices, or a standby with a CUDA context of its own."""
+    """A task that has devices."""
 
     task: str
     #: Name and id of its task run; empty: it is of none.
     task_run: str
     task_run_id: str
-    #: `runs`, `starts` (its process is not ready yet), `standby`, or how far it is suspended.
+    #: `runs`, `starts` (its process is not ready yet), or how far it is suspended.
     state: str
     devices: tuple[HeldBy, ...]
     #: Seconds since it got its devices; `None`: not known any more.
@@ -244,7 +244,7 @@ def _task(
 def _state(entry: Entry) -> str:
     if entry.suspension and not entry.suspension.startswith(REFUSED):
         return entry.suspension
-    return "standby" if entry.standby else "runs" if entry.running else "starts"
+    return "runs" if entry.running else "starts"
 
 
 def _waiting(
@@ -253,7 +253,7 @@ def _waiting(
     waiting = [entry for entry in entries.values() if not entry.reservations]
     queue = RequestQueue(entry.request for entry in waiting if not entry.held_back)
     queue.statuses = {e.request.id: e.status for e in waiting}
-    holding = [e for e in entries.values() if e.reservations and not e.standby]
+    holding = [e for e in entries.values() if e.reservations]
     promised_bytes = sum(0 if e.running else e.request.host_bytes for e in holding)
     of_origin = Counter(e.origin for e in holding)
 

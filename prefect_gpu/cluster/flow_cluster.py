@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.ledger import Ledger
@@ -19,7 +19,7 @@ from prefect_gpu.cluster.wanted import Bundles, count_bundles
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.standby_kind import Kind
-from prefect_gpu.scheduling.model import Device, DeviceSnapshot
+from prefect_gpu.scheduling.model import DeviceSnapshot
 
 #: Seconds to wait for a node's first reading.
 READING_S = 5.0
@@ -81,7 +81,6 @@ class FlowCluster:
         settings: What each node's agent is to do.
         num_gpus: See `GPUTaskRunner`.
         max_processes: Most processes at a time; `None`: as many as the nodes allow.
-        context_bytes: Returns the size of a framework's context on a device.
 
     Raises:
         DeviceError: There is no cluster at the address, or none of its nodes has a device.
@@ -93,7 +92,6 @@ class FlowCluster:
         settings: NodeSettings,
         num_gpus: float | None,
         max_processes: int | None,
-        context_bytes: Callable[[str, Device], int],
     ) -> None:
         self._cluster = Cluster(address, settings, num_gpus)
         self._cluster.open()
@@ -110,7 +108,6 @@ class FlowCluster:
             headroom_bytes=settings.headroom_bytes,
             # Each node's own broker knows its memory.
             read_host_available=lambda: sys.maxsize,
-            context_bytes=context_bytes,
         )
         self._max_tasks = settings.max_tasks_per_device
         self._cluster.watch(self.broker.give_up)

@@ -372,7 +372,6 @@ class SimulatedMemory(ProcessMemory):
             self._pid = pid
             self._live = dict.fromkeys(self._live, 0)
             self._peak = dict(self._live)
-            # A hot standby's account is replaced by that of its task.
             self._reader.attached[pid] = self
 
     def live_bytes(self) -> int | None:
@@ -384,8 +383,7 @@ class SimulatedMemory(ProcessMemory):
         with self._reader.account():
             if self._pid is None:
                 return None
-            if self._reader.attached.get(self._pid) is self:
-                del self._reader.attached[self._pid]
+            self._reader.attached.pop(self._pid, None)
             return sum(self._peak.values()), len(self._peak)
 
     def answer(self, method: str, arguments: Mapping[str, Any]) -> Any:

@@ -107,18 +107,15 @@ def late_changes(
     adapters: Collection[FrameworkAdapter],
     *,
     cpus_stated: bool,
-    hot: str = "",
 ) -> dict[str, str | None] | None:
     """Return what must change in a process that has imported its modules, if it still may change.
 
     Args:
-        before: The environment in which it imported its modules and started a framework.
+        before: The environment in which it imported its modules.
         after: The environment that the task needs.
         adapters: All adapters: a variable belongs to one of them.
         cpus_stated: Whether a tag states the number of threads. A number that was computed from the
             machine may be set late: frameworks that have a call for it follow it.
-        hot: The framework that it has started, as in `gpu:framework=`; empty: none. Its device and what
-            this framework reads when it starts are fixed.
 
     Returns:
         Variables to set, or to remove (`None`); `None`: one of them would come too late.
@@ -128,12 +125,8 @@ def late_changes(
         old, new = before.get(name), after.get(name)
         if old == new:
             continue
-        owners = [adapter for adapter in adapters if adapter.applies_late(name, old, new)]
-        late = bool(owners) or _applies_late(name, old)
+        late = _applies_late(name, old) or any(a.applies_late(name, old, new) for a in adapters)
         if not late and (cpus_stated or name not in CPU_VARIABLES):
-            return None
-        device = hot and name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-        if device or any(a.name == hot and not a.applies_hot(name, old, new) for a in owners):
             return None
         changes[name] = new
     return changes
@@ -314,8 +307,6 @@ class FrameworkAdapter:
     module: ClassVar[str]
     #: Variables of the framework's processes. A value that the flow's process has wins.
     default_environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    #: Whether a hot standby may start it, with `start_device`, before its task's policy is known.
-    can_start_early: ClassVar[bool] = False
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return environment variables of a child; `None` removes an inherited one. Pure."""
@@ -351,23 +342,6 @@ class FrameworkAdapter:
             after: Its value when the framework first uses a device.
         """
         return False
-
-    def start_device(self) -> None:
-        """Child: create the context on device 0 and run a first kernel, so that libraries load.
-
-        The allocator holds nothing afterwards, and its counters are as if nothing had happened.
-        """
-        raise NotImplementedError
-
-    def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return whether a variable of this framework may change after `start_device`. Pure.
-
-        Arguments are those of `applies_late`.
-        """
-        return False
-
-    def apply_hot(self, policy: FrameworkPolicy) -> None:
-        """Child: apply what the framework read from variables when it started."""
 
     def has_started(self) -> bool:
         """Child: return whether the framework, once imported, has begun to use devices.

@@ -26,7 +26,6 @@ class CupyAdapter(FrameworkAdapter):
 
     name = "cupy"
     module = "cupy"
-    can_start_early = True
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return the pool's limit in bytes. It is one for all devices, so the smallest cap."""
@@ -51,24 +50,6 @@ class CupyAdapter(FrameworkAdapter):
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
         """Return `True` for the pool's limit, which is read with the first allocation."""
         return name == "CUPY_GPU_MEMORY_LIMIT"
-
-    def start_device(self) -> None:
-        """Child: create the context and load cuBLAS."""
-        cupy = import_module("cupy")
-        a = cupy.ones((256, 256), dtype=cupy.float32)
-        float((a @ a).sum())
-        del a
-        _release(cupy)
-
-    def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for the pool's limit, which `apply_hot` sets."""
-        return name == "CUPY_GPU_MEMORY_LIMIT"
-
-    def apply_hot(self, policy: FrameworkPolicy) -> None:
-        """Child: limit the pool, which has read its variable with the first allocation."""
-        caps = policy.cap_bytes(self.name)
-        # 0: no limit.
-        import_module("cupy").get_default_memory_pool().set_limit(size=min(caps) if caps else 0)
 
     def counters(self) -> Counters | None:
         """Child: read the default pool on the calling thread's device.

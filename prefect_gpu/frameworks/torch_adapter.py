@@ -66,14 +66,10 @@ _captures = CaptureWatch()
 
 
 class TorchAdapter(FrameworkAdapter):
-    """PyTorch on CUDA devices; on the host only its threads are set.
-
-    `apply_hot` does nothing: once CUDA has started, `apply` sets the cap at once.
-    """
+    """PyTorch on CUDA devices; on the host only its threads are set."""
 
     name = "torch"
     module = "torch"
-    can_start_early = True
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return the allocator's variables, under both names."""
@@ -155,27 +151,6 @@ class TorchAdapter(FrameworkAdapter):
         if name in ALLOCATOR_VARIABLES:
             return _backend(before) == _backend(after)
         return name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NVML_BASED_CUDA_CHECK")
-
-    def start_device(self) -> None:
-        """Child: create the context and load cuBLAS; free its workspace and reset the peaks."""
-        torch = import_module("torch")
-        torch.cuda.init()
-        a = torch.ones(256, 256, device="cuda:0")
-        (a @ a).sum().item()
-        torch.cuda.synchronize()
-        del a
-        # cuBLAS keeps up to 32 MiB of the allocator's memory, which a body that never multiplies would
-        # not have. Private, but there since 1.12.
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear is not None:
-            clear()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.reset_accumulated_memory_stats()
-
-    def applies_hot(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for what is read each time. The allocator has read all of its options."""
-        return name == "PYTORCH_NVML_BASED_CUDA_CHECK"
 
     def has_started(self) -> bool:
         """Child: return whether PyTorch has initialised CUDA."""

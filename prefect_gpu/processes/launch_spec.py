@@ -31,8 +31,6 @@ class LaunchSpec:
     cwd: str = ""
     argv: tuple[str, ...] = ()
     sys_path: tuple[str, ...] = ()
-    #: The hot standby that is reserved for it, by its name in the ledger; empty: none.
-    standby: str = ""
     #: The devices that it was placed on, and what was asked for: a launcher of another machine has it confirmed there.
     placement: Placement | None = None
     request: Request | None = None

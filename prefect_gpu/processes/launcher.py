@@ -51,7 +51,6 @@ from prefect_gpu.processes.messages import (
     Accepted,
     BodyEnded,
     BodyStarted,
-    Heated,
     Late,
     Warmed,
 )
@@ -613,7 +612,7 @@ class ProcessLauncher:
             tell(child.listener, ValueArrived(value))
             return
         message = messages.decode(frame.body)
-        if isinstance(message, (Accepted, Warmed, Heated)) and child.task is not None:
+        if isinstance(message, (Accepted, Warmed)) and child.task is not None:
             # It answers for what the standby did before it was given the task, or says that it has it.
             tell(child.task.standby_listener, message)
             return

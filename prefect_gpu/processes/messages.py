@@ -8,8 +8,6 @@ One child, one stream socket, one task:
 
                                           only a standby, a process started before its task:
                                   ◀───    Warmed (modules are imported), or it ends
-    Heat (may be left out)        ───▶
-                                  ◀───    Heated (its framework has started), or it ends
 
     Prepare                       ───▶    policy, allocation; a standby catches up with its task
     value frame: the `Call`       ───▶
@@ -100,18 +98,6 @@ class Late:
     cwd: str
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
-    #: The framework that was started ahead, as in `Heat`; empty: none was.
-    hot: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Heat(Message):
-    """To a standby: start a framework on the device that it will have."""
-
-    #: As in `gpu:framework=`; one that has no adapter (simulated devices) starts nothing.
-    framework: str
-    #: Variables to set first, the device among them, or to remove (`None`).
-    environment: Mapping[str, str | None]
 
 
 class PickledApart(Protocol):
@@ -214,14 +200,6 @@ class Warmed(Message):
         if self.touched:
             return self.touched
         return f"{', '.join(self.failed)} could not be imported" if self.failed else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Heated(Message):
-    """A standby has started its framework, or ends by itself."""
-
-    #: Why it could not start it; empty: it has.
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,7 @@ import itertools
 import logging
 import os
 import sys
-import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -35,7 +33,6 @@ from prefect_gpu.processes.interpreter import environment_with
 from prefect_gpu.processes.launch_spec import WarmSpec
 from prefect_gpu.processes.launcher import Handle
 from prefect_gpu.processes.messages import Warmed
-from prefect_gpu.scheduling.model import Device
 from prefect_gpu.scheduling.standbys import KindDemand
 
 logger = logging.getLogger(__name__)
@@ -43,18 +40,12 @@ logger = logging.getLogger(__name__)
 #: What a task's process imports before a body that uses Prefect: Prefect, and what puts the process into its run.
 OWN_MODULES = ("prefect_gpu.child.prefect_context", "prefect_gpu.task_runner")
 
-#: Stands for a framework where devices are simulated: there is a context, and nothing to start.
-SIMULATED = "simulated"
-
 #: Failures in a row after which something is not tried again.
 MOST_FAILURES = 3
 
 #: Seconds after the last failure after which something is tried again: what made processes fail for a while
 #: must not cost a flow of days its standbys.
 FORGET_S = 600.0
-
-#: Makes the names of standbys unique on the machine: processes of two containers may have one number.
-_PROCESS = uuid.uuid4().hex[:8]
 
 #: Variables to set in a process that waits, or to remove (`None`).
 Changes = dict[str, str | None]
@@ -79,8 +70,6 @@ class Kind:
     cpus: int = field(compare=False)
     #: Host memory that one standby takes, before any was measured (bytes).
     size_bytes: int = field(compare=False)
-    #: Framework that is started ahead on a device, as in `gpu:framework=`, or `SIMULATED`; empty: none.
-    hot: str = ""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -90,7 +79,7 @@ class Kind:
     @functools.cached_property
     def key(self) -> str:
         """A short name of the kind, the same in every process: equal kinds have equal names."""
-        values = self.always, self.users, self.environment, self.cpus_stated, self.hot
+        values = self.always, self.users, self.environment, self.cpus_stated
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
     def without_users(self) -> Kind:
@@ -115,7 +104,6 @@ def kind_of(
     *,
     size_bytes: int,
     environ: Mapping[str, str] | None = None,
-    hot: bool = False,
     with_prefect: bool = True,
 ) -> Kind:
     """Return what can be done ahead for a task.
@@ -126,7 +114,6 @@ def kind_of(
             caching and threads, but no devices and no budget.
         size_bytes: Host memory that such a process takes, roughly.
         environ: The parent's environment; `None`: this process's.
-        hot: The framework is to be started ahead, where that can be done.
         with_prefect: The task is known to use Prefect. Its modules may import it in any case.
     """
     environ = os.environ if environ is None else environ
@@ -146,7 +133,6 @@ def kind_of(
         cpus_stated=policy.cpus_stated,
         cpus=policy.cpus,
         size_bytes=size_bytes,
-        hot=_find_hot(policy, names) if hot else "",
     )
 
 
@@ -164,16 +150,6 @@ def standby_changes(
         # The device is not known yet, and with no device to see, modules would decide for the CPU.
         del changes["CUDA_VISIBLE_DEVICES"]
     return tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES))
-
-
-def _find_hot(policy: FrameworkPolicy, names: Iterable[str]) -> str:
-    """Return the framework to start ahead. The whole process shares the context that it makes."""
-    if policy.device_kind == "simulated":
-        return SIMULATED
-    if policy.device_kind != "nvml":
-        return ""
-    hot = (name for name in names if registry.ADAPTERS[name].can_start_early)
-    return next((name for name in hot if _can_import(registry.ADAPTERS[name].module)), "")
 
 
 @functools.cache
@@ -212,15 +188,11 @@ def _can_import(module: str) -> bool:
         return False
 
 
-# Devices for hot standbys.
+# What standbys leave to tasks.
 
 
-class DeviceBroker(Protocol):
+class HostMemory(Protocol):
     """What the pool of standbys asks of a broker; see `broker.Broker`. Safe to use from several threads."""
-
-    @property
-    def devices(self) -> Sequence[Device]:
-        """Devices that tasks may be placed on."""
 
     @property
     def host_promised_bytes(self) -> int:
@@ -229,23 +201,6 @@ class DeviceBroker(Protocol):
     @property
     def wants_host_memory(self) -> bool:
         """Whether a task waits for host memory."""
-
-    def lend_device(
-        self,
-        standby_id: str,
-        kind: Hashable,
-        framework: str,
-        pid: int,
-        give_up: Callable[[], object],
-        avoid: Container[str],
-    ) -> Device | None:
-        """Reserve a framework's context on a device for a standby."""
-
-    def offer_standby(self, standby_id: str) -> None:
-        """Allow tasks to take a standby that is about to start its framework."""
-
-    def end_standby(self, standby_id: str) -> None:
-        """Note that its process is gone; without effect once a task has it."""
 
 
 # How far a standby is.
@@ -257,14 +212,8 @@ class Stage(enum.IntEnum):
     IMPORTING = 0
     #: It has imported and waits for its task.
     WAITING = 1
-    #: It waits for its task, and a device is being asked for.
-    ASKING = 2
-    #: Its framework starts on its device.
-    STARTING = 3
-    #: Its framework has started.
-    HOT = 4
     #: It was asked to end, or ends by itself.
-    ENDING = 5
+    ENDING = 2
 
 
 _serials = itertools.count()
@@ -286,26 +235,16 @@ class Standby:
     #: `None`: the process has not been reported yet.
     pid: int | None = None
     stage: Stage = Stage.IMPORTING
-    #: Monotonic seconds when its framework was told to start.
-    heated_s: float = 0.0
     #: A task has it. Its stage goes on until it accepts the task.
     given: bool = False
-    #: Its device, for tasks there alone, and the broker that lent it; `None`: it has none.
-    device: Device | None = None
-    broker: DeviceBroker | None = None
     #: What it counts for among the standbys of the machine, and among those that import.
     place: Hold | None = None
     import_place: Hold | None = None
 
     @property
-    def id(self) -> str:
-        """Its name in the ledger."""
-        return f"standby-{_PROCESS}-{os.getpid()}-{self.serial}"
-
-    @property
     def ready(self) -> bool:
         """Whether it has imported and can take a task at once."""
-        return Stage.WAITING <= self.stage <= Stage.HOT
+        return self.stage is Stage.WAITING
 
     def enter(self, stage: Stage) -> None:
         """Go on to a stage, unless it ends."""
@@ -327,71 +266,48 @@ class Standby:
             kind: The task's.
             environment: The whole environment of the task.
         """
-        environment_before, hot = self.spec.environment, ""
-        if self.device is not None:
-            environment_before = environment_with(
-                device_environment(self.device), environment_before
-            )
-            hot = self.kind.hot
         return late_changes(
-            environment_before,
+            self.spec.environment,
             environment,
             registry.ADAPTERS.values(),
             cpus_stated=kind.cpus_stated or self.kind.cpus_stated,
-            hot=hot,
         )
-
-
-def device_environment(device: Device) -> Changes:
-    """Return the variables under which a framework starts on a device alone, as in a task's process."""
-    if device.kind != "nvml":
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": device.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 # Which standby suits a task.
 
 
 def choose_standby(
-    standbys: Iterable[Standby], kind: Kind, environment: Mapping[str, str], kept: str = ""
+    standbys: Iterable[Standby], kind: Kind, environment: Mapping[str, str]
 ) -> tuple[tuple[Standby, Changes] | None, list[Standby]]:
-    """Choose the hot standby that is kept for a task, or else the one without a device that is furthest along.
+    """Choose the standby that is furthest along for a task.
 
     Args:
         standbys: All that no task has.
         kind: The task's.
         environment: The whole environment of the task.
-        kept: Id of the hot standby; empty: none is kept.
 
     Returns:
-        The standby and what must change in it (`None`: none suits), and those that were kept or made for such
-        a task and do not suit it: the parent's environment has changed since they were started.
+        The standby and what must change in it (`None`: none suits), and the standbys that were made for such a task
+        and do not suit it: the parent's environment has changed since they were started.
     """
     best: tuple[Standby, Changes] | None = None
     best_rank: tuple[Any, ...] = ()
     misfits = []
     for standby in standbys:
-        is_kept = standby.id == kept
         # Not one that has imported what this task would not.
         similar = standby.kind.always == kind.always and set(standby.spec.modules) <= set(
             kind.modules
         )
-        possible = is_kept or (similar and standby.device is None)
-        if standby.stage is Stage.ENDING or not possible:
+        if standby.stage is Stage.ENDING or not similar:
             continue
         changes = standby.changes_for(kind, environment)
         if changes is None:
-            if is_kept or standby.kind == kind:
+            if standby.kind == kind:
                 misfits.append(standby)
             continue
         # One that still imports is further along than a process that has not been started.
-        rank = (
-            is_kept,
-            standby.ready,
-            standby.stage is Stage.WAITING,
-            len(standby.spec.modules),
-            -standby.serial,
-        )
+        rank = standby.ready, len(standby.spec.modules), -standby.serial
         if best is None or rank > best_rank:
             best, best_rank = (standby, changes), rank
     return best, misfits
@@ -413,18 +329,8 @@ class KindRecord:
     failed_s: float = float("-inf")
     #: Why none is started any more; empty: they are.
     given_up: str = ""
-    #: Hot standbys in a row that did not suit the task that they were kept for, counted as `failures` are.
-    hot_misfits: int = 0
-    #: Monotonic seconds of the last of them.
-    hot_failed_s: float = float("-inf")
-    #: Monotonic seconds before which no device is asked for: none was had, or one had to be given back.
-    hot_after_s: float = 0.0
     #: Modules of the user's do something at their import that must not be done before the task.
     without_users: bool = False
-    #: Lends devices to the standbys; `None`: they import, and no more.
-    broker: DeviceBroker | None = None
-    #: UUIDs of devices where the framework does not start.
-    failed_uuids: set[str] = field(default_factory=set)
     #: The larger, the later a task of the kind was started; 0: none was.
     last_used: int = 0
 
@@ -433,11 +339,6 @@ class KindRecord:
         """What the next one imports."""
         made = self.kind.without_users() if self.without_users else self.kind
         return made.modules
-
-    @property
-    def spare(self) -> int:
-        """How many stay without a device, for tasks that are placed on another device than the hot ones."""
-        return int(self.broker is not None and len(self.broker.devices) > 1)
 
     def take_imports(self, warmed: Warmed, modules: tuple[str, ...]) -> None:
         """Note how the imports of one went.
@@ -462,33 +363,10 @@ class KindRecord:
         """Try again what has failed, if that was long ago."""
         if now_s - self.failed_s > FORGET_S:
             self.failures, self.given_up = 0, ""
-        if now_s - self.hot_failed_s > FORGET_S:
-            self.hot_misfits = 0
 
-    def take_misfit(self, standby: Standby, now_s: float) -> None:
-        """Note that one does not suit the task that it was made for, or kept for on its device."""
-        if standby.device is None:
-            self.take_failure(standby, now_s, "the environment changes from task to task")
-        elif standby.started_s > self.hot_failed_s:
-            self.hot_failed_s = now_s
-            self.hot_misfits += 1
-
-    def take_success(self, standby: Standby) -> None:
-        """Note that one has accepted its task: failures count anew."""
+    def take_success(self) -> None:
+        """Note that a standby has accepted its task: failures count anew."""
         self.failures, self.failed_s, self.given_up = 0, float("-inf"), ""
-        if standby.device is not None:
-            self.hot_misfits = 0
-
-    def take_failed_start(self, uuid: str, problem: str) -> None:
-        """Note that the framework does not start on a device; it is not tried there again."""
-        if uuid not in self.failed_uuids:
-            self.failed_uuids.add(uuid)
-            logger.warning(
-                "no standby starts %s on device %s ahead of its task any more: %s",
-                self.kind.hot,
-                uuid,
-                problem,
-            )
 
     def take_failure(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> bool:
         """Note that one ended before it had taken a task, or does not suit it; return whether it counts.
@@ -551,29 +429,6 @@ def demands_of(
                 ready=len(stages) - importing - stages.count(Stage.ENDING),
                 importing=importing,
                 useful=not record.given_up,
-                spare=record.spare,
             )
         )
     return demands
-
-
-def choose_to_start(
-    records: Mapping[Kind, KindRecord], standbys: Iterable[Standby], now_s: float
-) -> list[Standby]:
-    """Choose the standbys that are to start their framework on a device.
-
-    Args:
-        records: Of all kinds.
-        standbys: All that no task has.
-        now_s: Monotonic seconds.
-    """
-    chosen = []
-    waiting: Counter[Kind] = Counter()
-    for standby in standbys:
-        record = records[standby.kind]
-        asks = record.broker is not None and record.hot_misfits < MOST_FAILURES
-        if asks and now_s >= record.hot_after_s and standby.stage is Stage.WAITING:
-            waiting[standby.kind] += 1
-            if waiting[standby.kind] > record.spare:
-                chosen.append(standby)
-    return chosen

@@ -2,8 +2,7 @@
 
 One pool serves all runners of a Python process. A runner announces each task as it is submitted; the
 announcement is the task's `Launcher` from then on. A standby is used once. What a standby is made for and which
-one suits a task is decided in `standby_kind`, and how many there are in `scheduling.standbys`. The devices of hot
-standbys belong to a broker.
+one suits a task is decided in `standby_kind`, and how many there are in `scheduling.standbys`.
 """
 
 from __future__ import annotations
@@ -40,18 +39,16 @@ from prefect_gpu.processes.launch_spec import (
     WarmSpec,
 )
 from prefect_gpu.processes.launcher import ProcessLauncher, process_launcher
-from prefect_gpu.processes.messages import Accepted, BodyStarted, Heat, Heated, Late, Warmed
+from prefect_gpu.processes.messages import Accepted, BodyStarted, Late, Warmed
 from prefect_gpu.processes.standby_kind import (
     Changes,
-    DeviceBroker,
+    HostMemory,
     Kind,
     KindRecord,
     Stage,
     Standby,
     choose_standby,
-    choose_to_start,
     demands_of,
-    device_environment,
 )
 from prefect_gpu.scheduling.standbys import Machine, StandbyPlan, most_imports, plan_standbys
 from prefect_gpu.units import GIB
@@ -71,14 +68,8 @@ PATIENCE_S = 0.5
 #: Seconds without new standbys after the machine was short of memory or processes.
 SHORTAGE_S = 10.0
 
-#: Seconds until a device is asked for again where none was had for a hot standby, or one had to end.
-DEVICE_RETRY_S = 5.0
-
 #: Seconds that a standby may import: half a minute is a cold disk, ten times that a hang.
 IMPORT_S = 300.0
-
-#: Seconds that its framework may take to start on a device: 0.3 s on an H200.
-START_S = 60.0
 
 #: Seconds that `close` waits for processes that were killed.
 _ENDING_S = 5.0
@@ -106,8 +97,6 @@ class Announcement:
 class StandbyPool:
     """Keeps standbys and hands them out. Safe to use from several threads.
 
-    The pool's lock may be held while a broker's is taken, and never the other way round.
-
     Args:
         launcher: Starts the processes.
         read_available: Returns the bytes of the machine's memory that new processes could use.
@@ -132,8 +121,8 @@ class StandbyPool:
         self._dirty = False
         self._shut = False
         self._thread: threading.Thread | None = None
-        #: Runners that are open: standbys at most, and what hands out the devices of its tasks.
-        self._owners: dict[object, tuple[int, DeviceBroker]] = {}
+        #: Runners that are open: standbys at most, and the broker of its tasks.
+        self._owners: dict[object, tuple[int, HostMemory]] = {}
         self._announced: dict[Announcement, None] = {}
         self._shared: SharedFolder | None = None
         #: All that no task has.
@@ -152,14 +141,14 @@ class StandbyPool:
     # Any thread.
 
     def open(
-        self, owner: object, most: int, broker: DeviceBroker, shared: SharedFolder | None = None
+        self, owner: object, most: int, broker: HostMemory, shared: SharedFolder | None = None
     ) -> None:
         """Keep standbys for a runner until `close`; without effect the second time.
 
         Args:
             owner: The runner.
             most: Standbys at most. With several runners the largest number counts.
-            broker: Hands out the devices of its tasks.
+            broker: Of its tasks: knows what they need of the machine's memory.
             shared: Folder in which all processes of the machine count their standbys: `most` is of the machine
                 then. `None`: they are not counted.
         """
@@ -173,7 +162,7 @@ class StandbyPool:
         with self._changed:
             self._owners.pop(owner, None)
             if self._owners:
-                self._end_without_broker()
+                self._wake()
                 return
             self._announced.clear()
             self._end_all()
@@ -194,19 +183,16 @@ class StandbyPool:
             self._end_all()
             self._wake()
 
-    def announce(self, kind: Kind, broker: DeviceBroker | None = None) -> Announcement:
+    def announce(self, kind: Kind) -> Announcement:
         """Keep a standby for a task that was submitted.
 
         Args:
             kind: What can be done ahead for it.
-            broker: Hands out the devices that it may have; `None`: no framework is started ahead.
         """
         announcement = Announcement(self, kind)
         with self._changed:
             self._announced[announcement] = None
-            record = self._record(kind)
-            if broker is not None and kind.hot:
-                record.broker = broker
+            self._record(kind)
             self._check_soon()
         return announcement
 
@@ -228,9 +214,10 @@ class StandbyPool:
             self._running += 1
             if self._owners:
                 self._record(kind).last_used = next(self._uses)
-            found, misfits = choose_standby(self._standbys, kind, environment, spec.standby)
+            found, misfits = choose_standby(self._standbys, kind, environment)
             for standby in misfits:
-                self._record(standby.kind).take_misfit(standby, time.monotonic())
+                why = "the environment changes from task to task"
+                self._record(standby.kind).take_failure(standby, time.monotonic(), why)
                 self._end(standby)
             if found is not None:
                 return self._give(*found, kind, spec, listener)
@@ -266,15 +253,9 @@ class StandbyPool:
 
     @property
     def ready_by_kind(self) -> Counter[Kind]:
-        """Standbys without a device that wait for a task now, by their kind."""
+        """Standbys that wait for a task now, by their kind."""
         with self._changed:
-            return Counter(s.kind for s in self._standbys if s.ready and s.device is None)
-
-    @property
-    def hot(self) -> int:
-        """Standbys whose framework has started, and that wait for a task."""
-        with self._changed:
-            return sum(s.stage is Stage.HOT for s in self._standbys)
+            return Counter(s.kind for s in self._standbys if s.ready)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -291,17 +272,12 @@ class StandbyPool:
         self._standbys.remove(standby)
         standby.given = True
         standby.leave()
-        hot = ""
-        if standby.device is not None:
-            hot = standby.kind.hot
-            # Its place on the device is free for another.
-            self._record(standby.kind).hot_after_s = 0.0
         if standby.ready:
             # The next one would take the cores that this task begins with.
             self._beginning[standby] = kind
         else:
             self._check_soon()
-        late = Late(changes, spec.cwd, spec.argv, spec.sys_path, hot)
+        late = Late(changes, spec.cwd, spec.argv, spec.sys_path)
         return standby.handle.give(
             spec, late, lambda message: self._pass_on(standby, listener, message)
         )
@@ -326,17 +302,6 @@ class StandbyPool:
     def _end_all(self) -> None:
         for standby in self._standbys:
             self._end(standby)
-
-    def _end_without_broker(self) -> None:
-        """End those on devices of a broker that no runner uses any more."""
-        brokers = [broker for _, broker in self._owners.values()]
-        for record in self._records.values():
-            if record.broker not in brokers:
-                record.broker = None
-        for standby in self._standbys:
-            if standby.stage >= Stage.ASKING and self._record(standby.kind).broker is None:
-                self._end(standby)
-        self._wake()
 
     def _end(self, standby: Standby) -> None:
         # One that was given to a task is the task's.
@@ -365,7 +330,7 @@ class StandbyPool:
             except Exception:
                 logger.exception("the pool of standby processes met an error; it goes on")
 
-    def _check(self, brokers: set[DeviceBroker]) -> None:
+    def _check(self, brokers: set[HostMemory]) -> None:
         """Start and end what is due."""
         available_bytes = self._read_available()
         promised_bytes = sum(broker.host_promised_bytes for broker in brokers)
@@ -392,23 +357,13 @@ class StandbyPool:
                 record.forget(now)
             demands = demands_of(self._records, announced, self._standbys)
             self._carry_out(plan_standbys(demands, machine), now)
-            if now < self._hold_until_s:
-                return
-            asking = choose_to_start(self._records, self._standbys, now)
-            for standby in asking:
-                standby.enter(Stage.ASKING)
-        for standby in asking:
-            self._start_on_device(standby)
 
     def _end_hung(self, now: float) -> None:
-        """End those that import, or start their framework, for too long."""
+        """End standbys that import for too long."""
         for standby in self._standbys:
             if standby.stage is Stage.IMPORTING and now - standby.started_s > IMPORT_S:
                 why = f"it imported for more than {IMPORT_S:g} s"
                 self._record(standby.kind).take_failure(standby, now, why)
-                self._end(standby)
-            elif standby.stage is Stage.STARTING and now - standby.heated_s > START_S:
-                self._take_failed_start(standby, f"it took more than {START_S:g} s to start")
                 self._end(standby)
 
     def _carry_out(self, plan: StandbyPlan, now: float) -> None:
@@ -471,47 +426,6 @@ class StandbyPool:
         logger.debug("no process can be started ahead of its task: %s", error)
         self._hold_until_s = time.monotonic() + SHORTAGE_S
 
-    def _start_on_device(self, standby: Standby) -> None:
-        """Ask a standby to start its framework. Without the lock: asking for a device may take a moment."""
-        assert standby.pid is not None and standby.handle is not None
-        kind, device = standby.kind, None
-        with self._changed:
-            broker = self._record(kind).broker
-            avoid = frozenset(self._record(kind).failed_uuids)
-        try:
-            if broker is not None:
-                device = broker.lend_device(
-                    standby.id, kind, kind.hot, standby.pid, lambda: self._give_up(standby), avoid
-                )
-        except Exception:
-            logger.debug("no device for a hot standby", exc_info=True)
-        with self._changed:
-            if device is None or broker is None:
-                standby.enter(Stage.WAITING)
-                self._record(kind).hot_after_s = time.monotonic() + DEVICE_RETRY_S
-            elif standby not in self._standbys:
-                # It has a task meanwhile, or died. It has not touched the device.
-                broker.end_standby(standby.id)
-            else:
-                standby.device, standby.broker = device, broker
-                if standby.stage is not Stage.ENDING:
-                    standby.enter(Stage.STARTING)
-                    standby.heated_s = time.monotonic()
-                    standby.handle.answer(Heat(kind.hot, device_environment(device)))
-                    # A task that is given to it from now on is accepted after the start.
-                    broker.offer_standby(standby.id)
-
-    def _give_up(self, standby: Standby) -> None:
-        """End one whose device's memory is needed. Called by a broker, without its lock."""
-        with self._changed:
-            self._record(standby.kind).hot_after_s = time.monotonic() + DEVICE_RETRY_S
-            self._end(standby)
-
-    def _take_failed_start(self, standby: Standby, problem: str) -> None:
-        """Note that a framework did not start on its device."""
-        assert standby.device is not None
-        self._record(standby.kind).take_failed_start(standby.device.uuid, problem)
-
     # The launcher's thread.
 
     def _pass_on(self, standby: Standby, listener: Listener, message: Any) -> None:
@@ -530,7 +444,7 @@ class StandbyPool:
             record, now = self._record(standby.kind), time.monotonic()
             if isinstance(message, Accepted):
                 # Not before: some die of the imports, and some when they are given a task.
-                record.take_success(standby)
+                record.take_success()
                 return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
@@ -538,10 +452,6 @@ class StandbyPool:
                 # With a problem it ends by itself; a task that was given to it gets a fresh process.
                 standby.enter(Stage.ENDING if message.problem else Stage.WAITING)
                 record.take_imports(message, standby.spec.modules)
-            elif isinstance(message, Heated):
-                standby.enter(Stage.ENDING if message.problem else Stage.HOT)
-                if message.problem:
-                    self._take_failed_start(standby, message.problem)
             elif isinstance(message, ChildRefused):
                 if standby.pid is None:
                     # No process came of it, so no end will be reported.
@@ -551,13 +461,9 @@ class StandbyPool:
                     record.take_failure(standby, now, str(message.error))
                     self._end(standby)
             elif isinstance(message, ChildExited):
-                if standby.stage is Stage.STARTING:
-                    self._take_failed_start(standby, f"it ended with {message.code} as it started")
-                elif standby.stage is not Stage.ENDING:
+                if standby.stage is not Stage.ENDING:
                     self._take_end(standby, message, now)
                 self._drop(standby)
-                if standby.broker is not None:
-                    standby.broker.end_standby(standby.id)
             self._wake()
 
     def _drop(self, standby: Standby) -> None:

@@ -55,7 +55,6 @@ from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.reports.publish import ProgressArtifact, Publisher
 from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.budgets import BudgetBook
-from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.engine_threads import BODY_WAITS, AwaitedFuture, TagLimits, start_engine
 from prefect_gpu.runner.prefect_engine import CallingLine, CancelledByRunner
 from prefect_gpu.runner.run_log import flow_summary
@@ -155,7 +154,6 @@ class ActiveRunner:
         self._around: Context | None = None
         #: Whose devices' faults it watches; `None`: it has asked for no broker.
         self._watched: Broker | None = None
-        self._told_not_hot = False
         self._cluster_lock = threading.Lock()
         self._cluster: FlowCluster | None = None
         #: Why there is none, once it was tried.
@@ -422,7 +420,7 @@ class ActiveRunner:
                     broker,
                     _shared_folder(),
                 )
-            return pool.announce(kind, broker)
+            return pool.announce(kind)
         except Exception:
             # The same error is raised where the task asks for a device.
             logger.debug("no process is kept ahead for %r", plan.task_name, exc_info=True)
@@ -436,19 +434,13 @@ class ActiveRunner:
             plan.with_prefect,
         ):
             return replace(known[1], cpus=policy.cpus)
-        wants_hot = self._configuration.standby == "hot" and plan.policy.count == 1
         kind = kind_of(
             plan.function,
             # The modules of its code are imported whole, used or not.
             replace(policy, detected=plan.frameworks),
             size_bytes=plan.host_bytes,
-            hot=wants_hot,
             with_prefect=plan.with_prefect,
         )
-        if wants_hot and not kind.hot and not self._told_not_hot:
-            self._told_not_hot = True
-            what = "NVIDIA devices" if broker.kind == "host" else "PyTorch or CuPy in a task"
-            logger.info("standby='hot' needs %s: without, standbys only import ahead", what)
         self._kinds[id(plan.function)] = plan, kind
         return kind
 
@@ -701,7 +693,6 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
         around=_held_by_parent(),
         ancestors=() if allocation is None else allocation.requests,
         waits_since=BODY_WAITS.since,
-        context_bytes=lambda framework, device: context_meter().known(device)[framework],
     )
 
 
@@ -727,7 +718,6 @@ def _connect(given: Configuration) -> FlowCluster:
         settings,
         given.num_gpus,
         given.max_processes,
-        lambda framework, device: context_meter().known(device)[framework],
     )
 
 

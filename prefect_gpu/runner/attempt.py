@@ -346,7 +346,7 @@ class Attempt:
             probe_fraction=self._grant.probe_fraction,
             preemptible=policy.preemptible and self._can_be_suspended(),
         )
-        self._ticket = ticket = self._broker.submit(request, self._call.hot)
+        self._ticket = ticket = self._broker.submit(request)
         ticket.on_recovered = self._take_recovery
         self._call.place.leave()
         if self._cancelled.is_set():
@@ -477,7 +477,6 @@ class Attempt:
             cwd=working_folder(),
             argv=tuple(sys.argv),
             sys_path=import_paths(),
-            standby=ticket.standby_id,
             placement=placement,
             request=ticket.request,
         )

@@ -101,9 +101,6 @@ class ContextMeter:
         missing = [
             name for name in frameworks if self._store.get(context_key(name, device)) is None
         ]
-        if missing:
-            # The calibration uses this reservation, which has space for one context.
-            broker.leave_standby(ticket)
         measured = {name: self._measure(name, device, policy, broker, ticket) for name in missing}
         contexts = {**known, **measured}
         if len(ticket.placement.devices) > 1:

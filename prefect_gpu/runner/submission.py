@@ -13,7 +13,7 @@ import math
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,7 +37,6 @@ from prefect_gpu.errors import (
 from prefect_gpu.live.progress import RunningTask, WaitingTask
 from prefect_gpu.processes.launch_spec import Launcher
 from prefect_gpu.processes.launcher import process_launcher
-from prefect_gpu.processes.standby_pool import Announcement
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.runner.attempt import (
@@ -473,8 +472,6 @@ class GPUTask:
         self._last: BodyRun | None = None
         #: Starts its processes; once it was announced, from among those that wait.
         self._launcher: Launcher = process_launcher()
-        #: Kind of the hot standbys that suit it; `None`: none does.
-        self._hot: Hashable = None
         #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.
         self._standby = ""
         #: The engine's task run, once the body was called.
@@ -486,9 +483,7 @@ class GPUTask:
         if isinstance(self._plan, TaskPlan):
             announced = self._runner.announce(self._plan)
             self._launcher = announced or self._runner.cluster_launcher() or self._launcher
-        if isinstance(announced, Announcement) and announced.kind.hot:
-            self._hot = announced.kind
-        elif isinstance(announced, ClusterAnnouncement):
+        if isinstance(announced, ClusterAnnouncement):
             self._standby = announced.standby
         try:
             task = with_body(
@@ -538,7 +533,6 @@ class GPUTask:
                     kwargs,
                     share,
                     self._place,
-                    self._hot,
                     self._standby,
                 )
                 broker, book = self._runner.broker(), self._runner.book()

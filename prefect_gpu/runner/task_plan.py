@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,8 +210,6 @@ class TaskCall:
     share: Share
     #: Among the task runs that have not asked for a device yet.
     place: Place
-    #: Kind of the hot standbys that suit it; `None`: none does.
-    hot: Hashable = None
     #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.
     standby: str = ""
 

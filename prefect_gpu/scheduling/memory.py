@@ -6,9 +6,6 @@ Pure arithmetic over one snapshot. The formula:
     free(d)    = min(driver_free, total - system_reserved - foreign - sum of max(reserved, measured))
                  - headroom
 
-Hot standbys are processes of this package, and count as if they were gone: they are ended before a task
-that needs their memory starts (`standbys`).
-
 Probes that share a device are reserved for at their caps, which may add up to more than the device has. For one more probe
 they count at less (`probes`), unless a task with a budget is on the device.
 
@@ -31,30 +28,18 @@ OVERSHOOT_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyHold:
-    """What one hot standby holds of a device."""
-
-    request_id: str
-    #: Bytes: the larger of its reservation and of what it was measured to hold.
-    held_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceState:
     """One device as a scheduling pass sees it: a snapshot of it less the reservations."""
 
     snapshot: DeviceSnapshot
-    #: Bytes free for new reservations, once its hot standbys are gone; negative where other processes took
-    #: what is reserved.
+    #: Bytes free for new reservations; negative where other processes took what is reserved.
     free_bytes: int
     #: Bytes that processes of other programs hold.
     foreign_bytes: int
     #: Bytes that could be reserved on it if it were empty: usable − headroom.
     capacity_bytes: int
-    #: Reservations on it, but for those of hot standbys.
+    #: Reservations on it.
     reservations: tuple[Reservation, ...] = ()
-    #: Hot standbys on it.
-    standbys: tuple[StandbyHold, ...] = ()
     #: Bytes free for one more probe; `None`: as `free_bytes`.
     probe_bytes: int | None = None
 
@@ -78,11 +63,6 @@ class DeviceState:
         """The device itself."""
         return self.snapshot.device
 
-    @property
-    def beside_bytes(self) -> int:
-        """Bytes free beside its hot standbys, at least."""
-        return self.free_bytes - sum(hold.held_bytes for hold in self.standbys)
-
     def after(self, reservation: Reservation) -> DeviceState:
         """Return the state once `reservation` is made."""
         probe_bytes = None
@@ -96,7 +76,6 @@ class DeviceState:
             self.foreign_bytes,
             self.capacity_bytes,
             (*self.reservations, reservation),
-            self.standbys,
             probe_bytes,
         )
 
@@ -170,42 +149,31 @@ def device_state(
         probe_counts: Request id to the bytes at which a shared probe counts for other probes (`probes.counted_bytes`);
             one that is missing counts at its cap.
     """
-    counted, driver_free = sum(measured.values()), snapshot.free_bytes
-    usable = snapshot.usable_bytes
+    counted, usable = sum(measured.values()), snapshot.usable_bytes
     foreign = max(0, snapshot.used_bytes - counted)
-    staying: list[Reservation] = []
-    standbys: list[StandbyHold] = []
     #: By how much less probes count for another probe.
     less_bytes, budgets = 0, False
     lent = lent_bytes(reservations)
     for reservation in reservations:
         held = measured.get(reservation.request_id, 0)
-        if reservation.standby:
-            counted -= held
-            driver_free += held
-            most = max(reservation.reserved_bytes, held)
-            standbys.append(StandbyHold(reservation.request_id, most))
+        # What it lends counts for the borrower.
+        most = max(reservation.reserved_bytes - lent.get(reservation.request_id, 0), held)
+        counted += most - held
+        if reservation.probe is None:
+            budgets = True
         else:
-            # What it lends counts for the borrower.
-            most = max(reservation.reserved_bytes - lent.get(reservation.request_id, 0), held)
-            counted += most - held
-            staying.append(reservation)
-            if reservation.probe is None:
-                budgets = True
-            else:
-                count = probe_counts.get(reservation.request_id, reservation.reserved_bytes)
-                less_bytes += most - max(min(count, most), held)
+            count = probe_counts.get(reservation.request_id, reservation.reserved_bytes)
+            less_bytes += most - max(min(count, most), held)
 
     def free(counted_bytes: int) -> int:
-        return min(driver_free, usable - foreign - counted_bytes) - headroom_bytes
+        return min(snapshot.free_bytes, usable - foreign - counted_bytes) - headroom_bytes
 
     return DeviceState(
         snapshot,
         free(counted),
         foreign,
         max(0, usable - headroom_bytes),
-        tuple(staying),
-        tuple(standbys),
+        tuple(reservations),
         None if budgets else free(counted - less_bytes),
     )
 

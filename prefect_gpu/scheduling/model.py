@@ -247,8 +247,6 @@ class Reservation:
     task_name: str = ""
     #: Monotonic seconds at which it is expected to end; `None`: not known.
     ends_s: float | None = None
-    #: It is of a hot standby's context, which ends as soon as a task needs the memory.
-    standby: bool = False
     #: `None`: the need of its task is known, or it has the device to itself. Otherwise `reserved_bytes` is the most
     #: that its process can take, and reservations of several such tasks may add up to more than the device has.
     probe: Probe | None = None

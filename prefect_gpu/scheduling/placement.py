@@ -87,7 +87,7 @@ class Board:
         self._open: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         for at, state in enumerate(self.states):
             if state.room_bytes >= least_bytes and self._takes_more(state):
-                self._open[is_busy(state)].append((self._sign * state.room_bytes, at))
+                self._open[_is_busy(state)].append((self._sign * state.room_bytes, at))
         for order in self._open:
             order.sort()
         #: Bytes that each device could give if it were empty, the largest first.
@@ -285,7 +285,7 @@ class Board:
             state = self.states[at]
             left = state.room_bytes - (need_bytes(request, state) or 0)
             node = state.device.host
-            rank = (is_busy(state), place, node not in ready, self._sign * left, at)
+            rank = (_is_busy(state), place, node not in ready, self._sign * left, at)
             by_node.setdefault(node, []).append(rank)
         count = request.count
         found = [sorted(ranks)[:count] for ranks in by_node.values() if len(ranks) >= count]
@@ -356,7 +356,7 @@ class Board:
 
     def _book(self, at: int, reservation: Reservation) -> None:
         state = self.states[at]
-        order = self._open[is_busy(state)]
+        order = self._open[_is_busy(state)]
         place = bisect.bisect_left(order, (self._sign * state.room_bytes, at))
         if place < len(order) and order[place][1] == at:
             del order[place]
@@ -405,7 +405,7 @@ class Board:
         return is_open(state)
 
 
-def is_busy(state: DeviceState) -> bool:
+def _is_busy(state: DeviceState) -> bool:
     """Return whether a device computes so much that another task is better placed elsewhere."""
     busy = state.snapshot.busy_fraction
     return busy is not None and busy > BUSY_FRACTION

@@ -217,14 +217,10 @@ def main() -> int:
     for reader in (SimulatedReader, NvmlReader):
         readings.patch(reader)
     real = os.environ[bodies.MEMORY] == "torch"
-    standby: int | str = 0
-    if method == "standby":
-        standby = "hot" if real else 2
-
     runner: Any = GPUTaskRunner(
         devices=devices,
         start_method="forkserver" if method == "forkserver" else "spawn",
-        standby=standby,
+        standby=2 if method == "standby" else 0,
         max_processes=4,
     )
 

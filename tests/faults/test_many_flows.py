@@ -174,9 +174,7 @@ def check_capacity(log: list[Row], capacity_bytes: int) -> int:
             continue
         by_device: dict[str, list[bool]] = defaultdict(list)
         for each in (each for reservations in held.values() for each in reservations):
-            # A hot standby ends before the task begins that it is in the way of.
-            if not each["standby"]:
-                by_device[each["device_uuid"]].append(each["exclusive"])
+            by_device[each["device_uuid"]].append(each["exclusive"])
         assert not [d for d, alone in by_device.items() if len(alone) > 1 and any(alone)], row
     return most
 

@@ -63,7 +63,7 @@ class Both:
     def __init__(self, rig: Rig, found: Any) -> None:
         self.rig, self.device = rig, found
         self.pool = StandbyPool(rig.launcher, cores=4)
-        self.pool.open(self, 1, Broker())  # type: ignore[arg-type]
+        self.pool.open(self, 1, Broker())
 
     def spec(self, body: Callable[..., Any], policy: FrameworkPolicy, *args: Any) -> Any:
         environment = child_environment(policy, registry.adapters_for(policy), os.environ)

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.devices.shared_folder import SharedFolder
 from tests.process.rig import Heard, Rig, is_alive
 from tests.process.warm import Warm, end_all
 
@@ -62,8 +63,8 @@ def importable(tmp_path: os.PathLike[str], monkeypatch: pytest.MonkeyPatch) -> s
 def make_warm(make_rig: Callable[..., Rig]) -> Iterator[Callable[..., Warm]]:
     warms: list[Warm] = []
 
-    def make(most: int = 1, **of_warm: Any) -> Warm:
-        warms.append(Warm(make_rig(), most, **of_warm))
+    def make(most: int = 1, shared: SharedFolder | None = None) -> Warm:
+        warms.append(Warm(make_rig(), most, shared))
         return warms[-1]
 
     yield make

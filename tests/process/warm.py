@@ -19,10 +19,9 @@ KIND = Kind(("prefect_gpu.child.main",), (), (), False, 1, 1 << 20)
 
 
 class Broker:
-    """Hands out no devices. Its tasks wait for host memory when a test says so."""
+    """Its tasks wait for host memory when a test says so."""
 
     def __init__(self) -> None:
-        self.devices: tuple[object, ...] = (object(),)
         self.host_promised_bytes = 0
         self.wants_host_memory = False
 
@@ -30,12 +29,10 @@ class Broker:
 class Warm:
     """A pool on a rig's launcher, whose machine has room."""
 
-    def __init__(
-        self, rig: Rig, most: int = 1, broker: Any = None, shared: SharedFolder | None = None
-    ) -> None:
+    def __init__(self, rig: Rig, most: int = 1, shared: SharedFolder | None = None) -> None:
         self.rig = rig
         self.available_bytes = 64 * GIB
-        self.broker = broker or Broker()
+        self.broker = Broker()
         #: How often the pool has checked what is due.
         self.checks = 0
         self.pool = StandbyPool(rig.launcher, read_available=self._read_available, cores=4)

@@ -34,4 +34,4 @@ def test_the_table_has_every_setting_with_its_type_and_default() -> None:
     )
     assert {name.lower() for name in rows} == {*GPUSettings.model_fields}
     assert rows["MAX_PROCESSES"] == "integer ≥ 1, or None | `None` |"
-    assert rows["STANDBY"] == "`auto`, or `hot`, or integer ≥ 0 | `auto` |"
+    assert rows["STANDBY"] == "`auto`, or integer ≥ 0 | `auto` |"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
-from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedMemory
+from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     Placement,
@@ -108,14 +108,6 @@ class Reader(FakeDevices):
             return snapshots
         return tuple(replace(snapshot, processes=()) for snapshot in snapshots)
 
-    def process_memory(
-        self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
-    ) -> SimulatedMemory:
-        memory = super().process_memory(device_uuids, budget_bytes)
-        # Contexts are measured, as on real devices.
-        memory.context_bytes = None
-        return memory
-
 
 class Rig:
     def __init__(self, devices: str = "1x24GiB", **of_broker: Any) -> None:
@@ -136,7 +128,6 @@ class Rig:
                 "ledger": self.ledger,
                 "clock": self.clock,
                 "read_host_available": lambda: self.host_available_bytes,
-                "context_bytes": lambda framework, device: GIB,
                 "headroom_bytes": 0,
                 **of_broker,
             },
@@ -146,11 +137,10 @@ class Rig:
 
     def submit(self, name: str, gib: float | None = None, **others: Any) -> Ticket:
         memory = others.pop("memory", None if gib is None else int(gib * GIB))
-        broker, standby = others.pop("broker", self.broker), others.pop("standby", None)
-        others["standby"] = others.pop("standby_kind", "")
+        broker = others.pop("broker", self.broker)
         sequence = others.pop("sequence", None)
         sequence = next_sequence() if sequence is None else sequence
-        ticket = broker.submit(Request("", name, sequence, 0.0, memory, **others), standby)
+        ticket = broker.submit(Request("", name, sequence, 0.0, memory, **others))
         assert isinstance(ticket, Ticket)
         ticket.on_recovered = lambda size: self.recovered.put((name, size))
         return ticket

@@ -147,36 +147,19 @@ def test_the_memory_of_the_machine_is_promised_until_a_body_runs(ledger: Ledger)
     assert ledger.view().host_use == {}
 
 
-def test_one_reservation_replaces_another_without_a_call_of_the_watchers(ledger: Ledger) -> None:
+def test_changes_are_written_all_or_none_without_a_call_of_the_watchers(ledger: Ledger) -> None:
     told: list[str] = []
     ledger.subscribe(lambda: told.append("one"))
-    ledger.try_write(0, {"standby": entry("standby", reserved(by="standby"))})
-    ledger.attach("standby", 1)
+    ledger.try_write(0, {"b": entry("b", reserved(by="b"))})
+    ledger.attach("b", 1)
     before = ledger.view()
-    changes = {"a": entry("a", reserved(by="a")), "standby": None}
+    changes = {"a": entry("a", reserved(by="a")), "b": entry("b", pid=1)}
     assert not ledger.try_write(0, changes)
-    assert ledger.view() == before, "all or nothing"
+    assert ledger.view() == before
     assert ledger.try_write(before.version, changes)
     view = ledger.view()
     assert [r.request_id for r in all_of(view)] == ["a"] and view.processes == {}
     assert told == []
-
-
-def test_a_hot_standby_is_asked_to_give_up_for_as_long_as_it_has_a_reservation(
-    ledger: Ledger,
-) -> None:
-    asked: list[str] = []
-    ledger.lend("standby", lambda: asked.append("too early"))
-    ledger.reclaim("standby")
-    held = replace(reserved(by="standby"), standby=True)
-    ledger.try_write(0, {"standby": entry("standby", held)})
-    ledger.lend("standby", lambda: asked.append("standby"))
-    ledger.reclaim("standby")
-    assert asked == ["standby"]
-    assert len(all_of(ledger.view())) == 1, "it is released once its memory is back"
-    ledger.release("standby")
-    ledger.reclaim("standby")
-    assert asked == ["standby"]
 
 
 def test_a_broker_is_given_the_waiting_requests_of_others_and_their_ends(ledger: Ledger) -> None:
@@ -272,22 +255,6 @@ def test_a_change_of_a_request_that_has_gone_meanwhile_is_not_written(
     passed = replace(waits, status=BlockedStatus(passed=1))
     assert not two.try_write(version, {"a": passed})
     assert two.entry("a") is None
-
-
-def test_a_hot_standby_of_another_process_is_asked_for_its_memory(
-    shared: Callable[[], Ledger],
-) -> None:
-    one, two = shared(), shared()
-    asked: list[str] = []
-    held = replace(reserved(by="standby"), standby=True)
-    one.try_write(0, {"standby": entry("standby", held)})
-    one.lend("standby", lambda: asked.append("standby"))
-    two.view()
-    two.reclaim("standby")
-    two.reclaim("standby")
-    assert asked == []
-    one.poll()
-    assert asked == ["standby"]
 
 
 def test_a_process_of_another_pid_namespace_is_not_named(shared: Callable[[], Ledger]) -> None:
@@ -484,9 +451,9 @@ ROW_1 = (
     '{"request":{"id":"a","task_name":"train","sequence":7,"submitted_s":1.5,"memory":6442450944,"count":1,'
     '"devices":["SIM-0"],"exclusive":true,"priority":5,"host_bytes":3,"expected_s":60.0,"origin":"","nodes":[],'
     '"standby":"","task_run_id":"5f","task_run_name":"train-1","flow_run_id":"6e","probe_fraction":0.0,"confirms_probe":false,"preemptible":true,"returns":false,"returns_first":false,"ancestors":[]},"owner":"0123","node":"node-1","broker":1,"reservations":[{"request_id":"a","machine":"node","device_uuid":'
-    '"SIM-0","reserved_bytes":6442450944,"exclusive":true,"task_name":"train","ends_s":90.0,"standby":false,"probe":null,"loans":[]}],'
+    '"SIM-0","reserved_bytes":6442450944,"exclusive":true,"task_name":"train","ends_s":90.0,"probe":null,"loans":[]}],'
     '"devices":[["node","SIM-0"]],"status":[2,1.0,[["node","SIM-0"]],3.0,4.0],"max_processes":8,"pid":42,'
-    '"namespace":"pid:[1]","held_bytes":[1024],"waits":false,"running":true,"reclaimed":false,"held_back":true,"shared":false,"held_by_flow":false,"leaves":false,"suspended_for":"b",'
+    '"namespace":"pid:[1]","held_bytes":[1024],"waits":false,"running":true,"held_back":true,"shared":false,"held_by_flow":false,"leaves":false,"suspended_for":"b",'
     '"away":true,"suspension":"away","placed_s":4.5,"rests_until_s":64.5}'
 )
 

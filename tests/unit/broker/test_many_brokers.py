@@ -233,30 +233,6 @@ def test_a_process_that_goes_on_has_its_place_again(machine: Callable[..., Machi
     rig.broker.end(first)
 
 
-def test_the_hot_standby_of_a_stopped_process_is_left_alone(
-    machine: Callable[..., Machine],
-) -> None:
-    rig = machine("2x24GiB")
-    stopped = of_stopped(rig, holds_in(rig, "standby", 2, standby=True))
-    beside = rig.place("beside", 1, devices=("1",))
-    # Both have as much, and the memory of hot standbys counts as free.
-    mine = rig.submit("mine", 23)
-    assert rig.waits_anywhere(mine)
-    assert rig.ledger.entry("standby").reclaimed  # type: ignore[union-attr]
-    rig.pass_time(SILENT_S * 1.5)
-    decided(mine)
-    assert indices(mine) == [1] and indices(beside) == [1]
-    # Once its process continues it ends for a task again.
-    stopped.beat()
-    rig.look()
-    ((held,),) = (
-        held
-        for key, held in rig.ledger.view().by_device.items()
-        if key == rig.broker.devices[0].key
-    )
-    assert held.standby
-
-
 def test_requests_of_a_process_with_limits_of_its_own_are_passed_no_more_often_than_others(
     machine: Callable[..., Machine],
 ) -> None:
@@ -337,23 +313,6 @@ def test_the_share_of_the_processors_is_among_all_processes(
     rig.place("a", 1)
     rig.place("b", 1, broker=rig.other)
     assert (rig.broker.processes, rig.other.processes) == (2, 2)
-
-
-def test_a_hot_standby_of_another_process_ends_for_a_task(
-    machine: Callable[..., Machine],
-) -> None:
-    rig = machine()
-    ended: list[str] = []
-    rig.place("any", 1, broker=rig.other)
-    device = rig.other.lend_device("standby", "kind", "torch", 4242, lambda: ended.append("it"))
-    assert device is not None
-    rig.other.offer_standby("standby")
-    mine = rig.submit("mine", 22.5)
-    assert rig.waits_anywhere(mine)
-    assert ended == ["it"]
-    rig.other.end_standby("standby")
-    rig.look()
-    decided(mine)
 
 
 def test_other_brokers_are_seen_by_the_devices_that_are_shared(

@@ -97,12 +97,12 @@ def test_a_node_with_a_ready_standby_is_preferred_once_for_each(nodes: NodesRig)
         "a": NodeReading(64 * GIB),
         "b": NodeReading(64 * GIB, standbys={"kind": 1, "of others": 9}),
     }
-    assert where(nodes.place("one", 1, standby_kind="kind")) == ["b:0"]
+    assert where(nodes.place("one", 1, standby="kind")) == ["b:0"]
     # The node has not said yet that it is taken.
-    assert where(nodes.place("two", 1, standby_kind="kind")) == ["a:0"]
+    assert where(nodes.place("two", 1, standby="kind")) == ["a:0"]
     nodes.clock.advance(STANDBY_TAKEN_S + 0.1)
     nodes.broker.read()
-    assert where(nodes.place("three", 1, standby_kind="kind")) == ["b:1"]
+    assert where(nodes.place("three", 1, standby="kind")) == ["b:1"]
     assert where(nodes.place("four", 1)) == ["a:1"]
 
 

@@ -267,25 +267,6 @@ def test_nothing_is_suspended_any_more_if_a_flow_is_stopped(
     assert not training.entry.suspended_for
 
 
-def test_the_urgent_one_starts_beside_no_hot_standby_that_is_in_its_way(rig: Rig) -> None:
-    training, ended = Training(rig), list[str]()
-    pid = next(rig.pids)
-    lent = rig.broker.lend_device("s", "kind", "framework", pid, lambda: ended.append("s"))
-    assert lent is not None
-    rig.broker.offer_standby("s")
-    rig.reader.attach(pid, ["SIM-0"])
-    urgent = rig.submit("urgent", 23.5, priority=1)
-    all_read(rig)
-    training.move_out()
-    all_read(rig)
-    assert ended and not urgent.decided and training.entry.reservations
-    rig.broker.end_standby("s")
-    rig.reader.detach(pid)
-    all_read(rig)
-    decided(urgent)
-    assert not training.entry.reservations
-
-
 def test_a_task_is_not_suspended_for_one_within_it(rig: Rig) -> None:
     training = Training(rig)
     inner = rig.another(ancestors=(training.ticket.request.id,))

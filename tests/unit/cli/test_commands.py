@@ -152,7 +152,7 @@ def test_devices_names_a_setting_that_cannot_be_read(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(
-        "prefect-gpu: PREFECT_INTEGRATIONS_GPU_STANDBY: 'many' is neither 'auto', 'hot' nor a number"
+        "prefect-gpu: PREFECT_INTEGRATIONS_GPU_STANDBY: 'many' is neither 'auto' nor a number"
     )
 
 

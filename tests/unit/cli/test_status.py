@@ -44,10 +44,8 @@ def entry(
     memory = None if gib is None else gib * GIB
     request = Request(name, name, number, submitted_s=100.0 - number, memory=memory)
     request = replace(request, priority=more.pop("priority", 0))
-    standby = more.pop("standby", False)
     reservations = tuple(
-        Reservation(name, "here", f"GPU-{at}", memory or 0, task_name=name, standby=standby)
-        for at in on
+        Reservation(name, "here", f"GPU-{at}", memory or 0, task_name=name) for at in on
     )
     given: dict[str, Any] = {"owner": "flow", "namespace": HERE, "max_processes": 99}
     given |= {"devices": tuple(device.key for device in DEVICES)} | more
@@ -128,17 +126,15 @@ def test_first_runs_and_tasks_with_a_whole_device_are_told_from_those_with_a_bud
     assert "runs, first run" in lines and "runs, whole device" in lines
 
 
-def test_other_programs_are_named_and_hot_standbys_reserve_nothing() -> None:
+def test_other_programs_are_named() -> None:
     status = look(
-        entry("warm", 1, 1, (0,), pid=50, standby=True),
+        entry("own", 1, 1, (0,), pid=50),
         snapshots=[
             snapshot(0, 59, ProcessUse(50, 50, GIB), ProcessUse(60, None, 40 * GIB)),
             snapshot(1, 100, ProcessUse(60, None, None), busy_fraction=0.5),
         ],
     )
-    assert [task.state for task in status.tasks] == ["standby"]
-    assert status.devices[0].reserved_bytes == 0
-    assert status.devices[0].free_bytes == 60 * GIB - GIB // 4
+    assert status.devices[0].free_bytes == 59 * GIB - GIB // 4
     assert [(other.pid, other.index, other.used_bytes) for other in status.others] == [
         (60, 0, 40 * GIB),
         (60, 1, None),

@@ -136,13 +136,10 @@ def other_entry(
     request_id: str = "other",
     pid: int | None = None,
     ends_s: float | None = None,
-    standby: bool = False,
 ) -> Entry:
     """What another flow holds."""
     size = int(gib * GIB)
-    reservation = Reservation(
-        request_id, *device.key, size, task_name="theirs", ends_s=ends_s, standby=standby
-    )
+    reservation = Reservation(request_id, *device.key, size, task_name="theirs", ends_s=ends_s)
     return Entry(
         Request(request_id, "theirs", 1, 0.0, size),
         owner="another agent",

@@ -131,14 +131,6 @@ def test_times_of_others_are_on_the_clock_of_the_flow(scene: Scene) -> None:
     assert held.ends_s == pytest.approx(time.monotonic() + 30, abs=10)
 
 
-def test_a_hot_standby_of_others_counts_as_a_task(scene: Scene) -> None:
-    # It could not be asked from here to end.
-    (device,) = scene.a.facts.devices
-    scene.others(scene.a, other_entry(device, standby=True))
-    (held,) = scene.ledger.view().by_device[device.key]
-    assert not held.standby
-
-
 def test_the_watchers_are_called_for_others_changes(scene: Scene) -> None:
     scene.ledger.view()
     scene.others(scene.a, other_entry(scene.a.facts.devices[0]))

@@ -92,15 +92,6 @@ def test_a_second_process_replaces_one_that_ended_early(reader: FakeDevices) -> 
     assert memory.live_bytes() == 0
 
 
-def test_the_account_of_a_task_replaces_that_of_its_hot_standby(reader: FakeDevices) -> None:
-    standby, task = (reader.process_memory(["SIM-0"], None) for _ in range(2))
-    standby.attach(10)
-    task.attach(10)
-    standby.detach()
-
-    assert read(reader)[0].processes == (ProcessUse(10, None, 512 * MIB),)
-
-
 def test_the_cap_refuses_before_the_device(reader: FakeDevices) -> None:
     reader.attach(10, ["SIM-0", "SIM-1"], (2 * GIB, GIB))
     reader.allocate(10, "SIM-0", GIB)

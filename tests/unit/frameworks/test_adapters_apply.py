@@ -731,25 +731,3 @@ def test_plain_values_and_frameworks_that_are_not_imported_are_left_alone(adapte
     adapter.release_cached()
     adapter.release_unused()
     assert adapter.module not in sys.modules
-
-
-def test_cupys_limit_is_set_on_the_pool_once_it_has_read_its_variable(monkeypatch):
-    limits = []
-    pool = SimpleNamespace(set_limit=lambda size: limits.append(size))
-    fake = SimpleNamespace(get_default_memory_pool=lambda: pool)
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    capped = policy(allocation="limit", frameworks=("cupy",))
-    ADAPTERS["cupy"].apply_hot(capped)
-    ADAPTERS["cupy"].apply_hot(policy(allocation="growth", frameworks=("cupy",)))
-    assert limits == [min(capped.cap_bytes("cupy")), 0]
-
-
-def test_pytorchs_cap_is_set_at_once_when_cuda_runs(monkeypatch):
-    torch = FakeTorch()
-    torch.start_cuda()
-    torch.cuda._lazy_call = lambda call: call()
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    capped = policy(allocation="limit", frameworks=("torch",))
-    ADAPTERS["torch"].apply(capped)
-    ADAPTERS["torch"].apply_hot(capped)
-    assert [entry[0] for entry in torch.log if isinstance(entry, tuple)].count("cap") == 1

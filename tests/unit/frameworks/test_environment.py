@@ -204,48 +204,6 @@ def test_threads_that_were_only_computed_are_set_late_and_those_asked_for_are_no
     assert changes(before, before, cpus_stated=True) == {}
 
 
-# Once a framework has started.
-
-
-def test_torch_and_cupy_may_start_before_their_policy_is_known():
-    assert [a.name for a in ALL if a.can_start_early] == ["torch", "cupy"]
-
-
-AFTER_START = {
-    "how PyTorch asks for devices": ("torch", "PYTORCH_NVML_BASED_CUDA_CHECK", "1", None),
-    "CuPy's limit": ("cupy", "CUPY_GPU_MEMORY_LIMIT", None, "1073741824"),
-    "another framework's": ("torch", "CUPY_GPU_MEMORY_LIMIT", None, "1073741824"),
-    "JAX's fraction": ("torch", "XLA_CLIENT_MEM_FRACTION", None, "0.25"),
-    "an allocator that does not run": ("cupy", "PYTORCH_ALLOC_CONF", None, "max_split_size_mb:64"),
-    "Prefect's server": ("torch", "PREFECT_API_URL", None, "http://127.0.0.1:4200/api"),
-    "where nothing real has started": ("simulated", "PYTORCH_ALLOC_CONF", None, "a:1"),
-}
-
-TOO_LATE_AFTER_START = {
-    "its device": ("torch", "CUDA_VISIBLE_DEVICES", "GPU-1", "GPU-2"),
-    "more devices": ("torch", "CUDA_VISIBLE_DEVICES", "GPU-1", "GPU-1,GPU-2"),
-    "their order": ("cupy", "CUDA_DEVICE_ORDER", None, "PCI_BUS_ID"),
-    "an option of PyTorch's allocator": ("torch", "PYTORCH_ALLOC_CONF", None, "a:1"),
-    "its old name": ("torch", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", None),
-    "no caching": ("torch", "PYTORCH_NO_CUDA_MEMORY_CACHING", None, "1"),
-    "what is too late as it is": ("torch", "MY_MODEL", "a", "b"),
-}
-
-
-def after_start(hot, name, before, after):
-    return late_changes(*pair(name, before, after), ALL, cpus_stated=False, hot=hot)
-
-
-@pytest.mark.parametrize("case", AFTER_START.values(), ids=list(AFTER_START))
-def test_may_change_after_the_start(case):
-    assert after_start(*case) == {case[1]: case[3]}
-
-
-@pytest.mark.parametrize("case", TOO_LATE_AFTER_START.values(), ids=list(TOO_LATE_AFTER_START))
-def test_would_change_too_late_after_the_start(case):
-    assert after_start(*case) is None
-
-
 def test_tensorflow_does_not_inform_of_itself_unless_the_user_asked():
     name = "TF_CPP_MIN_LOG_LEVEL"
     assert environment(frameworks=("tensorflow",))[name] == "1"

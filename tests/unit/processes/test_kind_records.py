@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,38 +13,21 @@ from prefect_gpu.processes.messages import Warmed
 from prefect_gpu.processes.standby_kind import (
     FORGET_S,
     MOST_FAILURES,
-    SIMULATED,
     Kind,
     KindRecord,
     Stage,
     Standby,
-    choose_to_start,
     demands_of,
 )
-from prefect_gpu.scheduling.model import Device
 from prefect_gpu.scheduling.standbys import KindDemand
 
-KIND = Kind(("ours",), ("users",), (), False, 1, 100, SIMULATED)
+KIND = Kind(("ours",), ("users",), (), False, 1, 100)
 OTHER = replace(KIND, users=("others",))
-
-
-@dataclass(frozen=True)
-class Broker:
-    """Is never asked for a device."""
-
-    count: int = 1
-
-    @property
-    def devices(self) -> tuple[object, ...]:
-        return (SimpleNamespace(),) * self.count
 
 
 def standby(kind: Kind = KIND, started_s: float = 0.0, **state: Any) -> Standby:
     spec = WarmSpec(kind.modules, {}, "", (), ())
     return Standby(kind, spec, started_s, **{"stage": Stage.WAITING, **state})
-
-
-GPU = Device("GPU-1", 0, "a device", 1, "nvml", "here")
 
 
 @pytest.fixture
@@ -81,7 +63,7 @@ def test_a_kind_that_is_used_again_is_the_latest() -> None:
 
 
 def test_those_that_end_do_not_count() -> None:
-    stages = [Stage.WAITING, Stage.HOT, Stage.IMPORTING, Stage.ENDING, Stage.IMPORTING]
+    stages = [Stage.WAITING, Stage.WAITING, Stage.IMPORTING, Stage.ENDING, Stage.IMPORTING]
     (demand,) = demands([], [standby(stage=stage) for stage in stages])
     assert (demand.ready, demand.importing) == (2, 2)
 
@@ -105,7 +87,7 @@ def test_one_takes_what_was_measured_last(record: KindRecord) -> None:
 def test_a_success_makes_failures_count_anew(record: KindRecord) -> None:
     for now_s in (1.0, 2.0, 3.0, 4.0):
         record.take_failure(standby(started_s=now_s - 0.5), now_s, "it died")
-        record.take_success(standby())
+        record.take_success()
     assert not record.given_up
 
 
@@ -141,13 +123,6 @@ def test_a_kind_is_left_alone_after_some_deaths_and_it_is_said_once(
     assert record.given_up == "it ended at 10" and not demand.useful
 
 
-def test_a_kind_is_left_alone_after_some_that_did_not_suit(record: KindRecord) -> None:
-    for number in range(MOST_FAILURES):
-        assert not record.given_up
-        record.take_misfit(standby(started_s=number), number + 0.5)
-    assert "environment" in record.given_up
-
-
 def test_deaths_are_forgotten_after_a_while(record: KindRecord) -> None:
     for number in range(MOST_FAILURES):
         record.take_failure(standby(started_s=number), number + 0.5, "it ended")
@@ -164,48 +139,3 @@ def test_imports_that_fail_are_not_tried_again(record: KindRecord) -> None:
     record.take_imports(Warmed(failed=("users",)), KIND.without_users().modules)
     record.forget(1e9)
     assert record.given_up
-
-
-# Which start their framework on a device.
-
-
-@pytest.mark.parametrize("stage", Stage)
-def test_one_that_waits_and_has_asked_for_no_device_starts_on_one(
-    record: KindRecord, stage: Stage
-) -> None:
-    record.broker = Broker()  # type: ignore[assignment]
-    waits = standby(stage=stage)
-    records = {KIND: record, OTHER: KindRecord(OTHER, 1)}
-    chosen = [waits] if stage is Stage.WAITING else []
-    assert choose_to_start(records, [waits, standby(OTHER)], 0.0) == chosen
-
-
-def test_with_several_devices_the_first_of_a_kind_is_kept_from_them(record: KindRecord) -> None:
-    record.broker = Broker(2)  # type: ignore[assignment]
-    assert demands_of({KIND: record}, [KIND], [])[0].spare == 1
-    waiting = [standby(stage=Stage.HOT), standby(), standby(), standby()]
-    assert choose_to_start({KIND: record}, waiting, 0.0) == waiting[2:]
-
-
-def test_no_device_is_asked_for_where_hot_ones_never_suit(record: KindRecord) -> None:
-    record.broker = Broker()  # type: ignore[assignment]
-    for number in range(MOST_FAILURES):
-        assert choose_to_start({KIND: record}, [standby()], number)
-        record.take_misfit(standby(started_s=number, device=GPU), number + 0.5)
-    assert choose_to_start({KIND: record}, [standby()], 99.0) == []
-    assert not record.given_up, "standbys that only import go on"
-
-
-def test_hot_ones_that_were_started_before_one_did_not_suit_count_once(record: KindRecord) -> None:
-    record.broker = Broker()  # type: ignore[assignment]
-    for number in range(MOST_FAILURES):
-        record.take_misfit(standby(started_s=number, device=GPU), 9.0)
-    assert choose_to_start({KIND: record}, [standby()], 99.0)
-
-
-def test_a_device_where_a_framework_does_not_start_is_said_once(
-    record: KindRecord, caplog: pytest.LogCaptureFixture
-) -> None:
-    for uuid in ("GPU-1", "GPU-1", "GPU-2"):
-        record.take_failed_start(uuid, "it hung")
-    assert [m.split(" ahead")[0].split("device ")[1] for m in caplog.messages] == ["GPU-1", "GPU-2"]

@@ -14,10 +14,8 @@ from prefect_gpu.processes.standby_kind import (
     Standby,
     choose_standby,
 )
-from prefect_gpu.scheduling.model import Device
 
 KIND = Kind(("ours",), ("users",), (), False, 1, 1)
-GPU = Device("GPU-1", 0, "a device", 1, "nvml", "here")
 
 
 def standby(
@@ -38,14 +36,8 @@ def standby(
     ("better", "worse"),
     [
         pytest.param(standby(), standby(stage=Stage.IMPORTING), id="one that is ready"),
-        pytest.param(standby(), standby(stage=Stage.ASKING), id="one that asks for no device"),
         pytest.param(standby(), standby(modules=("ours",)), id="one that has imported more"),
         pytest.param(standby(), standby(), id="one that has waited longer"),
-        pytest.param(
-            standby(stage=Stage.ASKING),
-            standby(stage=Stage.IMPORTING),
-            id="one that is ready, though a device is asked for",
-        ),
     ],
 )
 def test_the_standby_that_is_further_along_is_taken(better: Standby, worse: Standby) -> None:
@@ -57,7 +49,6 @@ def test_the_standby_that_is_further_along_is_taken(better: Standby, worse: Stan
     "other",
     [
         pytest.param(standby(stage=Stage.ENDING), id="one that ends"),
-        pytest.param(standby(device=GPU), id="one that has a device"),
         pytest.param(standby(modules=("ours", "users", "more")), id="one that imported more"),
         pytest.param(standby(replace(KIND, always=("others",))), id="one of another framework"),
     ],
@@ -93,12 +84,3 @@ def test_a_stated_number_of_threads_cannot_be_set_late(
     waits = standby(replace(KIND, cpus_stated=standbys), environment={"OMP_NUM_THREADS": "2"})
     best, _ = choose_standby([waits], replace(KIND, cpus_stated=tasks), {"OMP_NUM_THREADS": "4"})
     assert (best is not None) == suits
-
-
-def test_the_one_that_is_kept_is_taken_before_others_unless_it_is_on_another_device() -> None:
-    here = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PREFECT_A": "1"}
-    elsewhere = {**here, "CUDA_VISIBLE_DEVICES": "GPU-2"}
-    kept = standby(replace(KIND, hot="torch"), stage=Stage.HOT, device=GPU)
-    other = standby()
-    assert choose_standby([other, kept], KIND, here, kept.id) == ((kept, {"PREFECT_A": "1"}), [])
-    assert choose_standby([other, kept], KIND, elsewhere, kept.id) == ((other, elsewhere), [kept])

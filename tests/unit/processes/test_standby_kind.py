@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
-from prefect_gpu.processes.standby_kind import OWN_MODULES, SIMULATED, kind_of
+from prefect_gpu.processes.standby_kind import OWN_MODULES, kind_of
 from tests.unit.processes import kind_bodies, task_bodies
 
 NVML = FrameworkPolicy("nvml", (), (), (), cpus=3, frameworks=("torch",))
@@ -127,27 +127,3 @@ def test_on_the_host_no_framework_is_imported_ahead_where_the_code_has_several()
     assert {"tensorflow", "torch"} <= set(kind(kind_bodies.imports_either, stated).always)
     one = replace(both, device_kind="host", detected=("torch",))
     assert "torch" in kind(kind_bodies.imports_inside, one).always
-
-
-@pytest.mark.parametrize(
-    ("frameworks", "hot"),
-    [
-        (("torch",), "torch"),
-        (("tensorflow", "torch"), "torch"),
-        (("tensorflow",), ""),
-        (("none",), ""),
-        ((), ""),
-    ],
-)
-def test_the_framework_that_a_hot_standby_starts(frameworks: tuple[str, ...], hot: str) -> None:
-    policy = replace(NVML, frameworks=frameworks, detected=())
-    assert kind(kind_bodies.imports_inside, policy, hot=True).hot == hot
-    assert kind(kind_bodies.imports_inside, policy).hot == "", "only if it was asked for"
-
-
-@pytest.mark.parametrize(("device_kind", "hot"), [("host", ""), ("simulated", SIMULATED)])
-def test_other_devices_have_no_framework_to_start(device_kind: Any, hot: str) -> None:
-    policy = replace(NVML, device_kind=device_kind, frameworks=("torch",))
-    found = kind(kind_bodies.imports_inside, policy, hot=True)
-    assert found.hot == hot
-    assert (found == kind(kind_bodies.imports_inside, policy)) == (not hot)

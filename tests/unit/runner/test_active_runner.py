@@ -105,7 +105,7 @@ def test_runners_of_the_same_devices_share_a_broker_whatever_else_they_do() -> N
     first = ActiveRunner(Configuration(**KNOWN)).broker()
     alike = {
         "reports": False,
-        "standby": "hot",
+        "standby": 3,
         "start_method": "forkserver",
         "memory_snapshots": Path("snapshots"),
     }

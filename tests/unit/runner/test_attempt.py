@@ -137,8 +137,8 @@ class FakeBroker:
         self.ticket: Ticket
         self.waits: Callable[[], None] = lambda: None
 
-    def submit(self, request: Request, standby: Any) -> Ticket:
-        self.ticket = Ticket(replace(request, id="1"), standby)
+    def submit(self, request: Request) -> Ticket:
+        self.ticket = Ticket(replace(request, id="1"))
         return self.ticket
 
     def wait(self, ticket: Ticket, *limits: Any, waited_s: float) -> Placement:

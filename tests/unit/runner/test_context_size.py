@@ -75,11 +75,6 @@ class Broker:
     def __init__(self, ticket: Ticket, shows: int) -> None:
         self.ticket = ticket
         self.shows = shows
-        #: Tickets that gave their hot standby up.
-        self.left: list[Ticket] = []
-
-    def leave_standby(self, ticket: Ticket) -> None:
-        self.left.append(ticket)
 
     def attach(self, ticket: Ticket, pid: int) -> None:
         ticket.pid = pid
@@ -204,7 +199,7 @@ def test_a_child_that_says_nothing_is_killed(
         "nothing is measured where no cap depends on it",
         "what its own runs had is closer than a calibration",
         "whichever framework it is",
-        "else it is measured, and a hot standby is in the way",
+        "else it is measured",
     ],
 )
 def test_a_tasks_contexts_come_from_the_best_source(
@@ -230,4 +225,3 @@ def test_a_tasks_contexts_come_from_the_best_source(
     if not learned_bytes and not measured:
         assert found == known
     assert bool(launcher.started) is measured
-    assert broker.left == ([ticket] if measured else [])

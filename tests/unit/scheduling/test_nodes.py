@@ -29,7 +29,6 @@ from prefect_gpu.scheduling.scheduling_pass import (
     decide,
     explain,
 )
-from prefect_gpu.scheduling.standbys import in_the_way
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.test_queue_properties import requests
 from tests.unit.scheduling.values import host, request, snapshot
@@ -253,10 +252,6 @@ def test_a_request_for_several_devices_drains_no_node_that_has_too_few() -> None
     waiting = [request(20, count=2, name="head"), request(1, name="later")]
     decisions = decide(RequestQueue(waiting), Board(states), host(), NO_BACKFILL)
     assert started(decisions) == [("later", ["b:0"])]
-
-
-def test_hot_standbys_end_on_one_node() -> None:
-    assert in_the_way(request(count=2), [on("a", 0), on("b", 0)]) == ()
 
 
 # Memory and processes of each node.

@@ -40,18 +40,6 @@ def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
             [demand(waiting=1, latest=True, ready=1)], MACHINE, StandbyPlan(), id="one is enough"
         ),
         pytest.param(
-            [demand(waiting=1, spare=1)],
-            MACHINE,
-            StandbyPlan(("a",) * 2),
-            id="one more where a hot one may wait on another device",
-        ),
-        pytest.param(
-            [demand(used=True, ready=2, spare=1)],
-            MACHINE,
-            StandbyPlan(ends=("a",)),
-            id="and none without a task that waits",
-        ),
-        pytest.param(
             [demand(waiting=9)], MACHINE, StandbyPlan(("a",) * 4), id="no more than the most"
         ),
         pytest.param(

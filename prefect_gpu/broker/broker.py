@@ -25,7 +25,7 @@ from time import thread_time
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.hot_standbys import HotStandby, HotStandbys
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
-from prefect_gpu.broker.preempting import ask_to_leave, leave, let_go, preempt, share, wait_again
+from prefect_gpu.broker.preempting import ask_to_leave, leave, let_go, preempt, share
 from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS, Measured
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
@@ -500,7 +500,6 @@ class Broker:
                     let_go(e),
                     suspension=text,
                     held_back=False,
-                    held_by_flow=False,
                     leaves=False,
                     rests_until_s=rests,
                 ),
@@ -531,32 +530,10 @@ class Broker:
 
         def change(entry: Entry) -> Entry:
             reserved = keys == tuple(each.device_key for each in entry.reservations)
-            if not reserved or entry.suspended_for or entry.stays_away or entry.leaves:
+            if not reserved or entry.suspended_for or entry.held_back or entry.leaves:
                 return entry
             return replace(entry, suspension="moving back", away=False, rests_until_s=rests)
 
-        return self._ledger.rewrite(ticket.request.id, change)
-
-    def hold_back(self, ticket: Ticket, away: bool, shared: bool) -> None:
-        """Note that a person has asked for the memory of a process on its node; see `Ledger.hold_back`."""
-        ticket.by_hand = True
-        if away:
-            ticket.held_back_for = BY_HAND
-        self._ledger.hold_back(ticket.request.id, away, shared)
-
-    def wait_again(self, ticket: Ticket) -> None:
-        """Put the request of a suspended process into the queue again: the device reserved for it cannot be had."""
-        with self._changed:
-            devices = {device.key: device for device in self.devices}
-        again = partial(wait_again, devices=devices, now_s=self._clock.now())
-        self._ledger.rewrite(ticket.request.id, again)
-
-    def entry(self, ticket: Ticket) -> Entry | None:
-        """Return what the ledger has of a request; `None`: nothing, or no longer."""
-        return self._ledger.entry(ticket.request.id)
-
-    def rewrite(self, ticket: Ticket, change: Callable[[Entry], Entry]) -> bool:
-        """Replace what the ledger has of a request; see `Ledger.rewrite`."""
         return self._ledger.rewrite(ticket.request.id, change)
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
@@ -1026,11 +1003,11 @@ class Broker:
 
     def _tell_held_back(self) -> None:
         """Pass on whose memory is wanted on the host, by a person or for another request, and whose may come back."""
+        if self.reader.remote:
+            # There may be tens of thousands, and no task of a cluster is suspended.
+            return
         silent = self._ledger.view().silent
         for request_id, ticket in self._placed.items():
-            if self.reader.remote and not (ticket.request.preemptible or ticket.by_hand):
-                # There may be tens of thousands, and no one else writes what is asked of them.
-                continue
             entry = self._ledger.entry(request_id)
             if entry is None or ticket.on_held_back is None or ticket.pid is None:
                 continue
@@ -1057,7 +1034,7 @@ class Broker:
                     continue
             elif entry.reservations:
                 self._follow(ticket, entry)
-            away = entry.stays_away or entry.leaves or bool(entry.suspended_for)
+            away = entry.held_back or entry.leaves or bool(entry.suspended_for)
             if not away and not entry.reservations:
                 # It has just made way, and comes back once it has a device again.
                 continue
@@ -1115,13 +1092,11 @@ class Broker:
             ticket.kind = None
             # It is asked back once it has a device.
             ticket.held_back = True
-            if ticket.on_made_way is not None:
-                self._calls.append(ticket.on_made_way)
         self._placed.pop(request_id, None)
         self._parked.pop(request_id, None)
         self._remove(ticket.request)
         ticket.request = entry.request
-        if entry.stays_away:
+        if entry.held_back:
             self._parked[request_id] = ticket
         else:
             self._waiting[request_id] = ticket
@@ -1233,11 +1208,8 @@ class Broker:
                 # Other brokers count how often they have passed it.
                 if entry is not None:
                     self._take_status(entry)
-                    waits = self._waiting[request_id]
-                    # Elsewhere it is to come back on another device than before.
-                    elsewhere = entry.request.devices != waits.request.devices
-                    if entry.stays_away or (waits.away_s is not None and elsewhere):
-                        self._take_suspended(waits, entry)
+                    if entry.held_back:
+                        self._take_suspended(self._waiting[request_id], entry)
                 continue
             known = self._elsewhere.pop(request_id, None)
             if known is not None:
@@ -1257,7 +1229,7 @@ class Broker:
 
     def _seen_from_here(self, entry: Entry) -> Request | None:
         """Return another broker's request, restricted to the devices of this one; `None`: it uses none of them."""
-        if entry.stays_away:
+        if entry.held_back:
             # A suspended process that does not ask for room.
             return None
         usable = set(entry.devices)

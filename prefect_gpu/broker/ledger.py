@@ -64,8 +64,6 @@ class Entry:
     held_back: bool = False
     #: What that frees may be given to other requests.
     shared: bool = False
-    #: The flow that it belongs to, on a cluster, wants the same.
-    held_by_flow: bool = False
     #: A first run whose memory is wanted on the host for those beside it. Once it is there, it waits for room to come back.
     leaves: bool = False
     #: The waiting request that its memory is wanted on the host for, by id; empty: none. Its first reservation is the one
@@ -89,11 +87,6 @@ class Entry:
     def standby(self) -> bool:
         """Whether it belongs to a hot standby."""
         return any(reservation.standby for reservation in self.reservations)
-
-    @property
-    def stays_away(self) -> bool:
-        """Whether its memory, once it is on the host, stays there although its device may be free."""
-        return self.held_back or self.held_by_flow
 
     @property
     def runs(self) -> bool:

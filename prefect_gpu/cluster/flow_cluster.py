@@ -111,6 +111,7 @@ class FlowCluster:
             # Each node's own broker knows its memory.
             read_host_available=lambda: sys.maxsize,
             context_bytes=context_bytes,
+            preempts=False,
         )
         self._max_tasks = settings.max_tasks_per_device
         self._cluster.watch(self.broker.give_up)

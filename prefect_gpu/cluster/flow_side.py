@@ -287,12 +287,10 @@ def _call(listener: Listener, message: Any) -> None:
 def _as_here(entry: Entry, ahead_s: float) -> Entry:
     """Return an entry as the flow sees it: with times of its clock, and hot standbys as tasks.
 
-    A flow elsewhere cannot be asked from here to end its hot standby, so none is counted as free memory. Nor can it be
-    asked to suspend a task.
+    A flow elsewhere cannot be asked from here to end its hot standby, so none is counted as free memory.
     """
     return replace(
         entry,
-        request=replace(entry.request, preemptible=False),
         reservations=tuple(
             replace(r, ends_s=None if r.ends_s is None else r.ends_s + ahead_s, standby=False)
             for r in entry.reservations

@@ -186,8 +186,6 @@ class Broker:
         self._thread: threading.Thread | None = None
         #: Why the devices will never answer again; empty: they may.
         self._lost = ""
-        #: What is done about the requests that wait, for their reasons; empty: nothing is.
-        self.waiting_note = ""
         #: Something has changed that may let a request start.
         self._dirty = False
         #: Readings that the thread has not taken in.
@@ -371,10 +369,9 @@ class Broker:
     def explain(self, ticket: Ticket) -> str:
         """Return why a request waits."""
         with self._changed:
-            note = f"; {self.waiting_note}" if self.waiting_note else ""
             reading, silence = self._view.reading, self._view.silence
             if reading is None or silence:
-                return silence + note
+                return silence
             view = self._ledger.view()
             try:
                 reason = explain(
@@ -389,31 +386,19 @@ class Broker:
             except PlacementError as error:
                 # The next pass refuses it.
                 return error.problem
-            return (f"{reason}; {self.problem}" if self.problem else reason) + note
+            return f"{reason}; {self.problem}" if self.problem else reason
 
     def device_states(self) -> list[DeviceState]:
         """Return what each device has free at the last reading, less the reservations; nothing is read for it."""
         with self._changed:
             return self._states()
 
-    def waiting(self, longer_s: float) -> tuple[list[tuple[Request, int]], int]:
-        """Return what has waited for a while.
-
-        Args:
-            longer_s: Seconds.
-
-        Returns:
-            The first request of each shape that has waited for longer, how many there are of that shape, and how many
-            of all of them `max_processes` allows to start.
-        """
+    def waiting(self, longer_s: float) -> list[Request]:
+        """Return own requests that have waited for longer than some seconds, as many as `max_processes` lets start."""
         with self._changed:
             until_s = self._clock.now() - longer_s
-            found = [
-                (lane[0][1], len(lane))
-                for lane in self._queue.lanes
-                if not lane[0][1].origin and lane[0][1].submitted_s <= until_s
-            ]
-            return found, max(0, self.max_processes - len(self._placed))
+            found = [r for t in self._waiting.values() if (r := t.request).submitted_s <= until_s]
+            return found[: max(0, self.max_processes - len(self._placed))]
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Stop waiting; without effect once it was placed.

@@ -440,7 +440,7 @@ def gpu(
         enforce: `"warn"` or `"kill"` when the process as a whole uses more than its budget.
         priority: Of the tasks that are ready, those of a higher priority start first.
         preemptible: Its GPU memory may be moved to the host while a task of a higher priority needs the device, or to
-            another device to make room. It loses no step.
+            another device to make room. It loses no step. Without effect on a cluster.
         wait: Fail if the task got no device after this long: `"10m"`, or a number of seconds.
         cpus: CPU threads that the frameworks may start.
         learn_by: Names of parameters; each combination of their values has a history of its own. Values are numbers,

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger, LedgerView, owner_of
-from prefect_gpu.broker.preempting import ask_to_leave, leave, preempt, share, wait_again, withdraw
+from prefect_gpu.broker.preempting import ask_to_leave, leave, preempt, share, withdraw
 from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS, Measured
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
@@ -182,8 +182,6 @@ class Broker:
         self._thread: threading.Thread | None = None
         #: Why the devices will never answer again; empty: they may.
         self._lost = ""
-        #: What is done about the requests that wait, for their reasons; empty: nothing is.
-        self.waiting_note = ""
         #: Something has changed that may let a request start.
         self._dirty = False
         #: Readings that the thread has not taken in.
@@ -363,10 +361,9 @@ class Broker:
     def explain(self, ticket: Ticket) -> str:
         """Return why a request waits."""
         with self._changed:
-            note = f"; {self.waiting_note}" if self.waiting_note else ""
             reading, silence = self._view.reading, self._view.silence
             if reading is None or silence:
-                return silence + note
+                return silence
             view = self._ledger.view()
             try:
                 reason = explain(
@@ -381,31 +378,19 @@ class Broker:
             except PlacementError as error:
                 # The next pass refuses it.
                 return error.problem
-            return (f"{reason}; {self.problem}" if self.problem else reason) + note
+            return f"{reason}; {self.problem}" if self.problem else reason
 
     def device_states(self) -> list[DeviceState]:
         """Return what each device has free at the last reading, less the reservations; nothing is read for it."""
         with self._changed:
             return self._states()
 
-    def waiting(self, longer_s: float) -> tuple[list[tuple[Request, int]], int]:
-        """Return what has waited for a while.
-
-        Args:
-            longer_s: Seconds.
-
-        Returns:
-            The first request of each shape that has waited for longer, how many there are of that shape, and how many
-            of all of them `max_processes` allows to start.
-        """
+    def waiting(self, longer_s: float) -> list[Request]:
+        """Return own requests that have waited for longer than some seconds, as many as `max_processes` lets start."""
         with self._changed:
             until_s = self._clock.now() - longer_s
-            found = [
-                (lane[0][1], len(lane))
-                for lane in self._queue.lanes
-                if not lane[0][1].origin and lane[0][1].submitted_s <= until_s
-            ]
-            return found, max(0, self.max_processes - len(self._placed))
+            found = [r for t in self._waiting.values() if (r := t.request).submitted_s <= until_s]
+            return found[: max(0, self.max_processes - len(self._placed))]
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Stop waiting; without effect once it was placed.
@@ -493,7 +478,6 @@ class Broker:
                     suspended_for="",
                     suspension=text,
                     held_back=False,
-                    held_by_flow=False,
                     leaves=False,
                     rests_until_s=rests,
                 ),
@@ -524,32 +508,10 @@ class Broker:
 
         def change(entry: Entry) -> Entry:
             reserved = keys == tuple(each.device_key for each in entry.reservations)
-            if not reserved or entry.suspended_for or entry.stays_away or entry.leaves:
+            if not reserved or entry.suspended_for or entry.held_back or entry.leaves:
                 return entry
             return replace(entry, suspension="moving back", away=False, rests_until_s=rests)
 
-        return self._ledger.rewrite(ticket.request.id, change)
-
-    def hold_back(self, ticket: Ticket, away: bool, shared: bool) -> None:
-        """Note that a person has asked for the memory of a process on its node; see `Ledger.hold_back`."""
-        ticket.by_hand = True
-        if away:
-            ticket.held_back_for = BY_HAND
-        self._ledger.hold_back(ticket.request.id, away, shared)
-
-    def wait_again(self, ticket: Ticket) -> None:
-        """Put the request of a suspended process into the queue again: the device reserved for it cannot be had."""
-        with self._changed:
-            devices = {device.key: device for device in self.devices}
-        again = partial(wait_again, devices=devices, now_s=self._clock.now())
-        self._ledger.rewrite(ticket.request.id, again)
-
-    def entry(self, ticket: Ticket) -> Entry | None:
-        """Return what the ledger has of a request; `None`: nothing, or no longer."""
-        return self._ledger.entry(ticket.request.id)
-
-    def rewrite(self, ticket: Ticket, change: Callable[[Entry], Entry]) -> bool:
-        """Replace what the ledger has of a request; see `Ledger.rewrite`."""
         return self._ledger.rewrite(ticket.request.id, change)
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
@@ -919,11 +881,11 @@ class Broker:
 
     def _tell_held_back(self) -> None:
         """Pass on whose memory is wanted on the host, by a person or for another request, and whose may come back."""
+        if self.reader.remote:
+            # There may be tens of thousands, and no task of a cluster is suspended.
+            return
         silent = self._ledger.view().silent
         for request_id, ticket in self._placed.items():
-            if self.reader.remote and not (ticket.request.preemptible or ticket.by_hand):
-                # There may be tens of thousands, and no one else writes what is asked of them.
-                continue
             entry = self._ledger.entry(request_id)
             if entry is None or ticket.on_held_back is None or ticket.pid is None:
                 continue
@@ -948,7 +910,7 @@ class Broker:
                 if entry.away:
                     self._let_go_of_device(request_id, leave)
                     continue
-            away = entry.stays_away or entry.leaves or bool(entry.suspended_for)
+            away = entry.held_back or entry.leaves or bool(entry.suspended_for)
             if not away and not entry.reservations:
                 # It has just made way, and comes back once it has a device again.
                 continue
@@ -989,13 +951,11 @@ class Broker:
                 ticket.priority = entry.request.priority
             # It is asked back once it has a device.
             ticket.held_back = True
-            if ticket.on_made_way is not None:
-                self._calls.append(ticket.on_made_way)
         self._placed.pop(request_id, None)
         self._parked.pop(request_id, None)
         self._remove(ticket.request)
         ticket.request = entry.request
-        if entry.stays_away:
+        if entry.held_back:
             self._parked[request_id] = ticket
         else:
             self._waiting[request_id] = ticket
@@ -1105,11 +1065,8 @@ class Broker:
                 # Other brokers count how often they have passed it.
                 if entry is not None:
                     self._take_status(entry)
-                    waits = self._waiting[request_id]
-                    # Elsewhere it is to come back on another device than before.
-                    elsewhere = entry.request.devices != waits.request.devices
-                    if entry.stays_away or (waits.away_s is not None and elsewhere):
-                        self._take_suspended(waits, entry)
+                    if entry.held_back:
+                        self._take_suspended(self._waiting[request_id], entry)
                 continue
             known = self._elsewhere.pop(request_id, None)
             if known is not None:
@@ -1129,7 +1086,7 @@ class Broker:
 
     def _seen_from_here(self, entry: Entry) -> Request | None:
         """Return another broker's request, restricted to the devices of this one; `None`: it uses none of them."""
-        if entry.stays_away:
+        if entry.held_back:
             # A suspended process that does not ask for room.
             return None
         usable = set(entry.devices)

@@ -428,7 +428,7 @@ class DeviceView:
         if reading is None or reading.error or not self._growths:
             return
         now_s, running = reading.at_s, entries()
-        goes = {i for i, e in running.items() if e.leaves or e.stays_away or e.suspended_for}
+        goes = {i for i, e in running.items() if e.leaves or e.held_back or e.suspended_for}
         away = goes | {i for i, e in running.items() if e.away}
         # One at a time is suspended: what the machine's own memory can hold is seen once it is there.
         if any(not running[i].away and running[i].owner not in silent for i in goes):

@@ -62,8 +62,6 @@ class Entry:
     held_back: bool = False
     #: What that frees may be given to other requests.
     shared: bool = False
-    #: The flow that it belongs to, on a cluster, wants the same.
-    held_by_flow: bool = False
     #: A first run whose memory is wanted on the host for those beside it. Once it is there, it waits for room to come back.
     leaves: bool = False
     #: The waiting request that its memory is wanted on the host for, by id; empty: none.
@@ -81,11 +79,6 @@ class Entry:
     def origin(self) -> str:
         """The broker that it belongs to, unique on the machine."""
         return f"{self.owner}/{self.broker}"
-
-    @property
-    def stays_away(self) -> bool:
-        """Whether its memory, once it is on the host, stays there although its device may be free."""
-        return self.held_back or self.held_by_flow
 
     @property
     def runs(self) -> bool:

@@ -124,28 +124,9 @@ def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> En
     return _make_way(entry, homes, now_s) if homes else entry
 
 
-def keep_away(entry: Entry) -> Entry:
-    """Return the entry of a task on a node whose flow wants its memory to be on the host."""
-    return replace(entry, held_by_flow=True)
-
-
-def wait_again(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
-    """Return the entry of a task that is away and cannot have the device that is reserved for it: its request waits again.
-
-    Args:
-        entry: Of the task, which has one device.
-        devices: Those that are there.
-        now_s: Monotonic seconds.
-    """
-    if not (entry.away and entry.reservations):
-        return entry
-    homes = _homes(entry, devices)
-    return _make_way(entry, homes, now_s) if homes else entry
-
-
 def ask_to_leave(entry: Entry) -> Entry:
     """Return the entry of a first run, which has one device, whose memory is wanted on the host for those beside it."""
-    if entry.away or entry.suspended_for or entry.stays_away or entry.pid is None:
+    if entry.away or entry.suspended_for or entry.held_back or entry.pid is None:
         return entry
     return replace(entry, leaves=True)
 
@@ -166,36 +147,6 @@ def leave(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> En
     return _make_way(entry, homes, now_s) if homes else replace(entry, leaves=False)
 
 
-def stop_return(entry: Entry) -> Entry:
-    """Return the entry of a task on a node that has got no device to come back to: it does not ask for one any more."""
-    return entry if entry.reservations else keep_away(entry)
-
-
-def leave_device(entry: Entry, now_s: float) -> Entry:
-    """Return the entry of a task on a node whose flow has given its device to another request (monotonic seconds)."""
-    if not (entry.held_by_flow and entry.away and entry.reservations):
-        return entry
-    return _make_way(entry, [entry.reservations[0].device_key], now_s)
-
-
-def lead_back(entry: Entry, homes: Sequence[DeviceKey], now_s: float) -> Entry:
-    """Return the entry of a task on a node whose flow wants it back.
-
-    Args:
-        entry: Of the task.
-        homes: The device where it comes back; none: it is not there.
-        now_s: Monotonic seconds.
-    """
-    entry = replace(entry, held_by_flow=False)
-    held = tuple(each.device_key for each in entry.reservations)
-    if not entry.away or held == tuple(homes):
-        return entry
-    if held:
-        return _make_way(entry, homes, now_s)
-    named = tuple(uuid for _, uuid in homes)
-    return replace(entry, request=replace(entry.request, devices=named))
-
-
 def _running(
     entry: Entry,
     devices: Mapping[DeviceKey, Device],
@@ -213,7 +164,7 @@ def _running(
         and device is not None
         and len(own) == 1
         and own[0].probe is None
-        and not entry.stays_away
+        and not entry.held_back
         and entry.owner not in silent,
         devices=_homes(entry, devices),
         moved_bytes=held_bytes or own[0].reserved_bytes,

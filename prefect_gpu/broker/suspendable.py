@@ -1,8 +1,7 @@
-"""A task's process as the machine that it runs on knows it: what decides whether and where it is suspended and resumed.
+"""The process of a task as the thread that suspends and resumes it knows it: a `suspension.suspended.Subject`.
 
-It is the half of a `suspension.suspended.Subject` that must be near the process: its size, its unused memory, the room
-on its device, its reservation. The other half, what is done with the news, is the flow's. On one machine both are in
-the flow's process; on a cluster this half is in the agent of the node.
+It has the size of the process, its unused memory, the room on its device and its reservation. The news of a suspension goes to
+the ledger, to the log of the task run, to its report and to the engine's thread.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import queue as queues
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from prefect_gpu.broker.broker import Broker
-from prefect_gpu.broker.ticket import Measured, Ticket
+from prefect_gpu.broker.ticket import BY_HAND, Measured, Ticket
 from prefect_gpu.devices.host import mps_runs, read_host_available_bytes
 from prefect_gpu.processes.messages import (
     BodyStarted,
@@ -24,6 +24,9 @@ from prefect_gpu.processes.messages import (
     ReleaseUnused,
 )
 from prefect_gpu.suspension.eligibility import Candidate
+from prefect_gpu.suspension.moves import ProcessLostError
+from prefect_gpu.suspension.suspended import Stage, Suspension, lost_tasks
+from prefect_gpu.units import format_bytes, format_seconds
 
 #: Seconds that a process has to return unused device memory before it is suspended without. Its thread for that looks every
 #: 5 ms, but a body that holds the interpreter's lock keeps it from looking.
@@ -33,19 +36,48 @@ RELEASE_S: Final = 0.5
 READING_S: Final = 2.0
 
 
+#: Messages to the engine's thread: the process is suspended, and it runs again.
+PAUSED: Final = object()
+RESUMED: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Awaits:
+    """A message to the engine's thread: the reason for which the suspended process waits."""
+
+    reason: str
+
+
 class SuspendableProcess:
     """The process of a placed request.
 
     Args:
         broker: Of its devices.
         ticket: Of the request.
+        task_key: Of its task.
         send: Sends a message to the process.
+        tell: Sends a message to the engine's thread: `PAUSED`, `RESUMED`, `Awaits` or a `ProcessLostError`.
+        say: Logs a text on the task run.
+        add_suspension: Adds a suspension to the report.
     """
 
-    def __init__(self, broker: Broker, ticket: Ticket, send: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        ticket: Ticket,
+        task_key: str,
+        send: Callable[[Any], None],
+        tell: Callable[[Any], None],
+        say: Callable[[str], None],
+        add_suspension: Callable[[Suspension], None],
+    ) -> None:
         self._broker = broker
         self._ticket = ticket
+        self._task_key = task_key
         self._send = send
+        self._tell = tell
+        self._say = say
+        self._add_suspension = add_suspension
         #: Frameworks that it has used so far, as its last counters say.
         self._frameworks: tuple[str, ...] = ()
         #: Its body has begun: something in it listens.
@@ -57,6 +89,10 @@ class SuspendableProcess:
         self._noted_s = 0.0
         #: UUID of the device where it was when it was suspended.
         self._left_uuid = ""
+        #: For what it was suspended.
+        self._reason = ""
+        #: Why it was last refused.
+        self._refused = ""
 
     def hear(self, message: Any) -> None:
         """Take a message of the process; those that say nothing of this are ignored."""
@@ -76,11 +112,7 @@ class SuspendableProcess:
             self._noted_s = at_s
             self._noted.notify_all()
 
-    def lost_before(self) -> bool:
-        """Return whether a process of its task was lost in a move before."""
-        raise NotImplementedError
-
-    # What a `Subject` says of it.
+    # A `Subject`, on the suspension's thread.
 
     def candidate(self) -> Candidate:
         """See `Subject.candidate`."""
@@ -93,7 +125,7 @@ class SuspendableProcess:
             frameworks=self._frameworks,
             host_available_bytes=read_host_available_bytes(),
             mps=mps_runs(),
-            lost_before=self.lost_before(),
+            lost_before=self._task_key in lost_tasks(),
         )
 
     def trim(self) -> None:
@@ -129,6 +161,38 @@ class SuspendableProcess:
         others = (device.uuid for device in self._broker.devices)
         return {**{uuid: uuid for uuid in others}, was: now, now: was}
 
+    def tell(self, stage: Stage, text: str) -> None:
+        """See `Subject.tell`."""
+        self._broker.show_suspension(self._ticket, stage, text)
+        if stage == "refused" and text != self._refused:
+            # A task that may be suspended for others is asked again and again.
+            self._refused = text
+            self._say(f"{text[0].upper()}{text[1:]}")
+        elif stage in ("moving out", "away"):
+            reason = self._ticket.held_back_for
+            what = "prefect-gpu resume" if reason == BY_HAND else f"room, suspended for {reason}"
+            self._tell(Awaits(f"{what}: its memory is {text}"))
+
     def begun(self) -> None:
         """See `Subject.begun`."""
         self._left_uuid = self._ticket.devices[0].uuid
+        self._reason = self._ticket.held_back_for
+        self._tell(PAUSED)
+
+    def ended(self, suspension: Suspension | None) -> None:
+        """See `Subject.ended`."""
+        if suspension is not None:
+            device = self._ticket.devices[0]
+            done = replace(suspension, reason=self._reason, device=device.label)
+            self._add_suspension(done)
+            where = "" if device.uuid == self._left_uuid else f", now on {device.label},"
+            self._say(
+                f"Goes on{where} after {format_seconds(done.seconds)}, suspended for {done.reason}: "
+                f"{format_bytes(done.moved_bytes)} were in host memory "
+                f"(out in {format_seconds(done.out_s)}, back in {format_seconds(done.in_s)})"
+            )
+        self._tell(RESUMED)
+
+    def lost(self, why: str) -> None:
+        """See `Subject.lost`."""
+        self._tell(ProcessLostError(why))

@@ -60,12 +60,8 @@ class Ticket:
     on_held_back: Callable[[bool], None] | None = None
     #: What it was called with last.
     held_back: bool = False
-    #: A person has asked for that on its node of a cluster.
-    by_hand: bool = False
     #: For what it was called so, as text for a person.
     held_back_for: str = ""
-    #: Called when its suspended process has made way: its device is another request's.
-    on_made_way: Callable[[], None] | None = None
     #: Called if its suspended process has no device to come back to, with the reason.
     on_no_return: Callable[[PrefectGPUError], None] | None = None
     #: Monotonic seconds since when its suspended process has no device; `None`: it has one.

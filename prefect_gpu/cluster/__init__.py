@@ -11,8 +11,6 @@ A flow and the nodes:
 
 - `wire`: the values that travel between the two.
 - `node_agent`: what runs on a node. It knows nothing of Ray.
-- `node_suspension`: a process there that is suspended for the flow.
 - `flow_side`: what the flow's process knows of the nodes: a reader, a launcher, a store of reservations.
-- `wanted`, `autoscaler`: what waits, as Ray's autoscaler counts it, and the actor that asks for it.
 - `membership`: Ray: the connection, the nodes, the actors, the object store. The only module that imports it.
 """

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.cluster.flow_side import ClusterLauncher, ClusterReader, ClusterStore
-from prefect_gpu.cluster.membership import Cluster
+from prefect_gpu.cluster.membership import WAITED_S, Cluster
 from prefect_gpu.cluster.node_agent import NodeSettings
-from prefect_gpu.cluster.wanted import Bundles, count_bundles
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.standby_kind import Kind
-from prefect_gpu.scheduling.model import DeviceSnapshot
+from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Request
 
 #: Seconds to wait for a node's first reading.
 READING_S = 5.0
-
-#: Seconds after which a request that waits does not fit what is there: the autoscaler is asked for more.
-WAITED_S = 5.0
 
 
 def read_cluster(
@@ -73,6 +70,25 @@ def _at_the_root() -> Iterator[None]:
             os.chdir(folder)
 
 
+def wanted_gpus(
+    waiting: Sequence[Request], capacities: Mapping[Device, int], max_tasks: int
+) -> list[int]:
+    """Return numbers of GPUs, each of one node. Tasks of known need share GPUs of the smallest capacity in bytes."""
+    smallest = min(capacities, key=capacities.__getitem__)
+    gpus, shared = list[int](), 0.0
+    for request in waiting:
+        need_bytes = request.need_bytes(smallest)
+        if request.nodes or not all(name.isdecimal() for name in request.devices):
+            # It waits for nodes that are there.
+            continue
+        if need_bytes is None or request.exclusive or request.count > 1:
+            gpus.append(request.count)
+        else:
+            shared += 1 / max(1, min(capacities[smallest] // max(1, need_bytes), max_tasks))
+    # Eleven elevenths are a little more than one.
+    return [*gpus, *[1] * math.ceil(shared - 1e-9)]
+
+
 class FlowCluster:
     """The connection of one runner to a cluster, from its first GPU task until `close`.
 
@@ -108,20 +124,17 @@ class FlowCluster:
             headroom_bytes=settings.headroom_bytes,
             # Each node's own broker knows its memory.
             read_host_available=lambda: sys.maxsize,
+            preempts=False,
         )
-        self._max_tasks = settings.max_tasks_per_device
+        self._max_tasks = settings.max_tasks_per_device or sys.maxsize
         self._cluster.watch(self.broker.give_up)
-        if self.broker.kind != "host":
-            self._cluster.watch_waiting(self._wanted, self._take_asked)
+        self._cluster.wanted_gpus = self._wanted_gpus
         #: Starts processes where their placements say.
         self.launcher = ClusterLauncher(nodes)
 
-    def _wanted(self) -> Bundles:
-        waiting, most = self.broker.waiting(WAITED_S)
-        return count_bundles(waiting, self.broker.capacities((), ()), self._max_tasks, most)
-
-    def _take_asked(self, text: str) -> None:
-        self.broker.waiting_note = text
+    def _wanted_gpus(self) -> list[int]:
+        waiting = [] if self.broker.kind == "host" else self.broker.waiting(WAITED_S)
+        return wanted_gpus(waiting, self.broker.capacities(()), self._max_tasks) if waiting else []
 
     def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
         """Ask the nodes to keep a standby for a task that was submitted.

@@ -285,13 +285,9 @@ def _call(listener: Listener, message: Any) -> None:
 
 
 def _as_here(entry: Entry, ahead_s: float) -> Entry:
-    """Return an entry as the flow sees it: with times of its clock.
-
-    A flow elsewhere cannot be asked from here to suspend a task.
-    """
+    """Return an entry as the flow sees it: with times of its clock."""
     return replace(
         entry,
-        request=replace(entry.request, preemptible=False),
         reservations=tuple(
             replace(r, ends_s=None if r.ends_s is None else r.ends_s + ahead_s)
             for r in entry.reservations

@@ -23,11 +23,9 @@ from typing import Any
 
 import psutil
 
-from prefect_gpu.cluster.autoscaler import FlowRequest
 from prefect_gpu.cluster.expected import ExpectedTasks
 from prefect_gpu.cluster.flow_side import Node, Nodes
 from prefect_gpu.cluster.node_agent import NO_DRIVER, NodeAgent, NodeSettings
-from prefect_gpu.cluster.wanted import Bundles
 from prefect_gpu.cluster.wire import EndAll, NodeFacts
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import DeviceError
@@ -63,15 +61,8 @@ HEAD_S = RAY_ENDS_S / 2
 #: Seconds that Ray may take to disconnect from a cluster that is given up.
 DISCONNECT_S = 5.0
 
-#: Seconds after which what waits does not fit the devices of a node that has joined: until then its GPUs count as
-#: those that the autoscaler was asked for.
-SETTLE_S = 5.0
-
-#: Added to the error where no node has a GPU and more could be started.
-NO_FIRST_NODE = (
-    "; the autoscaler is asked for more nodes only while there is one with a GPU: let it keep one "
-    "(min_workers, on Kubernetes minReplicas)"
-)
+#: Seconds after which a waiting request does not fit the nodes that are there, and that a call of Ray's autoscaler may take.
+WAITED_S = 5.0
 
 #: Seconds that agents may take to start before the flow goes on without theirs.
 START_S = 60.0
@@ -108,13 +99,6 @@ class RayStore:
     def holds(self, part: Any) -> bool:
         """See `wire.ObjectStore.holds`."""
         return isinstance(part, self._ray.ObjectRef)
-
-
-def ask_autoscaler(bundles: list[dict[str, float]]) -> None:
-    """Ask Ray's autoscaler for a cluster that has these bundles; none: withdraw what was asked for."""
-    from ray.autoscaler.sdk import request_resources
-
-    request_resources(bundles=bundles)
 
 
 def make_agent(settings: NodeSettings) -> NodeAgent:
@@ -206,12 +190,12 @@ class Cluster:
         #: Why the cluster was given up; empty: it was not.
         self._lost = ""
         self._on_lost: Callable[[str], object] = lambda why: None
-        self._request = FlowRequest(self._ray, ask_autoscaler)
-        #: Returns what the autoscaler is to be asked for.
-        self._wanted: Callable[[], Bundles] = dict
-        self._on_asked: Callable[[str], object] = lambda text: None
+        #: Returns the GPUs that tasks wait for; see `flow_cluster.wanted_gpus`.
+        self.wanted_gpus: Callable[[], Sequence[int]] = list
+        #: Ray's autoscaler has a request of this flow.
+        self._asked = False
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
         """Connect, start an agent on each node, and wait for those that are there now.
@@ -242,11 +226,10 @@ class Cluster:
                 raise DeviceError(
                     f"address={self._address!r}: no node of the cluster has a device for GPU tasks"
                     + (f" ({why})" if why else "")
-                    + (NO_FIRST_NODE if self._request.found(self._ray.nodes()) else "")
                 )
             self._answered_s = self._checked_s = time.monotonic()
-            start_thread(self._ask_head, "prefect-gpu-cluster-head")
-            self._thread = start_thread(self._run, "prefect-gpu-cluster")
+            self._threads.append(start_thread(self._ask_head, "prefect-gpu-cluster-head"))
+            self._threads.append(start_thread(self._run, "prefect-gpu-cluster"))
         except BaseException:
             self._leave()
             raise
@@ -257,17 +240,6 @@ class Cluster:
         if self._lost:
             on_lost(self._lost)
 
-    def watch_waiting(
-        self, wanted: Callable[[], Bundles], on_asked: Callable[[str], object]
-    ) -> None:
-        """Ask the cluster's autoscaler, if it has one, for what waits.
-
-        Args:
-            wanted: Returns what it is to be asked for now.
-            on_asked: Is given that as text; empty: nothing was asked for.
-        """
-        self._wanted, self._on_asked = wanted, on_asked
-
     @property
     def aside(self) -> Mapping[str, str]:
         """Nodes that are set aside, with the reason."""
@@ -276,18 +248,17 @@ class Cluster:
     def close(self) -> None:
         """End the agents and their processes, and the connection if it was made here."""
         self._closing.set()
-        if self._thread is not None:
-            self._thread.join(5.0)
+        for thread in () if self._lost else self._threads:
+            thread.join(5.0)
         self._leave()
 
     def _leave(self) -> None:
         # Without a connection Ray's functions make one, which waits for ever if the cluster is gone.
         if not self._lost and self._ray.is_initialized():
             try:
-                self._request.withdraw()
+                self._ask_autoscaler((), ())
             except Exception:
-                # The keeper is gone, or drops this flow soon.
-                logger.debug("the request to the autoscaler stays for a while", exc_info=True)
+                logger.debug("the request to the autoscaler could not be withdrawn", exc_info=True)
             for member in self._members.values():
                 try:
                     self._ray.kill(member.actor.handle)
@@ -335,29 +306,22 @@ class Cluster:
             try:
                 told = self._told = self._ray.nodes()
                 self._answered_s = time.monotonic()
-                self._ask_for_nodes(told)
+                self._ask_autoscaler(told, self.wanted_gpus())
             except Exception:
                 logger.debug("the head of the Ray cluster did not answer", exc_info=True)
 
-    def _ask_for_nodes(self, told: Any) -> None:
-        """Ask the autoscaler for what waits.
-
-        Args:
-            told: What Ray's head has said of the nodes.
-        """
-        settled_s = time.monotonic() - SETTLE_S
-        there = {node.name for node in self.nodes.all()}
-        used = {
-            node_id
-            for node_id, each in tuple(self._members.items())
-            if each.name in there and each.joined_s <= settled_s
-        }
-        gpus = {
-            each["NodeID"]: each["Resources"]["GPU"]
-            for each in told
-            if each["Alive"] and each["NodeID"] in used and "GPU" in each["Resources"]
-        }
-        self._on_asked(self._request.report(told, gpus, self._wanted()))
+    def _ask_autoscaler(self, told: Sequence[Any], wanted: Sequence[int]) -> None:
+        """Have an agent ask Ray's autoscaler for the GPUs that are used and wanted: a client of Ray cannot (Ray 2.60)."""
+        if wanted or self._asked:
+            members, used_s = dict(self._members), time.monotonic() - WAITED_S
+            used = {i for i, each in members.items() if each.joined_s <= used_s}
+            there = [each["Resources"].get("GPU", 0) for each in told if each["NodeID"] in used]
+            # The first that has joined: other agents may not have started.
+            agent = min(members.values(), key=lambda each: each.joined_s).actor.handle
+            self._asked = True
+            asked = agent.ask_autoscaler.remote([*there, *wanted] if wanted else [])
+            self._ray.get(asked, timeout=WAITED_S)
+            self._asked = bool(wanted)
 
     def _find_lost(self) -> str:
         """Return why the cluster will not answer any more; empty: it may."""
@@ -458,6 +422,11 @@ class Cluster:
             @ray.method(concurrency_group="listen")  # type: ignore[untyped-decorator]
             def listen(self, seen: int) -> Any:
                 return self._agent.listen(seen)
+
+            def ask_autoscaler(self, gpus: Sequence[float]) -> None:
+                from ray.autoscaler.sdk import request_resources
+
+                request_resources(bundles=[{"GPU": number} for number in gpus if number])
 
             @ray.method(concurrency_group="tell")  # type: ignore[untyped-decorator]
             def tell(self, commands: Sequence[Any]) -> None:

@@ -31,7 +31,6 @@ from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import RealClock
 from prefect_gpu.cluster.expected import NodeStandbys
 from prefect_gpu.cluster.in_order import InOrder
-from prefect_gpu.cluster.node_suspension import NodeSuspension
 from prefect_gpu.cluster.wire import (
     LOST_CODE,
     EndAll,
@@ -79,13 +78,12 @@ from prefect_gpu.processes.messages import (
     Asked,
     BodyStarted,
     CountersRead,
-    ReleasedUnused,
 )
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.scheduling.model import DeviceSnapshot, Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.standbys import most_by_default
-from prefect_gpu.suspension.remote import COMMANDS
+from prefect_gpu.suspension.suspended import REFUSED
 from prefect_gpu.values.transport import AVAILABLE, MemoryFile, ReceivedValue, write_file
 
 logger = logging.getLogger(__name__)
@@ -98,6 +96,9 @@ LISTEN_S = 1.0
 
 #: Problem of a node without NVIDIA's driver: an ordinary node of a cluster, which deserves no warning.
 NO_DRIVER = "it has no NVIDIA driver"
+
+#: Why none of its tasks is suspended, for a person.
+NOT_SUSPENDED = "it is of a flow on a Ray cluster, whose tasks are not suspended"
 
 #: Change of `busy_fraction` from which it is told at once.
 BUSY_STEP = 0.1
@@ -134,8 +135,6 @@ class _Hosted:
         self.handle: ChildHandle | None = None
         self.launched = threading.Event()
         self.pid: int | None = None
-        #: Once there is a process.
-        self.suspension: NodeSuspension | None = None
         self.order = InOrder()
         #: It was killed before it was started.
         self.killed = False
@@ -321,11 +320,6 @@ class NodeAgent:
         assert self._broker is not None
         others, ready = self._broker.held_by_others(), self._standbys.ready()
         with self._changed:
-            hosted = tuple(self._hosted.values())
-        for each in hosted:
-            if each.suspension is not None:
-                each.suspension.look()
-        with self._changed:
             before = self._reading
             self._reading = reading
             alike = others == self._others and before is not None and is_alike(reading, before)
@@ -387,11 +381,7 @@ class NodeAgent:
             elif isinstance(command, Terminate):
                 handle.terminate()
             elif isinstance(command, Send):
-                if isinstance(command.message, COMMANDS):
-                    if known.suspension is not None:
-                        known.suspension.obey(command.message)
-                else:
-                    handle.answer(command.message)
+                handle.answer(command.message)
 
     def close(self) -> None:
         """End all processes."""
@@ -440,7 +430,13 @@ class NodeAgent:
                 raise NodeRefusedError(self._name, reason)
         if ticket.error is not None:
             raise NodeRefusedError(self._name, str(ticket.error))
+        # A person asks by `prefect-gpu suspend` on the node's machine.
+        ticket.on_held_back = lambda away: self._refuse_suspension(ticket)
         return ticket
+
+    def _refuse_suspension(self, ticket: Ticket) -> None:
+        assert self._broker is not None
+        self._broker.show_suspension(ticket, "refused", f"{REFUSED}{NOT_SUSPENDED}")
 
     def _start(self, hosted: _Hosted, child: str, launch: Launch, ticket: Ticket) -> None:
         assert self._broker is not None
@@ -484,23 +480,10 @@ class NodeAgent:
         """Take a message of a process, on the launcher's thread."""
         broker, ticket, memory = self._broker, hosted.ticket, hosted.memory
         assert broker is not None and ticket is not None and memory is not None
-        if hosted.suspension is not None:
-            hosted.suspension.hear(message)
         if isinstance(message, ChildStarted):
             hosted.pid = message.pid
-            hosted.suspension = NodeSuspension(
-                broker,
-                ticket,
-                message.pid,
-                hosted.send,
-                # After what the process has sent before.
-                lambda news: hosted.order.take(partial(self._tell, child, news)),
-            )
             broker.attach(ticket, message.pid)
             memory.attach(message.pid)
-            hosted.order.take(partial(self._tell, child, message))
-            hosted.suspension.introduce()
-            return
         elif isinstance(message, BodyStarted):
             broker.mark_running(ticket)
         elif isinstance(message, CountersRead) and message.counters is not None:
@@ -512,8 +495,6 @@ class NodeAgent:
                 return
             self._answer(hosted, memory, message)
             return
-        elif isinstance(message, ReleasedUnused):
-            return
         elif isinstance(message, ValueArrived):
             hosted.order.take(partial(self._send_value, child, message), slow=True)
             return
@@ -523,8 +504,6 @@ class NodeAgent:
                 if peaks is not None:
                     known = PeaksKnown(hosted.pid, *peaks)
                     hosted.order.take(partial(self._tell, child, known))
-            if hosted.suspension is not None:
-                hosted.suspension.end()
             broker.end(ticket)
             self._forget(child)
         hosted.order.take(partial(self._tell, child, message))

@@ -2,8 +2,7 @@
 
 A flow sends commands, in order: `Expect`, `Launch`, `Send`, `Terminate`, `Kill`, `EndAll`, `ShareFiles`, `Release`. An agent
 answers each `listen` with `News`. What a child says is passed on as it is (`processes.messages`,
-`processes.launch_spec`), and so is what is said of its suspension (`suspension.remote`), but for values: their large parts go through an `ObjectStore` and are copied once on each
-side. Results of a node on the flow's own machine are not copied: the flow opens the child's memory files.
+`processes.launch_spec`), but for values: their large parts go through an `ObjectStore` and are copied once on each side. Results of a node on the flow's own machine are not copied: the flow opens the child's memory files.
 """
 
 from __future__ import annotations

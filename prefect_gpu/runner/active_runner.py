@@ -154,6 +154,7 @@ class ActiveRunner:
         self._around: Context | None = None
         #: Whose devices' faults it watches; `None`: it has asked for no broker.
         self._watched: Broker | None = None
+        self._told_not_preemptible = False
         self._cluster_lock = threading.Lock()
         self._cluster: FlowCluster | None = None
         #: Why there is none, once it was tried.
@@ -244,6 +245,9 @@ class ActiveRunner:
             if self._configuration.address:
                 # On the flow's thread, which is the main one: Ray sets signal handlers.
                 self._open_cluster()
+                if policy.preemptible:
+                    policy = replace(policy, preemptible=False)
+                    self._say_not_preemptible()
             # The place in the order of arrival is taken here, on the flow's thread: engine threads run
             # in any order.
             plan = self._plans.make(task, policy, next_sequence())
@@ -252,6 +256,17 @@ class ActiveRunner:
         except Exception as error:  # noqa: BLE001 - it fails the task run, not the submit
             return error
         return plan
+
+    def _say_not_preemptible(self) -> None:
+        """Warn once, on the flow run, that no task of a cluster is suspended."""
+        if not self._told_not_preemptible:
+            self._told_not_preemptible = True
+            text = (
+                f"gpu:preemptible has no effect on a cluster (address={self._configuration.address!r}): its tasks are "
+                "neither suspended nor moved for others. A task of higher priority waits until memory is free, and is "
+                "placed first."
+            )
+            prefect_engine.log_on_flow(self.flow, text, logging.WARNING)
 
     def _warn_of_near_misses(self, task: Task[..., Any], around: set[str]) -> None:
         """Warn once of each tag that looks like a GPU tag and is none: on the flow run, if there is one."""

@@ -20,12 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
-from prefect_gpu.broker.suspendable import SuspendableProcess
-from prefect_gpu.broker.ticket import BY_HAND, Measured
+from prefect_gpu.broker.suspendable import PAUSED, RESUMED, Awaits, SuspendableProcess
+from prefect_gpu.broker.ticket import Measured
 from prefect_gpu.devices.host import read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.errors import (
@@ -76,9 +76,8 @@ from prefect_gpu.scheduling.ladder import Cause, Evidence, Rung
 from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.suspension.eligibility import MOVED_KINDS
 from prefect_gpu.suspension.moves import ProcessLostError
-from prefect_gpu.suspension.remote import NEWS, RemoteSuspender
-from prefect_gpu.suspension.suspended import Stage, Suspender, Suspension, lost_tasks
-from prefect_gpu.units import format_bytes, format_seconds
+from prefect_gpu.suspension.suspended import Suspender, lost_tasks
+from prefect_gpu.units import format_bytes
 from prefect_gpu.values.registrations import find_registered
 from prefect_gpu.values.transport import ReceivedValue
 
@@ -95,10 +94,6 @@ _ANSWERED_BY_ENGINE: Mapping[str, Callable[..., Any]] = {
 
 #: Stands for a message that did not come in time.
 _TIME_UP = object()
-
-#: Put into its messages when the process is suspended, and when it runs again.
-_PAUSED: Final = object()
-_RESUMED: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +186,9 @@ class Attempt:
         self.shares = False
         self._handle: ChildHandle | None = None
         self._launched = threading.Event()
-        #: Once there is a process.
-        self._suspended: _Suspended | None = None
-        self._suspender: Suspender | RemoteSuspender | None = None
+        #: Once there is a process on this machine.
+        self._suspended: SuspendableProcess | None = None
+        self._suspender: Suspender | None = None
         #: Once it was placed.
         self._record: ProcessRecord | None = None
         #: Written by the engine's thread alone, and not after `close`.
@@ -562,9 +557,9 @@ class Attempt:
                     lost_tasks().add(self._plan.task_key)
                     limit.lift()
                     self._kill("died")
-            elif message is _PAUSED:
+            elif message is PAUSED:
                 limit.pause(time.monotonic())
-            elif message is _RESUMED:
+            elif message is RESUMED:
                 limit.resume(time.monotonic())
                 self._run.show_running()
             elif isinstance(message, Awaits):
@@ -683,9 +678,6 @@ class Attempt:
             if self._cancelled.is_set() and self._handle is not None:
                 # Neither the value is wanted, nor a process that lingers at its exit.
                 self._handle.kill()
-        elif isinstance(message, NEWS):
-            assert isinstance(self._suspender, RemoteSuspender)
-            self._suspender.take(message)
         elif isinstance(message, ChildExited):
             self._end()
         self._messages.put(message)
@@ -694,16 +686,26 @@ class Attempt:
         self._learned.add_start(pid)
         ticket = self._ticket
         assert ticket is not None
-        suspended = self._suspended = _Suspended(self, ticket)
+        if not self._broker.reader.remote:
+            suspended = self._suspended = SuspendableProcess(
+                self._broker,
+                ticket,
+                self._plan.task_key,
+                self._send,
+                self._messages.put,
+                self._run.say,
+                self._learned.add_suspension,
+            )
+            self._suspender = Suspender(pid, suspended)
+            ticket.on_no_return = self._lose
+            ticket.on_held_back = self._suspender.ask
         self._broker.attach(ticket, pid)
         self._memory.attach(pid)
-        if self._broker.reader.remote:
-            remote = self._suspender = RemoteSuspender(suspended, self._send)
-            ticket.on_made_way = remote.make_way
-        else:
-            self._suspender = Suspender(pid, suspended)
-        ticket.on_no_return = suspended.lose
-        ticket.on_held_back = self._suspender.ask
+
+    def _lose(self, error: PrefectGPUError) -> None:
+        """End the suspended process: there is no device for it any more. Called on the broker's thread."""
+        why = f"it was suspended and cannot come back: {first_line(error)}"
+        self._messages.put(ProcessLostError(why))
 
     def _send_answer(self, make: Callable[[], Any]) -> None:
         try:
@@ -855,80 +857,6 @@ class TimeLimit:
         if self._at_s is None or self._paused_s is not None:
             return None
         return max(0.0, self._at_s - now_s)
-
-
-@dataclass(frozen=True)
-class Awaits:
-    """A message to the engine's thread: what the suspended process waits for."""
-
-    reason: str
-
-
-class _Suspended(SuspendableProcess):
-    """The process of an attempt, as `suspension.suspended` sees it: a `Subject`.
-
-    Args:
-        attempt: Whose process it is.
-        ticket: Of its devices.
-    """
-
-    def __init__(self, attempt: Attempt, ticket: Ticket) -> None:
-        super().__init__(attempt._broker, ticket, attempt._send)
-        self._attempt = attempt
-        #: For what it was suspended.
-        self._reason = ""
-        #: Why it was last refused.
-        self._refused = ""
-
-    def lost_before(self) -> bool:
-        return self._attempt._plan.task_key in lost_tasks()
-
-    def device_uuid(self) -> str:
-        return self._ticket.devices[0].uuid
-
-    def wait_again(self) -> None:
-        self._broker.wait_again(self._ticket)
-
-    def hold_back(self, away: bool, shared: bool) -> None:
-        self._broker.hold_back(self._ticket, away, shared)
-
-    def tell(self, stage: Stage, text: str) -> None:
-        attempt = self._attempt
-        attempt._broker.show_suspension(self._ticket, stage, text)
-        if stage == "refused" and text != self._refused:
-            # A task that may be suspended for others is asked again and again.
-            self._refused = text
-            attempt._run.say(f"{text[0].upper()}{text[1:]}")
-        elif stage in ("moving out", "away"):
-            reason = self._ticket.held_back_for
-            what = "prefect-gpu resume" if reason == BY_HAND else f"room, suspended for {reason}"
-            attempt._messages.put(Awaits(f"{what}: its memory is {text}"))
-
-    def begun(self) -> None:
-        super().begun()
-        self._reason = self._ticket.held_back_for
-        self._attempt._messages.put(_PAUSED)
-
-    def ended(self, suspension: Suspension | None) -> None:
-        attempt = self._attempt
-        if suspension is not None:
-            device = self._ticket.devices[0]
-            done = replace(suspension, reason=self._reason, device=device.label)
-            attempt._learned.add_suspension(done)
-            where = "" if device.uuid == self._left_uuid else f", now on {device.label},"
-            attempt._run.say(
-                f"Goes on{where} after {format_seconds(done.seconds)}, suspended for {done.reason}: "
-                f"{format_bytes(done.moved_bytes)} were in host memory "
-                f"(out in {format_seconds(done.out_s)}, back in {format_seconds(done.in_s)})"
-            )
-        attempt._messages.put(_RESUMED)
-
-    def lost(self, why: str) -> None:
-        self._attempt._messages.put(ProcessLostError(why))
-
-    def lose(self, error: PrefectGPUError) -> None:
-        """Report the process as lost: there is no device for it any more. Called on the broker's thread."""
-        self.lost(f"it was suspended and cannot come back: {first_line(error)}")
 
 
 def _caps(frameworks: tuple[str, ...], policy: FrameworkPolicy) -> tuple[int, ...] | None:

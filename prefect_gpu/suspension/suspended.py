@@ -127,10 +127,7 @@ class Suspender:
         self._pid = pid
         self._subject = subject
         self._calls = calls or (lambda: shared_calls())
-        #: Held while a request is taken and while one is refused. Who has more to write about a request than `ask` does
-        #: holds it for both.
-        self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)
+        self._changed = threading.Condition()
         self._wanted = False
         #: How often it was asked for its memory to go.
         self._asked = 0

@@ -8,11 +8,11 @@
 #   run_all.sh FOLDER bookkeeping host-memory main-job frameworks ladder
 #   run_all.sh FOLDER resnet prediction sampler sessions escapes sharing several-devices
 #   run_all.sh FOLDER libraries changing-sizes jax-context ways reports
-#   run_all.sh FOLDER cluster leaks spawned torch-tools reset profile-training least-memory many-flows suspension suspend-by-hand crowded cluster-suspension
+#   run_all.sh FOLDER cluster leaks spawned torch-tools reset profile-training least-memory many-flows suspension suspend-by-hand crowded
 # and three more for `tests` and `chaos`, which are five minutes each, and for `preemption`, which is six and what it waits for at the
 # end. The faults of preemption are `python -m tests.gpu.check_preemption --faults`, three minutes; how soon an urgent task has a device is
 # `python benchmarks/preempt.py`, four minutes, and `--between-devices` as many on two devices. A name such as `test_steps_on_gpu` is one
-# file of tests. `cluster` and `cluster-suspension` need Ray, the first also two devices as `several-devices` does; `libraries` and `changing-sizes` need what they name: timm, torchvision, transformers, lightning,
+# file of tests. `cluster` needs Ray, and two devices as `several-devices` does; `libraries` and `changing-sizes` need what they name: timm, torchvision, transformers, lightning,
 # accelerate, torch-geometric, flax, optax. What is missing is left out, and said. `libraries=timm,flax` tries these two only.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -25,7 +25,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/
 flows="profile-training"
 runs="chaos preemption least-memory"
 modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler sessions escapes sharing several-devices cluster"
-modules+=" libraries changing-sizes jax-context ways reports leaks spawned torch-tools reset many-flows suspension suspend-by-hand crowded cluster-suspension"
+modules+=" libraries changing-sizes jax-context ways reports leaks spawned torch-tools reset many-flows suspension suspend-by-hand crowded"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
   [[ " $modules $flows $runs tests " == *" ${name%%=*} "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import pytest
 from prefect import flow
 
 from prefect_gpu import GPUTaskRunner
-from prefect_gpu.cluster.autoscaler import KEEPER, has_autoscaler
 from tests.fakes.ports import free_port
 from tests.integration.programs import MARK, REPOSITORY, Workplace, marked, wait_for
 from tests.integration.test_cluster import ONE, fails, listens, work
@@ -43,22 +42,6 @@ NODES = {
         "max_workers": 1,
     },
 }
-
-#: Reports as a flow does until it is killed, or its input ends. Arguments: address, GPUs of a bundle that no node has.
-REPORTS = """
-import sys, threading, time
-import ray
-from prefect_gpu.cluster.autoscaler import FlowRequest
-from prefect_gpu.cluster.membership import ask_autoscaler
-
-ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
-request = FlowRequest(ray, ask_autoscaler)
-ended = threading.Event()
-threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-while not ended.wait(0.5):
-    request.report(ray.nodes(), {}, {int(sys.argv[2]): 1})
-request.withdraw()
-"""
 
 
 def write_configuration(path: Path, address: str) -> None:
@@ -86,8 +69,8 @@ def write_configuration(path: Path, address: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start a head with an autoscaler; yield the cluster's address."""
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """Start a head with an autoscaler; yield the cluster's address, and the port for clients."""
     folder = tmp_path_factory.mktemp("head")
     host = ray.util.get_node_ip_address()
     port, clients = free_port(), free_port()
@@ -100,6 +83,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_FAKE_CLUSTER": "1",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        # Where the user's folder has a token, a head demands it, and a program that names an address sends none.
+        "RAY_AUTH_MODE": "disabled",
     }
     command = (
         f"{sys.executable} -m ray.scripts.scripts start --head --block --num-cpus=1 --num-gpus=0 --port={port} "
@@ -108,69 +93,49 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         f"--autoscaling-config={folder / 'autoscaler.json'}"
     )
     with open(folder / "head.txt", "w") as output:
-        head = subprocess.Popen(
+        process = subprocess.Popen(
             command.split(), env=environ, stdout=output, stderr=output, start_new_session=True
         )
     try:
         wait_for(lambda: listens(clients), explain=lambda: (folder / "head.txt").read_text())
-        yield f"{host}:{port}"
+        yield f"{host}:{port}", clients
     finally:
         ray.shutdown()
         # The nodes that the autoscaler has started too: Ray would end them a minute later.
         for pid, _ in marked(mark):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        head.wait()
-
-
-class Seen:
-    """What the cluster knows, as one that is connected sees it."""
-
-    def asked(self) -> list[float] | None:
-        data = ray.experimental.internal_kv._internal_kv_get("autoscaler_resource_request")
-        return None if data is None else sorted(each["GPU"] for each in json.loads(data))
-
-    def keepers(self) -> int:
-        named = ray.util.list_named_actors(all_namespaces=True)
-        return sum(each["name"] == KEEPER for each in named)
+        process.wait()
 
 
 @pytest.fixture
-def seen(address: str) -> Iterator[Seen]:
+def address(head: tuple[str, int]) -> str:
+    return head[0]
+
+
+@pytest.fixture
+def seen(address: str) -> Iterator[Callable[[], list[float] | None]]:
+    """Return a function that returns the GPUs that the autoscaler is asked for; `None`: it was never asked."""
+
+    def asked() -> list[float] | None:
+        data = ray.experimental.internal_kv._internal_kv_get("autoscaler_resource_request")
+        return None if data is None else sorted(each["GPU"] for each in json.loads(data))
+
     ray.init(address=address, logging_level="error", log_to_driver=False)
-    yield Seen()
+    yield asked
     ray.shutdown()
 
 
-def test_requests_of_flows_add_up_and_a_flow_that_is_killed_is_dropped(
-    address: str, seen: Seen, place: Workplace
-) -> None:
-    wait_for(lambda: has_autoscaler(ray, ray.nodes()))
-    assert not seen.keepers()
-    place.write("reports.py", REPORTS)
-    # No node has as many GPUs, so none is started.
-    killed, ends = (
-        place.start("reports.py", address, gpus, stdin=subprocess.PIPE) for gpus in ("8", "16")
-    )
-    wait_for(lambda: seen.asked() == [8, 16], explain=lambda: f"{seen.asked()}")
-    killed.kill()
-    killed.wait()
-    wait_for(lambda: seen.asked() == [16], explain=lambda: f"{seen.asked()}")
-    ends.communicate()
-    assert ends.returncode == 0
-    wait_for(lambda: seen.asked() == [], explain=lambda: f"{seen.asked()}")
-    wait_for(lambda: not seen.keepers())
-
-
-def test_without_a_first_gpu_the_error_says_what_to_do(
-    address: str, seen: Seen, prefect_server: str
+def test_without_a_gpu_node_the_flow_fails_and_asks_for_nothing(
+    address: str, seen: Callable[[], list[float] | None], prefect_server: str
 ) -> None:
     error = fails(GPUTaskRunner(address=address))
-    assert "no node of the cluster has a device" in str(error) and "min_workers" in str(error)
+    assert "no node of the cluster has a device" in str(error)
+    assert not seen()
 
 
-def test_a_task_that_waits_gets_a_node(
-    address: str, seen: Seen, prefect_server: str, tmp_path: Path
+def test_a_task_that_waits_gets_a_node_and_the_request_is_withdrawn(
+    address: str, seen: Callable[[], list[float] | None], prefect_server: str, tmp_path: Path
 ) -> None:
     @flow(task_runner=GPUTaskRunner(address=address, devices=ONE))
     def main() -> Any:
@@ -182,4 +147,38 @@ def test_a_task_that_waits_gets_a_node(
     # A device holds one of them, so both ran at once on two.
     assert len(main()) == 2
     assert sum(node["Alive"] and "GPU" in node["Resources"] for node in ray.nodes()) == 1
-    assert seen.asked() == []
+    assert seen() == []
+
+
+CLIENT = """
+import sys, time
+from pathlib import Path
+from prefect import flow, task
+from prefect_gpu import GPUTaskRunner, gpu
+
+@task(tags=gpu(memory="20GiB"))
+def hold(i):
+    while not Path("go").exists():
+        time.sleep(0.05)
+
+@flow(task_runner=GPUTaskRunner(address=sys.argv[1], devices="simulated:1x24GiB"))
+def main():
+    hold.map(range(4)).result()
+
+main()
+"""
+
+
+def test_a_client_asks_for_the_node_that_is_used_and_for_what_waits(
+    head: tuple[str, int], seen: Callable[[], list[float] | None], place: Workplace, tmp_path: Path
+) -> None:
+    place.write("client.py", CLIENT)
+    with open(tmp_path / "stderr.txt", "w") as stderr:
+        client = place.start(
+            "client.py", f"ray://127.0.0.1:{head[1]}", stdout=stderr, stderr=stderr
+        )
+    # The head has none in Ray's count, and two tasks wait for a device.
+    wait_for(lambda: seen() == [1, 1, 1], explain=lambda: f"{seen()}")
+    Path(place.folder, "go").touch()
+    assert client.wait() == 0, (tmp_path / "stderr.txt").read_text()
+    assert seen() == []

@@ -26,7 +26,6 @@ import prefect_gpu
 from prefect_gpu import DeviceError, GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.cli import main as cli
 from prefect_gpu.cluster import membership
-from prefect_gpu.cluster.autoscaler import STATUS_KEY, has_autoscaler
 from prefect_gpu.cluster.flow_side import SILENT_S
 from prefect_gpu.cluster.membership import Cluster, RayStore, import_ray
 from prefect_gpu.cluster.node_agent import NodeSettings
@@ -761,18 +760,6 @@ def test_the_devices_of_all_nodes_are_listed(
 
 
 @pytest.mark.slow
-def test_a_cluster_that_was_started_by_hand_has_no_autoscaler(machines: Machines) -> None:
-    ray.init(address=machines.address, logging_level="warning", log_to_driver=False)
-    try:
-        # Every head runs the program that an autoscaler would be.
-        wait_for(lambda: ray.experimental.internal_kv._internal_kv_get(STATUS_KEY) is not None)
-        assert not has_autoscaler(ray, ray.nodes())
-        assert not ray.util.list_named_actors(all_namespaces=True)
-    finally:
-        ray.shutdown()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
 def test_no_cluster_at_the_address(address: str, prefect_server: str) -> None:
     error = fails(GPUTaskRunner(address=address, devices=ONE))
@@ -811,8 +798,12 @@ def facts(**changes: Any) -> NodeFacts:
 
 def connected(monkeypatch: pytest.MonkeyPatch) -> tuple[Cluster, Any]:
     """Return a cluster that needs no Ray, and a member of it."""
-    handle = SimpleNamespace(listen=SimpleNamespace(remote=lambda seen: f"news after {seen}"))
-    monkeypatch.setattr(membership, "import_ray", lambda: SimpleNamespace())
+    handle = SimpleNamespace(
+        listen=SimpleNamespace(remote=lambda seen: f"news after {seen}"),
+        tell=SimpleNamespace(remote=lambda commands: None),
+    )
+    fake = SimpleNamespace(get=lambda reference, timeout: reference)
+    monkeypatch.setattr(membership, "import_ray", lambda: fake)
     spec = DeviceSpec("simulated", SimulatedDevices("1x24GiB"))
     cluster = Cluster("auto", NodeSettings("", spec, "spread", None, None))
     return cluster, membership._Member("n1", membership._Actor(handle), "facts")
@@ -858,29 +849,44 @@ def test_a_node_joins_with_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert member.waits_for == "news after 0"
 
 
-def test_a_node_counts_once_its_tasks_have_had_time_to_start(
+def test_the_autoscaler_is_asked_while_tasks_wait_for_nodes_beside_those_that_are_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster, member = connected(monkeypatch)
     cluster._members["1"] = member
-    reports: list[Any] = []
-    cluster._request = SimpleNamespace(report=lambda told, *what: reports.append(what) or "asked")
-    texts: list[str] = []
-    cluster.watch_waiting(lambda: {1: 2}, texts.append)
+    asked: list[list[float]] = []
+    member.actor.handle.ask_autoscaler = SimpleNamespace(remote=asked.append)
     told = [
         {"NodeID": "1", "Alive": True, "Resources": {"GPU": 4.0, "CPU": 8.0}},
-        # Of another flow alone, or set aside: what waits here may get it.
         {"NodeID": "2", "Alive": True, "Resources": {"GPU": 4.0}},
     ]
-    cluster._ask_for_nodes(told)
+    cluster._ask_autoscaler(told, [])
+    assert asked == [], "another program's request stays"
     cluster._take_facts(member, facts())
-    cluster._ask_for_nodes(told)
-    member.joined_s -= membership.SETTLE_S
-    cluster._ask_for_nodes(told)
-    cluster.nodes.leave("n1", "its agent died")
-    cluster._ask_for_nodes(told)
-    assert [used for used, wanted in reports] == [{}, {}, {"1": 4.0}, {}]
-    assert texts == ["asked"] * 4
+    cluster._ask_autoscaler(told, [2, 1])
+    # What waits may start there.
+    assert asked == [[2, 1]]
+    member.joined_s -= membership.WAITED_S
+    cluster._ask_autoscaler(told, [2, 1])
+    cluster._ask_autoscaler(told, [])
+    cluster._ask_autoscaler(told, [])
+    assert asked[1:] == [[4.0, 2, 1], []]
+
+
+def test_a_request_that_could_not_be_withdrawn_is_withdrawn_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, member = connected(monkeypatch)
+    cluster._members["1"] = member
+    asked: list[list[float]] = []
+    member.actor.handle.ask_autoscaler = SimpleNamespace(remote=asked.append)
+    cluster._ask_autoscaler([], [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster._ray, "get", lambda reference, timeout: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cluster._ask_autoscaler([], [])
+    cluster._ask_autoscaler([], [])
+    assert asked == [[1], [], []]
 
 
 @pytest.mark.parametrize(

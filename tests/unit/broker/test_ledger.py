@@ -453,7 +453,7 @@ ROW_1 = (
     '"standby":"","task_run_id":"5f","task_run_name":"train-1","flow_run_id":"6e","probe_fraction":0.0,"confirms_probe":false,"preemptible":true,"returns":false,"returns_first":false,"ancestors":[]},"owner":"0123","node":"node-1","broker":1,"reservations":[{"request_id":"a","machine":"node","device_uuid":'
     '"SIM-0","reserved_bytes":6442450944,"exclusive":true,"task_name":"train","ends_s":90.0,"probe":null,"loans":[]}],'
     '"devices":[["node","SIM-0"]],"status":[2,1.0,[["node","SIM-0"]],3.0,4.0],"max_processes":8,"pid":42,'
-    '"namespace":"pid:[1]","held_bytes":[1024],"waits":false,"running":true,"held_back":true,"shared":false,"held_by_flow":false,"leaves":false,"suspended_for":"b",'
+    '"namespace":"pid:[1]","held_bytes":[1024],"waits":false,"running":true,"held_back":true,"shared":false,"leaves":false,"suspended_for":"b",'
     '"away":true,"suspension":"away","placed_s":4.5,"rests_until_s":64.5}'
 )
 

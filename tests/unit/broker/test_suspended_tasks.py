@@ -338,36 +338,6 @@ def test_one_that_moves_out_although_no_one_wants_that_any_more_is_asked_back(ri
     assert training.hear() == [True, False]
 
 
-def test_one_that_cannot_have_the_device_that_is_reserved_for_it_waits_again(
-    make_rig: MakeRig,
-) -> None:
-    rig = make_rig("2x24GiB")
-    training, made_way = Training(rig, priority=-1), []
-    training.ticket.on_made_way = lambda: made_way.append(True)
-    others = [rig.submit(f"other {i}", 20) for i in range(2)]
-    rig.broker.read()
-    training.move_out()
-    for other in others:
-        decided(other)
-        rig.start(other, 18)
-    rig.broker.read()
-    rig.exit(others[0])
-    rig.broker.read()
-    assert training.hear() == [True, False]
-    taken = training.ticket.devices[0]
-    rig.reader.attach(77, [taken.uuid])
-    rig.reader.allocate(77, taken.uuid, 20 * GIB)
-    # The broker's thread may decide between these two: by a reading that shows who has taken it.
-    rig.broker.read()
-    rig.broker.wait_again(training.ticket)
-    rig.broker.read()
-    assert not training.entry.reservations and len(made_way) == 2
-    rig.exit(others[1])
-    rig.broker.read()
-    assert training.hear() == [True, False, False]
-    assert training.ticket.devices[0].uuid != taken.uuid
-
-
 def test_nothing_is_suspended_for_the_requests_of_a_broker_that_does_not_preempt(rig: Rig) -> None:
     training = Training(rig)
     other = rig.another(preempts=False)

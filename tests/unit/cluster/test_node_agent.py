@@ -43,6 +43,7 @@ from prefect_gpu.processes.launch_spec import (
 )
 from prefect_gpu.processes.messages import Answered, Asked, BodyStarted
 from prefect_gpu.scheduling.model import Device, Probe, Request
+from prefect_gpu.suspension.suspended import REFUSED
 from prefect_gpu.units import GIB
 from prefect_gpu.values import transport
 from prefect_gpu.values.transport import write_file
@@ -267,6 +268,44 @@ def test_a_launch_that_does_not_fit_is_refused_with_the_reason(
     assert "4GiB" in str(refused.error) and "n1" in str(refused.error)
     assert scene.held() == [("train", 5)]
     assert scene.launcher.count == 1
+
+
+def test_a_launch_suspends_no_task_of_the_node(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_agent, "CONFIRM_S", 0.3)
+    assert scene.agent._broker is not None
+    ledger = Ledger(lambda: HostStore(scene.folder))
+    broker = Broker(scene.agent._broker.reader, ledger)
+    asked = Request("", "theirs", 0, 0.0, 6 * GIB, priority=-9, preemptible=True, expected_s=1e4)
+    ticket = broker.submit(asked)
+    try:
+        broker.wait(ticket, DEADLOCK_S, lambda reason: None)
+        broker.attach(ticket, os.getpid())
+        heard, _ = scene.launch(6)
+        assert isinstance(heard.next().error, NodeRefusedError)
+        entry = ledger.entry(ticket.request.id)
+        assert entry is not None and entry.reservations and not entry.suspended_for
+        broker.end(ticket)
+    finally:
+        broker._sampler.stop()
+        ledger._open().close()
+
+
+def test_a_person_who_suspends_a_task_is_refused_with_the_reason(scene: Scene) -> None:
+    scene.launch(5)
+    scene.next_child().begin()
+    ledger = Ledger(lambda: HostStore(scene.folder))
+    try:
+        (request_id,) = ledger.running()
+        for _ in range(2):
+            ledger.hold_back(request_id, away=True)
+            wait_until(lambda: ledger.running()[request_id].suspension != "")
+            entry = ledger.running()[request_id]
+            assert entry.suspension == f"{REFUSED}{node_agent.NOT_SUSPENDED}"
+            assert not entry.held_back and not entry.away and entry.reservations
+    finally:
+        ledger._open().close()
 
 
 def test_a_launch_larger_than_the_device_is_refused_at_once(scene: Scene) -> None:

@@ -114,6 +114,32 @@ def test_runners_of_the_same_devices_share_a_broker_whatever_else_they_do() -> N
         assert ActiveRunner(Configuration(**{**KNOWN, **other})).broker() is not first
 
 
+def test_on_a_cluster_one_warning_a_flow_says_that_no_task_is_suspended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plans: list[Any] = []
+
+    def start(runner: ActiveRunner, task: Any, plan: Any, *_: Any) -> Any:
+        plans.append(plan)
+        return concurrent.futures.Future()
+
+    monkeypatch.setattr(ActiveRunner, "_open_cluster", lambda runner: None)
+    monkeypatch.setattr(ActiveRunner, "_start", start)
+
+    @task(tags=["gpu:preemptible"])
+    def one() -> None:
+        pass
+
+    for _ in range(2):
+        with GPUTaskRunner(address="auto", reports=False) as runner:
+            for _ in range(2):
+                runner.submit(one, {})
+    assert [plan.policy.preemptible for plan in plans] == [False] * 4
+    warnings = [each.getMessage() for each in caplog.records]
+    assert len(warnings) == 2
+    assert all("gpu:preemptible has no effect on a cluster" in each for each in warnings)
+
+
 class Body:
     """A body at whose end Ctrl-C is pressed once more."""
 

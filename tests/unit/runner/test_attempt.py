@@ -50,16 +50,7 @@ from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.suspension.moves import ProcessLostError
-from prefect_gpu.suspension.remote import (
-    HeldBack,
-    MakeWay,
-    MoveIn,
-    MoveOut,
-    ReadyToReturn,
-    Return,
-    StageReached,
-)
-from prefect_gpu.suspension.suspended import Suspension, lost_tasks
+from prefect_gpu.suspension.suspended import lost_tasks
 from prefect_gpu.units import GIB
 from prefect_gpu.values import argument_files
 
@@ -475,54 +466,6 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
     scene.go()
     assert sizes == [GIB]
     assert [type(message) for message in scene.child.answers] == [ReleaseUnused]
-
-
-def test_a_process_on_a_cluster_is_suspended_by_what_its_node_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scene, shown = Scene(*ended(7), ChildExited(0, "")), []
-    uuid = scene.broker.reader.devices()[0].uuid
-    broker: Any = scene.broker
-    broker.reader.remote = True
-    broker.show_suspension = lambda ticket, stage, text: shown.append((stage, text))
-    broker.hold_back = lambda ticket, away, shared: shown.append((away, shared))
-    broker.comes_back = lambda ticket: True
-    out_s, in_s = 4.0, 2.0
-
-    def begin(spec: Any, listener: Listener) -> Any:
-        def say(message: Any) -> None:
-            listener(message)
-            if not isinstance(message, BodyStarted):
-                return
-            ticket = scene.broker.ticket
-            assert ticket.on_held_back is not None and ticket.on_made_way is not None
-            listener(HeldBack(away=True, shared=False))
-            ticket.on_held_back(True)
-            listener(StageReached("moving out", "moving to the host", 1))
-            listener(StageReached("away", "away", 1))
-            assert not scene.attempt.has_devices
-            ticket.on_made_way()
-            ticket.on_held_back(False)
-            listener(ReadyToReturn(uuid))
-            listener(StageReached("running", "", 1, Suspension(0.0, 9.0, out_s, in_s, 5 * GIB)))
-            assert scene.attempt.has_devices
-
-        scene.attempt._launched.set()
-        scene.attempt._handle = scene.child  # type: ignore[assignment]
-        return FakeChild.start(scene.child, spec, say)
-
-    monkeypatch.setattr(scene.child, "start", begin)
-    assert scene.go() == 7
-    commands = [MoveOut(1, lost_before=False), MakeWay(), MoveIn(uuid), Return(may=True)]
-    assert scene.child.answers == commands
-    assert shown == [
-        (True, False),
-        ("moving out", "moving to the host"),
-        ("away", "away"),
-        ("running", ""),
-    ]
-    (suspension,) = scene.report.suspensions
-    assert (suspension.out_s, suspension.in_s, suspension.moved_bytes) == (out_s, in_s, 5 * GIB)
 
 
 @pytest.mark.parametrize("value_comes", [True, False])

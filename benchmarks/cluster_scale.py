@@ -138,7 +138,7 @@ def measure(nodes: int, requests: int, seconds: float) -> dict[str, Any]:
     while True:
         began = time.thread_time()
         now_s = time.monotonic()
-        for request_id in [i for i in list(broker._placed) if i in waiting]:
+        for request_id in [i for i in list(broker._machine.known.placed) if i in waiting]:
             ticket = waiting.pop(request_id)
             pid = next(pids)
             broker.attach(ticket, pid)

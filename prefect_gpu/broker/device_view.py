@@ -7,10 +7,7 @@ readings and deciding on them is `broker`; the arithmetic is `scheduling.memory`
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import (
-    Callable,
     Collection,
     Container,
     Iterable,
@@ -21,10 +18,10 @@ from collections.abc import (
 )
 from itertools import compress
 from operator import is_not
+from typing import NamedTuple
 
 from prefect_gpu.broker.ledger import Entry, LedgerView
 from prefect_gpu.broker.ticket import Ticket
-from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import (
     DeviceState,
@@ -47,8 +44,6 @@ from prefect_gpu.scheduling.placement import check_possible, select_devices
 from prefect_gpu.scheduling.probes import Growth, Leaving, choose_leaving, counted_bytes, observe
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
-logger = logging.getLogger(__name__)
-
 #: Seconds for which a reservation outlives its process at most, until the memory is back.
 #: Measured: 0 to 0.13 s on an H200; up to 1.5 s reported elsewhere; a zombie process may keep it for ever.
 RECOVERY_S = 5.0
@@ -67,6 +62,14 @@ BOOKKEEPING_BYTES = 9 * MIB
 #: Bytes in use for each process whose memory was moved to the host, which NVML does not list. Measured on an H100, driver
 #: 580: 3.2 to 3.3 MiB for one (`docs/evidence/gpu-suspend-by-hand.txt`).
 SUSPENDED_BYTES = 4 * MIB
+
+
+class Note(NamedTuple):
+    """One line for the log."""
+
+    text: str
+    #: A warning; otherwise it is of the level INFO.
+    warns: bool
 
 
 class RecoveryWatch:
@@ -124,15 +127,15 @@ class RecoveryWatch:
 
     def give_up(
         self, now_s: float, reading: Reading | None, placed: Collection[Ticket]
-    ) -> list[Ticket]:
-        """Return the tickets that have waited for `RECOVERY_S`, and log what has leaked.
+    ) -> tuple[list[Ticket], list[Note]]:
+        """Return the tickets that have waited for `RECOVERY_S`, and what has leaked, for the log.
 
         Args:
             now_s: Monotonic seconds of the clock: a driver that hangs gives no readings.
             reading: The last one.
             placed: The tickets whose processes run.
         """
-        done = []
+        done, notes = list[Ticket](), list[Note]()
         for ticket in tuple(self._ending.values()):
             assert ticket.ended_s is not None
             if now_s - ticket.ended_s < RECOVERY_S:
@@ -144,8 +147,8 @@ class RecoveryWatch:
             # Again: what the ticket before this one has leaked is not missing here.
             self._is_back(ticket, reading)
             if ticket.missing_bytes:
-                self._warn_of_leak(ticket, reading, (*placed, *self._ending.values()))
-        return done
+                notes.append(self._note_leak(ticket, reading, (*placed, *self._ending.values())))
+        return done, notes
 
     def poll(self, now_s: float) -> bool:
         """Return whether a reading is due now, and set the time of the next."""
@@ -179,16 +182,8 @@ class RecoveryWatch:
             self.suspended * SUSPENDED_BYTES,
         )
 
-    def _warn_of_leak(self, ticket: Ticket, reading: Reading, others: Collection[Ticket]) -> None:
-        logger.warning(
-            "%s of device memory did not come back within %s of the end of task %r (pid %s); the "
-            "device's free memory is counted without it",
-            format_bytes(ticket.missing_bytes),
-            format_seconds(RECOVERY_S),
-            ticket.request.task_name,
-            ticket.ended_pid,
-        )
-        # Logged once: tasks that run beside it must not be blamed for the same bytes.
+    def _note_leak(self, ticket: Ticket, reading: Reading, others: Collection[Ticket]) -> Note:
+        # Told once: tasks that run beside it must not be blamed for the same bytes.
         assert ticket.placement is not None
         for device in ticket.placement.devices:
             now = _ownerless(reading, device.key)
@@ -196,6 +191,12 @@ class RecoveryWatch:
                 before = other.ownerless_before.get(device.key)
                 if before is not None and now is not None:
                     other.ownerless_before[device.key] = max(before, now)
+        return Note(
+            f"{format_bytes(ticket.missing_bytes)} of device memory did not come back within "
+            f"{format_seconds(RECOVERY_S)} of the end of task {ticket.request.task_name!r} "
+            f"(pid {ticket.ended_pid}); the device's free memory is counted without it",
+            warns=True,
+        )
 
     def _find_hiding(self, reading: Reading, placed: Collection[Ticket]) -> None:
         """Note the devices that do not list a process of the flow, although its counters say that it is there.
@@ -244,7 +245,7 @@ class DeviceView:
         kind: The kind of all of them.
         headroom_bytes: Kept free on each device.
         around: What the GPU task around this process holds, if the ledger does not know it.
-        clock: Time.
+        own_pid: Of this process.
     """
 
     def __init__(
@@ -253,14 +254,14 @@ class DeviceView:
         kind: DeviceKind,
         headroom_bytes: int,
         around: tuple[Reservation, ...],
-        clock: Clock,
+        own_pid: int,
     ) -> None:
         #: Those of the last reading that was good.
         self.devices = devices
         self._kind = kind
         self._headroom_bytes = headroom_bytes
         self._around = around
-        self._clock = clock
+        self._own_pid = own_pid
         #: The last one; `None`: none has come.
         self.reading: Reading | None = None
         #: The devices of its snapshots.
@@ -283,11 +284,11 @@ class DeviceView:
         self._set_aside: dict[DeviceKey, str] = {}
         self._context_told = False
 
-    def take(self, reading: Reading) -> None:
-        """Use a new reading from now on."""
+    def take(self, reading: Reading, now_s: float) -> None:
+        """Use a new reading from now on (monotonic seconds)."""
         before = () if self.reading is None else self.reading.snapshots
         self.reading = reading
-        self._came_s = self._clock.now()
+        self._came_s = now_s
         keys, self._keys = self._keys, [snapshot.device.key for snapshot in reading.snapshots]
         devices = tuple(snapshot.device for snapshot in reading.snapshots)
         if devices and devices != self.devices:
@@ -323,17 +324,15 @@ class DeviceView:
             for key, done in zip(self._keys, self._computed_for, strict=True)
         ]
 
-    @property
-    def fresh(self) -> bool:
-        """Whether there is a reading to decide on, with an error or without."""
-        return self.reading is not None and self._clock.now() - self._came_s <= FRESH_S
+    def is_fresh(self, now_s: float) -> bool:
+        """Return whether there is a reading to decide on, with an error or without."""
+        return self.reading is not None and now_s - self._came_s <= FRESH_S
 
-    @property
-    def silence(self) -> str:
-        """What of the devices is waited for, as text; empty: they answer."""
+    def silence(self, now_s: float) -> str:
+        """Return what of the devices is waited for, as text; empty: they answer."""
         if self.reading is None:
             return "the first reading of the devices"
-        silent_s = self._clock.now() - self._came_s
+        silent_s = now_s - self._came_s
         if self.reading.error or silent_s > SILENT_S:
             why = self.reading.error or f"nothing heard for {format_seconds(silent_s)}"
             return f"the devices to answer ({why})"
@@ -386,7 +385,9 @@ class DeviceView:
             key, snapshot = self._keys[at], reading.snapshots[at]
             known = {r.request_id for r in held[at]}
             parents = [r for r in self._around if r.device_key == key and r.request_id not in known]
-            self._measured[key] = measured = _measure(snapshot, view, tickets, ended, parents)
+            self._measured[key] = measured = _measure(
+                snapshot, view, tickets, ended, parents, self._own_pid
+            )
             counts = self._count_probes(key, held[at], measured, reading.at_s)
             self._states[at] = device_state(
                 snapshot, (*held[at], *parents), measured, self._headroom_bytes, counts
@@ -413,21 +414,21 @@ class DeviceView:
         return {i: counted_bytes(r, grown[i], now_s) for i, r in probes.items()}
 
     def probes_to_leave(
-        self, entries: Callable[[], Mapping[str, Entry]], silent: Container[str], fixed: Set[str]
+        self, running: Mapping[str, Entry], silent: Container[str], fixed: Set[str]
     ) -> Iterator[tuple[Leaving, Device]]:
         """Yield the probes that should leave their devices for the others, of all brokers, each with its device.
 
         Of the states that `states` has last returned.
 
         Args:
-            entries: Returns those of all tasks that have devices, by request id.
+            running: The entries of all tasks that have devices, by request id.
             silent: Owners that send no heartbeats: they suspend nothing.
             fixed: Request ids of further tasks that cannot be suspended.
         """
         reading = self.reading
         if reading is None or reading.error or not self._growths:
             return
-        now_s, running = reading.at_s, entries()
+        now_s = reading.at_s
         goes = {i for i, e in running.items() if e.leaves or e.held_back or e.suspended_for}
         away = goes | {i for i, e in running.items() if e.away}
         # One at a time is suspended: what the machine's own memory can hold is seen once it is there.
@@ -462,13 +463,13 @@ class DeviceView:
         """Return what a child process and those that it started hold of a device, by process id."""
         return self._by_root.get(device.key, {}).get(root_pid, {})
 
-    def warn(self, reading: Reading) -> list[tuple[Device, str]]:
-        """Log what is odd in a reading, each thing once, and what all devices of a node have in common as one line.
+    def compare(self, reading: Reading) -> tuple[list[tuple[Device, str]], list[Note]]:
+        """Return what is odd in a reading, each thing once, and what all devices of a node have in common as one line.
 
         Returns:
-            The devices that are set aside from now on, each with the reason.
+            The devices that are set aside from now on, each with the reason; and lines for the log.
         """
-        self._warn_of_context(reading)
+        notes = self._note_context(reading)
         #: By node and error; an empty one is of devices that answer again.
         changed: dict[tuple[str, str], list[Device]] = {}
         for snapshot in reading.snapshots:
@@ -483,23 +484,24 @@ class DeviceView:
             if several:
                 name = f"devices {', '.join(str(each.index) for each in devices)} of node {node}"
             if error:
-                logger.warning("%s %s set aside: %s", name, "are" if several else "is", error)
+                text = f"{name} {'are' if several else 'is'} set aside: {error}"
             else:
-                logger.info("%s %s again", name, "answer" if several else "answers")
-        return [(each, error) for (_, error), found in changed.items() if error for each in found]
+                text = f"{name} {'answer' if several else 'answers'} again"
+            notes.append(Note(text, warns=bool(error)))
+        return [(d, error) for (_, error), found in changed.items() if error for d in found], notes
 
-    def _warn_of_context(self, reading: Reading) -> None:
+    def _note_context(self, reading: Reading) -> list[Note]:
         if self._context_told or self._kind != "nvml" or self._around:
-            return
-        pid = os.getpid()
+            return []
         shown = (s.processes for s in reading.snapshots if s.device.attributed)
-        if any(p.pid == pid for processes in shown for p in processes):
-            self._context_told = True
-            logger.warning(
-                "this process itself holds GPU memory, which counts as foreign until it "
-                "ends: call GPU tasks with .submit or .map, not directly, and keep CUDA out of "
-                "the flow"
-            )
+        if not any(p.pid == self._own_pid for processes in shown for p in processes):
+            return []
+        self._context_told = True
+        text = (
+            "this process itself holds GPU memory, which counts as foreign until it ends: call GPU "
+            "tasks with .submit or .map, not directly, and keep CUDA out of the flow"
+        )
+        return [Note(text, warns=True)]
 
 
 def _measure(
@@ -508,13 +510,16 @@ def _measure(
     tickets: Mapping[str, Ticket],
     ended: Mapping[str, Ticket],
     parents: Iterable[Reservation],
+    own_pid: int,
 ) -> Mapping[str, int]:
     """Return the bytes that requests' processes hold of a device, by request id."""
     if snapshot.error:
         return {}
     key = snapshot.device.key
     # What this process itself holds is not foreign if it runs inside a GPU task.
-    roots = {os.getpid(): held.request_id for held in parents}
+    roots = dict[int, str]()
+    for held in parents:
+        roots[own_pid] = held.request_id
     here: dict[str, Ticket] = {}
     for reservation in view.by_device.get(key, ()):
         request_id = reservation.request_id

@@ -250,6 +250,8 @@ class LedgerView:
     preemptible: int = 0
     #: Monotonic seconds at which a row was last read by which another process may have given up a device.
     freed_s: float = float("-inf")
+    #: This process, as `Entry.owner` names it.
+    owner: str = ""
 
     @property
     def tasks(self) -> int:
@@ -258,18 +260,13 @@ class LedgerView:
 
 
 class Subscription:
-    """Collects the changes to waiting requests for one broker."""
+    """Collects the changes to entries for one broker."""
 
     def __init__(self, number: int) -> None:
         #: Number of the broker in this process.
         self.number = number
-        #: By request id: the changed entry; `None`: the request no longer waits.
+        #: By request id: the changed entry; `None`: it is gone.
         self.changes: dict[str, Entry | None] = {}
-
-    def take(self) -> Changes:
-        """Return the changes since the last call."""
-        changes, self.changes = self.changes, {}
-        return changes
 
 
 class Ledger:
@@ -347,9 +344,7 @@ class Ledger:
         with self._lock:
             subscription = Subscription(next(self._numbers))
             self.view()
-            subscription.changes.update(
-                (i, e) for i, e in self._entries.items() if not e.reservations
-            )
+            subscription.changes.update(self._entries)
             self._subscriptions.append(subscription)
             self._watchers.append(changed)
         return subscription
@@ -370,6 +365,13 @@ class Ledger:
             if self._view is None:
                 self._view = self._make_view(store)
             return self._view
+
+    def read(self, subscription: Subscription) -> tuple[LedgerView, Changes]:
+        """Read what other processes have written; return the current view, and the entries changed since the last call."""
+        with self._lock:
+            view = self.view()
+            changes, subscription.changes = subscription.changes, {}
+            return view, changes
 
     def beat(self) -> None:
         """Send a heartbeat. Other processes do not wait for one that sends none for some time."""
@@ -504,12 +506,6 @@ class Ledger:
         """Return the entry of a request; `None`: there is none."""
         with self._lock:
             return self._entries.get(request_id)
-
-    def owns(self, request_id: str) -> bool:
-        """Return whether a request belongs to this process."""
-        with self._lock:
-            entry = self._entries.get(request_id)
-            return entry is not None and entry.owner == self._open().owner
 
     # With the lock held.
 
@@ -716,10 +712,8 @@ class Ledger:
         self._count(before, -1)
         self._count(entry, 1)
         self._view = None
-        waits = entry is not None and not entry.reservations
-        if waits or (before is not None and not before.reservations):
-            for subscription in self._subscriptions:
-                subscription.changes[request_id] = entry if waits else None
+        for subscription in self._subscriptions:
+            subscription.changes[request_id] = entry
 
     def _list(
         self, request_id: str, before: Sequence[Reservation], held: Sequence[Reservation]
@@ -769,6 +763,7 @@ class Ledger:
             self._silent,
             preemptible,
             self._freed_s,
+            store.owner,
         )
 
     # Without the lock.

@@ -80,7 +80,7 @@ class WatchedBroker(Broker):
         """Block until all that has come was looked at, and the thread waits on the clock."""
         with self._changed:
             assert self._changed.wait_for(
-                lambda: self.resting and not (self._arrived or self._dirty or self._calls),
+                lambda: self.resting and not (self._arrived or self._machine.dirty or self._calls),
                 DEADLOCK_S,
             )
 

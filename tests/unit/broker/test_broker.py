@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-import prefect_gpu.broker.broker
-from prefect_gpu.broker.broker import HOPELESS_S, Broker
+import prefect_gpu.broker.planning
+from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger
+from prefect_gpu.broker.planning import HOPELESS_S
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import CapacityError, DeviceError, PlacementError
@@ -114,14 +115,14 @@ def test_ends_that_are_seen_together_are_one_scheduling_pass(
     waiting = [rig.submit(name, 10) for name in "cd"]
     assert rig.waits(*waiting)
     passes: list[int] = []
-    decide = prefect_gpu.broker.broker.decide
+    decide = prefect_gpu.broker.planning.decide
 
     def count(*args: Any) -> Decisions:
         decisions = decide(*args)
         passes.append(len(decisions.placements))
         return decisions
 
-    monkeypatch.setattr(prefect_gpu.broker.broker, "decide", count)
+    monkeypatch.setattr(prefect_gpu.broker.planning, "decide", count)
     both_ended = threading.Event()
     rig.reader.during = lambda: both_ended.wait(DEADLOCK_S)
     for ticket in running:
@@ -314,7 +315,7 @@ def test_an_internal_error_does_not_end_the_thread(
     def fail(*_: object) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(prefect_gpu.broker.broker, "decide", fail)
+    monkeypatch.setattr(prefect_gpu.broker.planning, "decide", fail)
     ticket = rig.submit("a", 6)
     rig.broker.read()
     assert rig.waits(ticket)
@@ -345,7 +346,7 @@ def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
     rig.broker.end(running)
     decided(rig.submit("refused", 99))
     rig.broker.settle()
-    broker = rig.broker
-    assert not broker._queue and not broker._waiting and not broker._placed
-    assert not broker._recovery.ending and not broker._calls
+    known = rig.broker._machine.known
+    assert not known.queue and not known.waiting and not known.placed and not known.entries
+    assert not known.recovery.ending and not rig.broker._calls
     assert not rig.reservations() and not rig.ledger.view().processes

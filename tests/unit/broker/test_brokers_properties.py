@@ -27,9 +27,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from prefect_gpu.broker.broker import PASSIVE_S, Broker, Ticket, next_sequence
+from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
 from prefect_gpu.broker.host_ledger import _ENTRY, HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger, Row, Written
+from prefect_gpu.broker.planning import PASSIVE_S
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.sampler import Sampler
 from prefect_gpu.devices.shared_folder import SharedFolder
@@ -88,7 +89,7 @@ class SteppedBroker(Broker):
         pass
 
     def _wait_for_work(self) -> None:
-        if not (self._arrived or self._dirty):
+        if not (self._arrived or self._machine.dirty):
             raise Resting
 
     def _attempt(self, step: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 from dataclasses import replace
 
 import pytest
@@ -33,11 +33,11 @@ class Rig:
         self.clock = FakeClock()
         self.ledger = Ledger()
         self.placed: dict[str, Ticket] = {}
-        self.view = DeviceView((DEVICE,), "simulated", GIB, (), self.clock)
+        self.view = DeviceView((DEVICE,), "simulated", GIB, (), os.getpid())
 
     def take(self, *snapshots: DeviceSnapshot, error: str = "") -> Reading:
         reading = Reading(self.clock.now(), snapshots or (ALL_FREE,), 64 * GIB, error)
-        self.view.take(reading)
+        self.view.take(reading, self.clock.now())
         return reading
 
     def reserve(
@@ -64,22 +64,22 @@ def rig() -> Rig:
 
 
 def test_a_reading_is_decided_on_while_it_is_fresh(rig: Rig) -> None:
-    assert not rig.view.fresh
+    assert not rig.view.is_fresh(rig.clock.now())
     rig.take()
     rig.clock.advance(FRESH_S)
-    assert rig.view.fresh
+    assert rig.view.is_fresh(rig.clock.now())
     rig.clock.advance(0.1)
-    assert not rig.view.fresh
+    assert not rig.view.is_fresh(rig.clock.now())
 
 
 def test_it_says_what_of_the_devices_is_waited_for(rig: Rig) -> None:
-    assert rig.view.silence == "the first reading of the devices"
+    assert rig.view.silence(rig.clock.now()) == "the first reading of the devices"
     rig.take()
-    assert rig.view.silence == ""
+    assert rig.view.silence(rig.clock.now()) == ""
     rig.clock.advance(SILENT_S + 1)
-    assert rig.view.silence == "the devices to answer (nothing heard for 6s)"
+    assert rig.view.silence(rig.clock.now()) == "the devices to answer (nothing heard for 6s)"
     rig.take(error="NVML is gone")
-    assert rig.view.silence == "the devices to answer (NVML is gone)"
+    assert rig.view.silence(rig.clock.now()) == "the devices to answer (NVML is gone)"
 
 
 def test_without_a_good_reading_there_is_no_state(rig: Rig) -> None:
@@ -147,22 +147,23 @@ def test_what_a_device_could_ever_hold_is_known_better_once_it_was_read(rig: Rig
 
 
 def test_a_device_that_does_not_work_is_logged_once_and_when_it_answers(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    rig: Rig,
 ) -> None:
-    caplog.set_level(logging.INFO, "prefect_gpu")
     broken = replace(ALL_FREE, error="it fell off the bus")
-    found = [rig.view.warn(rig.take(each)) for each in (broken, broken, ALL_FREE, ALL_FREE)]
-    assert found == [[(DEVICE, "it fell off the bus")], [], [], []]
-    assert [record.getMessage() for record in caplog.records] == [
-        "device 0 (SIM-0) is set aside: it fell off the bus",
-        "device 0 (SIM-0) answers again",
+    assert [rig.view.compare(rig.take(each)) for each in (broken, broken, ALL_FREE, ALL_FREE)] == [
+        (
+            [(DEVICE, "it fell off the bus")],
+            [("device 0 (SIM-0) is set aside: it fell off the bus", True)],
+        ),
+        ([], []),
+        ([], [("device 0 (SIM-0) answers again", False)]),
+        ([], []),
     ]
 
 
 def test_a_node_that_is_silent_is_one_line_and_another_when_it_answers(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    rig: Rig,
 ) -> None:
-    caplog.set_level(logging.INFO, "prefect_gpu")
     works = [
         replace(ALL_FREE, device=replace(DEVICE, uuid=f"SIM-{node}-{at}", index=at, host=node))
         for node in "ab"
@@ -170,9 +171,10 @@ def test_a_node_that_is_silent_is_one_line_and_another_when_it_answers(
     ]
     silent = [replace(each, error=f"node {each.device.host} is silent") for each in works]
     lost = [replace(works[0], error="it fell off the bus"), *works[1:]]
+    told = []
     for snapshots in (silent, silent, [*silent[:2], *works[2:]], works, works, lost):
-        rig.view.warn(rig.take(*snapshots))
-    assert [record.getMessage() for record in caplog.records] == [
+        told += [note.text for note in rig.view.compare(rig.take(*snapshots))[1]]
+    assert told == [
         "devices 0, 1 of node a are set aside: node a is silent",
         "devices 0, 1 of node b are set aside: node b is silent",
         "devices 0, 1 of node b answer again",
@@ -181,7 +183,7 @@ def test_a_node_that_is_silent_is_one_line_and_another_when_it_answers(
     ]
 
 
-def test_the_log_names_a_device_by_its_node(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_a_device_by_its_node(rig: Rig) -> None:
     device = replace(ALL_FREE.device, host="gpu-2", in_cluster=True)
-    rig.view.warn(rig.take(replace(ALL_FREE, device=device, error="lost")))
-    assert caplog.messages == ["gpu-2:0 (SIM-0) is set aside: lost"]
+    _, notes = rig.view.compare(rig.take(replace(ALL_FREE, device=device, error="lost")))
+    assert [note.text for note in notes] == ["gpu-2:0 (SIM-0) is set aside: lost"]

@@ -191,6 +191,7 @@ def test_what_is_learned_of_one_that_was_asked_counts_once_it_has_refused(
     rig.broker.learn_need(new.ticket, {new.ticket.devices[0].name: 9 * GIB})
     assert new.entry.reservations[0].reserved_bytes > 9 * GIB
     rig.broker.show_suspension(new.ticket, "refused", "not suspended: it uses jax")
+    rig.broker.settle()
     assert new.entry.reservations[0].reserved_bytes == 9 * GIB
 
 

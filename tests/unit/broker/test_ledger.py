@@ -162,17 +162,19 @@ def test_changes_are_written_all_or_none_without_a_call_of_the_watchers(ledger: 
     assert told == []
 
 
-def test_a_broker_is_given_the_waiting_requests_of_others_and_their_ends(ledger: Ledger) -> None:
+def test_a_broker_is_given_all_entries_and_then_those_that_change(ledger: Ledger) -> None:
     ledger.try_write(0, {"early": entry("early")})
     subscription = ledger.subscribe(nothing)
-    assert set(subscription.take()) == {"early"}
+    assert set(ledger.read(subscription)[1]) == {"early"}
     ledger.try_write(ledger.view().version, {"late": entry("late")})
     held = entry("early", reserved(by="early"))
     ledger.try_write(ledger.view().version, {"early": held})
-    changes = subscription.take()
-    assert changes["early"] is None, "it waits no longer"
-    assert changes["late"] is not None and changes["late"].request.task_name == "late"
-    assert subscription.take() == {}
+    ledger.release("late")
+    view, changes = ledger.read(subscription)
+    assert view == ledger.view()
+    assert changes["late"] is None
+    assert changes["early"] is not None and changes["early"].reservations == held.reservations
+    assert ledger.read(subscription) == (view, {})
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -237,7 +239,7 @@ def test_a_request_is_written_as_it_was_asked(shared: Callable[[], Ledger]) -> N
     }
     status = BlockedStatus(3, 1.5, (("host", "SIM-0"),), 2.5)
     one.try_write(0, {i: Entry(r, status=status, devices=(("h", "u"),)) for i, r in asked.items()})
-    found = two.subscribe(nothing).take()
+    _, found = two.read(two.subscribe(nothing))
     assert {i: e.request for i, e in found.items() if e is not None} == asked
     assert isinstance(found["a byte"].request.memory, int)
     assert isinstance(found["a whole device's share"].request.memory, float)

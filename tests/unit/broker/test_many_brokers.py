@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.broker import PASSIVE_S, POLL_S, Ticket
+from prefect_gpu.broker.broker import POLL_S, Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.planning import PASSIVE_S
 from prefect_gpu.devices import simulated
 from prefect_gpu.devices.shared_folder import SILENT_S, SharedFolder
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, Patience
@@ -273,7 +274,7 @@ def test_nothing_adds_up_in_a_broker_in_which_nothing_waits(
         rig.other.end(ticket)
         rig.look()
     assert len(rig.broker._subscription.changes) <= 1
-    assert not rig.broker._elsewhere
+    assert not rig.broker._machine.known.elsewhere
 
 
 def test_a_broker_with_all_the_processes_that_it_may_have_holds_nobody_up(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from prefect_gpu.broker.broker import HOPELESS_S
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.broker.planning import HOPELESS_S
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import MakeRig, Rig, WatchedBroker, decided

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker import broker
-from prefect_gpu.broker.broker import MOST_REST_S, STANDBY_TAKEN_S, Ticket
+from prefect_gpu.broker.broker import MOST_REST_S, Ticket
 from prefect_gpu.broker.device_view import RECOVERY_S
+from prefect_gpu.broker.planning import STANDBY_TAKEN_S
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, NodeReading

@@ -76,7 +76,7 @@ def test_what_others_hold_on_the_nodes_is_in_the_view(scene: Scene) -> None:
     scene.others(scene.a, other_entry(device, 2))
     assert scene.held(scene.a) == [("other", 2)]
     assert scene.held(scene.b) == [("there", 1)]
-    assert not scene.ledger.owns("other")
+    assert scene.ledger.entry("other").owner != scene.ledger.view().owner
 
 
 def test_what_others_hold_goes_with_the_node(scene: Scene) -> None:
@@ -96,7 +96,7 @@ def test_a_reservation_of_others_refuses_a_decision_that_was_made_without_it(sce
     assert scene.held(scene.a) == [("other", 2)]
     assert scene.reserve("mine", device)
     assert scene.held(scene.a) == [("other", 2), ("mine", 1)]
-    assert scene.ledger.owns("mine")
+    assert scene.ledger.entry("mine").owner == scene.ledger.view().owner
 
 
 def test_what_changes_without_a_new_reservation_refuses_nothing(scene: Scene) -> None:

@@ -1,0 +1,281 @@
+"""What a `machine` is told, and what it has its `broker` do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, Union
+
+from prefect_gpu.broker.device_view import Note
+from prefect_gpu.broker.ledger import Changes, Entry, LedgerView
+from prefect_gpu.broker.planning import Plan
+from prefect_gpu.broker.ticket import Measured, Ticket
+from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.scheduling.model import Device, Placement, Reading, Reservation
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A request was made."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """A request is not wanted any more. Without effect once it was placed."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesLost:
+    """No device will ever answer again."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The process of a placed request has started."""
+
+    ticket: Ticket
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The process of a placed request is gone, or never came."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class MovingOut:
+    """The memory of a request's process is on the way to the host."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class NotMoved:
+    """A process was not suspended, or runs again (`refused`: it was not)."""
+
+    ticket: Ticket
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NeedLearned:
+    """It is known what the task of a probe needs: bytes on a device, by its model."""
+
+    ticket: Ticket
+    budgets: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The devices were read."""
+
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The ledger was read: its reservations, and the entries that have changed."""
+
+    ledger: LedgerView
+    changes: Changes
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerChanged:
+    """Other brokers have changed the ledger, or memory was released."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Since when the GPU task around this process waits (monotonic seconds); `None`: it does not."""
+
+    since_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: memory of ended processes may be given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleDue:
+    """All that has come was handled: a pass is made, if something has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuspensionsDue:
+    """A pass was made: tasks are asked for their memory, or may have it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """A plan was written into the ledger (`False`: other brokers were faster, and nothing was written)."""
+
+    plan: Plan
+    done: bool
+
+
+Event: TypeAlias = Union[  # noqa: UP007
+    Submitted,
+    Cancelled,
+    DevicesLost,
+    Attached,
+    Ended,
+    MovingOut,
+    NotMoved,
+    NeedLearned,
+    Read,
+    Rows,
+    LedgerChanged,
+    Waits,
+    Tick,
+    ScheduleDue,
+    SuspensionsDue,
+    Appended,
+]
+
+
+# Commands.
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Write a plan into the ledger, all or nothing; `Appended` says whether it was."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """Replace the ledger's entry of a request by what a pure function makes of it."""
+
+    request_id: str
+    change: Callable[[Entry], Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """Replace the reservations of a request by smaller ones."""
+
+    request_id: str
+    reservations: tuple[Reservation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetHeldBytes:
+    """Write into the ledger what the process of a request holds on each device that it may use."""
+
+    request_id: str
+    held_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Remove a request from the ledger. With a ticket: its process has ended, and so many bytes did not come back."""
+
+    request_id: str
+    ticket: Ticket | None = None
+    leaked_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the other brokers of this process that the ledger has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDevices:
+    """Ask for a reading now."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDevices:
+    """Read the devices at intervals from now on, or no longer."""
+
+    active: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Tell a request that it was placed, refused, or withdrawn (neither)."""
+
+    ticket: Ticket
+    placement: Placement | None = None
+    error: PrefectGPUError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TellMeasured:
+    """Tell a request what its process holds of each of its devices."""
+
+    ticket: Ticket
+    at_s: float
+    measured: tuple[Measured, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellHeldBack:
+    """Tell a request that the memory of its process is wanted on the host, or may come back."""
+
+    ticket: Ticket
+    away: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TellNoReturn:
+    """Tell a request that its suspended process has no device to come back to."""
+
+    ticket: Ticket
+    error: PrefectGPUError
+
+
+@dataclass(frozen=True, slots=True)
+class TellShort:
+    """Tell a probe to end for the others on its device."""
+
+    ticket: Ticket
+    device: Device
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Tell those who watch that a device does not work."""
+
+    device: Device
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Log a line."""
+
+    note: Note
+
+
+Command: TypeAlias = Union[  # noqa: UP007
+    Append,
+    Rewrite,
+    Lower,
+    SetHeldBytes,
+    Release,
+    Announce,
+    ReadDevices,
+    SampleDevices,
+    Decide,
+    TellMeasured,
+    TellHeldBack,
+    TellNoReturn,
+    TellShort,
+    SetAside,
+    Log,
+]

@@ -1,4 +1,4 @@
-"""Measurements of one task process: its memory over time, its marks and phases, and its steps.
+"""Measurements of one task process: its memory over time, its marks and phases, its steps and suspensions.
 
 The values take a bounded amount of memory, whatever the length of the task. They are built from the
 readings of the child and of the parent, and `reports` turns them into a `TaskReport`. This module
@@ -163,6 +163,29 @@ class StepFacts:
     #: Whether the steps after the first took the same. `False`: inputs change size, so a later first step may
     #: take what the first one took; or there was one such step at most, which shows nothing of others.
     alike: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """One suspension of a process: its memory was on the host."""
+
+    #: Monotonic seconds at which the suspension was begun, and at which the process ran again. In a report: seconds
+    #: since the placement of the task.
+    begun_s: float
+    ended_s: float
+    #: Seconds of the moves to the host and back.
+    out_s: float
+    in_s: float
+    #: Bytes that were moved.
+    moved_bytes: int
+    #: The reason as text for people, and the device on which the process was resumed.
+    reason: str = ""
+    device: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which the process did not run."""
+        return self.ended_s - self.begun_s
 
 
 #: Number of steps, from the first, whose marks are kept.

@@ -67,23 +67,6 @@ class ProcessPeak:
 
 
 @dataclass(frozen=True, slots=True)
-class SuspensionFacts:
-    """A time in which a process did not run, because its memory was on the host."""
-
-    #: Seconds from the placement to its beginning, and its length with both moves.
-    at_s: float
-    seconds: float
-    #: Seconds of the moves to the host and back.
-    out_s: float
-    in_s: float
-    #: Bytes that were moved.
-    moved_bytes: int
-    #: What it was suspended for, as text for a person, and the device on which it came back.
-    reason: str = ""
-    device: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class TaskReport:
     """Everything that is known about one process of one task run."""
 
@@ -179,7 +162,7 @@ class TaskReport:
     #: The end of what it wrote to its stderr, if it died. Empty: nothing.
     stderr_tail: str = ""
     #: When it did not run because its memory was on the host. `run_s` is without it.
-    suspensions: tuple[SuspensionFacts, ...] = ()
+    suspensions: tuple[Suspension, ...] = ()
 
     @property
     def suspended_s(self) -> float:

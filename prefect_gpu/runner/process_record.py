@@ -16,7 +16,15 @@ from typing import Literal
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.frameworks.registry import SEEN_BY_LOOKING
-from prefect_gpu.measurements import Mark, MarkKeeper, Sample, SeriesBuilder, StepFacts, largest
+from prefect_gpu.measurements import (
+    Mark,
+    MarkKeeper,
+    Sample,
+    SeriesBuilder,
+    StepFacts,
+    Suspension,
+    largest,
+)
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import (
@@ -24,14 +32,12 @@ from prefect_gpu.reports.model import (
     Outcome,
     ProcessPeak,
     Source,
-    SuspensionFacts,
     TaskReport,
 )
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
-from prefect_gpu.suspension.suspended import Suspension
 
 #: Processes of a body whose memory is noted one by one, times the devices that they use.
 MOST_PROCESSES = 256
@@ -93,6 +99,7 @@ class ProcessRecord:
         self._peak_live_bytes: int | None = None
         self._peak_reserved_bytes: int | None = None
         self._used: tuple[str, ...] = ()
+        #: Their times are seconds since the placement.
         self._suspensions: tuple[Suspension, ...] = ()
         #: Most that each process held of each device, in bytes, by the device's place and process id.
         self._processes: dict[tuple[int, int], int] = {}
@@ -190,8 +197,13 @@ class ProcessRecord:
 
     def add_suspension(self, suspension: Suspension) -> None:
         """Note that it was suspended, and runs again."""
+        placed = replace(
+            suspension,
+            begun_s=suspension.begun_s - self._placed_s,
+            ended_s=suspension.ended_s - self._placed_s,
+        )
         with self._lock:
-            self._suspensions = (*self._suspensions, suspension)
+            self._suspensions = (*self._suspensions, placed)
 
     def add_processes(self, by_pid: Sequence[Mapping[int, int]]) -> None:
         """Note what each of its processes holds: on each device, in the placement's order, by process id."""
@@ -325,18 +337,7 @@ class ProcessRecord:
                 queued_s=self._queued_s,
                 start_s=started_s - self._placed_s,
                 run_s=max(0.0, ended_s - started_s - sum(s.seconds for s in self._suspensions)),
-                suspensions=tuple(
-                    SuspensionFacts(
-                        max(0.0, s.begun_s - self._placed_s),
-                        s.seconds,
-                        s.out_s,
-                        s.in_s,
-                        s.moved_bytes,
-                        s.reason,
-                        s.device,
-                    )
-                    for s in self._suspensions
-                ),
+                suspensions=self._suspensions,
                 placed_at=self._placed_at,
                 samples=series.samples,
                 sample_count=series.count,

@@ -24,6 +24,7 @@ from prefect_gpu.measurements import (
     merge,
 )
 from prefect_gpu.scheduling.history import PastRun
+from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.model import Device, DeviceKind
 
 #: Version of the metadata's meaning; rises when a field changes its meaning.
@@ -67,7 +68,26 @@ class ProcessPeak:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskReport:
+class Verdict:
+    """How a process ended. Decided by the engine's thread alone."""
+
+    outcome: Outcome
+    #: The error on one line. Empty: there was none.
+    error: str = ""
+    #: Cause of an out-of-memory error or of a kill. Empty: there was none.
+    cause: Cause | Literal[""] = ""
+    #: Bytes needed on one device, as the out-of-memory error says. `None`: unknown.
+    wanted_bytes: int | None = None
+    #: Memory of the next process of the task run, and the reason, as text for people. Empty: the runner starts none by itself.
+    next_words: str = ""
+    #: Bytes of each device that the next process gets. `None`: a whole device, or there is no next process.
+    next_budget_bytes: int | None = None
+    #: The end of the stderr of a process that died. Empty: the process wrote nothing.
+    stderr_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReport(Verdict):
     """Everything that is known about one process of one task run."""
 
     task_name: str
@@ -81,7 +101,6 @@ class TaskReport:
     devices: tuple[Device, ...]
     #: Frameworks that the child used, comma-separated; "none".
     framework: str
-    outcome: Outcome
     #: Number of this process among those started for the task run, from 1.
     attempt: int
     #: Bytes reserved on each device; the smallest if devices differ.
@@ -108,18 +127,12 @@ class TaskReport:
     #: Where `peak_process_bytes` comes from.
     source: Source
     marks: tuple[Mark, ...] = ()
-    #: The error on one line. Empty: there was none.
-    error: str = ""
     #: Memory reserved and not used, over time, in byte-seconds.
     wasted_byte_seconds: float = 0.0
     #: Readings taken before neighbours in `samples` were merged. 0: none was merged.
     sample_count: int = 0
     #: Most bytes that a framework could allocate on each device. `None`: no cap.
     cap_bytes: int | None = None
-    #: Cause of an out-of-memory error (`scheduling.ladder.Cause`). Empty: there was no such error.
-    cause: str = ""
-    #: Bytes needed on one device, as the out-of-memory error says. `None`: unknown.
-    wanted_bytes: int | None = None
     #: Measurements of its steps. `None`: it gave no evidence of steps.
     steps: StepFacts | None = None
     #: Digest of its `gpu:learn_by` values: each has a history of its own. Empty: none are named.
@@ -153,14 +166,8 @@ class TaskReport:
     learn_by: str = ""
     #: What the body has reported of its results, by name (`report_metric`).
     metrics: tuple[tuple[str, float], ...] = ()
-    #: What the next process of the task run gets, and why. Empty: the runner starts none by itself.
-    next_words: str = ""
-    #: Bytes of each device that it gets. `None`: a device to itself, or there is none.
-    next_budget_bytes: int | None = None
     #: Bytes of the allocation that was refused when memory ran out. `None`: there was none, or it is not known.
     refused_bytes: int | None = None
-    #: The end of what it wrote to its stderr, if it died. Empty: nothing.
-    stderr_tail: str = ""
     #: When it did not run because its memory was on the host. `run_s` is without it.
     suspensions: tuple[Suspension, ...] = ()
 

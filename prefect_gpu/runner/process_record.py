@@ -10,8 +10,7 @@ import collections
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import fields, replace
 
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
@@ -29,13 +28,12 @@ from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import (
     BudgetSource,
-    Outcome,
     ProcessPeak,
     Source,
     TaskReport,
+    Verdict,
 )
 from prefect_gpu.runner.task_plan import TaskCall
-from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 
@@ -46,25 +44,6 @@ MOST_PROCESSES = 256
 #: Wall-clock seconds since the epoch at which the monotonic clock was 0, read once: a report's times are then
 #: as far apart as the monotonic ones, and a reservation that has ended never seems to overlap the next.
 EPOCH_S = time.time() - time.monotonic()
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a process ended. Decided by the engine's thread alone."""
-
-    outcome: Outcome
-    #: One line of what went wrong; empty: nothing did.
-    error: str = ""
-    #: Cause of an out-of-memory or of a kill; empty: there was none.
-    cause: Cause | Literal[""] = ""
-    #: Bytes on one device that it would have needed; `None`: unknown.
-    wanted_bytes: int | None = None
-    #: What the next process of the task run gets, and why; empty: the runner starts none by itself.
-    next_words: str = ""
-    #: Bytes of each device that it gets; `None`: a device to itself, or there is none.
-    next_budget_bytes: int | None = None
-    #: The end of what a process that died wrote to its stderr; empty: nothing.
-    stderr_tail: str = ""
 
 
 class ProcessRecord:
@@ -317,6 +296,7 @@ class ProcessRecord:
             peak_reserved = largest(self._peak_reserved_bytes, series.peak_reserved_bytes)
             peak_process, context, source = self._add_up(kind, peak_reserved)
             return TaskReport(
+                **{field.name: getattr(verdict, field.name) for field in fields(verdict)},
                 task_name=call.plan.task_name,
                 task_key=call.plan.task_key,
                 task_run_id=call.run.task_run.id,
@@ -325,7 +305,6 @@ class ProcessRecord:
                 pid=self.pid,
                 devices=self._placement.devices,
                 framework=",".join(frameworks or self._used) or "none",
-                outcome=verdict.outcome,
                 attempt=number,
                 budget_bytes=min(self._placement.budget_bytes),
                 budget_source=budget_source,
@@ -344,11 +323,8 @@ class ProcessRecord:
                 source=source,
                 marks=self._placed_marks(started_s),
                 metrics=self._metrics,
-                error=verdict.error,
                 wasted_byte_seconds=series.wasted_byte_seconds(ended_s - self._placed_s),
                 cap_bytes=self.cap_bytes,
-                cause=verdict.cause,
-                wanted_bytes=verdict.wanted_bytes,
                 steps=self._seen_steps(),
                 history_key=call.identity.learn_by,
                 learn_by=call.identity.learn_by_words,
@@ -358,9 +334,6 @@ class ProcessRecord:
                 exclusive=call.plan.policy.exclusive,
                 budgets_bytes=self._placement.budget_bytes,
                 device_peaks_bytes=tuple(self._device_peaks),
-                next_words=verdict.next_words,
-                next_budget_bytes=verdict.next_budget_bytes,
-                stderr_tail=verdict.stderr_tail,
                 refused_bytes=self.out_of_memory.wanted_bytes if self.out_of_memory else None,
                 shared_with=shared_with,
                 capacity_bytes=capacity_bytes,

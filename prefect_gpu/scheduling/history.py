@@ -126,19 +126,13 @@ class PastRun:
         values: dict[str, object] = {}
         for f in fields(cls):
             if f.name in texts:
-                values[f.name] = _READ.get(f.name, int)(texts[f.name])
+                read = _READ[str(f.type).removesuffix(" | None")]
+                values[f.name] = read(texts[f.name])
         return cls(**values)  # type: ignore[arg-type]
 
 
-_READ = {
-    "ended_at": float,
-    "outcome": str,
-    "cause": str,
-    "task_run_id": str,
-    "step_s": float,
-    "run_s": float,
-    "start_s": float,
-}
+#: How a field of each type is read from its text.
+_READ = {"str": str, "int": int, "float": float}
 
 
 class HistoryStore(Protocol):

@@ -294,7 +294,8 @@ class Figure(NamedTuple):
         if not isinstance(self.source, str):
             return self.source(report)
         steps, _, name = (self.source or self.name).rpartition(".")
-        return getattr(report.steps if steps else report, name, None)
+        owner = report.steps if steps else report
+        return None if owner is None else getattr(owner, name)
 
 
 #: All figures of a report, in their published order. `TaskReport.metadata`, `figure_values`, `read_metadata` and `past_run` follow

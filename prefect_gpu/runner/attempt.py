@@ -40,7 +40,6 @@ from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy, chil
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.live.progress import RunningTask
 from prefect_gpu.live.table import device_label
-from prefect_gpu.measurements import Suspension
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes.crash_site import crashed_at
 from prefect_gpu.processes.interpreter import import_paths, working_folder

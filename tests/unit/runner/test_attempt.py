@@ -24,7 +24,6 @@ from prefect_gpu.errors import (
     ResultError,
 )
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
-from prefect_gpu.measurements import Suspension
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes.launch_spec import (
     ChildExited,

@@ -484,7 +484,7 @@ class LiveSampler:
         self._recorder = recorder
         self._interval_s = interval_s
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="prefect-gpu-sampler", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="prefect-gpu-recorder", daemon=True)
         #: Counters and number of steps of the last message.
         self._sent: tuple[Counters | None, int] = None, 0
 

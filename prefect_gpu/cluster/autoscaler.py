@@ -122,7 +122,7 @@ def start_keeper(ray: Any, ask: Callable[[list[dict[str, float]]], object]) -> A
     class AutoscalerKeeper:
         def __init__(self) -> None:
             self._keeper = Keeper(ask, time.monotonic)
-            threading.Thread(target=self._run, daemon=True).start()
+            threading.Thread(target=self._run, name="prefect-gpu-keeper", daemon=True).start()
 
         def report(self, flow: str, nodes: NodeGPUs, bundles: Bundles) -> None:
             self._keeper.report(flow, nodes, bundles)

@@ -115,7 +115,7 @@ class StepBook:
         Args:
             at_s: Monotonic seconds.
             live_bytes: As in `reading`; `None`: there was no reading.
-            alloc_retries: As in `reading`.
+            alloc_retries: See `reading`.
         """
         if live_bytes is not None:
             self.reading(live_bytes, alloc_retries, at_end=True)

@@ -93,7 +93,7 @@ class Channel:
 
         Raises:
             EOFError: The parent is gone.
-            ProtocolError: What was sent is no message.
+            ProtocolError: The received bytes are no message.
         """
         return messages.decode(self._receive().body)
 
@@ -139,7 +139,7 @@ class Channel:
 
         Raises:
             OSError: The body closed the stream.
-            ProtocolError: What was sent is no message.
+            ProtocolError: The received bytes are no message.
         """
         if self._asking.acquire(blocking=False):
             try:

@@ -378,7 +378,8 @@ class Recorder:
         if not self._in_full and at_s >= self._sample_due_s:
             found = self.sample(at_end=True)
             self._sample_due_s = at_s + READ_SHARE * (self._clock.now() - at_s)
-        # Also after an allocation retry, so that an earlier peak does not count as a later one.
+        # Counters are also read after an allocation retry, so that an earlier peak does not count as a later
+        # one.
         if self._in_full or self._book.released_cache:
             counters = self.counters(at_end=True)
             found = None

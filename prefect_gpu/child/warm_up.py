@@ -144,7 +144,7 @@ def _check_modules(late: Late) -> None:
     """Make sure that a process started now would import the same user's modules.
 
     Raises:
-        ImportError: It would not, or may not.
+        ImportError: A process started now would import other modules, or may do so.
     """
     origin = _origin
     if not origin.files:

@@ -200,7 +200,7 @@ class SharedFolder:
         """Hold a file of the folder; `None`: another process, or another part of this one, holds it.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         for _ in range(10):
             descriptor = self.open_file(name)
@@ -240,7 +240,7 @@ class SharedFolder:
         """Return whether a running process holds a file. A file that is not held is removed.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         if name != os.path.basename(name):
             # Another user may have written the name to have a file outside the folder removed.

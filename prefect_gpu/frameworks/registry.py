@@ -1,4 +1,4 @@
-"""The frameworks, the ones that a function uses, and their host memory.
+"""The known frameworks, detection of the frameworks of a function, and their host memory.
 
 Detection reads code objects, globals and class bases. It imports and runs nothing, so it can be wrong (an
 import by name, a helper in another package). Contexts and standbys depend on it. Caps do not: `hooks` applies
@@ -140,7 +140,7 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
     of it.
 
     Args:
-        fn: As for `detect_frameworks`.
+        fn: See `detect_frameworks`.
 
     Returns:
         `package.module`, and `package:name,name` for `from package import name, name` inside
@@ -197,7 +197,7 @@ def uses_prefect(fn: Any) -> bool:
     `child.late_prefect` also handles imports that are not found here.
 
     Args:
-        fn: As for `detect_frameworks`.
+        fn: See `detect_frameworks`.
     """
     return any(map(brings_prefect, needed_modules(fn)))
 

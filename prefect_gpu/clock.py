@@ -1,4 +1,4 @@
-"""Time as a protocol: the real one, and one that a test moves.
+"""Time as a protocol: the real clock, and a clock that a test moves.
 
 It covers now, and waiting on a condition. It schedules nothing: each caller keeps its own deadline.
 """
@@ -53,7 +53,7 @@ class FakeClock:
     by real time.
 
     Args:
-        start_s: What `now` returns at first.
+        start_s: First result of `now`.
     """
 
     def __init__(self, start_s: float = 1000.0) -> None:
@@ -103,7 +103,7 @@ class FakeClock:
         """Block until at least `count` threads wait on this clock.
 
         Raises:
-            TimeoutError: They did not within `DEADLOCK_S` real seconds.
+            TimeoutError: Fewer threads wait after `DEADLOCK_S` real seconds.
         """
         with self._lock:
             if not self._lock.wait_for(lambda: len(self._waiters) >= count, DEADLOCK_S):

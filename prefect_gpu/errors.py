@@ -4,7 +4,7 @@
     ├── PolicyError            the author of the task: a tag is wrong or contradicts another
     ├── SettingError           the author of the flow: an argument of the runner, or a setting, cannot be read
     ├── ResultError            the author of the task: a value cannot travel between processes
-    ├── CapacityError          the operator of the machine: it cannot do what was asked
+    ├── CapacityError          the operator of the machine: a request exceeds the machine
     │   ├── PlacementError         no device here can ever hold the task
     │   │   └── PlacementTimeoutError  no device was free within `gpu:wait`
     │   ├── DeviceError            a driver or a device does not answer, or is not there
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from prefect_gpu.units import format_bytes
 
-#: Characters of an error's text in its `repr` at most.
+#: Most characters of an error's text in its `repr`.
 REPR_LIMIT = 60
 
 
@@ -33,12 +33,12 @@ class PrefectGPUError(Exception):
     """Base of all errors of this package."""
 
     def __repr__(self) -> str:
-        # Prefect logs it above a traceback whose last line has the whole text (3.8.8).
+        # Prefect logs the `repr` above a traceback whose last line has the whole text (3.8.8).
         said = textwrap.shorten(str(self), REPR_LIMIT, placeholder=" …")
         return f"{type(self).__name__}({said!r})"
 
     def __post_init__(self) -> None:
-        # Pickle, which brings errors from the child to the parent, calls the class with `args`.
+        # Pickle calls the class with `args` in the other process.
         self.args = tuple(vars(self).values())
 
 
@@ -46,11 +46,11 @@ class PrefectGPUError(Exception):
 class PolicyError(PrefectGPUError, ValueError):
     """A tag cannot be read, is unknown or contradicts another."""
 
-    #: What was written, as in `gpu:memory=8`.
+    #: The tag or argument, as in `gpu:memory=8`.
     given: str
-    #: What is wrong with it.
+    #: The fault of the tag.
     problem: str
-    #: What would have been accepted.
+    #: The accepted values.
     accepted: str
 
     def __str__(self) -> str:
@@ -58,13 +58,13 @@ class PolicyError(PrefectGPUError, ValueError):
 
 
 class SettingError(PrefectGPUError, ValueError):
-    """An argument of `GPUTaskRunner` or `serve`, or a setting, cannot be read. The text names it and what is accepted."""
+    """An argument of `GPUTaskRunner` or `serve`, or a setting, cannot be read. The text names it and the accepted values."""
 
 
-#: Instead of a type's name: the value was pickled and cannot be unpickled.
+#: In place of a type's name: the value was pickled and cannot be unpickled.
 REBUILT = "value that cannot be rebuilt"
 
-#: Instead of a type's name: there is not enough memory to send the value.
+#: In place of a type's name: there is not enough memory to send the value.
 NO_ROOM = "value that finds no memory"
 
 
@@ -104,14 +104,14 @@ class ResultError(PrefectGPUError):
 
 
 class CapacityError(PrefectGPUError):
-    """The machine cannot do what was asked."""
+    """A request exceeds the machine: its devices, frameworks, processes, threads or descriptors."""
 
 
 @dataclass(eq=False, repr=False)
 class PlacementError(CapacityError):
     """No device here can ever hold the task."""
 
-    #: What was asked and why it is not available, with the limit.
+    #: The request and the reason of its refusal, with the limit.
     problem: str
     #: One reason for each device, as in `"GPU-1a2b: 23.7GiB in all"`.
     per_device: tuple[str, ...] = ()
@@ -134,9 +134,9 @@ class DeviceError(CapacityError):
 class FrameworkError(CapacityError):
     """A framework in the child cannot carry out the policy."""
 
-    #: Its name as in `gpu:framework`.
+    #: Name of the framework as in `gpu:framework`.
     framework: str
-    #: What was asked of it and what it did.
+    #: The demanded policy, and the framework's behaviour.
     problem: str
 
     def __str__(self) -> str:
@@ -145,11 +145,11 @@ class FrameworkError(CapacityError):
 
 @dataclass(eq=False, repr=False)
 class NodeRefusedError(PrefectGPUError):
-    """A node of a cluster does not have any more what was chosen there; the task is placed again."""
+    """The chosen devices of a node are not free any more; the task is placed again."""
 
     #: Name of the node.
     node: str
-    #: What it has not.
+    #: The missing memory or device.
     problem: str
 
     def __str__(self) -> str:
@@ -167,7 +167,8 @@ class ChildDiedError(PrefectGPUError):
     how: str
     #: Last memory sample and possible causes, each worded as possible.
     detail: str = ""
-    #: End of what the child wrote to standard error. The text of the error leaves it out; it is in the task run's log.
+    #: End of the child's standard error, which is also in the task run's log. The text of the error leaves it
+    #: out.
     stderr_tail: str = ""
 
     def __str__(self) -> str:
@@ -190,7 +191,7 @@ class ChildTimeoutError(PrefectGPUError, TimeoutError):
         )
 
     def __repr__(self) -> str:
-        # Prefect shows it in the message of the task run's state (3.8.8).
+        # Prefect shows the `repr` in the message of the task run's state (3.8.8).
         return f"{type(self).__name__}: {self}"
 
 
@@ -199,9 +200,9 @@ class BudgetExceededError(PrefectGPUError):
     """The process of a task used more of a device than its budget."""
 
     task_name: str
-    #: Its budget on the device, context included.
+    #: Budget on the device, context included.
     budget_bytes: int
-    #: What the device showed for the process.
+    #: Memory of the process that the device showed.
     seen_bytes: int
 
     def __str__(self) -> str:

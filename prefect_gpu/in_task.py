@@ -1,4 +1,4 @@
-"""What a task body calls: what it was given, and names for its phases, marks and steps.
+"""Functions for a task's body: its allocation, and names for its phases, marks and steps.
 
 This module measures and changes nothing. The child fills it in before the body runs; phases and steps
 are measured in `prefect_gpu.child.recorder`.
@@ -19,13 +19,13 @@ LONGEST_NAME = 80
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What the GPU task that the caller runs in was given."""
+    """The devices and the memory of the GPU task that the caller runs in."""
 
     #: Bytes on each of its devices, the context included (the smallest, where they differ).
     budget_bytes: int
     #: Bytes that a framework's allocator may take; `None`: no cap is set.
     cap_bytes: int | None
-    #: From 1: every process started for this task run, for whatever reason.
+    #: Number of the process among all processes of this task run, from 1.
     attempt: int
     #: In the task's order: the framework's device 0 is the first.
     device_uuids: tuple[str, ...]
@@ -55,14 +55,14 @@ _current: Allocation | None = None
 
 
 def current_allocation() -> Allocation | None:
-    """Return what the GPU task that the caller runs in was given; `None` outside of one."""
+    """Return the devices and the memory of the GPU task that the caller runs in; `None` outside a GPU task."""
     if _asked_early is not None:
         _asked_early.append("current_allocation")
     return _current
 
 
 def set_current_allocation(allocation: Allocation | None) -> None:
-    """Set what this process was given. For the child's start only."""
+    """Set the allocation of this process. For the child's start only."""
     global _current
     _current = allocation
 
@@ -88,21 +88,21 @@ _recorder: Any = None
 
 
 def set_current_recorder(recorder: Any) -> None:
-    """Set what records phases, marks and steps. For the child's start and end only."""
+    """Set the recorder of phases, marks and steps. For the child's start and end only."""
     global _recorder
     _recorder = recorder
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Name a part of the body: the report shows what was allocated and reserved in it.
+    """Name a part of the body: the report shows its allocated and reserved memory.
 
         with phase("forward"):
             loss = model(batch)
 
-    Phases may nest and repeat. The first name that comes a second time begins a new step each time
-    that it comes, unless the body calls `step`. The report keeps the first three steps and the newest
-    one that was measured (measuring takes 1 % of the time at most). The device is not synchronised:
-    seconds are those of the CPU, which a GPU lags behind. Outside of a GPU task it does nothing.
+    Phases may nest and repeat. The first name that occurs a second time begins a new step at each occurrence,
+    unless the body calls `step`. The report keeps the first three steps and the newest measured step (measuring
+    takes 1 % of the time at most). The device is not synchronised: seconds are CPU time, which a GPU lags
+    behind. Outside a GPU task the call does nothing.
 
     Raises:
         ValueError: The name is empty, longer than 80 characters or no text.
@@ -124,10 +124,10 @@ def _phase(name: str) -> Iterator[None]:
 
 
 def mark(name: str) -> None:
-    """Name a moment of the body: the report shows what was allocated and reserved then.
+    """Name a moment of the body: the report shows the allocated and reserved memory then.
 
-    Its peaks are those since the last mark. Steps and seconds are as for `phase`. Outside of a GPU
-    task it does nothing.
+    The peaks are those since the last mark. For steps and seconds see `phase`. Outside a GPU task the call does
+    nothing.
 
     Raises:
         ValueError: The name is empty, longer than 80 characters or no text.
@@ -140,8 +140,8 @@ def mark(name: str) -> None:
 def step() -> None:
     """End a step: call it at the end of each iteration of a training or inference loop.
 
-    Steps show how much memory a body takes after its first step: the next budget can be smaller than
-    what the first step took on an empty device. Outside of a GPU task it does nothing.
+    Steps show the memory of a body after its first step. So the next budget may be smaller than the first
+    step's memory on an empty device. Outside a GPU task the call does nothing.
     """
     if _recorder is not None:
         _recorder.step()
@@ -154,7 +154,7 @@ def report_metric(name: str, value: float) -> None:
     nothing.
 
     Args:
-        name: Of the metric.
+        name: Name of the metric.
         value: A number, or what `float` makes one of: a tensor with one element.
 
     Raises:
@@ -176,7 +176,7 @@ def report_metric(name: str, value: float) -> None:
 
 
 def _check_name(function: str, name: object) -> str:
-    # Not an enum or a `numpy.str_`: the parent may not have the class to unpickle it.
+    # An enum or a `numpy.str_` is refused: the parent may lack the class to unpickle it.
     plain = str.__add__("", name) if isinstance(name, str) else ""
     if not plain.strip():
         raise ValueError(f"{function}({name!r}): the name must be text and not empty")

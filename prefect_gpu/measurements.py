@@ -1,8 +1,7 @@
-"""Measurements of one task process: its memory over time, its marks and phases, and its steps.
+"""Measurements of one task process: its memory over time, its marks and phases, its steps and suspensions.
 
-The values take a bounded amount of memory, whatever the length of the task. They are built from the
-readings of the child and of the parent, and `reports` turns them into a `TaskReport`. This module
-reads nothing itself.
+The values have a bounded size for tasks of any length. Child and parent build them from their readings, and
+`reports` turns them into a `TaskReport`. This module reads nothing itself.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Points that a `SeriesBuilder` keeps at most. Four a second fill it in four minutes; from then on
-#: neighbours merge. A chart is 860 pixels wide and cannot show more; a point costs about 200 bytes.
+#: Most points of a `SeriesBuilder`. Four readings a second fill it in four minutes; from then on neighbouring
+#: points merge. A chart of 860 pixels cannot show more; a point takes about 200 bytes.
 SERIES_LIMIT = 1000
 
 #: Points of one process in a flow's report (2 kB): an outline in a bar a few hundred pixels wide.
@@ -20,20 +19,20 @@ COMPACT_SAMPLES = 12
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One point of a process's memory over time."""
+    """A point of a process's memory over time."""
 
     #: Seconds since the task was placed.
     at_s: float
     #: Bytes of the whole process on all its devices; `None`: not read at this point.
     process_bytes: int | None = None
-    #: Bytes that its frameworks had allocated; `None`: not read at this point, or unknown.
+    #: Bytes that the process's frameworks had allocated; `None`: not read at this point, or unknown.
     live_bytes: int | None = None
-    #: Bytes that its frameworks held from the driver; `None` as above.
+    #: Bytes that the process's frameworks held from the driver; `None`: as for `live_bytes`.
     reserved_bytes: int | None = None
 
 
 def largest(first: int | None, second: int | None) -> int | None:
-    """Return the larger of two readings; `None` is a reading that was not taken."""
+    """Return the larger of two readings; `None`: no reading."""
     if first is None:
         return second
     return first if second is None else max(first, second)
@@ -53,7 +52,7 @@ def merge(samples: Sequence[Sample], limit: int) -> tuple[Sample, ...]:
     if len(samples) <= limit:
         return tuple(samples)
     *body, last = samples
-    # The last reading is kept as it is: it shows what the process holds when it ends.
+    # The last reading stays: it shows the memory of the process at its end.
     size = -(-len(body) // (limit - 1))
     return (*(_largest_of(body[i : i + size]) for i in range(0, len(body), size)), last)
 
@@ -74,7 +73,7 @@ class SeriesBuilder:
     Peaks, count and waste are exact, also after points were merged.
 
     Args:
-        reserved_bytes: Reservation on all its devices together, from which the waste is computed.
+        reserved_bytes: Reservation on all devices of the process together, for the waste.
         limit: Maximum number of points kept.
     """
 
@@ -87,13 +86,13 @@ class SeriesBuilder:
         self._used_bytes = 0
         #: Readings taken.
         self.count = 0
-        #: Largest reading of each kind; `None`: none was taken.
+        #: Largest reading of each kind; `None`: no reading.
         self.peak_process_bytes: int | None = None
         self.peak_live_bytes: int | None = None
         self.peak_reserved_bytes: int | None = None
 
     def add(self, sample: Sample) -> None:
-        """Add the next reading. A reading older than the last one is counted at the time of the last."""
+        """Add the next reading. A reading older than the last reading counts at the time of the last."""
         self.count += 1
         self.peak_process_bytes = largest(self.peak_process_bytes, sample.process_bytes)
         self.peak_live_bytes = largest(self.peak_live_bytes, sample.live_bytes)
@@ -104,7 +103,7 @@ class SeriesBuilder:
             self._used_bytes = sample.process_bytes
         self._samples.append(sample)
         if len(self._samples) > self._limit:
-            # Down to half, so that merging costs a constant time per reading, however long the task runs.
+            # Reduced to half, so that merging takes a constant time per reading.
             self._samples = list(merge(self._samples, self._limit // 2))
 
     @property
@@ -115,8 +114,8 @@ class SeriesBuilder:
     def wasted_byte_seconds(self, until_s: float) -> float:
         """Return reserved minus used bytes, summed over the seconds from placement to `until_s`.
 
-        Each reading is valid until the next one; before the first one, nothing was used. Using more
-        than was reserved counts as no waste.
+        Each reading is valid until the next; before the first reading nothing was used. Use above the
+        reservation counts as no waste.
         """
         idle_bytes = max(0, self._reserved_bytes - self._used_bytes)
         return self._wasted + idle_bytes * max(0.0, until_s - self._until_s)
@@ -131,15 +130,16 @@ class Mark:
     name: str
     #: Seconds that a phase took; `None`: a mark, which is a moment.
     duration_s: float | None = None
-    #: Bytes that its frameworks had allocated and reserved at its end, and the peak of each during
-    #: it; `None`: unknown.
+    #: Bytes that the frameworks had allocated and reserved at the end of the phase, and the peaks during it;
+    #: `None`: unknown.
     allocated_bytes: int | None = None
     peak_allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     peak_reserved_bytes: int | None = None
-    #: Bytes that the driver reported for the process at its end; `None`: not reported, or not read.
+    #: Bytes that the driver reported for the process at the end of the phase; `None`: not reported, or not
+    #: read.
     process_bytes: int | None = None
-    #: Number of the step that it belongs to, from 0.
+    #: Number of the mark's step, from 0.
     step: int = 0
 
 
@@ -151,28 +151,51 @@ class StepFacts:
     count: int
     #: Peak bytes that the frameworks had allocated up to the end of the first step; `None`: unknown.
     first_live_bytes: int | None = None
-    #: Peak bytes in the steps after the first, counted from the last step in which the allocator had
-    #: to release its cache; `None`: there was no such step.
+    #: Peak bytes in the steps after the first, and after the last step in which the allocator had to release
+    #: its cache; `None`: no such step.
     steady_live_bytes: int | None = None
-    #: Median seconds of the steps after the first; `None`: there were none.
+    #: Median seconds of the steps after the first; `None`: no such step.
     step_s: float | None = None
     #: How often the allocator had to release its cache after the first step.
     alloc_retries: int = 0
     #: Growth of the bytes allocated at the end of a step, per step; `None`: too few steps.
     growth_bytes: float | None = None
-    #: Whether the steps after the first took the same. `False`: inputs change size, so a later first step may
-    #: take what the first one took; or there was one such step at most, which shows nothing of others.
+    #: Whether the steps after the first took the same memory. `False`: inputs change size, or there was at most
+    #: one such step. A first step of a later run may then take as much as the largest.
     alike: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """One suspension of a process: its memory was on the host."""
+
+    #: Monotonic seconds at which the suspension was begun, and at which the process ran again. In a report: seconds
+    #: since the placement of the task.
+    begun_s: float
+    ended_s: float
+    #: Seconds of the moves to the host and back.
+    out_s: float
+    in_s: float
+    #: Bytes that were moved.
+    moved_bytes: int
+    #: The reason as text for people, and the device on which the process was resumed.
+    reason: str = ""
+    device: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which the process did not run."""
+        return self.ended_s - self.begun_s
 
 
 #: Number of steps, from the first, whose marks are kept.
 FIRST_STEPS = 3
 
-#: Number of newest steps whose marks are kept: the last one that has ended, and what came after it
-#: (an evaluation, for example).
+#: Number of newest steps whose marks are kept: the last complete step, and the marks after it (an evaluation,
+#: for example).
 LAST_STEPS = 2
 
-#: Marks kept of one step: a body whose names never repeat has one step only.
+#: Most marks of one step: a body whose names never repeat has one step only.
 MARKS_PER_STEP = 32
 
 
@@ -193,12 +216,12 @@ class MarkKeeper:
             del self._by_step[step]
 
     def marks(self) -> tuple[Mark, ...]:
-        """Return the marks that are kept, in order of time."""
+        """Return the kept marks, in order of time."""
         kept = (mark for row in self._by_step.values() for mark in row)
         return tuple(sorted(kept, key=lambda mark: mark.at_s))
 
     def take(self) -> tuple[Mark, ...]:
-        """Return the marks that are kept, in order of time, and forget them."""
+        """Return the kept marks, in order of time, and forget them."""
         taken = self.marks()
         self._by_step.clear()
         return taken

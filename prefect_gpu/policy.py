@@ -1,7 +1,7 @@
 """Read the `gpu` tags of a task into a `GPUPolicy`, and build them with `gpu`.
 
-One table, `_KEYS`, holds for every tag how it is read and what it accepts. The parser and the error messages
-use it. Whether a machine can satisfy a policy is not decided here: see `prefect_gpu.scheduling`.
+The table `_KEYS` has the reader and the accepted text of every tag, for the parser and its error messages.
+Whether a machine can satisfy a policy is not decided here: see `prefect_gpu.scheduling`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OnOutOfMemory = Literal["escalate", "fail"]
 Enforcement = Literal["warn", "kill"]
 
 
-#: Names that `gpu:framework=` accepts. With `none`, no adapter applies the policy.
+#: Names for `gpu:framework=`. `none`: no adapter applies the policy.
 FRAMEWORKS = ("torch", "tensorflow", "jax", "cupy", "onnxruntime", "none")
 
-#: Sizes from this many bytes on are refused. No device has 8 PiB, and a floating-point number, which a
-#: size is read as, cannot hold every whole number above it.
+#: Smallest size that is refused, in bytes (8 PiB, more than any device). Sizes are read as floating-point
+#: numbers, which are exact up to here.
 _BYTES_LIMIT = 2**53
 
 
@@ -36,7 +36,7 @@ class FrameworkShare:
 
     #: One of `FRAMEWORKS`.
     name: str
-    #: Share of the budget, in (0, 1]. `None`: what the other frameworks leave.
+    #: Share of the budget, in (0, 1]. `None`: the rest.
     fraction: float | None = None
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def whole(least: int | None = None) -> Callable[[str], int]:
     return read
 
 
-#: Names that people write for a key or a word, and what they mean. They are too far from it to be found as misspelt.
+#: Common other names of keys and words, and their meaning. `difflib` does not find them as misspelt.
 _OTHER_NAMES = {
     "mem": "memory",
     "vram": "memory",
@@ -91,7 +91,7 @@ def _hint(name: str, known: Mapping[str, str]) -> str:
 
     Args:
         name: In lower case.
-        known: What is suggested for each known name, which is in lower case.
+        known: Suggestion by known name in lower case.
     """
     other = _OTHER_NAMES.get(name, "")
     if re.split(r"\W", other)[0] in known:
@@ -112,7 +112,7 @@ def word(*words: str) -> Callable[[str], str]:
     return read
 
 
-#: Names of nodes: those of hosts, and of several simulated nodes on one.
+#: Name of a node: of a host, or of one of several simulated nodes on it.
 _NODE = r"[A-Za-z0-9._#-]{1,255}"
 
 
@@ -194,9 +194,9 @@ def format_number(value: float) -> str:
     return format(Decimal(repr(float(value))), "f").removesuffix(".0")
 
 
-#: Options of PyTorch's allocator by name: what is accepted, and the function that reads it. They are
-#: checked here because PyTorch checks them in the child process only. Newer releases accept only the
-#: spelling `True`, and releases differ on whether a `max_split_size_mb` of 20 is allowed.
+#: Options of PyTorch's allocator by name: the accepted text, and the function that reads it. PyTorch itself
+#: checks options in the child process only. Newer releases accept only the spelling `True`, and releases differ
+#: on a `max_split_size_mb` of 20.
 ALLOCATOR_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_split_size_mb": (
         "a whole number of MiB above 20, as in gpu:alloc.max_split_size_mb=128",
@@ -220,37 +220,38 @@ ALLOCATOR_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class GPUPolicy:
-    """What the tags of a task ask for, with defaults filled in. Hashable; `parse_tags` makes it.
+    """The parsed tags of a task, with defaults filled in. Hashable; `parse_tags` makes it.
 
     Raises:
         PolicyError: Two fields contradict each other.
     """
 
     #: Budget on each device, context included: bytes (`int`) or a fraction of the device's total
-    #: (`float` in (0, 1]). `None`: no tag gives one.
+    #: (`float` in (0, 1]). `None`: no tag states a budget.
     memory: int | float | None = None
     #: Number of devices. The task gets all of them or none.
     count: int = 1
     #: Indices ("0"), nodes with indices ("gpu-2:0") or UUID prefixes as written ("GPU-1a"), in the order given.
     #: Empty: any.
     devices: tuple[str, ...] = ()
-    #: Frameworks whose adapters apply the policy, by name. Empty: those that the task imports.
+    #: Frameworks whose adapters apply the policy. Empty: the frameworks that the task imports.
     frameworks: tuple[FrameworkShare, ...] = ()
-    #: "limit": the frameworks are capped at the budget. "growth": no cap. "all": they take it at start.
+    #: "limit": the frameworks are capped at the budget. "growth": no cap. "all": the frameworks take the budget
+    #: at start.
     allocation: Allocation = "growth"
     #: PyTorch allocator options as pairs of name and text, sorted by name, in PyTorch's spelling.
     allocator_options: tuple[tuple[str, str], ...] = ()
     #: `False`: PyTorch's caching allocator is disabled, for memory checkers.
     caching: bool = True
-    #: No other GPU task, of whichever flow, uses its devices at the same time.
+    #: No other GPU task of any flow uses the task's devices at the same time.
     exclusive: bool = False
     #: After an out-of-memory error: run again with more memory, or fail.
     oom: OnOutOfMemory = "escalate"
-    #: What happens when the process as a whole uses more than its budget.
+    #: Reaction to a process that as a whole uses more than its budget.
     enforce: Enforcement = "warn"
     #: Tasks of a higher priority start first.
     priority: int = 0
-    #: It may be suspended for a task of a higher priority, and moved to another device to make room.
+    #: The task may be suspended for a task of a higher priority, or moved to another device to make room.
     preemptible: bool = False
     #: Seconds in the queue after which the task fails. `None`: no limit.
     wait_s: float | None = None
@@ -258,7 +259,7 @@ class GPUPolicy:
     cpus: int | None = None
     #: Names of parameters; each combination of their values has a history of its own.
     learn_by: tuple[str, ...] = ()
-    #: Names of the nodes of a cluster that it may use, sorted. Empty: any.
+    #: Names of the nodes of a cluster that the task may use, sorted. Empty: any.
     nodes: tuple[str, ...] = ()
     #: Keys that the tags named, even with their default value. Not compared.
     stated: frozenset[str] = field(default=frozenset(), compare=False)
@@ -298,7 +299,7 @@ def why_alone(policy: GPUPolicy) -> str | None:
 def is_gpu_tag(tag: str) -> bool:
     """Return whether `tag` is `gpu` or starts with `gpu:`, ignoring case and outer spaces.
 
-    One with spaces before the colon is meant to be, and is refused where it is read.
+    A tag with spaces before the colon counts, and is refused by `parse_tags`.
     """
     return tag.partition(":")[0].strip().lower() == "gpu"
 
@@ -421,7 +422,7 @@ def gpu(
 ) -> list[str]:
     """Return the tags of a GPU task, after checking them: `@task(tags=gpu(memory="6GiB"))`.
 
-    An argument that is not given makes no tag: the default or another source of tags decides.
+    An argument that is not given makes no tag.
 
     Args:
         memory: Budget on each device, CUDA context included: `"6GiB"`, or `"40%"` of its total.
@@ -430,11 +431,11 @@ def gpu(
             (`"gpu-2:0"`) or by UUID prefix: the first that fits or, with `count`, these in this order.
         framework: Frameworks whose adapters apply the policy: `"torch"`, `"tensorflow"`, `"jax"`, `"cupy"`,
             `"onnxruntime"`, `"none"`; several share the budget, as in `["torch:70%", "jax:30%"]`.
-        allocation: `"limit"` caps the frameworks at the budget, `"growth"` does not, `"all"` takes the
-            budget at start.
+        allocation: `"limit"` caps the frameworks at the budget, `"growth"` has no cap, `"all"` takes the budget
+            at start.
         alloc: PyTorch allocator options, `{"max_split_size_mb": 128}`.
         caching: `False` or `"off"` disables PyTorch's caching allocator, for memory checkers.
-        exclusive: No other GPU task, of whichever flow, uses its devices at the same time.
+        exclusive: No other GPU task of any flow uses the task's devices at the same time.
         oom: After an out-of-memory error, `"escalate"` runs the body again with more memory and `"fail"`
             fails.
         enforce: `"warn"` or `"kill"` when the process as a whole uses more than its budget.
@@ -499,17 +500,17 @@ def gpu(
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One row of the table: a key and how it is read. The README explains what it means."""
+    """One row of the table: a key and its reader. The README has the meaning of each key."""
 
-    #: As in `gpu:NAME=`; `alloc` stands for all of `alloc.KEY`.
+    #: Name as in `gpu:NAME=`; `alloc` stands for all of `alloc.KEY`.
     name: str
     #: Field of `GPUPolicy` that holds its value.
     field: str
     #: Converts the text; raises `ValueError` with the problem.
     read: Callable[[str], Any]
-    #: What an error message names as accepted.
+    #: Accepted text, for error messages.
     accepted: str
-    #: May be given more than once in one source.
+    #: The key may occur more than once in one source.
     repeats: bool = False
     #: A tag without a value, such as `gpu:exclusive`.
     bare: bool = False
@@ -537,7 +538,7 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
         try:
             value = read(text)
         except (ValueError, OverflowError) as error:
-            # The cause would say the same again, below the frames of this package.
+            # Its cause would repeat the text.
             raise PolicyError(tag, str(error), accepted) from None
         if key.repeats:
             values[name] = tuple(sorted({*values.get(name, ()), value}, key=str))
@@ -554,7 +555,7 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
 
 
 def _find(tag: str, name: str) -> tuple[_Key, str, Callable[[str], Any]]:
-    """Return the row of a key, what it accepts, and the function that reads it."""
+    """Return the row of a key, its accepted text and its reader."""
     head, _, option = name.partition(".")
     if head == "alloc":
         if option not in ALLOCATOR_OPTIONS:

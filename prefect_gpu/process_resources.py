@@ -1,8 +1,7 @@
-"""What a process has one of: shared objects, the one fork hook, and the start of its threads.
+"""Shared objects of a process, its one fork hook, and the start of its threads.
 
-The broker, the launcher, the pools of standbys and fork servers and the like exist once in a process. They are
-made here once, and a fork of the process begins without them. What each of them does is in its own
-module.
+The broker, the launcher, the pools of standbys and fork servers and the like exist once in a process.
+`ProcessResources` makes each object once, and a fork of the process begins without them.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ class ProcessResources:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: By key: held while its object is made. A broker is not made before its driver answers, and callers
-        #: of other keys must not wait for that.
+        #: Locks by key, held while the key's object is made. A broker is not made before its driver answers,
+        #: and callers of other keys must not wait for that.
         self._making: dict[Hashable, threading.RLock] = {}
         self._shared: dict[Hashable, Any] = {}
-        #: What each object does in a fork of the process; it does not keep the object alive.
+        #: Resets in a fork of the process, by object. Objects are not kept alive.
         self._in_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = (
             weakref.WeakKeyDictionary()
         )
-        #: Returns the lock that is held during a fork, for each object that has one.
+        #: Functions that return the lock to hold during a fork, by object.
         self._quiet: weakref.WeakKeyDictionary[Any, Callable[[Any], Lock]] = (
             weakref.WeakKeyDictionary()
         )
@@ -60,12 +59,12 @@ class ProcessResources:
         )
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the object of a key; make it if there is none.
+        """Return the object of a key; make it if needed.
 
         Args:
             key: Equal for callers that share the object.
-            make: Makes it, under a lock of the key. It may ask for the object of another key. What it raises
-                is raised, and the next caller tries again.
+            make: Makes the object under a lock of the key. It may ask for the object of another key. After an
+                exception the next caller tries again.
         """
         with self._lock:
             making = self._making.setdefault(key, threading.RLock())
@@ -79,7 +78,7 @@ class ProcessResources:
         """Hold a lock of an object during each fork of this process.
 
         Args:
-            owner: It is not kept alive. Its reset, see `after_fork`, makes a new lock.
+            owner: The object, which is not kept alive. Its reset, see `after_fork`, makes a new lock.
             lock: Returns the lock. It must not refer to `owner`. Code that runs under the lock takes no other of
                 these locks, and ends soon.
         """
@@ -99,9 +98,9 @@ class ProcessResources:
         """Call `reset(owner)` in every fork of this process, for as long as `owner` lives.
 
         Args:
-            owner: Has threads, locks, descriptors or processes that are the parent's. It is not kept alive.
-            reset: Must not refer to `owner`: a function of its class, not a bound method. Locks of `owner`
-                may be held in a fork by threads that do not exist there.
+            owner: An object with threads, locks, descriptors or processes of the parent. It is not kept alive.
+            reset: A function of the owner's class, not a bound method: it must not refer to `owner`. Locks of
+                `owner` may be held by threads that do not exist in the fork.
         """
         self._in_fork[owner] = reset
 
@@ -113,12 +112,12 @@ class ProcessResources:
             try:
                 reset(owner)
             except Exception:
-                # The edge of a process: the others must be reset all the same.
+                # The edge of a process: the other objects must be reset too.
                 logger.exception("%r cannot begin anew in a fork", type(owner).__name__)
         self._shared.clear()
 
 
-#: Those of this process.
+#: The resources of this process.
 PROCESS_RESOURCES = ProcessResources()
 
 
@@ -141,12 +140,12 @@ def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -
     """Start a thread and return it.
 
     Args:
-        target: What it runs.
-        name: Of the thread.
-        daemon: The interpreter does not wait for it at its exit.
+        target: The thread's function.
+        name: Name of the thread.
+        daemon: The interpreter does not wait for the thread at its exit.
 
     Raises:
-        CapacityError: The system starts no more threads. It names the limit; a later call may succeed.
+        CapacityError: The system starts no more threads. The text names the limit; a later call may succeed.
     """
     thread = threading.Thread(target=target, name=name, daemon=daemon)
     try:
@@ -160,11 +159,11 @@ def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -
 
 
 def run_uninterrupted(call: Callable[[], object], name: str) -> None:
-    """Run a call to its end, also if Ctrl-C is pressed meanwhile: it runs on a thread of its own.
+    """Run a call to its end on a thread of its own, also if Ctrl-C is pressed meanwhile.
 
     Args:
-        call: What to run. It must end soon.
-        name: Of the thread.
+        call: The function to run. It must end soon.
+        name: Name of the thread.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed. The call has ended.
@@ -172,7 +171,7 @@ def run_uninterrupted(call: Callable[[], object], name: str) -> None:
     claim, done = threading.Lock(), threading.Event()
 
     def run() -> None:
-        # A start that was interrupted is made again: it may have started a thread or not.
+        # An interrupted start is repeated: it may have started a thread or not.
         if claim.acquire(blocking=False):
             try:
                 call()
@@ -186,7 +185,7 @@ def run_uninterrupted(call: Callable[[], object], name: str) -> None:
             if not started:
                 start_thread(run, name)
                 started = True
-            # Not `Thread.join`: before Python 3.13 an interrupted one takes the thread for ended.
+            # Before Python 3.13 an interrupted `Thread.join` considers the thread ended.
             done.wait()
         except CapacityError:
             started = True

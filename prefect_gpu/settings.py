@@ -1,7 +1,7 @@
 """Settings of the runner, `PREFECT_INTEGRATIONS_GPU_*`, by Prefect's convention for integrations.
 
-They come from the environment, `.env`, `prefect.toml`, `pyproject.toml` or a profile, like Prefect's own
-settings. What a single task asks for is not set here: see `prefect_gpu.policy`.
+Settings come from the environment, `.env`, `prefect.toml`, `pyproject.toml` or a profile, like Prefect's own
+settings. `prefect_gpu.policy` reads the tags of single tasks.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class GPUSettings(PrefectBaseSettings):
         description="Publish how many GPU task runs of a flow run have ended, as a progress artifact, every few "
         "seconds while it runs. It needs the reports.",
     )
-    # Empty is none, not the working folder.
+    # An empty text means `None`, not the working folder.
     memory_snapshots: Annotated[Path | None, BeforeValidator(lambda given: given or None)] = Field(
         default=None,
         description="Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, and "
@@ -166,7 +166,7 @@ def read_settings(**given: Any) -> GPUSettings:
         given: Arguments of a runner, which take precedence.
 
     Raises:
-        SettingError: One cannot be read, or contradicts another.
+        SettingError: A setting cannot be read, or contradicts another.
     """
     try:
         return GPUSettings(**given)

@@ -1,8 +1,8 @@
 """`GPUTaskRunner`: Prefect's contract of a task runner, and nothing else.
 
-Tasks with a `gpu` tag run in a process of their own on a device of their own, with Prefect's engine
-in a thread here; all others run in a thread, as under Prefect's default runner. What happens between its
-enter and its exit is in `runner.active_runner`.
+A task with a `gpu` tag runs in a process of its own, with Prefect's engine in a thread here. Other tasks run in
+a thread, as under Prefect's default runner. `runner.active_runner` has the work of a runner between its enter
+and its exit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             eight.
         max_tasks_per_device: Most GPU tasks on one device at a time; `None`: as many as its memory
             holds.
-        headroom: Kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
+        headroom: Memory kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
         reports: Whether to publish memory reports as artifacts.
         standby: Processes started ahead of their tasks, with Prefect, the framework and the task's
             modules imported: `"auto"`, or at most so many; 0 starts none.
@@ -119,7 +119,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
                 f'start_method="forkserver" is for Linux, and this is {sys.platform}; accepted '
                 'here: start_method="spawn"'
             )
-        #: What it was made with, for people.
+        #: Arguments, for `repr`.
         self._shown = ", ".join(
             f"{name}={value!r}"
             for name, value in {"devices": devices, **given}.items()
@@ -132,8 +132,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
 
     def duplicate(self) -> Self:
         """Return a new runner of the same configuration."""
-        # Not through the constructor: every child does this before its body, and reading the settings
-        # again takes 3 ms. What runs is left out (`__getstate__`).
+        # The constructor would read the settings again, which takes each child 3 ms before its body.
+        # `__getstate__` leaves the started state out.
         return copy.copy(self)
 
     def __eq__(self, other: object) -> bool:
@@ -150,14 +150,14 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         return state
 
     def __enter__(self) -> Self:
-        """Start. Opens nothing: devices, threads and processes come with the first GPU task."""
+        """Start the runner. The first GPU task opens devices, threads and processes."""
         super().__enter__()
         self._run = ActiveRunner(self._configuration)
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        """Wait for what runs; if the flow failed or was cancelled, end it at once."""
-        # Until all have ended they may still submit others.
+        """Wait for running tasks; if the flow failed or was cancelled, end them at once."""
+        # Running tasks may submit others until all have ended.
         try:
             if self._run is not None:
                 goes_on = flow_run_goes_on(self._run.flow, self)
@@ -173,13 +173,13 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         wait_for: Iterable[PrefectFuture[Any]] | None = None,
         dependencies: dict[str, set[Any]] | None = None,
     ) -> PrefectConcurrentFuture[Any]:
-        """Hand a task to Prefect's engine, which runs in a thread; returns at once.
+        """Start Prefect's engine for a task in a thread; return at once.
 
-        A wrong tag, or what the machine cannot satisfy, fails the task run, not this call.
+        A wrong tag, or a request that the machine cannot satisfy, fails the task run, not this call.
 
         Args:
             task: The task.
-            parameters: What to call it with; futures are resolved by the engine.
+            parameters: Arguments of the call; the engine resolves futures.
             wait_for: Futures that must be done first.
             dependencies: Further inputs to record.
         """
@@ -190,7 +190,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     def submit_background(
         self, task: Task[..., Any], arguments: Mapping[str, Any], around: set[str]
     ) -> Future[State[Any]] | None:
-        """Run a background task run, which exists already, as `submit` runs a new one.
+        """Run an existing background task run, as `submit` runs a new one.
 
         Args:
             task: The task, with the tags of its run.
@@ -198,14 +198,14 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             around: Tags of `prefect.tags` contexts around the call of `delay`.
 
         Returns:
-            The future of its final state; `None`: it is no GPU task and was not started.
+            The future of the final state; `None`: the task is no GPU task and was not started.
         """
         if self._run is None:
             raise RuntimeError("the task runner must be started before tasks are submitted")
         return self._run.submit_background(task, arguments, around)
 
     def is_first_direct_call(self, task_name: str) -> bool:
-        """Return whether no task of a name was called directly, without this runner, since it was started."""
+        """Return whether this is the first direct call, without this runner, of a task with this name."""
         return self._run is not None and self._run.is_first_direct_call(task_name)
 
     def cancel_all(self) -> None:

@@ -1,9 +1,8 @@
 """`serve`: Prefect's background tasks (`task.delay()`) with a GPU task runner.
 
-Prefect's task worker fetches the task runs, reads their parameters and respects `limit`; it calls Prefect's engine through
-the names in `_SEAMS`. Here each of these names is replaced by a function that gives a GPU task run to the runner of the
-`serve` call that the worker belongs to. Under Prefect's own `serve` the function warns. How a runner runs a task run is in
-`runner.active_runner`.
+Prefect's task worker fetches task runs, reads their parameters and respects `limit`. It calls Prefect's engine
+through the names in `_SEAMS`. This module replaces each name by a function that gives a GPU task run to the
+runner of the worker's `serve` call. Under Prefect's own `serve` the function warns.
 
 `prefect_gpu/__init__.py` imports this module when a process imports Prefect's task worker, so it imports neither the
 runner nor devices. Checked against Prefect 3.8.8; `tests/integration/test_bridge.py` has a test for these names.
@@ -50,7 +49,7 @@ class _Service:
     """One call of `serve`.
 
     Args:
-        runner: Runs the GPU tasks; it was entered.
+        runner: The entered runner of the GPU tasks.
         timeout_s: Seconds after which no more task runs are fetched; `None`: no limit.
     """
 
@@ -59,13 +58,13 @@ class _Service:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._stopped = False
-        #: Stops the worker's subscription; `None`: it has none.
+        #: Stops the worker's subscription; `None`: there is no subscription.
         self._cancel: Callable[[], object] | None = None
 
     async def fetch(self, subscribe: Coroutine[Any, Any, None]) -> None:
         """Let Prefect's worker fetch task runs until the time is over, or until `stop`."""
-        # The subscription alone is cancelled. Prefect would cancel the task runs too, which are running in threads, and
-        # log an error for each of them.
+        # Only the subscription is cancelled. Prefect would also cancel the task runs in their threads, and log
+        # an error for each.
         with anyio.move_on_after(self._timeout_s) as scope:
             loop = asyncio.get_running_loop()
             with self._lock:
@@ -91,11 +90,11 @@ _service: ContextVar[_Service | None] = ContextVar("prefect_gpu_service", defaul
 
 
 def _start(task: Task[..., Any], task_run: TaskRun, **engine: Any) -> Future[State[Any]] | None:
-    """Start a background task run on the runner around the caller; `None`: Prefect's worker is to run it.
+    """Start a background task run on the runner of the current `serve` call; `None`: Prefect's worker runs it.
 
     Args:
-        task: As it was served.
-        task_run: As the worker has fetched it.
+        task: The served task.
+        task_run: The task run from the worker.
         **engine: Other arguments of Prefect's engine.
     """
     service = _service.get()
@@ -105,7 +104,7 @@ def _start(task: Task[..., Any], task_run: TaskRun, **engine: Any) -> Future[Sta
         task.tags = own
         return service.runner.submit_background(task, {"task_run": task_run, **engine}, around)
     tagged = any(map(is_gpu_tag, {*task.tags, *task_run.tags}))
-    # In the process of a GPU task there is a device.
+    # The process of a GPU task has a device.
     if tagged and task.name not in _warned and current_allocation() is None:
         _warned.add(task.name)
         get_logger("task_worker").warning(
@@ -119,12 +118,12 @@ def _start(task: Task[..., Any], task_run: TaskRun, **engine: Any) -> Future[Sta
 def run_tags(
     task: Task[..., Any], task_run: TaskRun, context: dict[str, Any] | None
 ) -> tuple[set[str], set[str]]:
-    """Return the tags of a background task run: its task's own, and those of `prefect.tags` contexts around `delay`.
+    """Return the tags of a background task run: tags of the task, and tags of `prefect.tags` contexts around `delay`.
 
     Args:
-        task: As it was served. What was called `delay` may have had other tags (`with_options`).
-        task_run: It has both kinds of tags, and those of the flow run that called `delay`.
-        context: Of the call, as Prefect has serialised it; `None`: it had no parameters.
+        task: The served task. The caller of `delay` may have changed its tags (`with_options`).
+        task_run: The task run. It has both kinds of tags, and the tags of the flow run that called `delay`.
+        context: Context of the call, as Prefect has serialised it; `None`: the call had no parameters.
     """
     of_run, of_task = set(task_run.tags), set(task.tags)
     if context is None:
@@ -179,17 +178,17 @@ def serve(
 ) -> Coroutine[Any, Any, None] | None:
     """Serve tasks in the background, as `prefect.task_worker.serve` does, and run each GPU task in its own process.
 
-    It runs what other programs call with `task.delay(...)`. GPU tasks wait in one queue with those of all flows on the
-    machine. Tasks without a `gpu` tag run in this process, as under Prefect's `serve`.
+    Other programs call the tasks with `task.delay(...)`. GPU tasks wait in one queue with the GPU tasks of all
+    flows on the machine. Tasks without a `gpu` tag run in this process, as under Prefect's `serve`.
 
-    It returns after `timeout`, once the task runs that it has begun are over. At Ctrl-C and SIGTERM it ends the processes
-    of GPU tasks, whose task runs become `Crashed`, and waits for other tasks.
+    `serve` returns after `timeout`, once all begun task runs have ended. At Ctrl-C and SIGTERM it ends the
+    processes of GPU tasks, whose task runs become `Crashed`, and waits for other tasks.
 
     Args:
         *tasks: At least one task, made with `@task`.
         runner: Runs the GPU tasks; `None`: `GPUTaskRunner()`.
-        limit: Most task runs at a time, those included that wait for a device. `None`: no limit for asynchronous tasks;
-            Prefect's worker has a bounded number of threads for synchronous ones.
+        limit: Most task runs at a time, including task runs that wait for a device. `None`: no limit for
+            asynchronous tasks; Prefect's worker has a bounded number of threads for synchronous ones.
         status_server_port: Port for Prefect's page about the worker, `http://127.0.0.1:PORT/status`; `None`: no page.
         timeout: Seconds after which no more task runs are begun; `None`: no limit.
 
@@ -197,7 +196,7 @@ def serve(
         `None`. Where an event loop runs, as in a notebook, a coroutine to be awaited.
 
     Raises:
-        SettingError: One of `tasks` is no task, or there is none, or `runner` is no `GPUTaskRunner`.
+        SettingError: `tasks` is empty or has a value that is no task, or `runner` is no `GPUTaskRunner`.
         PolicyError: A tag of a task is wrong.
         ValueError: `PREFECT_API_URL` is not set: Prefect's background tasks need a server.
         ProtocolError: This version of Prefect runs background tasks in another way.
@@ -250,12 +249,12 @@ def _served(
 ) -> Iterator[Future[None]]:
     """Run Prefect's task worker beside a `with` block, in a thread and an event loop of its own.
 
-    In the caller's loop the worker would keep a signal from the caller until its threads have ended.
+    In the caller's loop the worker would delay signals until its threads have ended.
 
     Args:
         start: Starts the worker.
-        runner: Of its GPU tasks.
-        timeout_s: As in `_Service`.
+        runner: Runner of the GPU tasks.
+        timeout_s: See `_Service`.
 
     Yields:
         A future that is done when the worker has ended.
@@ -271,6 +270,6 @@ def _served(
         try:
             yield ended
         except BaseException:
-            # Before the runner ends its tasks: another one would be fetched in the place of each.
+            # First, or the worker would fetch another task run for each one that the runner ends.
             service.stop()
             raise

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class _Tally:
-    """What this process has allocated on its simulated devices. Any thread may use it."""
+    """The allocations of this process on its simulated devices. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class _Tally:
             if not self._live and not self._retries:
                 return None
             live, peak = sum(self._live.values()), sum(self._peak.values())
-            # Without a cache, the bytes that are held are those that are allocated.
+            # Without a cache, reserved bytes are allocated bytes.
             return Counters(live, live, peak, peak, self._retries)
 
     def begin_trace(self) -> EndTrace | None:
@@ -75,7 +75,7 @@ _tally = _Tally()
 
 
 def tally() -> Counters | None:
-    """Return what this process has allocated on simulated devices. `None`: nothing so far.
+    """Return the counters of this process's allocations on simulated devices. `None`: no allocation so far.
 
     The child uses it as the counters of a framework.
     """
@@ -83,7 +83,7 @@ def tally() -> Counters | None:
 
 
 def begin_trace() -> EndTrace | None:
-    """Trace what this process allocates on simulated devices, for the child; one trace at a time. `None`: nothing so far."""
+    """Trace this process's allocations on simulated devices, one trace at a time. `None`: no allocation so far."""
     return _tally.begin_trace()
 
 
@@ -127,11 +127,11 @@ def allocate(size: str | int, device: int = 0) -> SimulatedAllocation:
     """Allocate memory of one of this task's simulated devices, as a framework would.
 
     Args:
-        size: As in "3GiB", or a number of bytes.
+        size: Size as in "3GiB", or a number of bytes.
         device: Index among the task's own devices, from 0.
 
     Raises:
-        SimulatedOutOfMemoryError: It is more than the task's cap or the device has left.
+        SimulatedOutOfMemoryError: The task's cap or the device has less memory left.
         RuntimeError: The caller is not a GPU task on simulated devices.
     """
     channel = current_channel()

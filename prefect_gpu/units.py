@@ -81,7 +81,7 @@ def parse_size(text: str) -> int | float:
     """Read a size in bytes, or a percentage as a fraction.
 
     Args:
-        text: As for `parse_bytes`, or a percentage in (0, 100] such as `40%`.
+        text: Size for `parse_bytes`, or a percentage in (0, 100] such as `40%`.
 
     Returns:
         An `int` of bytes, or a `float` fraction in (0, 1].
@@ -116,7 +116,7 @@ def format_bytes(size_bytes: int | float | None) -> str:
     sign = "-" if size_bytes < 0 else ""
     size = abs(size_bytes)
     for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        # What rounds to 1024 of the unit below is 1 of this one.
+        # A value that rounds to 1024 of the smaller unit is 1 of this unit.
         if size >= factor - factor / 2048:
             places = 0 if size >= 100 * factor else 1
             return f"{sign}{size / factor:.{places}f}".removesuffix(".0") + unit
@@ -124,7 +124,7 @@ def format_bytes(size_bytes: int | float | None) -> str:
 
 
 def readable_size(size_bytes: float) -> str:
-    """Return a size rounded up to one that reads well: `2.1GiB`, `37GiB`, `320MiB`."""
+    """Return a size rounded up to a short text: `2.1GiB`, `37GiB`, `320MiB`."""
     if size_bytes > 992 * MIB:
         step = 0.1 if size_bytes <= 10 * GIB else 0.5 if size_bytes <= 32 * GIB else 1
         # Counted in whole steps first, so that 2.1 does not become 2.1000000000000001.
@@ -137,7 +137,7 @@ def size_in_tag(size_bytes: float, most_bytes: int | None) -> str:
     """Return a readable size for a `gpu:memory` tag; `100%`, which a device gives always, where that is more than it has.
 
     Args:
-        size_bytes: What the task needs.
+        size_bytes: Need of the task.
         most_bytes: Most that a device can give; `None`: not known.
     """
     text = readable_size(size_bytes)
@@ -148,7 +148,7 @@ def format_seconds(seconds: float | None) -> str:
     """Return seconds as readable text: `12.3s`, `1s`, `85ms`, `4m 05s`, `10m`, or `unknown` for `None`."""
     if seconds is None:
         return "unknown"
-    # What rounds to 1000ms is 1s, and what rounds to 60.0s is 1m.
+    # A value that rounds to 1000ms is 1s, and a value that rounds to 60.0s is 1m.
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f}ms"
     if seconds < 59.95:

@@ -17,6 +17,7 @@ from typing import Any, Final
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.ticket import BY_HAND, Measured, Ticket
 from prefect_gpu.devices.host import mps_runs, read_host_available_bytes
+from prefect_gpu.measurements import Suspension
 from prefect_gpu.processes.messages import (
     BodyStarted,
     CountersRead,
@@ -25,7 +26,7 @@ from prefect_gpu.processes.messages import (
 )
 from prefect_gpu.suspension.eligibility import Candidate
 from prefect_gpu.suspension.moves import ProcessLostError
-from prefect_gpu.suspension.suspended import Stage, Suspension, lost_tasks
+from prefect_gpu.suspension.suspended import Stage, lost_tasks
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: Seconds that a process has to return unused device memory before it is suspended without. Its thread for that looks every

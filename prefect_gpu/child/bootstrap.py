@@ -1,4 +1,4 @@
-"""First lines of a child: make the interpreter like the parent's, then hand over to `child.main`.
+"""First lines of a child: make the interpreter like the parent's, then call `child.main`.
 
 Run by path, with the number of the channel's descriptor and a title (for `ps`). A fork of the fork
 server begins here too, with `main_of_fork`. Standard library only, and nothing of this package until
@@ -31,11 +31,11 @@ def main(descriptor: int, forked: bool = False) -> None:
     """Read the first frame, become like the parent, and run the child.
 
     Args:
-        descriptor: Of the channel to the parent.
+        descriptor: Descriptor of the channel to the parent.
         forked: This process is a fork of a fork server.
     """
-    # Until the body begins, nothing of what is imported becomes garbage: collecting took an eighth of
-    # the time to import Prefect (1.05 s of CPU, 0.92 without). `child.main` switches it on again.
+    # Imports make no garbage, and collecting takes an eighth of the time to import Prefect (1.05 s of CPU, 0.92
+    # without). `child.main` switches it on again.
     gc.disable()
     hear_no_interrupt()
     # A segfault then writes the Python stack to standard error, whose end the parent keeps.
@@ -43,7 +43,7 @@ def main(descriptor: int, forked: bool = False) -> None:
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            # UTF-8 whatever the locale: the parent decodes it so.
+            # UTF-8 in every locale, as the parent decodes it.
             reconfigure(encoding="utf-8", line_buffering=True, errors="backslashreplace")
     _, length = struct.unpack("!BQ", _read_exactly(descriptor, 9))
     boot = json.loads(_read_exactly(descriptor, length))
@@ -57,8 +57,8 @@ def main(descriptor: int, forked: bool = False) -> None:
 def hear_no_interrupt() -> None:
     """Make SIGINT without effect on this process, unless it is ignored.
 
-    The parent decides when this process ends. To ignore the signal would not do: a program that a module or
-    the body starts would inherit that, and Ctrl-C or `kill -INT` would not end it.
+    The parent decides when this process ends. Programs that a module or the body starts would inherit an
+    ignored signal, and Ctrl-C or `kill -INT` would not end them.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _do_nothing)
@@ -69,7 +69,7 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: int) -> None:
-    """Become, in a fork of a fork server, the child that a fresh interpreter would become.
+    """In a fork of a fork server: become a child, as a fresh interpreter does.
 
     Args:
         channel: Descriptor of the channel to the parent.

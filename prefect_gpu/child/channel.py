@@ -1,6 +1,6 @@
 """The child's end of its channel: blocking, and safe to use from several threads.
 
-The parent's end is in `launcher`. What is sent over it is in `messages`, and how in `transport`.
+`launcher` has the parent's end, `messages` the messages, and `transport` their bytes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from prefect_gpu.values.transport import Frame, FrameReader, PackedValue, Receiv
 
 
 class Channel:
-    """One stream to the parent. It belongs to one process: a fork of it has none.
+    """The stream to the parent. A fork of the process has no channel.
 
     Args:
-        descriptor: Of the socket; this object owns it.
+        descriptor: Descriptor of the socket; this object owns it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -39,11 +39,11 @@ class Channel:
         self._sending = threading.Lock()
         #: Held by the thread that receives.
         self._asking = threading.Lock()
-        #: The last request of the parent that was received and not taken.
+        #: Last request of the parent that was received and not taken.
         self._request: ReleaseUnused | None = None
         self._forked = False
         PROCESS_RESOURCES.after_fork(self, Channel.forget)
-        # What is registered first is called last: until then any thread may send.
+        # The function that is registered first is called last: until then any thread may send.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -80,7 +80,8 @@ class Channel:
             try:
                 sent = transport.send(self._socket, header, value.files)
             except ProtocolError:
-                # Its files cannot be passed now, and none of it was sent; the parent waits for a value.
+                # The value's files cannot be sent now, and nothing of it was sent; the parent waits for a
+                # value.
                 contents = value.open()
                 header, body = transport.pack([contents.stream], contents.buffers, None).frame
                 sent = 0
@@ -92,7 +93,7 @@ class Channel:
 
         Raises:
             EOFError: The parent is gone.
-            ProtocolError: What was sent is no message.
+            ProtocolError: The received bytes are no message.
         """
         return messages.decode(self._receive().body)
 
@@ -101,7 +102,7 @@ class Channel:
 
         Raises:
             EOFError: The parent is gone.
-            ProtocolError: Its parts do not fit together.
+            ProtocolError: The value's parts do not fit together.
         """
         return transport.unpack(self._receive())
 
@@ -115,7 +116,7 @@ class Channel:
 
         Raises:
             RuntimeError: The caller is a fork of the child.
-            BaseException: What the parent answered with.
+            BaseException: The parent has answered with this exception.
         """
         if self._forked:
             raise RuntimeError(
@@ -132,20 +133,20 @@ class Channel:
         return answer.result
 
     def take_request(self) -> ReleaseUnused | None:
-        """Return a request of the parent that has come; `None`: there is none. Does not wait.
+        """Return a received request of the parent, without waiting; `None`: no request.
 
-        For one thread at a time. While another one waits for an answer, that one receives requests too.
+        For one thread at a time. A thread that waits for an answer receives requests too.
 
         Raises:
             OSError: The body closed the stream.
-            ProtocolError: What was sent is no message.
+            ProtocolError: The received bytes are no message.
         """
         if self._asking.acquire(blocking=False):
             try:
                 self._check()
                 if self._has_input():
                     message = self.receive()
-                    # An answer that its asker did not wait for is dropped.
+                    # An answer that nobody waits for is dropped.
                     if isinstance(message, ReleaseUnused):
                         self._request = message
             except EOFError:
@@ -171,7 +172,7 @@ class Channel:
         """
         self._check()
         poll = select.poll()
-        # The end of the other side is reported unasked.
+        # `poll` always reports the end of the other side.
         poll.register(self._socket, 0)
         if poll.poll(0):
             pid = os.getpid()
@@ -181,7 +182,7 @@ class Channel:
 
     def _check(self) -> None:
         """Check that the descriptor still is the channel's."""
-        # A body that closes all of them, and then opens a file, may have given that the same number.
+        # A body that closes all descriptors may then have opened a file with the same number.
         if _identity(self._socket.fileno()) != self._identity:
             raise OSError(errno.EBADF, "the body closed the channel to the parent process")
 

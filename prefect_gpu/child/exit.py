@@ -1,9 +1,8 @@
-"""The end of a child: what is the user's is finalised, files are written, libraries are left as they are.
+"""The end of a child: user code is finalised, files are written, libraries are not finalised.
 
-Python's own end looks at all objects several times and clears module after module: more than a second
-with a framework, for which the device's memory stays taken. A fresh interpreter ends with
-`run_exit_functions` and `finalise_users_modules`, then as every interpreter does. A fork ends with
-`end_fork`. When a child must end is not decided here.
+Python's own end looks at all objects several times and clears module after module. With a framework this takes
+more than a second, in which the device's memory stays in use. A fresh interpreter calls `run_exit_functions`
+and `finalise_users_modules`, then ends as usual. A fork ends with `end_fork`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from prefect_gpu.frameworks import registry
 def run_exit_functions() -> None:
     """Wait for threads that are no daemons, then call the functions registered with `atexit`.
 
-    Python's own end begins the same way. What raises is printed.
+    Python's own end begins in the same way. Exceptions are printed.
     """
     for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         try:
@@ -36,11 +35,11 @@ def run_exit_functions() -> None:
 
 
 def end_fork(code: int) -> NoReturn:
-    """End a fork: all that the end of a script promises, but no finalising of what it shares.
+    """End a fork like a script, without finalising memory that it shares.
 
-    Clearing the modules of Prefect and PyTorch one by one copies most of the fork server's pages: it
-    took 0.8 s in a fork and 0.4 s in a fresh process; 0.02 s are left (2 cores, Python 3.11). Not called
-    are `__del__` of objects that live to the end, and what C libraries register with `atexit`.
+    Clearing the modules of Prefect and PyTorch one by one copies most of the fork server's pages: 0.8 s in a
+    fork and 0.4 s in a fresh process, against 0.02 s (2 cores, Python 3.11). `__del__` of objects that live to
+    the end and `atexit` functions of C libraries are not called.
     """
     run_exit_functions()
     # Objects that the server made are frozen: looking at them would copy their pages.
@@ -51,25 +50,24 @@ def end_fork(code: int) -> NoReturn:
 
 
 def finalise_users_modules() -> None:
-    """Collect the user's modules and what the task made, and freeze all the rest.
+    """Collect the user's modules and the task's objects, and freeze all other objects.
 
     Objects get their `__del__` as in a script, while the globals of their modules are still there and
     libraries still work. A module that a library holds (in a cache of `typing`, say) stays whole.
-    Python's own end then has only modules to let go of.
+    Python's own end then only releases modules.
 
-    Under `-X dev` all of it is left to Python's own end, since only the collector reports what libraries
-    left unclosed.
+    Under `-X dev` Python's own end does all of this, since only the collector reports unclosed files of libraries.
     """
     if sys.flags.dev_mode:
         gc.unfreeze()
-    # Before the collection, which may close what a file writes to before the file (seen in CPython 3.11,
-    # where a module and its file are collected for the first time): its text would be lost.
+    # Before the collection, which may close a descriptor before the buffer above it (seen in CPython 3.11, at
+    # the first collection of a module and its file): the text would be lost.
     files = write_open_files()
     if sys.flags.dev_mode:
         return
     held = _release_users_modules()
     gc.collect()
-    # They are cleared in the end, as in a script.
+    # Modules are cleared in the end, as in a script.
     sys.modules.update({name: module for name, find in held.items() if (module := find())})
     # Objects that were collected may have written to files.
     _write(file for find in files if (file := find()))
@@ -77,12 +75,12 @@ def finalise_users_modules() -> None:
 
 
 def write_open_files() -> list[weakref.ref[Any]]:
-    """Write what is buffered in open files: their text exists in this process alone.
+    """Flush open files, whose buffers exist in this process alone.
 
     Returns:
-        References to these files. Frozen files (`gc.freeze`), which are libraries', are not among them.
+        References to these files, without the frozen files (`gc.freeze`) of libraries.
     """
-    # By the type: `__class__` of an object may run its code.
+    # `__class__` of an object may run its code.
     files = [found for found in gc.get_objects() if issubclass(type(found), _io._IOBase)]
     _write(files)
     return [weakref.ref(file) for file in files]
@@ -102,6 +100,6 @@ def _release_users_modules() -> dict[str, Any]:
         # Some libraries put objects there that are no modules.
         with contextlib.suppress(TypeError):
             held[name] = weakref.ref(sys.modules[name])
-            # As Python does in the end: an import of it now fails, and does not run it again.
+            # As in Python's own end: an import now fails, and does not run the module again.
             sys.modules[name] = None  # type: ignore[assignment]
     return held

@@ -1,10 +1,9 @@
-"""Prefect in a child that has not imported it: the body's run is there as soon as it does.
+"""Enters the task run in a child when Prefect is first imported.
 
-To import Prefect takes a second of CPU, and many bodies never use it. A child therefore imports Prefect
-before the body only where the parent says so (`Call.at_once`), or where the call has imported it already.
-Otherwise it is imported by the body, by what the body imports, or by the first log record that Prefect's
-console shows. Right after that import, and before the `import` statement returns, the context of the task
-run is entered. What is entered is in `prefect_context`.
+Importing Prefect takes a second of CPU, and many bodies never use it. So a child imports Prefect before the
+body only if the parent says so (`Call.at_once`), or if the call has already imported it. Otherwise the body,
+its imports, or the first log record that Prefect's console shows import Prefect. Before that `import` statement
+returns, `prefect_context` enters the context of the task run.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from prefect_gpu.processes.messages import Call, ContextChanges
 if TYPE_CHECKING:
     from prefect_gpu.child.prefect_context import RunContexts
 
-#: `True` in the context of the body and in all copies of it: those of its coroutines, of `asyncio.to_thread`
-#: and of threads that were given one. In these Prefect's own variables have the values of the task run.
+#: `True` in the context of the body and in all its copies: of coroutines, of `asyncio.to_thread`, of threads
+#: with a copied context. There Prefect's own variables have the values of the task run.
 _is_body: ContextVar[bool] = ContextVar("prefect_gpu_is_body", default=False)
 
 
 class LatePrefect:
-    """Prefect in this process: made before any module of the user's is imported, which may set logging up.
+    """Prefect in this process. It is made before any of the user's modules, which may set logging up, is imported.
 
-    Prefect may be imported in any thread. That thread then sets its logging up, and enters the run if there is one.
+    Any thread may import Prefect. It then sets Prefect's logging up, and enters the run if there is one.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._is_imported = False
-        #: Enters the run; `None`: it has not begun, or is over.
+        #: Enters the run; `None`: the run has not begun, or has ended.
         self._enter: Callable[[], None] | None = None
-        #: What the body may change; `None`: Prefect was not imported, or has no part in this process.
+        #: Contexts that the body may change; `None`: Prefect was not imported, or there is no run.
         self._contexts: RunContexts | None = None
-        #: Levels that nobody but this object has set.
+        #: Levels of loggers that only this object has set.
         self._defaults = {logging.getLogger(): logging.WARNING}
         self._stand_ins: list[_StandIn] = []
         PROCESS_RESOURCES.after_fork(self, LatePrefect._renew_lock)
@@ -69,13 +68,14 @@ class LatePrefect:
         """Make the caller's `with` block a part of the parent's task run, once Prefect is imported.
 
         Args:
-            call: Its context is that of the task run; without one, Prefect has no part in this process.
+            call: The call, with the context of the task run; `None` there: there is no run.
             send: Sends a message to the parent.
 
         Raises:
             Exception: Prefect is imported already, and the context cannot be entered.
         """
-        # Prefect may be imported in a thread whose context is not the body's, so its variables are set in neither.
+        # The importing thread's context may not be the body's, so Prefect's variables are set in a context of
+        # their own.
         context, stack = Context(), contextlib.ExitStack()
 
         def enter() -> None:
@@ -85,7 +85,7 @@ class LatePrefect:
             self._contexts = context.run(
                 stack.enter_context, prefect_context.child_context(read, call.log_prints, send)
             )
-            # A copy: what the body has started, as Prefect's own thread for events, may outlive the run.
+            # A copy: threads of the body, such as Prefect's thread for events, may outlive the run.
             prefect_context.share(context.copy(), _is_body.get)
 
         if call.context is None:
@@ -104,11 +104,11 @@ class LatePrefect:
                 context.run(stack.close)
 
     def commit(self) -> ContextChanges | None:
-        """End the body's transactions in `run`, and return its changes to Prefect's contexts; `None`: there are none."""
+        """End the body's transactions in `run`, and return its changes to Prefect's contexts; `None`: no changes."""
         return (self._contexts.commit() if self._contexts is not None else None) or None
 
     def roll_back(self) -> None:
-        """Roll back the body's transactions in `run`: it has failed."""
+        """Roll back the transactions of a failed body in `run`."""
         if self._contexts is not None:
             self._contexts.roll_back()
 
@@ -126,9 +126,9 @@ class LatePrefect:
 
 
 class _StandIn(logging.Handler):
-    """Stands where Prefect has its handlers once it is imported, and imports it for its first record.
+    """Stands in for Prefect's handlers, and imports Prefect for its first record.
 
-    While it is there, `logging.basicConfig` does as much as it does beside Prefect's handlers: nothing.
+    While it is installed, `logging.basicConfig` does nothing, as beside Prefect's handlers.
 
     Args:
         logger: Gets this handler.
@@ -139,17 +139,17 @@ class _StandIn(logging.Handler):
         self.logger = logger
         #: Handlers that existed before Prefect's.
         self.others: list[logging.Handler] = []
-        #: Prefect's handlers are there.
+        #: Prefect's handlers are installed.
         self.is_relieved = False
         logger.addHandler(self)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Import Prefect and hand the record to the handlers that come with it."""
-        # Without the handler's lock: a thread that imports Prefect may log, too.
+        """Import Prefect and pass the record to its handlers."""
+        # The handler's lock is not held: a thread that imports Prefect may log, too.
         with contextlib.suppress(Exception):
             importlib.import_module("prefect")
         if not self.is_relieved:
-            # Prefect cannot be imported, or the record is of this very import.
+            # Prefect cannot be imported, or this import logs the record.
             if logging.lastResort is not None:
                 logging.lastResort.handle(record)
             return True
@@ -158,17 +158,17 @@ class _StandIn(logging.Handler):
             for handler in logger.handlers:
                 if handler not in self.others and record.levelno >= handler.level:
                     handler.handle(record)
-            # Above its own logger, `logging` itself finds Prefect's handlers in place of another stand-in.
+            # Above the own logger, `logging` itself finds Prefect's handlers in place of another stand-in.
             logger = logger.parent if logger is not self.logger and logger.propagate else None
         return True
 
 
 @contextlib.contextmanager
 def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]) -> Iterator[None]:
-    """Set Prefect's logging up as if that had been done first; import the rest of Prefect in a `with` block.
+    """Set Prefect's logging up as if before all else; import the rest of Prefect in a `with` block.
 
-    Prefect uses `logging.config.dictConfig`, which sets levels and handlers anew and closes each handler that
-    exists. What the body and its modules have changed in `logging` until now is kept.
+    Prefect uses `logging.config.dictConfig`, which replaces levels and handlers and closes existing handlers.
+    Changes of `logging` by the body and its modules are kept.
     """
     if not stand_ins:
         # Prefect was imported before this process was forked.
@@ -178,8 +178,8 @@ def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]
     found = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     before = {each: (each.level, each.propagate, each.disabled) for each in (root, *found)}
     handlers = {each: [*each.handlers] for each in before}
-    # Not in the list that there is: `logging` may be going through it, and nothing must be added to that. Beside
-    # handlers that have a format, Prefect would leave the root logger alone.
+    # A new list, since `logging` may be iterating over the old one. Beside handlers with a format, Prefect
+    # would leave the root logger alone.
     root.handlers = [handler for handler in root.handlers if handler in stand_ins]
     for stand_in in stand_ins:
         stand_in.logger.handlers = [*stand_in.logger.handlers]
@@ -197,12 +197,12 @@ def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]
             stand_in.others = [handler for find in in_order if (handler := find()) is not None]
         for logger, had in handlers.items():
             of_prefect = [each for each in logger.handlers if each not in had]
-            # What has removed a stand-in would have removed Prefect's handlers.
+            # Code that has removed a stand-in would have removed Prefect's handlers.
             if logger is root and not any(each in stand_ins for each in had):
                 of_prefect = []
             logger.handlers = [*of_prefect, *(each for each in had if each not in stand_ins)]
     yield
-    # Not before: Prefect sets levels again when the rest of it is imported.
+    # Last: Prefect sets levels again when the rest of it is imported.
     for logger, (level, propagate, disabled) in before.items():
         if level not in (logging.NOTSET, defaults.get(logger)):
             logger.setLevel(level)

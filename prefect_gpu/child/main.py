@@ -1,9 +1,8 @@
 """The child: one process, one task, then the end.
 
-The bootstrap has made the interpreter like the parent's. Here the policy is put in place, the call is
-read and run, and its outcome is sent. None of the user's modules is imported before the policy is in
-place. The order of the messages is in `prefect_gpu.processes.messages`; what the outcome means is up
-to the parent.
+The bootstrap has made the interpreter like the parent's. This module applies the policy, reads and runs the
+call, and sends its outcome. The user's modules are imported after the policy is applied.
+`prefect_gpu.processes.messages` has the order of the messages.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from prefect_gpu.values.transport import PackedValue
 
 
 def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -> None:
-    """Run the one task that this process is for.
+    """Run the task of this process.
 
     Args:
-        descriptor: Of the channel to the parent.
-        warm: Modules to import before the task is known; `None`: it is known.
-        forked: The process was forked and shares its memory, which must not be walked through.
+        descriptor: Descriptor of the channel to the parent.
+        warm: Modules to import before the task is known; `None`: the task is known.
+        forked: The process was forked and shares its memory, which must not be copied by reading.
     """
     interrupts = _Interrupts()
     channel = Channel(descriptor)
@@ -60,10 +59,10 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
             try:
                 warm_up.become_task_process(prepare.late)
             except (OSError, ImportError):
-                # Its folder is gone, or its modules have changed: a fresh process runs the task.
+                # The task's folder is gone, or modules have changed: a fresh process runs the task.
                 os._exit(UNSUITED_CODE)
         prepare.interpreter.apply()
-        # Not before: a module that asks the parent a question at its import would wait for ever.
+        # Late: a module that asks the parent a question at its import would wait for ever.
         set_current_channel(channel)
         in_task.set_current_allocation(prepare.allocation)
         channel.send(Accepted())
@@ -91,13 +90,13 @@ def _wait_for_task(channel: Channel, warm: list[str] | None) -> Prepare:
 
 
 class _Interrupts:
-    """SIGINT in this process: without effect, as the bootstrap has set it, except while the task has the process."""
+    """SIGINT in this process: without effect (the bootstrap has set it so), except while the task runs."""
 
     def __init__(self) -> None:
         self._without_effect = signal.getsignal(signal.SIGINT)
 
     def begin(self, flow: InterpreterState) -> None:
-        """Let SIGINT have the effect that it has in the flow's process, unless a module has set its own handler."""
+        """Give SIGINT its effect in the flow's process, unless a module has set its own handler."""
         if signal.getsignal(signal.SIGINT) is self._without_effect:
             ignored = flow.ignores_interrupt
             signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
@@ -133,22 +132,22 @@ def _run(
         if made_for_it:
             for library in prepare.libraries:
                 importlib.import_module(library)
-            # The end leaves as it is what is not the user's: finalising it keeps the device's memory taken.
+            # Libraries are not finalised at the end, since that keeps the device's memory in use.
             gc.freeze()
-        # Before anything may ask the flow's process: the call is the next frame.
+        # First, since the call is the next frame: later calls may ask the flow's process.
         received = [channel.receive_value()]
         stand_ins.set_source(functools.partial(_fetch, channel))
         stand_ins.install(prepare.private_modules, prepare.users_modules)
         spawned.install()
-        # Not before: importing it takes 10 ms.
+        # Imported late: it takes 10 ms.
         hooks.AfterImport({"multiprocessing.spawn": spawned.keep_main_from_running}).install()
         registrations.register_after_import(prepare.registered)
-        # No name for the value: its memory is freed as soon as it is read.
+        # The value has no name, so that its memory is freed as soon as it is read.
         call = values.load_call(received.pop())
         with late_prefect.run(call, channel.send):
             sampler.start()
-            # The bootstrap switched it off for the imports. The first pass visits every object that they
-            # made (0.1 s with PyTorch): not in the body's time.
+            # The bootstrap switched the collector off for the imports. The first pass visits all their objects
+            # (0.1 s with PyTorch), outside the body's time.
             gc.collect(0)
             gc.enable()
             prepare.interpreter.apply_before_body()
@@ -159,7 +158,7 @@ def _run(
             except BaseException as error:
                 failed = error
                 registrations.add_note(error, call.function)
-                # At once: other processes take memory, and the body's frames are released.
+                # At once, before other processes take memory and the body's frames are released.
                 shortage = find_shortage(error, names, readings)
                 late_prefect.roll_back()
                 raise
@@ -184,7 +183,7 @@ def _run(
         data = values.dump_exception(failed, reducers)
     # The flow's process answers no more once it has the value.
     stand_ins.set_source(None)
-    # Not `ru_maxrss`: on Linux it begins with what the parent had before the exec.
+    # On Linux `ru_maxrss` begins with the parent's memory before the exec.
     host_peak_bytes = read_own_bytes("VmHWM")
     measured = (*sampler.last(), host_peak_bytes, recorder.metrics)
     ended = BodyEnded(raised, shortage, text, *measured, changes)
@@ -195,7 +194,7 @@ def _fetch(channel: Channel, module: str, name: str) -> Any:
     """Ask the flow's process for an attribute of one of its modules.
 
     Raises:
-        AttributeError: It has none, or it cannot be sent.
+        AttributeError: The module has no such attribute, or it cannot be sent.
     """
     try:
         return channel.ask("attribute", module=module, name=name).load()
@@ -211,12 +210,12 @@ def run_body(call: Call) -> Any:
     """Run the body to its end.
 
     Returns:
-        What it returns; for a coroutine its result, for a generator (sync or async) the list of what
-        it yields, as Prefect returns it for a submitted task.
+        The return value; for a coroutine its result, for a generator (sync or async) the list of its values, as
+        Prefect returns it for a submitted task.
     """
     result = call.function(*call.args, **call.kwargs)
     if inspect.isawaitable(result) or inspect.isasyncgen(result):
-        # Not before: it takes 25 ms to import.
+        # Imported late: it takes 25 ms.
         import asyncio
 
         return asyncio.run(_finish(result))
@@ -232,15 +231,15 @@ async def _finish(result: Any) -> Any:
 
 
 def calibrate(framework: str) -> None:
-    """Use a framework on its device, in place of a body, and hold what it takes there.
+    """Use a framework on its device, in place of a body, and keep its memory there.
 
-    The parent reads the device and ends this process: it never answers.
+    The parent reads the device and ends this process without an answer.
 
     Args:
-        framework: As in `gpu:framework=`.
+        framework: Name of the framework.
 
     Raises:
-        FrameworkError: It is not installed, or failed on the device.
+        FrameworkError: The framework is not installed, or failed on the device.
     """
     try:
         reserved_bytes = registry.ADAPTERS[framework].calibrate()

@@ -1,10 +1,9 @@
 """Prefect's context in a child: the body runs as a part of the parent's task run.
 
 Logs, prints, runtime ids, artifacts and nested flows of the body belong to that run. Importing this module
-imports Prefect; when that happens is decided in `late_prefect`. Every name of Prefect outside its documented
-API that the child needs is here, but for the set-up of its logging; the parent's are in
-`prefect_gpu.runner.prefect_engine`. Checked against Prefect 3.8.8; `tests/integration/test_bridge.py`
-says which change of Prefect broke which function.
+imports Prefect; `late_prefect` decides when. This module has all undocumented names of Prefect that the child
+uses, except for logging; `prefect_gpu.runner.prefect_engine` has the parent's. Checked against Prefect 3.8.8;
+`tests/integration/test_bridge.py` says which change of Prefect broke which function.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, cast
 
 from prefect import context as prefect_variables
 
-# Of `prefect.main`, which sets logging up when it is imported. That must be done before the body goes on.
+# Imports `prefect.main`, which sets logging up. That must be done before the body continues.
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import AssetContext, hydrated_context
@@ -53,16 +52,16 @@ def child_context(
     """Enter the parent's task run: logs, prints, runtime ids, artifacts and nested flows belong to it.
 
     Args:
-        context: From `context_for_child`.
+        context: The result of `context_for_child`.
         log_prints: Prints go to the run's log.
         send: Sends a message to the parent.
 
     Yields:
         The contexts that a body may change.
     """
-    # As JSON: ids and times of Prefect's own types would have to be imported to be unpickled.
+    # As JSON: unpickling ids and times of Prefect's own types would import Prefect.
     set_api_log_sink(lambda log: send(LogEmitted(json.loads(json.dumps(log, default=str)))))
-    # The client must be Prefect's own class: `emit_event` drops events of classes that it does not know.
+    # `emit_event` drops events of unknown client classes, so the client is Prefect's own class.
     EventsWorker.set_client_override(
         ProcessPoolForwardingEventsClient, event_queue=EventQueue(send)
     )
@@ -76,21 +75,21 @@ def child_context(
 
 
 class RunContexts:
-    """The transactions of a task run, and its assets: copies of those in the flow's process.
+    """Copies of a task run's transactions and assets in the flow's process.
 
-    A copy has no result store: the flow's process alone writes the task's result and holds its lock.
+    A copy has no result store: only the flow's process writes the task's result and holds its lock.
     Transactions that the body begins end in this process, with the body.
 
     Args:
-        transactions: From `context_for_child`: the task run's own, then each one around it.
+        transactions: From `context_for_child`: the task run's own, then the outer ones.
         stack: Leaves the transactions when it is closed.
     """
 
     def __init__(self, transactions: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> None:
         self._assets = AssetContext.get()
-        #: As in `transactions`, each with the values that it had before the body.
+        #: Transactions in the same order, each with its values before the body.
         self._transactions: list[tuple[Transaction, dict[str, Any]]] = []
-        # `share` puts another variable in its place.
+        # `share` replaces this variable.
         variable = cast(ContextVar[Any], BaseTransaction.__var__)
         for fields in reversed(transactions):
             own = Transaction(**fields["fields"])
@@ -100,7 +99,7 @@ class RunContexts:
             self._transactions.insert(0, (own, fields["values"]))
 
     def commit(self) -> ContextChanges:
-        """Commit the transactions that the body has begun, and return what the flow's process has to do."""
+        """Commit the transactions that the body has begun, and return the changes for the flow's process."""
         on_commit: tuple[Callable[..., Any], ...] = ()
         on_rollback: tuple[Callable[..., Any], ...] = ()
         if self._transactions:
@@ -116,13 +115,13 @@ class RunContexts:
         return ContextChanges(changed, on_commit, on_rollback, metadata)
 
     def roll_back(self) -> None:
-        """Roll back the transactions that the body has begun: it has failed."""
+        """Roll back the transactions that the failed body has begun."""
         if self._transactions:
             self._transactions[0][0].rollback()
 
 
 class _RunHandler(logging.Handler):
-    """Passes warnings on to the log of the task run, from threads that lack its context too."""
+    """Passes warnings to the log of the task run, also from threads without its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +139,7 @@ class _RunHandler(logging.Handler):
 
 @contextlib.contextmanager
 def _log_on_the_run() -> Iterator[None]:
-    """Make warnings of this package a part of the task run's log."""
+    """Add warnings of this package to the task run's log."""
     logger, handler = logging.getLogger("prefect_gpu"), _RunHandler()
     propagate = logger.propagate
     logger.addHandler(handler)
@@ -154,13 +153,13 @@ def _log_on_the_run() -> Iterator[None]:
 
 
 def share(run: Context, is_body: Callable[[], bool]) -> None:
-    """Set Prefect's context variables to the values of a run, wherever the body's own context is or was copied.
+    """Give Prefect's context variables the values of a run in the body's context and all its copies.
 
-    Prefect may have been imported in a thread or a coroutine of the body, and what is set there is seen neither
-    by the body nor by its other coroutines.
+    Prefect may have been imported in a thread or a coroutine of the body. The body and its other coroutines
+    would not see values that are set there.
 
     Args:
-        run: Where they are set.
+        run: Context with the values of the run.
         is_body: Returns whether the caller's context is the body's, or a copy of it.
     """
     module = vars(prefect_variables)
@@ -176,7 +175,7 @@ def share(run: Context, is_body: Callable[[], bool]) -> None:
 
 
 class _SharedVariable:
-    """Stands for a `ContextVar`. Where the body's context has no value, it has that of the run."""
+    """Stands in for a `ContextVar`. If the body's context has no value, it has the run's value."""
 
     def __init__(
         self, variable: ContextVar[Any], run: Context, is_body: Callable[[], bool]
@@ -193,7 +192,7 @@ class _SharedVariable:
         return self._variable.get(*default) if value is _NOTHING else value
 
     def set(self, value: Any) -> Token[Any]:
-        """See `ContextVar.set`. The token has the run's value where the body's context has none: Prefect reads it."""
+        """See `ContextVar.set`. The token, which Prefect reads, has the run's value if the body's context has none."""
         if self._variable.get(_NOTHING) is _NOTHING and self.get(_NOTHING) is not _NOTHING:
             self._variable.set(self.get())
         return self._variable.set(value)
@@ -212,9 +211,9 @@ def rehearse() -> None:
 
     It takes 15 of its 45 ms (measured, Prefect 3.8.8).
     """
-    # Needed by each block, result storage among them, and kept.
+    # Blocks, such as result storage, need the collections, and Prefect keeps them.
     load_prefect_collections()
-    # Logging is set up, and the models of the contexts are built.
+    # This sets logging up, and builds the models of the contexts.
     with hydrated_context({"tags_context": {}}, client=_LateClient()):
         pass
 
@@ -226,7 +225,7 @@ class _LateClient(SyncPrefectClient):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        # Called for attributes that do not exist yet: all that `__init__` would have set.
+        # Called for missing attributes: those that `__init__` would have set.
         if "_client" in self.__dict__ or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         self.__dict__.update(get_client(sync_client=True).__dict__)

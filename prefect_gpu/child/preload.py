@@ -1,9 +1,8 @@
 """The fork server's process: imports libraries, then forks a process for each request.
 
-Run by path, with the descriptor of the control socket and a title for `ps`. This process computes
-nothing, starts no thread and touches no device, so that its forks are as good as fresh interpreters that
-have imported the same. What a fork does is in `bootstrap`; the parent's side is
-`prefect_gpu.processes.fork_server`.
+Run by path, with the descriptor of the control socket and a title for `ps`. This process computes nothing,
+starts no thread and touches no device, so that its forks are as good as fresh interpreters after the same
+imports. `bootstrap` has the start of a fork; `prefect_gpu.processes.fork_server` is the parent's side.
 
 Standard library only until `sys.path` is the parent's, as in `bootstrap`.
 """
@@ -33,7 +32,7 @@ _BOOT_BYTES = 1 << 20
 
 
 def main() -> None:
-    """Import what the parent asks for, report what failed, then serve until the parent is gone."""
+    """Import the requested modules, report failures, then serve until the parent is gone."""
     gc.disable()
     # Ctrl-C is meant for the parent, which ends this process. A function and not `SIG_IGN`, as in `bootstrap`.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -46,9 +45,9 @@ def main() -> None:
     from prefect_gpu.child import warm_up
 
     failed = warm_up.import_all(boot["modules"])
-    # What is still buffered here would be printed again by each fork.
+    # Otherwise each fork would print the buffered output again.
     sys.stdout.flush()
-    # The collector never looks at what was made so far: that would copy its pages in each fork.
+    # The collector skips frozen objects; reading them would copy their pages in each fork.
     gc.freeze()
     problem = find_problem()
     end_with_parent(control, False)
@@ -64,12 +63,12 @@ def main() -> None:
 def serve(control: socket.socket) -> None:
     """Fork a process for each request, and report how each one ended, until the parent's end is closed.
 
-    A request has the descriptors that `bootstrap.main_of_fork` takes. The one to reply to is kept here
-    until the fork has ended: its exit code is sent there, as text. So is the reason why a fork was refused.
+    A request has the descriptors for `bootstrap.main_of_fork`. The reply socket stays open until the fork has
+    ended, and receives the exit code as text, or the reason why a fork was refused.
     """
     from prefect_gpu.child import bootstrap
 
-    #: By the pidfd of each fork: its process id, and the descriptor to report its end to.
+    #: By the pidfd of each fork: its process id, and the descriptor of its reply socket.
     forks: dict[int, tuple[int, int]] = {}
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -86,7 +85,8 @@ def serve(control: socket.socket) -> None:
             if not request:
                 return
             if len(received) < 5:
-                # No descriptor was left here for the others. The parent sees the socket to reply to close.
+                # There was no free descriptor for some of them. The parent sees its end of the reply socket
+                # close.
                 _close(received)
                 continue
             channel, stdout, stderr, reply, content = received
@@ -103,7 +103,7 @@ def serve(control: socket.socket) -> None:
                         _close((pidfd, other))
                     bootstrap.main_of_fork(*received)
                 finally:
-                    # It ends the process itself, unless it could not even do that.
+                    # `main_of_fork` ends the process; this line is reached only if it fails.
                     os._exit(1)
             _close((channel, stdout, stderr, content))
             pidfd = os.pidfd_open(pid)
@@ -112,7 +112,7 @@ def serve(control: socket.socket) -> None:
 
 
 def _reply(reply: int, text: str) -> None:
-    # The parent may have let go of it.
+    # The parent may have closed its end.
     with contextlib.suppress(OSError):
         os.write(reply, text.encode())
 
@@ -125,7 +125,7 @@ def _close(descriptors: Iterable[int]) -> None:
 def end_with_parent(control: socket.socket, on: bool) -> None:
     """Make the kernel end this process when the parent closes its end of `control`, or stop that.
 
-    Imports take seconds in which nothing reads the socket, and no thread may be started for it. An
+    During imports, which take seconds, nothing reads the socket, and no thread may be started for it. An
     asynchronous socket sends SIGIO when the other end closes, and SIGIO ends a process. The parent
     sends nothing until this process has reported.
     """
@@ -136,7 +136,7 @@ def end_with_parent(control: socket.socket, on: bool) -> None:
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
     try:
-        # If it was closed before, there is no signal.
+        # A socket that was closed before sends no signal.
         if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
             os._exit(0)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Memory readings of a child: where they come from.
+"""The sources of a child's memory readings.
 
-On GPUs the frameworks and the driver are asked, on simulated devices the tally of
-`prefect_gpu.testing`. Readings are taken and collected by `recorder`.
+On GPUs the frameworks and the driver are asked, on simulated devices the tally of `prefect_gpu.testing`.
+`recorder` takes and collects readings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Readings:
         policy: Contains the devices and their kind.
         adapters: Frameworks to ask.
         own: Asks the driver; `None`: the machine's driver.
-        contexts: Those of this process; `None`: as the machine's driver has them.
+        contexts: Primary contexts of this process; `None`: read from the machine's driver.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Readings:
         own: OwnMemory | None = None,
         contexts: PrimaryContexts | None = None,
     ) -> None:
-        #: In the task's order.
+        #: UUIDs in the task's order.
         self.device_uuids = policy.device_uuids
         self._adapters = adapters
         self._snapshot_path = policy.snapshot_path
@@ -53,7 +53,7 @@ class Readings:
             self._own = own or OwnMemory(policy.device_uuids)
         on_gpu = policy.device_kind == "nvml"
         self._contexts = contexts or PrimaryContexts(len(policy.device_uuids) if on_gpu else 0)
-        #: What the frameworks held at the last reading.
+        #: Memory of the frameworks at the last reading.
         self._held_bytes = 0
         self._reported = False
 
@@ -79,7 +79,7 @@ class Readings:
         return counters
 
     def begin_trace(self) -> EndTrace | None:
-        """Begin to trace what is allocated; `None`: no framework can be traced now."""
+        """Begin to trace allocations; `None`: no framework can be traced now."""
         if self._simulated:
             begin = _of_simulated("begin_trace")
             trace: EndTrace | None = None if begin is None else begin()
@@ -87,7 +87,7 @@ class Readings:
         return self._ask(hooks.begin_trace)
 
     def release_unused(self) -> None:
-        """Return device memory that the frameworks hold and do not use to the driver, where that is safe.
+        """Return unused device memory of the frameworks to the driver, where that is safe.
 
         A task with `gpu:allocation=all` keeps it: another program could take it before the task needs it.
         """
@@ -95,17 +95,17 @@ class Readings:
             return
         with unbound_by_captures() as unbound:
             for adapter in self._adapters if unbound else ():
-                # What a framework refuses stays, and is moved.
+                # Memory that a framework refuses to release is moved.
                 with contextlib.suppress(Exception):
                     adapter.release_unused()
 
     def memory_summary(self, framework: str) -> str:
-        """Return a framework's own summary of its memory; empty: it has none."""
+        """Return a framework's own summary of its memory; empty: no summary."""
         named = self._named(framework)
         return self._ask(lambda _: named[0].memory_summary() if named else "") or ""
 
     def write_snapshot(self, framework: str) -> str:
-        """Write a framework's snapshot where the policy says; return the file, empty: none."""
+        """Write a framework's snapshot to the policy's path; return the path; empty: no file."""
         path, named = self._snapshot_path, self._named(framework)
         if not path or not named or self._contexts.lost:
             return ""
@@ -120,11 +120,11 @@ class Readings:
         return [adapter for adapter in self._adapters if adapter.name == framework]
 
     def own(self) -> tuple[OwnUse, ...]:
-        """Read what the driver reports of this process on its devices; empty without a driver."""
+        """Read the driver's figures for this process on its devices; empty without a driver."""
         return () if self._own is None else self._own.read()
 
     def process_bytes(self) -> int | None:
-        """Read what the driver reports of this process on all its devices; `None`: unknown."""
+        """Read the driver's sum for this process over all its devices; `None`: unknown."""
         known = [use.process_bytes for use in self.own() if use.process_bytes is not None]
         return sum(known) if known else None
 
@@ -133,10 +133,10 @@ class Readings:
             return None
         try:
             found = question(self._adapters)
-            # Afterwards: what was counted before a context was destroyed is right.
+            # After the question: counters from before the destruction of a context are right.
             if found is None or not self._contexts.read():
                 return found
-            # From here on they count what is lost.
+            # From here on the counters include lost memory.
             logger.warning(
                 "the body destroyed its CUDA context while %s held %s in it (cudaDeviceReset, "
                 "numba.cuda.close() and Device.reset() do that): what was there is lost, and the report has "
@@ -147,7 +147,7 @@ class Readings:
             )
             return None
         except Exception as error:
-            # Once: it may be asked two hundred times a second.
+            # Only once: readings are taken two hundred times a second.
             if not self._reported:
                 self._reported = True
                 sys.stderr.write(f"prefect_gpu: counters cannot be read: {error!r}\n")
@@ -155,6 +155,6 @@ class Readings:
 
 
 def _of_simulated(name: str) -> Callable[[], Any] | None:
-    """Return a function of the simulated devices; `None`: the body has not imported them, or they are half imported."""
+    """Return a function of `prefect_gpu.testing`; `None`: the body has not imported the module completely."""
     found: Callable[[], Any] | None = getattr(sys.modules.get("prefect_gpu.testing"), name, None)
     return found

@@ -1,11 +1,10 @@
 """Records the phases, marks and steps of a body in its child, with their memory.
 
-Counters are read at the beginning and at the end of a phase; in between, the thread of a `LiveSampler`
-takes a sample every few milliseconds. Samples miss short peaks, so each step after the first that is read in
-full is traced as well, where its framework can be: its peak is then exact. A framework's counters are
-never reset, since the body may read them, and the device is never synchronised: seconds are those of
-the CPU, which a GPU lags behind. `prefect_gpu.measurements` says how many marks are
-kept, and `StepBook` what follows from steps.
+Counters are read at the beginning and at the end of a phase. In between, the thread of a `LiveSampler` takes a
+sample every few milliseconds. Samples miss short peaks, so each fully read step after the first is also traced
+if its framework allows it, which gives the exact peak. A framework's counters are never reset, since the body
+may read them, and the device is never synchronised: seconds are CPU time, which a GPU lags behind.
+`prefect_gpu.measurements` limits the number of kept marks, and `StepBook` evaluates steps.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from prefect_gpu.processes.messages import CountersRead, ReleasedUnused
 
 T = TypeVar("T")
 
-#: Number of last steps whose seconds and memory at the end are kept, for the median and the slope.
+#: Number of last steps whose seconds and final memory are kept, for the median and the slope.
 KEPT_STEPS = 512
 
-#: Steps are alike if the two steady ones that took the most differ by less than this factor. Steps on inputs of one
-#: size take the same to the byte (PyTorch); a last batch that is smaller, or an evaluation, is not among the two.
+#: Steps are alike if the largest two steady steps differ by less than this factor. Steps on inputs of one size
+#: take the same to the byte (PyTorch). A smaller last batch or an evaluation is not among the largest two.
 ALIKE_FACTOR = 1.02
 
 #: Step ends needed for a slope: two give a difference only, and one outlier among three misleads.
@@ -50,28 +49,28 @@ LEAST_FOR_SLOPE = 4
 
 
 class StepBook:
-    """Collects what is known of one body's steps. For one thread at a time.
+    """Collects the facts about one body's steps. For one thread at a time.
 
     The first step ends at the first boundary. It takes more memory than later ones: frameworks try
     kernels in it. Steps count as *steady* after the first one, and after the last one in which the
-    allocator had to release its cache. The open step is what comes after the last boundary: its
-    memory counts, since a budget must hold it too, and its seconds do not. A step in which nothing was
-    read but at its ends shows no peak: on a busy machine samples come late.
+    allocator had to release its cache. The open step begins at the last boundary. Its memory counts, since a
+    budget must hold it too; its seconds do not. A step that was read only at its ends shows no peak: on a busy
+    machine samples come late.
 
-    Steady steps that are not alike have inputs that change size. The first step may then have had the largest,
-    and what it took is no peculiarity of the first step.
+    If steady steps are not alike, inputs change size. The first step may then have had the largest input, so
+    its memory counts.
     """
 
     def __init__(self) -> None:
         #: Number of steps that have ended.
         self.count = 0
         self._first_live: int | None = None
-        #: Peak bytes in the open step, and in the steady steps that have ended.
+        #: Peak bytes in the open step.
         self._open_live: int | None = None
-        #: Whether the open step was read between its ends, or a peak of it is known.
+        #: Whether the open step was read between its ends, or has a known peak.
         self._is_open_read = False
         self._steady_live: int | None = None
-        #: The second largest peak of the steady steps that have ended; `None`: there are not two.
+        #: Second largest peak of the steady steps that have ended; `None`: fewer than two steps.
         self._second_live: int | None = None
         #: Number of steady steps that have ended.
         self._steady = 0
@@ -88,12 +87,12 @@ class StepBook:
     def reading(
         self, live_bytes: int, alloc_retries: int | None = None, *, at_end: bool = False
     ) -> None:
-        """Add a reading of what is allocated, or a peak of it in the open step.
+        """Add a reading of the allocated bytes, or their peak in the open step.
 
         Args:
             live_bytes: Bytes that the frameworks have allocated.
             alloc_retries: How often an allocator had to release its cache so far; `None`: not read.
-            at_end: It was taken as the step ends, when most of the memory may be free again.
+            at_end: The reading was taken at the end of the step, when most of the memory may be free again.
         """
         self._open_live = largest(self._open_live, live_bytes)
         self._is_open_read = self._is_open_read or not at_end
@@ -114,8 +113,8 @@ class StepBook:
 
         Args:
             at_s: Monotonic seconds.
-            live_bytes: As in `reading`; `None`: there was no reading.
-            alloc_retries: As in `reading`.
+            live_bytes: See `reading`; `None`: no reading.
+            alloc_retries: See `reading`.
         """
         if live_bytes is not None:
             self.reading(live_bytes, alloc_retries, at_end=True)
@@ -134,7 +133,7 @@ class StepBook:
             self._seconds.append(max(0.0, at_s - self._ended_s))
         self._ended_s = at_s
         self.count += 1
-        # What is allocated at the end of a step is allocated at the beginning of the next.
+        # The memory at the end of a step is the memory at the beginning of the next.
         self._open_live, self._is_open_read, self.released_cache = live_bytes, False, False
 
     def _add_peak(self, live_bytes: int | None) -> None:
@@ -152,7 +151,7 @@ class StepBook:
         return self._steady_live <= ALIKE_FACTOR * self._second_live
 
     def facts(self) -> StepFacts | None:
-        """Return what the steps so far show; `None`: there was none."""
+        """Return the facts about the steps so far; `None`: no step has ended."""
         if self.count == 0:
             return None
         # Imported here: most bodies have no steps.
@@ -174,12 +173,12 @@ class StepBook:
         )
 
 
-#: After the first steps, one part in this many of the time may be spent on reading steps in full, and
-#: as much on samples at the ends of steps. In a loop of 3 ms per step on an H200, PyTorch 2.11, a sample
-#: takes 40 µs, and a step in full with four phases a millisecond. A phase that is not read costs 2 µs.
+#: After the first steps, full readings of steps may take one part in this number of the time, and samples at
+#: the ends of steps as much. In a loop of 3 ms per step on an H200, PyTorch 2.11, a sample takes 40 µs, and a
+#: step in full with four phases a millisecond. A phase without a reading takes 2 µs.
 READ_SHARE = 100
 
-#: Names that are remembered. A body with a new name each time shows nothing of its steps.
+#: Most names that are remembered, for bodies with a new name each time.
 KEPT_NAMES = 256
 
 
@@ -190,7 +189,7 @@ class Span:
     name: str
     #: Monotonic seconds.
     began_s: float
-    #: The step that it began in, from 0.
+    #: Number of the step at its beginning, from 0.
     step: int
     #: Peaks so far, in bytes; `None`: unknown, or not measured.
     peak_live_bytes: int | None = None
@@ -200,12 +199,12 @@ class Span:
 class Recorder:
     """Records one body's phases, marks and steps. Any thread may use it.
 
-    A step ends with `step()`. In a body that never calls it, the first name that comes a second time
-    begins a new step each time that it comes.
+    A step ends with `step()`. In a body that never calls it, the first name that occurs a second time begins a
+    new step at each occurrence.
 
     Args:
-        source: Of the readings.
-        clock: Of the times; `None`: the real one.
+        source: Source of the readings.
+        clock: Clock of the times; `None`: the real clock.
     """
 
     def __init__(self, source: Readings, clock: Clock | None = None) -> None:
@@ -228,28 +227,28 @@ class Recorder:
         #: Whether the body calls `step`.
         self._has_steps = False
         self._names: set[str] = set()
-        #: Else the name that begins a step, once it is known.
+        #: Without `step`, the name that begins a step, once known.
         self._head: str | None = None
         #: End of the last phase or mark that belongs to the open step.
         self._tail_s: float | None = None
-        #: Of the open step: whether it is read in full, its marks, seconds spent on reading.
+        #: State of the open step: read in full, number of marks, seconds of reading.
         self._in_full = True
         self._marked = 0
         self._spent_s = 0.0
-        #: Of the open step; `None`: it is not traced.
+        #: Trace of the open step; `None`: not traced.
         self._trace: EndTrace | None = None
         #: The body has ended.
         self._over = False
-        #: What the body has reported with `report_metric`.
+        #: Metrics that the body has reported with `report_metric`.
         self.metrics: dict[str, float] = {}
-        #: When a step is read in full next, and when a sample is taken at the end of a step next.
+        #: Times of the next full reading of a step, and of the next sample at the end of a step.
         self._due_s = 0.0
         self._sample_due_s = 0.0
 
-    # What the body calls.
+    # Calls of the body.
 
     def begin_phase(self, name: str) -> Span:
-        """Begin a phase; the value that is returned is passed to `end_phase`."""
+        """Begin a phase; pass the returned value to `end_phase`."""
         with self._lock:
             at_s = self._clock.now()
             is_new = self._take_name(name, at_s)
@@ -267,7 +266,7 @@ class Recorder:
                 self._spans.remove(phase)
 
     def mark(self, name: str) -> None:
-        """Record this moment; its peaks are those since the last mark."""
+        """Record this moment, with the peaks since the last mark."""
         with self._lock:
             at_s = self._clock.now()
             is_new = self._take_name(name, at_s)
@@ -287,7 +286,7 @@ class Recorder:
             self._has_steps = True
             self._end_step(self._clock.now())
 
-    # What the child calls.
+    # Calls of the child.
 
     @property
     def step_count(self) -> int:
@@ -314,8 +313,8 @@ class Recorder:
             if counters is None:
                 return None
             live, reserved = counters.live_bytes, counters.reserved_bytes
-            # A peak that differs from the last reading's was reached since then: if it is lower, the body
-            # has reset it in between.
+            # A peak that differs from the last reading's is newer than that reading. A lower peak was reset by
+            # the body.
             if counters.peak_live_bytes != self._peak_live_bytes:
                 live, at_end = max(live, counters.peak_live_bytes), False
             self._peak_live_bytes = counters.peak_live_bytes
@@ -327,12 +326,12 @@ class Recorder:
             return counters
 
     def release_unused(self) -> None:
-        """Return device memory that the frameworks do not use to the driver; it may wait for the device."""
-        # Not under the lock: `mark` and `step` would wait too.
+        """Return unused device memory of the frameworks to the driver; may wait for the device."""
+        # The lock is not held: `mark` and `step` would wait too.
         self._source.release_unused()
 
     def stop(self) -> None:
-        """End the body, however it ended: nothing is traced from here on."""
+        """End the body, after success or failure: nothing is traced from here on."""
         with self._lock:
             self._over = True
             self._end_trace()
@@ -340,7 +339,7 @@ class Recorder:
     def finish(self) -> None:
         """End the last step of a body that has returned; not called if it raised.
 
-        Where names begin the steps, nothing else ends the last one.
+        If names begin the steps, nothing else ends the last step.
         """
         with self._lock:
             self._end_trace()
@@ -349,18 +348,18 @@ class Recorder:
                 self._book.boundary(self._tail_s)
 
     def take(self) -> tuple[StepFacts | None, tuple[Mark, ...]]:
-        """Return what the steps so far show, and the marks that were not returned before."""
+        """Return the facts about the steps so far, and the marks that were not returned before."""
         with self._lock:
             return self._book.facts(), self._keeper.take()
 
     def forget(self) -> None:
-        """In a fork (a worker of a data loader): record no more; phases that are open may still end."""
+        """In a fork (a worker of a data loader): record no more; open phases may still end."""
         in_task.set_current_recorder(None)
-        # Its holder may not exist here.
+        # The lock's holder may not exist here.
         self._lock = threading.RLock()
         self._trace = None
 
-    # How steps are found.
+    # Detection of steps.
 
     def _take_name(self, name: str, at_s: float) -> bool:
         """Begin a step if a name begins one; return whether the name is new."""
@@ -379,7 +378,8 @@ class Recorder:
         if not self._in_full and at_s >= self._sample_due_s:
             found = self.sample(at_end=True)
             self._sample_due_s = at_s + READ_SHARE * (self._clock.now() - at_s)
-        # Also after an allocation retry: a peak before it does not count as one after it.
+        # Counters are also read after an allocation retry, so that an earlier peak does not count as a later
+        # one.
         if self._in_full or self._book.released_cache:
             counters = self.counters(at_end=True)
             found = None
@@ -394,10 +394,10 @@ class Recorder:
         if self._in_full and not self._over:
             self._trace = self._timed(self._source.begin_trace)
 
-    # How numbers are read.
+    # Readings.
 
     def _is_wanted(self, is_new: bool) -> bool:
-        """Return whether a phase or mark is to be measured, and count it."""
+        """Return whether to measure a phase or mark, and count it."""
         wanted = self._marked < MARKS_PER_STEP and (self._in_full or is_new)
         self._marked += wanted
         return wanted
@@ -426,7 +426,7 @@ class Recorder:
         return counters
 
     def _timed(self, read: Callable[[], T]) -> T:
-        """Read something; its time counts as spent on the open step."""
+        """Call a reading function; its time counts for the open step."""
         began_s = self._clock.now()
         found = read()
         self._spent_s += self._clock.now() - began_s
@@ -455,27 +455,27 @@ class Recorder:
 #: Seconds between two samples, on average. At 5 ms a ResNet-50 on an H200 ran as fast as without.
 SAMPLE_INTERVAL_S = 0.005
 
-#: Sampling may take one part in this many of the time, by the processor's clock: it holds the
-#: interpreter's lock, and some frameworks take long to answer.
+#: Sampling may take one part in this number of the processor's time: it holds the interpreter's lock, and some
+#: frameworks answer slowly.
 SAMPLE_SHARE = 100
 
-#: How much of the interval is varied, so that samples do not fall in step with the body's loop.
+#: Varied fraction of the interval, so that samples do not fall in step with the body's loop.
 JITTER = 0.6
 
-#: Seconds that the thread may take to end. A call into a framework or the driver that does not return
-#: holds it up, and it is left behind.
+#: Seconds to wait for the thread's end. A call into a framework or the driver may not return; the thread is
+#: then left behind.
 END_S = 30.0
 
 
 class LiveSampler:
     """Takes samples every few milliseconds, from a thread of its own, and sends counters to the parent.
 
-    The thread also ends the process if the parent is gone, and carries out what the parent asks for: the
-    body's own thread may be anywhere.
+    The thread also ends the process if the parent is gone, and carries out requests of the parent, since the
+    body's own thread may be busy.
 
     Args:
-        channel: To the parent.
-        recorder: Takes the samples and keeps what they show.
+        channel: Channel to the parent.
+        recorder: Takes and keeps the samples.
         interval_s: Seconds between two messages.
     """
 
@@ -484,19 +484,19 @@ class LiveSampler:
         self._recorder = recorder
         self._interval_s = interval_s
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="prefect-gpu-sampler", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="prefect-gpu-recorder", daemon=True)
         #: Counters and number of steps of the last message.
         self._sent: tuple[Counters | None, int] = None, 0
 
     def start(self) -> None:
-        """Start the thread; where the system starts none, the body runs without samples."""
+        """Start the thread; if the system starts no thread, the body runs without samples."""
         try:
             self._thread.start()
         except RuntimeError as error:
             _report_end(error)
 
     def stop(self) -> None:
-        """End the thread, if there is one, and whatever is traced."""
+        """End the thread, if there is one, and the trace."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(END_S)
@@ -505,7 +505,7 @@ class LiveSampler:
     def last(
         self,
     ) -> tuple[Counters | None, tuple[str, ...], StepFacts | None, tuple[Mark, ...]]:
-        """Return the counters as they are, the frameworks used, and what was not sent before."""
+        """Return the current counters, the frameworks used, and the steps and marks that were not sent before."""
         counters = self._recorder.counters()
         return counters, hooks.frameworks_in_use(), *self._recorder.take()
 
@@ -521,7 +521,7 @@ class LiveSampler:
 
     def _take_samples(self) -> None:
         due_s = time.monotonic() + self._interval_s
-        # Of its own: the body may have seeded the one of the module.
+        # A generator of its own: the body may have seeded the module's.
         vary = random.Random().uniform
         pause_s = SAMPLE_INTERVAL_S
         while not self._stopped.wait(pause_s * vary(1 - JITTER / 2, 1 + JITTER / 2)):

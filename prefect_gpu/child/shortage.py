@@ -1,7 +1,6 @@
-"""What a child knows when device memory has run out, read while the body's frames still hold theirs.
+"""The facts about an out-of-memory in a child, read while the body's frames still hold their memory.
 
-Which errors mean an out-of-memory is decided in `frameworks.out_of_memory`, what follows from it in
-`scheduling.ladder`.
+`frameworks.out_of_memory` recognises the errors, and `scheduling.ladder` decides what follows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from prefect_gpu.frameworks.out_of_memory import (
     parse_wanted_bytes,
 )
 
-#: Characters that are kept of a framework's memory summary; PyTorch's has 5,000 for each device.
+#: Most characters of a framework's memory summary; PyTorch's has 5,000 for each device.
 SUMMARY_CHARS = 64_000
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -27,9 +26,8 @@ _SIZE = r"([0-9]+(?:\.[0-9]+)?) (bytes|[KMG]iB)"
 
 # Texts, not compiled patterns: most children never need them, and compiling takes 1.5 ms.
 
-#: PyTorch, from 2.0 on. It refuses by itself, before it asks the driver, if what it has reserved and
-#: what is wanted exceed what is allowed. "allowed" is there whenever a fraction is set, also if the
-#: device refused.
+#: PyTorch, from 2.0 on. It refuses by itself, before it asks the driver, if reserved and wanted bytes exceed
+#: the allowed bytes. The text has "allowed" whenever a fraction is set, also if the device refused.
 _TORCH_DEVICE = r"GPU ([0-9]+) has a total capacity"
 _TORCH_FREE = rf"of which {_SIZE} is free"
 _TORCH_WANTED = rf"Tried to allocate {_SIZE}"
@@ -37,7 +35,7 @@ _TORCH_ALLOCATED = rf"Of the allocated memory {_SIZE} is allocated by PyTorch"
 _TORCH_CACHED = rf"{_SIZE} is reserved by PyTorch but unallocated"
 _TORCH_ALLOWED = rf"{_SIZE} allowed;"
 
-#: CuPy, whose pool refuses in the same way. In whole bytes.
+#: CuPy, whose pool refuses in the same way. Sizes are in whole bytes.
 _CUPY = (
     r"Out of memory allocating [0-9,]+ bytes \(allocated so far: ([0-9,]+) bytes"
     r"(?:, limit set to: ([0-9,]+) bytes)?\)"
@@ -45,11 +43,11 @@ _CUPY = (
 
 
 def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
-    """Read what PyTorch and CuPy write of the device and of their own limit. Pure.
+    """Read the texts of PyTorch and CuPy about the device and their own limit. Pure.
 
     Returns:
-        What the text says, and the number of the device among the process's own, from 0 (`None`: it
-        does not say).
+        The facts in the text, and the number of the device among the process's own, from 0 (`None`: not in the
+        text).
     """
     wanted = parse_wanted_bytes(text)
     cupy = re.search(_CUPY, text)
@@ -67,7 +65,7 @@ def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
     if asked and allocated and cached and allowed:
         over = asked[0] + allocated[0] + cached[0] - allowed[0]
         rounding = sum(size[1] for size in sizes if size)
-        # Within the rounding it is not known.
+        # Unknown within the rounding.
         over_cap = None if rounding and abs(over) <= rounding else over > 0
     found = OutOfMemory(
         framework,
@@ -80,7 +78,7 @@ def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
 
 
 def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
-    """Return a size in bytes, and by how much it may be off: the text rounds to two decimals."""
+    """Return a size in bytes, and its possible error: the text rounds to two decimals."""
     match = re.search(pattern, text)
     if match is None:
         return None
@@ -91,14 +89,14 @@ def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
 def find_shortage(
     error: BaseException, frameworks: Collection[str], readings: Readings
 ) -> OutOfMemory | None:
-    """Find an out-of-memory in an error and its causes, and read what the process holds.
+    """Find an out-of-memory in an error and its causes, and read the memory of the process.
 
-    The framework's own summary is read too, and its snapshot is written where the policy names a file.
+    The framework's own summary is read too, and its snapshot is written if the policy names a file.
 
     Args:
-        error: What the body raised.
-        frameworks: Those whose errors count, as in `gpu:framework=`.
-        readings: Of the process's memory now.
+        error: Exception of the body.
+        frameworks: Names of the frameworks whose errors count.
+        readings: Source of the process's memory readings.
 
     Returns:
         What is known of it; `None`: the error is no out-of-memory.
@@ -116,7 +114,7 @@ def find_shortage(
     return replace(
         _read_state(framework, str(cause), readings),
         summary=readings.memory_summary(framework)[:SUMMARY_CHARS],
-        # Last: it takes 4 s, in which PyTorch imports its compiler for the stacks (2.11, 2.13).
+        # Last, since it takes 4 s: PyTorch imports its compiler for the stacks (2.11, 2.13).
         snapshot_path=readings.write_snapshot(framework),
     )
 
@@ -125,7 +123,7 @@ def _read_state(framework: str, text: str, readings: Readings) -> OutOfMemory:
     found, device = parse_refusal(framework, text)
     counters = readings.counters()
     if len(readings.device_uuids) == 1 and counters is not None:
-        # Exact, where the text is rounded; but summed over devices.
+        # Exact, unlike the rounded text; but summed over devices.
         reserved = counters.reserved_bytes
         found = replace(found, held_bytes=counters.live_bytes if reserved is None else reserved)
     use = _choose(readings.own(), device)

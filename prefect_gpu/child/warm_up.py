@@ -1,8 +1,8 @@
-"""A child that was started ahead of its task: import what the task will need, then become the task's.
+"""A standby: import modules ahead of the task, then become the task's process.
 
-An import may start what a policy can then no longer configure. `find_started` reports that, and such a
-process must not run a task. Which modules are imported is decided in `processes.standby_kind`, and which
-variables may still change afterwards in `frameworks.adapter`.
+An import may start a framework or driver, which a policy can then no longer configure. `find_started` reports
+that, and such a process must not run a task. `processes.standby_kind` chooses the modules, and
+`frameworks.adapter` knows which variables may still change afterwards.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from prefect_gpu.processes.messages import Late, Warmed
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """From where modules were imported ahead of the task."""
+    """Places from which modules were imported ahead of the task."""
 
     #: Wall-clock nanoseconds when the imports began.
     began_ns: int
     #: `sys.path` before the imports, which may add to it.
     sys_path: tuple[str, ...]
-    #: The working folder; empty: it did not exist.
+    #: Working folder; empty: it did not exist.
     cwd: str
-    #: Names and files of the user's modules that were imported.
+    #: Names and files of the imported user's modules.
     files: frozenset[tuple[str, str]]
 
 
@@ -44,14 +44,14 @@ _origin: _Origin
 
 
 def warm_up(entries: Iterable[str]) -> Warmed:
-    """Import modules and report what that did.
+    """Import modules and report the effects.
 
-    What libraries made is frozen, so that the garbage collector never looks at it: finalising it at the
-    end of the process takes most of a second with PyTorch. What came with the user's modules is not
-    frozen, since they may hold files open.
+    Objects of libraries are frozen, so that the garbage collector skips them: finalising them at the end of the
+    process takes most of a second with PyTorch. Objects of the user's modules are not frozen, since they may
+    hold files open.
 
     Args:
-        entries: As in `WarmSpec.modules`: libraries before what needs them.
+        entries: See `WarmSpec.modules`: libraries come before modules that need them.
     """
     global _origin
     entries = tuple(entries)
@@ -61,12 +61,12 @@ def warm_up(entries: Iterable[str]) -> Warmed:
         failed = import_all(libraries)
         gc.freeze()
         failed |= import_all(entries[len(libraries) :])
-    # Now, or the body's first objects would cause a collection of all that the user's imports made.
+    # Now, or the body's first objects would cause a collection of all objects of the user's imports.
     gc.collect()
     started = find_started()
     if asked:
         started = started or "a module asked current_allocation() as it was imported"
-    # Not before the imports: the place of a module shows whether it is the user's.
+    # After the imports, since the place of a module shows whether it is the user's.
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     files = frozenset(_users_files() if has_users else ())
     _origin = _Origin(began_ns, sys_path, cwd, files)
@@ -74,26 +74,25 @@ def warm_up(entries: Iterable[str]) -> Warmed:
 
 
 def import_all(entries: Iterable[str]) -> dict[str, str]:
-    """Import modules; return those that could not be imported, each with the reason."""
+    """Import modules; return the reasons of failures by module."""
     failed = {}
     for entry in entries:
         module, _, names = entry.partition(":")
         try:
-            # As `import module` or `from module import names` does, submodules included.
+            # Like `import module` or `from module import names`, submodules included.
             __import__(module, fromlist=names.split(",") if names else ())
             if module == "prefect_gpu.child.prefect_context":
                 sys.modules[module].rehearse()
         except BaseException as error:
-            # Of any kind: the body gets it, in a process that has not imported half of the module.
+            # Any exception: the body gets it again, in a process that has not imported half of the module.
             failed[entry] = f"{type(error).__name__}: {error}"
     return failed
 
 
 def find_started() -> str:
-    """Return what was started that reads its configuration only once; empty: nothing.
+    """Return which framework or driver was started; empty: none. Both read their configuration only once.
 
-    This starts nothing itself: a driver that is not loaded stays so, and so does one that is not
-    initialised.
+    This function neither loads nor initialises a driver.
     """
     for name, adapter in registry.ADAPTERS.items():
         if adapter.module not in sys.modules:
@@ -114,7 +113,7 @@ def become_task_process(late: Late) -> None:
 
     Raises:
         OSError: The folder does not exist.
-        ImportError: The modules that were imported ahead are not those that the task would import now.
+        ImportError: The task would now import other modules than those imported ahead.
     """
     _check_modules(late)
     _follow_parent()
@@ -122,7 +121,7 @@ def become_task_process(late: Late) -> None:
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
-    # What a process started now would have, once it had imported the same.
+    # The paths that a process started now would have after the same imports.
     before, wanted = _origin.sys_path, late.sys_path
     if wanted not in (before, tuple(sys.path)):
         added = [path for path in sys.path if path not in before and path not in wanted]
@@ -130,10 +129,10 @@ def become_task_process(late: Late) -> None:
 
 
 def _check_modules(late: Late) -> None:
-    """Make sure that the user's modules are those that a process started now would have.
+    """Make sure that a process started now would import the same user's modules.
 
     Raises:
-        ImportError: They are not, or may not be.
+        ImportError: A process started now would import other modules, or may do so.
     """
     origin = _origin
     if not origin.files:
@@ -144,7 +143,7 @@ def _check_modules(late: Late) -> None:
     if late.cwd and late.cwd != origin.cwd:
         raise ImportError("modules may be found elsewhere in another folder")
     for name, path in origin.files.union(_users_files()):
-        # A missing file raises here too: a process started now would not have it.
+        # A missing file raises here too, since a process started now would not have it.
         if os.stat(path).st_mtime_ns >= origin.began_ns:
             raise ImportError(f"{name} was written to since it was imported")
 
@@ -166,11 +165,11 @@ def _is_library(entry: str) -> bool:
 
 
 def _follow_parent() -> None:
-    """Take over what a process started now would inherit: the parent's umask and resource limits."""
+    """Take over the parent's umask and resource limits, as a process started now would."""
     parent = os.getppid()
     umask = read_status(parent, "Umask")
     if not umask:
-        # No `/proc` (macOS): they stay as they were when this process was started.
+        # Without `/proc` (macOS) they stay as at the start of this process.
         return
     os.umask(int(umask, 8))
     import resource

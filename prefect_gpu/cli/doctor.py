@@ -122,7 +122,7 @@ def examine() -> Iterator[Finding]:
     yield from driver
     yield from check_dependencies(_requirements(), _installed)
     installed = [name for name in PROGRAMS if importlib.util.find_spec(name) is not None]
-    with ThreadPoolExecutor(len(PROGRAMS)) as pool:
+    with ThreadPoolExecutor(len(PROGRAMS), "prefect-gpu-doctor") as pool:
         builds = {name: pool.submit(look_at, name) for name in installed}
         yield from check_server()
         yield check_ledger()

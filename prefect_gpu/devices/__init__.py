@@ -1,4 +1,4 @@
-"""Which devices exist, and what is free on them now.
+"""The devices of a machine, and their free memory.
 
 There is one module for each kind of device (`nvml`, `host`, `simulated`), the base class that they
 share (`reader`), the specification that a user writes (`spec`) and the thread that reads them

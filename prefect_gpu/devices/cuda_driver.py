@@ -1,7 +1,6 @@
-"""What the CUDA driver says of this process, where something else has loaded it.
+"""State of the CUDA driver in this process, if other code has loaded it.
 
-Nothing here loads or initialises the driver, or creates a context. What a device has free is read in
-`nvml`.
+Nothing here loads or initialises the driver, or creates a context. `nvml` reads the free memory of devices.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ DRIVER_LIBRARY = "libcuda.so.1"
 #: (`CU_STREAM_CAPTURE_MODE_RELAXED`).
 _RELAXED = 2
 
-#: What the driver returns before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
+#: Result of the driver before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
 _NOT_INITIALIZED = 3
 
 
@@ -27,7 +26,7 @@ def loaded_driver() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except (OSError, AttributeError):
-        # Not loaded; or this system has no such flag (macOS).
+        # The driver is not loaded, or this system has no such flag (macOS).
         return None
 
 
@@ -60,13 +59,13 @@ def unbound_by_captures() -> Iterator[bool]:
 
 
 def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
-    """Return what identifies the primary context of a device for as long as this process lives.
+    """Return the id of a device's primary context, unique in the life of this process.
 
     The frameworks share that context. `cuCtxGetId` is part of CUDA 12 and later.
 
     Args:
-        driver: From `loaded_driver`.
-        ordinal: Of the device among those that the process sees.
+        driver: The result of `loaded_driver`.
+        ordinal: Position of the device among the process's visible devices.
 
     Returns:
         The id; 0: there is no context now. `None`: the driver does not say.
@@ -80,7 +79,7 @@ def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
     if not active.value:
         return 0
     context, identity = ctypes.c_void_p(), ctypes.c_ulonglong()
-    # It exists, so this counts one more user of it and creates nothing.
+    # The context exists, so this call only adds a user.
     if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
         return None
     failed = driver.cuCtxGetId(context, ctypes.byref(identity))
@@ -89,7 +88,7 @@ def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
 
 
 class PrimaryContexts:
-    """Sees that a primary context was destroyed while frameworks still count what they had in it.
+    """Detects that a primary context was destroyed, whose memory frameworks still count.
 
     `cudaDeviceReset`, and `close` and `Device.reset` of `numba.cuda` do that. For one thread at a time.
 
@@ -100,11 +99,11 @@ class PrimaryContexts:
     def __init__(self, count: int) -> None:
         self._ids = [0] * count
         self._driver: ctypes.CDLL | None = None
-        #: Whether one was destroyed.
+        #: Whether a context was destroyed.
         self.lost = False
 
     def read(self) -> bool:
-        """Compare the contexts with those of the last reading; return `lost`."""
+        """Compare the contexts with the last reading; return `lost`."""
         self._driver = self._driver or loaded_driver()
         if self._driver is None:
             return False

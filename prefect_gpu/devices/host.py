@@ -1,4 +1,4 @@
-"""The host's own memory as a device, how much of it is available, kills for lack of it, and the cores.
+"""The host's memory as a device, its available bytes, kills for lack of memory, and the cores.
 
 Used where there is no GPU, and by `nvml` on machines with unified memory. Limits of control groups
 count; swap does not.
@@ -34,9 +34,9 @@ _OOM_KILLS = re.compile(r"^oom_kill ([0-9]+)$", re.MULTILINE)
 class HostMemory:
     """The host's memory, as far as this process may use it."""
 
-    #: Lower of what the host has and what the control groups allow.
+    #: The host's memory, or the limit of the control groups if lower.
     total_bytes: int
-    #: Lower of the kernel's estimate and what the control groups have left.
+    #: The kernel's estimate, or the rest of the control groups' limit if lower.
     available_bytes: int
 
 
@@ -44,7 +44,7 @@ class HostMemory:
 class _GroupFiles:
     """The names of a control group's files, which differ between the versions of control groups."""
 
-    #: Most that its processes may hold together. Above `memory.high` the kernel slows them down
+    #: Limit of its processes together. Above `memory.high` the kernel slows them down
     #: severely, so it counts as a limit.
     limits: tuple[str, ...]
     #: Held now, page cache included.
@@ -55,7 +55,7 @@ class _GroupFiles:
     kills: str
 
 
-#: By the version of control groups.
+#: Names of files by the version of control groups.
 _FILES = {
     1: _GroupFiles(
         ("memory.limit_in_bytes",),
@@ -72,9 +72,8 @@ _FILES = {
 def _find_groups(root: Path, controller: str) -> tuple[tuple[Path, int], ...]:
     """Return the control groups whose limits hold for this process, with the version of each.
 
-    These are its own and the ancestors. They are looked for where systemd and container runtimes mount
-    them. A container may see only its own part of the tree there, so the folders of its ancestors need not
-    exist.
+    Limits hold for its own group and the ancestors, in the folders where systemd and container runtimes mount
+    them. A container may see only its own part of the tree, without the folders of the ancestors.
     """
     mounts = root / "sys" / "fs" / "cgroup"
     groups: list[tuple[Path, int]] = []
@@ -92,10 +91,10 @@ def _find_groups(root: Path, controller: str) -> tuple[tuple[Path, int], ...]:
 
 
 def read_core_quota(root: Path = Path("/")) -> float:
-    """Return how many cores' time the control groups let this process use; infinite: no limit.
+    """Return the number of cores that the control groups allow this process; infinite: no limit.
 
     Args:
-        root: As for `read_host_memory`.
+        root: See `read_host_memory`.
     """
     quotas = [math.inf]
     for folder, version in _find_groups(root, "cpu"):
@@ -108,10 +107,10 @@ def read_core_quota(root: Path = Path("/")) -> float:
 
 
 def _read_group(folder: Path, files: _GroupFiles) -> HostMemory | None:
-    """Return what a control group allows and has left; `None`: it has no limit."""
+    """Return the limit and the rest of a control group; `None`: no limit."""
     found = [_number(_text(folder / name)) for name in files.limits]
     limits = [limit for limit in found if limit is not None]
-    # Most groups have none, and reading `memory.stat` takes longest.
+    # Most groups have no limit, and reading `memory.stat` takes longest.
     if not limits:
         return None
     used_bytes = _number(_text(folder / files.used)) or 0
@@ -133,7 +132,7 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     """Read how much of the host's memory this process may use.
 
     Args:
-        root: The folder that has `proc` and `sys`, which say what the control groups allow.
+        root: The folder with `proc` and `sys`, for the limits of control groups.
     """
     machine = psutil.virtual_memory()
     bounds = [HostMemory(machine.total, machine.available)]
@@ -163,7 +162,7 @@ def read_host_available_bytes() -> int:
 def mps_runs() -> bool:
     """Return whether CUDA's Multi-Process Service seems to run for this user.
 
-    Its control daemon has a pipe where `CUDA_MPS_PIPE_DIRECTORY` says, by default in `/tmp/nvidia-mps`.
+    Its control daemon has a pipe in `CUDA_MPS_PIPE_DIRECTORY`, by default `/tmp/nvidia-mps`.
     """
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     return os.path.exists(os.path.join(folder, "control"))
@@ -177,7 +176,7 @@ def read_oom_kills(root: Path = Path("/")) -> int:
     meaning: it is higher if there was a kill. The counters do not say which processes were killed.
 
     Args:
-        root: As for `read_host_memory`.
+        root: See `read_host_memory`.
     """
     groups = _find_groups(root, "memory")
     counters = [folder / _FILES[version].kills for folder, version in groups]

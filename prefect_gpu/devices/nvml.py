@@ -36,7 +36,7 @@ REOPEN_INTERVAL_S = 5.0
 
 
 class NvmlMissingError(DeviceError):
-    """There is no NVIDIA driver on this machine, as opposed to one that does not work."""
+    """There is no NVIDIA driver on this machine. A driver that does not work raises another `DeviceError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class NvmlReader(DeviceReader):
         chosen: Which of these devices: indices or UUID prefixes, in this order; empty: all of them.
         clock: Sets the time of the snapshots.
         table: Finds the root of a process.
-        memory: Reads the host's memory, for GPUs that have none of their own.
+        memory: Reads the host's memory, for GPUs without memory of their own.
 
     Raises:
         DeviceError: There is no driver, or a device that was named is not there.
@@ -77,10 +77,10 @@ class NvmlReader(DeviceReader):
         self._clock: Clock = clock or RealClock()
         self._table = table or ProcessTable(clock=self._clock)
         self._memory = memory
-        #: Whether the driver numbers processes as they are numbered here, which it does outside of
-        #: containers. In a PID namespace, drivers list the host's numbers, or translate them for the list and
-        #: then look up the memory of the host's process with the translated number (seen in the sources of
-        #: the open kernel modules). Any number may by chance be that of a child, so none is believed.
+        #: Whether the driver's process ids are this process's, as outside of containers. In a PID namespace
+        #: drivers list the host's ids, or translate them for the list and then look up the memory of the host's
+        #: process with the translated id (seen in the sources of the open kernel modules). Any such id may by
+        #: chance be a child's.
         self._attributed = self._table.processes.in_initial_namespace()
         #: Each reader starts and stops NVML once: NVML counts.
         self._started = False
@@ -215,7 +215,7 @@ class NvmlReader(DeviceReader):
         )
 
     def _read_memory(self, handle: Handle) -> _Memory:
-        # Version 2 reports separately what the driver keeps for itself. Older drivers have version 1.
+        # Version 2 reports the driver's own part separately. Older drivers have version 1.
         for version in (pynvml.nvmlMemory_v2, None):
             try:
                 info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=version)
@@ -231,7 +231,7 @@ class NvmlReader(DeviceReader):
             return _Memory(host.total_bytes, host.available_bytes, unified=True)
         total_bytes, free_bytes = int(info.total), int(info.free)
         # Version 1 counts the driver's part as used. Documents and tools disagree on `reserved`
-        # (GPU.md). `free` is taken as correct, and the driver's part is at most what is not free.
+        # (GPU.md). `free` counts as correct, and the driver's part is at most the rest.
         reserved_bytes = int(getattr(info, "reserved", 0))
         return _Memory(
             total_bytes, free_bytes, max(0, min(reserved_bytes, total_bytes - free_bytes))
@@ -250,8 +250,8 @@ class NvmlReader(DeviceReader):
                 used[process.pid] = max(known, default=None)
         resident: tuple[ProcessUse, ...] = ()
         if unified and self._attributed:
-            # Memory from the driver is pinned and in no resident set, so a process holds both. This
-            # is from documentation, not measured on such a machine.
+            # Memory from the driver is pinned and in no resident set, so a process holds both (from
+            # documentation, not measured).
             resident = tuple(
                 replace(use, used_bytes=(use.used_bytes or 0) + (used.pop(use.pid, None) or 0))
                 for use in self._table.resident(roots)
@@ -313,7 +313,7 @@ def _read_busy(handle: Handle) -> float | None:
 
 
 def _running(handle: Handle, function: str) -> Sequence[Any]:
-    """Return the running processes; none where the driver does not report them."""
+    """Return the running processes; empty if the driver does not report them."""
     for name in (function, f"{function}_v2"):
         # A second try, if processes started after NVML had counted them.
         for _ in range(2):

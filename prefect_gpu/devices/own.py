@@ -1,4 +1,4 @@
-"""What the driver shows for this process: what it holds on its devices, and what they have free.
+"""The driver's readings for this process: its memory on its devices, and their free memory.
 
 For a child, at the end of a phase and when memory ran out. The parent's readings are made by
 `sampler`; `nvml` reads the driver, and `process_tree` finds the root of a process.
@@ -16,7 +16,7 @@ from prefect_gpu.scheduling.model import DeviceSnapshot
 
 @dataclass(frozen=True, slots=True)
 class OwnUse:
-    """One device, as read by the process itself. Bytes; `None`: the driver does not report it."""
+    """A device, as read by the process itself. Bytes; `None`: the driver does not report it."""
 
     device_uuid: str
     #: Held by this process and its descendants.
@@ -55,7 +55,7 @@ class OwnMemory:
                     self._reader = self._open_reader(self._device_uuids)
                 pid = os.getpid()
                 found = {s.device.uuid: _own_use(s, pid) for s in self._reader.read((pid,))}
-            except Exception:  # noqa: BLE001 - a body must not fail for what is only measured
+            except Exception:  # noqa: BLE001 - a body must not fail for a measurement
                 self._failed = True
         return tuple(found.get(uuid, OwnUse(uuid)) for uuid in self._device_uuids)
 
@@ -66,7 +66,7 @@ def _own_use(snapshot: DeviceSnapshot, pid: int) -> OwnUse:
         return OwnUse(uuid)
     own = [use.used_bytes for use in snapshot.processes if use.root_pid == pid]
     known = [size for size in own if size is not None]
-    # Not in the list: in a container the driver may list it under another id.
+    # In a container the driver may list the process under another id.
     process_bytes = sum(known) if own and len(known) == len(own) else None
     return OwnUse(uuid, process_bytes, snapshot.free_bytes)
 

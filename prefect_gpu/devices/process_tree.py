@@ -1,7 +1,7 @@
-"""Which processes belong to which of our children, and what they hold of the host's memory.
+"""The processes of each child of this process, and their host memory.
 
-A *root* is the process of one GPU task; its dataloaders and helpers belong to it. Covers one host's
-process table; it does not know devices.
+A *root* is the process of one GPU task; its dataloaders and helpers belong to it. This module reads one host's
+process table, and no devices.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from prefect_gpu.scheduling.model import ProcessUse
 #: are read again, so a helper's memory shows up to this much late.
 SCAN_INTERVAL_S = 1.0
 
-#: A scan may take one part in this many of the time: a shared node has thousands of processes.
+#: A scan may take one part in this number of the time: a shared node has thousands of processes.
 SCAN_SHARE = 20
 
-#: Sessions to follow at most: a process table that changes while it is read could have a cycle.
+#: Most sessions to follow: a process table that changes while it is read could have a cycle.
 MAX_DEPTH = 64
 
 #: Name of the first pid namespace (`PROC_PID_INIT_INO` in the kernel): outside of containers.
@@ -39,10 +39,10 @@ class HostProcesses:
     def session_of(self, pid: int) -> int | None:
         """Return the id of a process's session, which is the id of its leader; `None`: not found.
 
-        A system call of about 1 µs, where other facts of a process take a file to be read.
+        A system call of about 1 µs; other facts of a process take the reading of a file.
         """
         try:
-            # 0 would mean this process; as a result it means a session of another namespace.
+            # As an argument 0 would mean this process, as a result a session of another namespace.
             return (os.getsid(pid) if pid > 0 else None) or None
         except (OSError, OverflowError):
             return None
@@ -73,7 +73,7 @@ class ProcessTable:
     """Finds the processes of our children. Used by one thread at a time.
 
     Args:
-        processes: Reads them; `None`: those of this host.
+        processes: Reads processes; `None`: the processes of this host.
         clock: Determines when to scan again.
     """
 
@@ -89,7 +89,7 @@ class ProcessTable:
         roots: Collection[int],
         parent_of: Callable[[int], int | None] | None = None,
     ) -> int | None:
-        """Return the root that a process is, is in the session of, or descends from.
+        """Return the root of a process: itself, the leader of its session, or an ancestor.
 
         A process leaves its parent's session only to lead its own, so all processes of a session
         descend from its leader, and a root's descendants are found from session to session. On a host
@@ -98,7 +98,7 @@ class ProcessTable:
         Args:
             pid: Any process id, perhaps of another namespace.
             roots: Our children; each leads a session.
-            parent_of: As that of `HostProcesses`, which is used if it is `None`.
+            parent_of: Returns the parent of a process; `None`: see `HostProcesses.parent_of`.
 
         Returns:
             The nearest root; `None`: the process belongs to no root, or cannot be seen from here.
@@ -129,7 +129,7 @@ class ProcessTable:
             self._scan_due_s = started_s + max(SCAN_INTERVAL_S, SCAN_SHARE * took_s)
         uses = []
         for pid in (*roots, *sorted(self._members.difference(roots))):
-            # Each time: the id of a member may be that of another process by now.
+            # Asked each time: the id of a member may be another process's by now.
             root = self.root_of(pid, roots)
             used_bytes = 0 if root is None else self.processes.resident_bytes(pid)
             if used_bytes:

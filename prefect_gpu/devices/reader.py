@@ -1,6 +1,6 @@
-"""The base class of device readers: which devices exist, and a snapshot of each.
+"""The base class of device readers, which return devices and snapshots.
 
-It does not choose devices, and it keeps no history. Implementations: `nvml`, `host`, `simulated`.
+A reader chooses no devices and keeps no history. Implementations: `nvml`, `host`, `simulated`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Nod
 
 
 class ProcessMemory:
-    """What a reader stores about one process; nothing, where the devices are real.
+    """A reader's account of one process; empty for real devices.
 
     Args:
         kind: Kind of the devices.
     """
 
-    #: Bytes of context on each device; `None`: it is measured.
+    #: Bytes of context on each device; `None`: measured elsewhere.
     context_bytes: int | None = None
     #: Bytes that the process may allocate on each device; `None`: its frameworks set the cap.
     cap_bytes: tuple[int, ...] | None = None
@@ -28,17 +28,17 @@ class ProcessMemory:
         self._kind = kind
 
     def attach(self, pid: int) -> None:
-        """Set the process; a second one replaces the first, which ended early."""
+        """Set the process. A second process replaces the first, which ended early."""
 
     def live_bytes(self) -> int | None:
-        """Return what the process has allocated now; `None`: not known."""
+        """Return the allocated bytes of the process; `None`: not known."""
         return None
 
     def detach(self) -> tuple[int, int] | None:
-        """Free all that the process holds, since it has ended.
+        """Free all memory of the process, which has ended.
 
         Returns:
-            The most bytes that it had allocated, and the number of its devices; `None`: not known.
+            The peak of allocated bytes, and the number of devices of the process; `None`: not known.
         """
         return None
 
@@ -55,16 +55,16 @@ class ProcessMemory:
 class DeviceReader:
     """Reads the devices of one specification. Used by one thread at a time."""
 
-    #: Which kind of device it reads.
+    #: Kind of the devices.
     kind: DeviceKind
-    #: Whether the devices are those of other machines.
+    #: Whether the devices belong to other machines.
     remote = False
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices, in the order of their `index`; on one machine the same every time.
 
-        On a cluster they are sorted by node, and change as nodes join and leave. A broker uses those of the last
-        `read`.
+        On a cluster they are sorted by node, and change as nodes join and leave. A broker uses the devices of
+        the last `read`.
         """
         raise NotImplementedError
 
@@ -83,19 +83,19 @@ class DeviceReader:
         raise NotImplementedError
 
     def nodes(self) -> Mapping[str, NodeReading]:
-        """Return what each node of a cluster has for processes, as the last `read` has found; empty: one machine."""
+        """Return each node's room for processes on a cluster, as of the last `read`; empty: one machine."""
         return {}
 
     def process_memory(
         self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
     ) -> ProcessMemory:
-        """Return what is stored about a new process on some of the devices. Any thread may call it.
+        """Return the account of a new process on some of the devices. Any thread may call it.
 
         Args:
-            device_uuids: Its devices.
-            budget_bytes: Budget on each of them, where the process has a cap; `None`: it has none.
+            device_uuids: Devices of the process.
+            budget_bytes: Budget on each device, if the process has a cap; `None`: no cap.
         """
         return ProcessMemory(self.kind)
 
     def close(self) -> None:
-        """Close what the reader has opened; reading again opens it."""
+        """Close the reader; the next reading opens it again."""

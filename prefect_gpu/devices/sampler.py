@@ -1,8 +1,7 @@
 """The one thread that reads the devices, for all runners that share them.
 
-It covers when to read, what happens when a reading fails or hangs, and how busy devices are as a mean over the
-last readings (`Utilisation`). It decides nothing and keeps no series of readings: that is done by the function
-that each reading is passed to.
+It covers the times of readings, failed and hanging readings, and the mean utilisation over the last readings
+(`Utilisation`). It passes each reading to a function, and keeps no series.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Utilisation:
     def smooth(self, snapshot: DeviceSnapshot) -> DeviceSnapshot:
         """Return a snapshot with the mean over the last readings as its `busy_fraction`.
 
-        A reading without a figure starts the mean of its device again.
+        A reading without a figure begins a new mean of its device.
         """
         now = snapshot.busy_fraction
         if now is None or snapshot.error:
@@ -58,8 +57,8 @@ MAX_BACK_OFF_S = 5.0
 class Sampler:
     """Reads devices in a thread of its own, at an interval while it is active.
 
-    All methods may be called from any thread, and none but `stop` waits for the reader. Where a driver
-    hangs, `publish` is not called any more.
+    All methods may be called from any thread. Only `stop` waits for the reader. While a driver hangs, `publish`
+    is not called.
 
     Args:
         reader: Used by the sampler's thread alone.
@@ -97,7 +96,7 @@ class Sampler:
         self._due_s = float("-inf")
 
     def set_active(self, active: bool) -> None:
-        """Start or stop reading at the interval. Starts with a reading if one is due.
+        """Start or stop reading at the interval. The first reading is at once if it is due.
 
         Raises:
             CapacityError: The thread could not be started.
@@ -110,8 +109,8 @@ class Sampler:
     def refresh(self) -> None:
         """Ask for a reading now, active or not.
 
-        Its `at_s` is not before this call, by which a caller recognises it. Several calls before it has begun
-        lead to one reading; a call during a reading leads to another after it.
+        A caller recognises the reading by its `at_s`, which is not before this call. Several calls before a
+        reading lead to one reading; a call during a reading leads to another after it.
 
         Raises:
             CapacityError: The thread could not be started.
@@ -137,7 +136,7 @@ class Sampler:
         while self._wait_until_due():
             reading = self._read()
             with self._changed:
-                # Before it is published: a test that moves the clock after a reading moves it past this.
+                # Before `_publish`: a test that moves the clock after a reading moves it past `_due_s`.
                 self._failures = self._failures + 1 if reading.error else 0
                 self._due_s = reading.at_s + self._pause_s()
             try:
@@ -172,16 +171,16 @@ class Sampler:
                 host_available_bytes = self._read_host_available()
             snapshots = self._reader.read(self._roots())
             if not self._reader.remote:
-                # On other machines it was done there.
+                # Other machines have smoothed their own.
                 snapshots = tuple(map(self._utilisation.smooth, snapshots))
             if self._reader.kind == "host":
-                # It is what is free on that device.
+                # The host's available memory is the free memory of that device.
                 host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)
             return Reading(at_s, snapshots, host_available_bytes, nodes=self._reader.nodes())
         except DeviceError as error:
             problem = str(error)
         except Exception as error:
-            # The edge of a thread, as above: the error becomes the reason for which tasks wait.
+            # The edge of a thread, as above: the error becomes the reason of waits.
             logger.exception("the devices could not be read")
             problem = f"{type(error).__name__}: {error}"
         return Reading(at_s, (), host_available_bytes, error=problem or "no reason given")

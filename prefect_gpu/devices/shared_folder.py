@@ -1,6 +1,6 @@
 """A folder that all processes of a machine share, and files in it that a process holds for as long as it lives.
 
-The kernel ends a hold when its process ends, in whatever way, also in another container or of another user.
+The kernel ends a hold at any end of its process, also in another container or of another user.
 Nothing is left to clean up, and nothing depends on process ids.
 
 A process that was stopped (`SIGSTOP`, a debugger, a frozen container) still holds its files. Each process therefore
@@ -24,8 +24,8 @@ import psutil
 
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
-#: File systems on which several hosts see one file: SQLite's WAL mode does not work there. Those in user space are
-#: named without "fuse.".
+#: File systems on which several hosts see one file: SQLite's WAL mode does not work there. The prefix "fuse."
+#: is left out.
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         "nfs",
@@ -55,8 +55,8 @@ NETWORK_FILE_SYSTEMS = frozenset(
 #: Seconds without a heartbeat after which the process that holds a file counts as stopped.
 SILENT_S = 2.0
 
-#: Number of looks that must have found the same time by then. After a pause of the whole machine every file has an
-#: old time at the first look.
+#: Least number of looks that find the same time. After a pause of the whole machine every file has an old time
+#: at the first look.
 SILENT_LOOKS = 3
 
 #: Seconds between two heartbeats of a process.
@@ -81,14 +81,14 @@ def read_namespace() -> str:
 
 
 class Hold:
-    """A file that this process holds, and no other. A fork of the process does not hold it."""
+    """A file that only this process holds. A fork of the process does not hold it."""
 
     def __init__(self, descriptor: int) -> None:
         #: Descriptor of the file.
         self.descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
         self._time_ns = 0
-        # A fork would hold it after this process has ended.
+        # Otherwise a fork would hold the file after the end of this process.
         PROCESS_RESOURCES.after_fork(self, Hold.release)
 
     @property
@@ -119,13 +119,13 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What was seen of a file that another process holds."""
+    """Observed heartbeats of a file that another process holds."""
 
-    #: Its modification time, in nanoseconds.
+    #: Modification time of the file, in nanoseconds.
     time_ns: int
     #: Monotonic seconds of the first look that found this time.
     since_s: float
-    #: Number of looks that found it.
+    #: Number of looks that found this time.
     looks: int = 1
 
 
@@ -133,19 +133,19 @@ class SharedFolder:
     """A folder on a local disk. Safe to use from several threads.
 
     Args:
-        path: Where it is; `None`: `default_folder()`, which is made for this user alone. One that was named must
+        path: Path of the folder; `None`: `default_folder()`, which is made for this user alone. A named folder must
             be there; who may write to it is up to its permissions.
         now: Returns monotonic seconds.
 
     Raises:
-        OSError: It cannot be used.
+        OSError: The folder cannot be used.
     """
 
     def __init__(self, path: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.path = _private_folder() if path is None else path
         _refuse_network(self.path)
         shared = bool(self.path.stat().st_mode & stat.S_IWGRP)
-        #: Who may use the files: the user, or the folder's group too.
+        #: Mode of the files: for the user, or for the folder's group too.
         self._mode = 0o660 if shared else 0o600
         self._now = now
         self._reset()
@@ -156,16 +156,16 @@ class SharedFolder:
         self._lock = threading.Lock()
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
         self._beat_s = -BEAT_S
-        #: By the name of a file.
+        #: Observations by the name of a file.
         self._seen: dict[str, _Seen] = {}
 
     def make_file(self, name: str) -> None:
-        """Make a file of the folder if there is none, without opening one that is there.
+        """Make a file of the folder unless it exists, without opening it.
 
         A process that closes one of several descriptors of a file loses the locks that SQLite has on it.
 
         Raises:
-            OSError: It cannot be made, or is no plain file.
+            OSError: The file cannot be made, or is no plain file.
         """
         with contextlib.suppress(FileExistsError):
             self._make(name)
@@ -182,17 +182,17 @@ class SharedFolder:
             os.close(descriptor)
 
     def open_file(self, name: str) -> int:
-        """Open a file of the folder, made if there is none, and return its descriptor.
+        """Open a file of the folder, make it first if needed, and return its descriptor.
 
         Raises:
-            OSError: It cannot be opened, or it is a link.
+            OSError: The file cannot be opened, or is a link.
         """
         while True:
             try:
                 return os.open(self.path / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
-                # Not with one call: in a folder with the sticky bit the kernel may refuse `O_CREAT` for the file of
-                # another user (`fs.protected_regular`).
+                # In a folder with the sticky bit the kernel may refuse `O_CREAT` for the file of another user
+                # (`fs.protected_regular`).
                 with contextlib.suppress(FileExistsError):
                     self._make(name)
 
@@ -200,7 +200,7 @@ class SharedFolder:
         """Hold a file of the folder; `None`: another process, or another part of this one, holds it.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         for _ in range(10):
             descriptor = self.open_file(name)
@@ -218,7 +218,7 @@ class SharedFolder:
         raise OSError(f"{self.path / name} is removed or replaced again and again")
 
     def _is_there(self, name: str, descriptor: int) -> bool:
-        """Return whether an open file is still the one of its name."""
+        """Return whether an open file still has its name."""
         try:
             found = os.lstat(self.path / name)
         except OSError:
@@ -229,10 +229,10 @@ class SharedFolder:
         """Hold one of a number of files, as a semaphore of all processes of the machine.
 
         Returns:
-            `None`: all are held.
+            `None`: all files are held.
 
         Raises:
-            OSError: They cannot be opened.
+            OSError: The files cannot be opened.
         """
         return next((held for at in range(most) if (held := self.hold(f"{name} {at}"))), None)
 
@@ -240,10 +240,10 @@ class SharedFolder:
         """Return whether a running process holds a file. A file that is not held is removed.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         if name != os.path.basename(name):
-            # Written by another user to have a file outside the folder removed.
+            # Another user may have written the name to have a file outside the folder removed.
             return False
         path = self.path / name
         try:
@@ -330,7 +330,7 @@ def shared_folder(path: Path | None) -> SharedFolder:
 
 
 def folder_key(path: Path | None) -> str:
-    """Return what is equal for two paths of one folder; `None` is the default one."""
+    """Return a key that is equal for all paths of a folder; `None`: the default folder."""
     return os.path.realpath(default_folder() if path is None else path)
 
 
@@ -338,7 +338,7 @@ def _private_folder() -> Path:
     """Make the default folder, or check that it is this user's alone.
 
     Raises:
-        OSError: It is not.
+        OSError: The folder is not private.
     """
     folder = default_folder()
     with contextlib.suppress(FileExistsError):
@@ -356,7 +356,7 @@ def _refuse_network(folder: Path) -> None:
     """Check that a folder is on a local disk.
 
     Raises:
-        OSError: It is on a network file system.
+        OSError: The folder is on a network file system.
     """
     try:
         resolved = folder.resolve(strict=True)

@@ -1,7 +1,7 @@
-"""Devices that exist only as numbers, in this process or in all that share a name: for tests, and to try out a schedule.
+"""Simulated devices: numbers in this process, or shared by name, for tests and for trying out a schedule.
 
-Covers the arithmetic of a device's memory: contexts, allocations and caps. How a task in a child
-requests memory is in `prefect_gpu.testing`.
+It covers the arithmetic of a device's memory: contexts, allocations and caps. In a child, `prefect_gpu.testing`
+requests memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIMULATED_ACCEPTED = (
     "processes of the machine share which say that name"
 )
 
-#: A larger number is a typing error.
+#: Most devices; a larger number is a typing error.
 MAX_DEVICES = 1024
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
@@ -47,17 +47,17 @@ class SimulatedOutOfMemoryError(RuntimeError):
     """A simulated device, or a cap on it, has less memory than was requested.
 
     Args:
-        requested_bytes: The size that was requested.
-        free_bytes: What the device had.
-        total_bytes: All of the device.
-        cap_bytes: What the process may allocate there; `None`: no cap.
-        live_bytes: What the process had allocated there.
+        requested_bytes: Requested size.
+        free_bytes: Free memory of the device.
+        total_bytes: Memory of the device.
+        cap_bytes: Cap of the process on the device; `None`: no cap.
+        live_bytes: Allocated memory of the process on the device.
     """
 
-    #: Marks an out-of-memory that belongs to no framework; the child looks for it.
+    #: Marks an out-of-memory without a framework, for the child.
     __prefect_gpu_out_of_memory__ = True
 
-    #: The device that refused it; empty: not known. Set in the child.
+    #: UUID of the device; empty: not known. Set in the child.
     device_uuid = ""
 
     def __init__(
@@ -77,13 +77,13 @@ class SimulatedOutOfMemoryError(RuntimeError):
 
     @property
     def hit_cap(self) -> bool:
-        """Return whether the process's own cap refused it, however much the device had."""
+        """Return whether the request exceeds the process's own cap."""
         return self.cap_bytes is not None and self.live_bytes + self.requested_bytes > (
             self.cap_bytes
         )
 
     def __repr__(self) -> str:
-        # As a framework's: its text, not the numbers that it was made with.
+        # The text, as errors of frameworks have it, not the numbers.
         return f"{type(self).__name__}({str(self)!r})"
 
     def __str__(self) -> str:
@@ -99,24 +99,24 @@ class SimulatedOutOfMemoryError(RuntimeError):
 
 @dataclass(frozen=True, init=False)
 class SimulatedDevices:
-    """The number and sizes of simulated devices. Runners of a process share equal ones.
+    """The number and sizes of simulated devices. Runners of a process share equal devices.
 
     Args:
-        devices: As in `2x24GiB`, or `1x80GiB,2x24GiB` for devices that differ. All processes that say
-            `2x24GiB@NAME` share them.
-        context: What every process holds on its devices before it allocates: `512MiB`.
+        devices: Number and size, as in `2x24GiB`, or `1x80GiB,2x24GiB` for different devices. With a name, as
+            in `2x24GiB@NAME`, all processes share them.
+        context: Memory of every process on its devices before its first allocation, as in `512MiB`.
 
     Raises:
-        DeviceError: A text is not such a size.
+        DeviceError: A text is no such size.
     """
 
     #: All memory of each device, in bytes.
     sizes_bytes: tuple[int, ...]
     #: Held by every process on each of its devices, in bytes.
     context_bytes: int
-    #: Of devices that processes share; empty: they are those of this process and its tasks' processes.
+    #: Name under which processes share the devices; empty: only this process and its tasks' processes use them.
     name: str
-    #: As given, for messages.
+    #: The given text, for messages.
     text: str = field(compare=False)
 
     def __init__(self, devices: str, context: str | None = None) -> None:
@@ -138,7 +138,7 @@ class SimulatedDevices:
             )
 
     def on_node(self, node: str) -> SimulatedDevices:
-        """Return the devices of one node of a cluster: shared by all that simulate them there, and named after it."""
+        """Return the devices of one node of a cluster: named after the node, and shared by all processes there."""
         name = re.sub(r"[^\w.-]", "-", f"{self.name}-{node}".strip("-"))[:40]
         sizes, _, _ = self.text.partition("@")
         devices = SimulatedDevices(f"{sizes}@{name}")
@@ -181,7 +181,7 @@ class SimulatedReader(DeviceReader):
     Args:
         spec: The devices.
         clock: Sets the time of the snapshots.
-        folder: Where the devices are shared with other processes; `None`: they are not shared.
+        folder: Folder through which processes share the devices; `None`: not shared.
 
     Raises:
         DeviceError: Another process says something else of devices of that name.
@@ -200,7 +200,7 @@ class SimulatedReader(DeviceReader):
         self._clock: Clock = clock or RealClock()
         host, machine = socket.gethostname(), read_machine()
         prefix = f"SIM-{spec.name}-" if spec.name else "SIM-"
-        #: By UUID.
+        #: Devices by UUID.
         self.by_uuid = {
             f"{prefix}{i}": Device(
                 f"{prefix}{i}",
@@ -215,25 +215,25 @@ class SimulatedReader(DeviceReader):
         }
         #: Guards all below.
         self._lock = threading.Lock()
-        #: The processes of this flow on the devices, and what they hold. Used within `account`.
+        #: Accounts of this flow's processes on the devices, by process id. Used within `account`.
         self.attached: dict[int, SimulatedMemory] = {}
         self._shared: SimulatedUse | None = None
-        #: Called with the folder once devices without a name are shared with the processes of this one's tasks.
+        #: Called with the folder when devices without a name are first shared with processes of tasks.
         self.on_shared: Callable[[Path], object] = lambda folder: None
-        #: By equal devices without a name: where the processes of tasks share them.
+        #: Folders through which processes of tasks share devices without a name.
         self._folders: dict[SimulatedDevices, Path] = {}
         #: Held while a folder is made. `on_shared` takes locks of a broker, whose threads take `_lock`.
         self._sharing = threading.Lock()
         if folder is not None:
             self._share(folder)
-        #: What those of other flows hold.
+        #: Memory of processes of other flows.
         self._elsewhere: Sequence[FlowUse] = ()
 
     @contextlib.contextmanager
     def account(self) -> Iterator[None]:
-        """Read or change what processes hold; nobody else does meanwhile.
+        """Read or change the memory of processes, exclusively.
 
-        If the folder that flows share cannot be used any more, the devices are this flow's alone, with one warning.
+        If the shared folder cannot be used any more, the devices belong to this flow alone, with one warning.
         """
         with self._lock, contextlib.ExitStack() as alone:
             if self._shared is not None:
@@ -266,9 +266,9 @@ class SimulatedReader(DeviceReader):
             self._folders[self.spec] = folder.path
 
     def folder_for(self, spec: SimulatedDevices) -> Path:
-        """Return the folder in which the processes of this one's tasks share devices that have no name.
+        """Return the folder through which processes of tasks share devices without a name.
 
-        Its own devices are shared from the first call on.
+        The reader's own devices are shared from the first call on.
         """
         with self._sharing:
             folder = self._folders.get(spec)
@@ -279,7 +279,7 @@ class SimulatedReader(DeviceReader):
             if spec == self.spec:
                 with self._lock:
                     self._share(SharedFolder(folder))
-                # What its processes hold is written before another process reads.
+                # The memory of its processes is written before another process reads.
                 with self.account():
                     pass
                 self.on_shared(folder)
@@ -307,7 +307,7 @@ class SimulatedReader(DeviceReader):
                     at_s=at_s,
                     free_bytes=self.free_bytes(uuid),
                     processes=tuple(
-                        # A process that is not among the roots any more may still hold memory.
+                        # A process that is no root any more may still hold memory.
                         ProcessUse(pid, pid if pid in roots else None, held_bytes)
                         for pid, held_bytes in self._processes(uuid)
                     ),
@@ -322,13 +322,13 @@ class SimulatedReader(DeviceReader):
         return SimulatedMemory(self, device_uuids, budget_bytes)
 
     def free_bytes(self, device_uuid: str) -> int:
-        """Return what processes may still allocate of a device. Called within `account`."""
+        """Return the free memory of a device. Called within `account`."""
         held_bytes = sum(memory.held_bytes(device_uuid) for memory in self.attached.values())
         held_bytes += sum(sum(each.use.get(device_uuid, {}).values()) for each in self._elsewhere)
         return max(0, self.by_uuid[device_uuid].total_bytes - held_bytes)
 
     def _processes(self, device_uuid: str) -> Iterator[tuple[int, int]]:
-        """Yield each process on a device whose id means something here, and the bytes that it holds."""
+        """Yield each process of this PID namespace on a device, with its bytes."""
         for pid, memory in self.attached.items():
             if held_bytes := memory.held_bytes(device_uuid):
                 yield pid, held_bytes
@@ -338,12 +338,12 @@ class SimulatedReader(DeviceReader):
 
 
 class SimulatedMemory(ProcessMemory):
-    """One process and what it holds of simulated devices. Its context counts while it is attached.
+    """The account of one process on simulated devices. Its context counts while it is attached.
 
     Args:
         reader: The devices.
-        device_uuids: Those that it was placed on.
-        budget_bytes: On each of them, the context included; `None`: no cap.
+        device_uuids: UUIDs of the process's devices.
+        budget_bytes: Budget on each device, context included; `None`: no cap.
     """
 
     def __init__(
@@ -356,12 +356,12 @@ class SimulatedMemory(ProcessMemory):
         self._reader = reader
         self._pid: int | None = None
         context = self.context_bytes = reader.spec.context_bytes
-        #: Bytes that it may allocate, by UUID; empty: no cap.
+        #: Caps in bytes, by UUID; empty: no cap.
         self._caps: dict[str, int] = {}
         if budget_bytes is not None:
             self.cap_bytes = tuple(max(1, budget - context) for budget in budget_bytes)
             self._caps = dict(zip(device_uuids, self.cap_bytes, strict=True))
-        #: Bytes that it has allocated, by UUID: now, and the most at once.
+        #: Allocated bytes by UUID: now, and the peak.
         self._live = dict.fromkeys(device_uuids, 0)
         self._peak = dict(self._live)
 
@@ -399,7 +399,7 @@ class SimulatedMemory(ProcessMemory):
         raise ProtocolError(f"a child asked for {method!r}, which is unknown")
 
     def held_bytes(self, device_uuid: str) -> int:
-        """Return what it takes of a device, its context included."""
+        """Return the process's bytes on a device, context included."""
         if device_uuid not in self._live:
             return 0
         return self._reader.spec.context_bytes + self._live[device_uuid]
@@ -408,7 +408,7 @@ class SimulatedMemory(ProcessMemory):
         """Allocate memory.
 
         Raises:
-            SimulatedOutOfMemoryError: Its cap or the device has less.
+            SimulatedOutOfMemoryError: The cap or the device has less memory.
             DeviceError: The device is not one of the process's.
         """
         if device_uuid not in self._live:

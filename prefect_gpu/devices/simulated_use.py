@@ -1,7 +1,7 @@
-"""What the processes of a machine hold of simulated devices that they share by a name.
+"""Use of simulated devices that processes of a machine share by a name.
 
-Each flow writes what its own children hold into a file that it holds for as long as it lives. Where a real
-driver would know what all processes have, readers add the files of the others.
+Each flow writes the memory of its children into a file, which it holds for as long as it lives. Readers add up
+the files of all flows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from prefect_gpu.devices.shared_folder import SharedFolder, read_namespace
 from prefect_gpu.errors import DeviceError
 
-#: Bytes by process id, by UUID of a device.
+#: Bytes by UUID of a device and process id.
 Use = Mapping[str, Mapping[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class FlowUse:
-    """What the children of another flow hold."""
+    """Memory of the children of another flow."""
 
     #: PID namespace of their process ids; see `shared_folder.read_namespace`.
     namespace: str
@@ -35,12 +35,12 @@ class SimulatedUse:
     """The files of one name. Safe to use from several threads, within `alone`.
 
     Args:
-        folder: Where they are.
-        name: Of the devices.
-        devices: What this flow says of them: flows that share a name must say the same.
+        folder: Folder of the files.
+        name: Name of the devices.
+        devices: Description of the devices, which must be the same in all flows with this name.
 
     Raises:
-        DeviceError: Another flow says something else of them.
+        DeviceError: Another flow describes the devices differently.
         OSError: The folder cannot be used.
     """
 
@@ -62,7 +62,7 @@ class SimulatedUse:
                     )
             self._hold = folder.hold(self._name)
             self.write({})
-        # The last flow has no other that would remove its file.
+        # No other flow would remove the file of the last one.
         weakref.finalize(self, _remove, folder.path / self._name, os.getpid())
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ class SimulatedUse:
             yield
 
     def others(self) -> list[FlowUse]:
-        """Return what the children of other flows hold.
+        """Return the memory of the children of other flows.
 
         Raises:
             OSError: The folder cannot be used, or another program has written to its files.
@@ -80,7 +80,7 @@ class SimulatedUse:
         return [use for _, use in self._files()]
 
     def write(self, use: Use) -> None:
-        """Write what the children of this flow hold."""
+        """Write the memory of the children of this flow."""
         if self._hold is None or not self._hold.held:
             # A fork of the flow has no children here.
             return
@@ -93,7 +93,7 @@ class SimulatedUse:
             self._written = text
 
     def _files(self) -> Iterator[tuple[list[object], FlowUse]]:
-        """Yield what each other flow says: the devices, and what its children hold of them."""
+        """Yield each other flow's devices, and its children's memory on them."""
         for path in self._folder.path.glob(f"{self._prefix}*"):
             if path.name == self._name or not self._folder.is_held(path.name):
                 continue

@@ -1,7 +1,7 @@
-"""The value of `devices=` that a user writes, and the reader that it selects.
+"""The value of `devices=`, and the reader that it selects.
 
-Parsing is pure; only `open_reader` uses a driver. Equal specifications share one reader: the
-specification is the key under which readers are kept.
+Parsing is pure; only `open_reader` uses a driver. A specification is the key of its reader, so equal
+specifications share one reader.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SPECS_ACCEPTED = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """Which devices a runner uses. A value: equal ones mean the same devices."""
+    """The devices of a runner, as a value."""
 
     kind: SpecKind
     #: Indices among the visible devices or UUID prefixes, in this order; empty: all of `kind`.
@@ -46,11 +46,11 @@ def parse_spec(value: object) -> DeviceSpec:
     """Parse the value of `devices=`.
 
     Args:
-        value: One of `SPECS_ACCEPTED`, a `SimulatedDevices` or a `DeviceSpec`. As text, indices and
-            UUID prefixes are separated by commas: settings and environments have only text.
+        value: One of `SPECS_ACCEPTED`, a `SimulatedDevices` or a `DeviceSpec`. A text has commas between
+            indices and UUID prefixes.
 
     Raises:
-        DeviceError: It is none of these.
+        DeviceError: The value is none of these.
     """
     if isinstance(value, DeviceSpec):
         return value
@@ -105,10 +105,10 @@ def open_reader(
     """Open the reader of a specification.
 
     Args:
-        spec: Which devices.
+        spec: Specification of the devices.
         environ: Environment of this process; `CUDA_VISIBLE_DEVICES` limits its NVIDIA devices.
         clock: Sets the time of the snapshots.
-        shared: Folder in which processes share simulated devices that have a name; `None`: the default one.
+        shared: Folder in which processes share simulated devices with a name; `None`: the default folder.
 
     Raises:
         DeviceError: NVIDIA devices were asked for and there is no driver, or not those devices; or simulated

@@ -1,4 +1,4 @@
-"""Which devices the parent's `CUDA_VISIBLE_DEVICES` allows.
+"""The devices that the parent's `CUDA_VISIBLE_DEVICES` allows.
 
 Pure: it matches a text with a list of devices, by CUDA's own rules. `spec` reads the environment.
 """
@@ -17,12 +17,12 @@ _LEGACY_MIG = re.compile(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/([0-9]+)", re.IGNORECAS
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One device that CUDA could use: a whole GPU, or a MIG instance of one."""
+    """A device that CUDA could use: a whole GPU, or a MIG instance."""
 
-    #: Its UUID is `GPU-…` or `MIG-…`. Instances of one GPU share its `nvml_index`, which is the position
-    #: on the PCI bus.
+    #: The device; its UUID is `GPU-…` or `MIG-…`. Instances of one GPU share its `nvml_index`, the position on
+    #: the PCI bus.
     device: Device
-    #: UUID of the GPU that an instance is part of; a whole GPU's own.
+    #: UUID of the whole GPU.
     gpu_uuid: str
     #: MIG ids of an instance, the GPU instance's first; `None` for a whole GPU.
     ids: tuple[int, int] | None = None
@@ -33,9 +33,9 @@ def parse_visible(
 ) -> tuple[tuple[Candidate, ...], str]:
     """Parse `CUDA_VISIBLE_DEVICES`.
 
-    CUDA ends the list at the first entry that names nothing (users write `-1`, `none` or `NoDevFiles`
-    for this), and sees no device at all if one is named twice. The index or UUID of a GPU in MIG mode
-    makes all of its instances visible: CUDA uses one of them per process, but each can be used.
+    CUDA ends the list at the first entry that names no device (users write `-1`, `none` or `NoDevFiles`), and
+    sees no device at all if a device is named twice. The index or UUID of a GPU in MIG mode makes all of its
+    instances visible: CUDA uses one of them per process, but each can be used.
 
     Args:
         value: The variable's text; `None`: it is not set.
@@ -64,10 +64,10 @@ def parse_visible(
 
 
 def find_devices(entry: str, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return what one entry names: an index, a UUID, or a prefix of the UUID of a GPU or instance.
+    """Return the devices of one entry: an index, a UUID, or a prefix of the UUID of a GPU or instance.
 
     Returns:
-        Nothing if it is unknown or fits several; several only for a GPU in MIG mode.
+        Empty if the entry is unknown or ambiguous; several devices only for a GPU in MIG mode.
     """
     if _INDEX.fullmatch(entry):
         return tuple(c for c in candidates if c.device.nvml_index == int(entry))

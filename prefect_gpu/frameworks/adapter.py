@@ -1,12 +1,12 @@
 """The base class of framework adapters, the policy that they apply, and a child's environment variables.
 
-An adapter says what one framework of a child process must do. It does not choose budgets or devices:
-both are fixed before an adapter is asked. Which adapters there are is in `registry`.
+An adapter applies a policy to one framework of a child process. It does not choose budgets or devices.
+`registry` lists the adapters.
 
-`child_environment` merges the variables that hold for every framework (devices, threads) with those of each
-adapter. `late_changes` compares a standby's environment with a task's: a variable that differs
-must be one that its framework reads later, or the task gets a fresh process. `tests/gpu/test_late_policy.py`
-shows on real devices that these rules hold. The environment of this process is not read here.
+`child_environment` merges the variables for all frameworks (devices, threads) with the variables of each
+adapter. `late_changes` compares a standby's environment with a task's: if a framework has already read a
+variable that differs, the task gets a fresh process. `tests/gpu/test_late_policy.py` shows on real devices that
+these rules hold. This module does not read its own process's environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from prefect_gpu.scheduling.model import DeviceKind
 
-#: Read by OpenMP, MKL, OpenBLAS, NumExpr, Accelerate and TensorFlow when they load.
+#: Numbers of threads that OpenMP, MKL, OpenBLAS, NumExpr, Accelerate and TensorFlow read when they load.
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -43,8 +43,8 @@ THREAD_VARIABLES = (
 #: Variables that say how many threads to start. Most are read as a library loads.
 CPU_VARIABLES = frozenset({*THREAD_VARIABLES, "NPROC"})
 
-#: For frameworks that tags do not name: if a task imports one, it must not take the whole device, as
-#: TensorFlow (all of it) and JAX (three quarters) do by default.
+#: Variables for frameworks that no tag names. By default TensorFlow would take all of a device, and JAX three
+#: quarters.
 MODEST_DEFAULTS = {
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -64,16 +64,16 @@ def child_environment(
     adapters: Iterable[FrameworkAdapter],
     inherited: Mapping[str, str],
 ) -> dict[str, str | None]:
-    """Return the variables in which a child differs from what it would inherit.
+    """Return the variables of a child that differ from its inherited environment.
 
     Args:
-        policy: What the child's frameworks may do.
-        adapters: Those of `registry.adapters_for(policy)`.
-        inherited: Environment of the process that starts it.
+        policy: Policy of the child's frameworks.
+        adapters: The result of `registry.adapters_for(policy)`.
+        inherited: Environment of the process that starts the child.
 
     Returns:
-        Values to set, and `None` for what must be removed. Variables that are inherited with the
-        right value are left out, except those of the devices.
+        Values to set, and `None` for variables to remove. Variables with the right inherited value are left
+        out, except the variables of the devices.
     """
     wanted: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(policy.cpus))
     if policy.device_kind == "nvml":
@@ -96,7 +96,7 @@ def child_environment(
     return {
         **changed,
         "CUDA_VISIBLE_DEVICES": devices,
-        # UUIDs need no order. Code that uses indices gets NVML's order.
+        # For code that uses indices: NVML's order.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
 
@@ -108,7 +108,7 @@ def late_changes(
     *,
     cpus_stated: bool,
 ) -> dict[str, str | None] | None:
-    """Return what must change in a process that has imported its modules, if it still may change.
+    """Return the variables to change in a process that has imported its modules, if the change still takes effect.
 
     Args:
         before: The environment in which it imported its modules.
@@ -118,7 +118,7 @@ def late_changes(
             machine may be set late: frameworks that have a call for it follow it.
 
     Returns:
-        Variables to set, or to remove (`None`); `None`: one of them would come too late.
+        Variables to set, or to remove (`None`); `None`: a change would come too late.
     """
     changes: dict[str, str | None] = {}
     for name in sorted({*before, *after}):
@@ -135,8 +135,7 @@ def late_changes(
 def _applies_late(name: str, old: str | None) -> bool:
     """Return whether a variable that belongs to no framework may change late."""
     if name == "CUDA_VISIBLE_DEVICES":
-        # The driver reads it when it is initialised. A module that found no device at all may have
-        # chosen the CPU.
+        # The driver reads it when it is initialised. A module that found no device may have chosen the CPU.
         return old is None or old.strip() not in ("", "-1", "NoDevFiles")
     # Prefect's settings are sent with the run, and win over the environment.
     return name == "CUDA_DEVICE_ORDER" or name.startswith("PREFECT_")
@@ -147,7 +146,7 @@ AllocationMode = Literal["limit", "growth", "all"]
 
 @dataclass(frozen=True, slots=True)
 class FrameworkPolicy:
-    """What the frameworks of one child process may do. It is sent to the child."""
+    """The policy of the frameworks of one child process. It is sent to the child."""
 
     #: Kind of the devices. Caps hold on "nvml"; on "host" a framework runs on the CPU without a cap.
     device_kind: DeviceKind
@@ -161,7 +160,8 @@ class FrameworkPolicy:
     context_bytes: Mapping[str, int] = field(default_factory=dict)
     #: "limit": cap at budget − context. "growth": no cap. "all": take the budget at start.
     allocation: AllocationMode = "growth"
-    #: Under a cap, frameworks take memory as they need it, where they can: the cap is not what the task needs.
+    #: Under a cap, frameworks that can grow take memory on demand. True for first runs, whose cap is not their
+    #: need.
     on_demand: bool = False
     #: PyTorch allocator options, `{"max_split_size_mb": "128"}`.
     allocator_options: Mapping[str, str] = field(default_factory=dict)
@@ -171,24 +171,23 @@ class FrameworkPolicy:
     cpus: int = 1
     #: Whether a tag states `cpus`; otherwise it was computed from the machine.
     cpus_stated: bool = False
-    #: Frameworks named by tags; empty: those that the task imports.
+    #: Names of the frameworks that tags name; empty: none.
     frameworks: tuple[str, ...] = ()
-    #: Frameworks that the task was found to use, where tags name none.
+    #: Names of the frameworks that detection found, if tags name none.
     detected: tuple[str, ...] = ()
-    #: Fraction of the budget by framework name, from `gpu:framework=torch:70%`. Frameworks that tags
-    #: name without one divide the rest equally.
+    #: Fraction of the budget by framework name, from `gpu:framework=torch:70%`. Frameworks without a fraction
+    #: share the rest equally.
     shares: Mapping[str, float] = field(default_factory=dict)
-    #: File for PyTorch's memory snapshot at an out-of-memory, for which it records what it allocates;
-    #: empty: it does not.
+    #: File for PyTorch's memory snapshot at an out-of-memory; empty: PyTorch does not record its allocations.
     snapshot_path: str = ""
 
     def share(self, framework: str) -> float:
         """Return the fraction of each budget that a framework may use.
 
-        The fractions of the frameworks that tags name, or else of the detected ones, add up to at
-        most 1. Any other framework gets what they leave. If they leave nothing it gets all of the
-        budget, because detection can be wrong and without memory the framework would fail for
-        certain. Together they may then exceed the budget, which the driver's readings show.
+        The fractions of the frameworks that tags name, or else of the detected frameworks, add up to at most 1.
+        Any other framework gets the rest. If there is no rest, it gets all of the budget: detection can be
+        wrong, and without memory the framework would fail. Together the frameworks may then exceed the budget,
+        which the driver's readings show.
         """
         if framework in self.shares:
             return self.shares[framework]
@@ -211,33 +210,33 @@ class FrameworkPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a framework's own allocator reports, summed over the child's devices, in bytes."""
+    """Counters of a framework's allocator, summed over the child's devices, in bytes."""
 
     #: Allocated now.
     live_bytes: int
-    #: Held from the driver now; `None` where the allocator keeps no such number.
+    #: Held from the driver now; `None`: the allocator does not count it.
     reserved_bytes: int | None
     #: Largest `live_bytes` since the start.
     peak_live_bytes: int
     #: Largest `reserved_bytes` since the start; `None` as above.
     peak_reserved_bytes: int | None
-    #: Allocations that succeeded only after the cache was emptied, which happens near the cap.
-    #: `None` where the allocator keeps no such number.
+    #: Allocations that succeeded only after the cache was emptied, which happens near the cap. `None`: the
+    #: allocator does not count them.
     alloc_retries: int | None = None
-    #: Bytes returned to the driver since the start. While it does not change, `reserved_bytes` has
-    #: only risen. `None` as above.
+    #: Bytes returned to the driver since the start. While unchanged, `reserved_bytes` has not fallen. `None`:
+    #: as above.
     freed_bytes: int | None = None
 
 
-#: Ends a trace and returns the most bytes that were allocated meanwhile, `None`: unknown. Never raises.
+#: Ends a trace and returns the peak of allocated bytes in it, `None`: unknown. Never raises.
 EndTrace: TypeAlias = Callable[[], int | None]
 
 
 class CaptureWatch:
-    """Counts the captures of CUDA graphs that one framework has under way, on any thread.
+    """Counts the running captures of CUDA graphs of one framework, on all threads.
 
-    CUDA tells only whether a given stream is captured, and a framework does not name its streams. So the methods
-    that begin and end a capture are replaced by ones that count.
+    CUDA tells only whether a given stream is captured, and a framework does not name its streams. So counting
+    functions replace the methods that begin and end a capture.
     """
 
     def __init__(self) -> None:
@@ -245,16 +244,16 @@ class CaptureWatch:
         self._lock = threading.RLock()
         self._watched: set[type] = set()
         self._under_way = 0
-        #: Whether a capture was begun in this process, or cannot be watched.
+        #: Whether a capture has begun in this process, or cannot be watched.
         self.begun = False
 
     def watch(self, owner: type, begin: str, end: str) -> None:
-        """Watch a class, once. One that cannot be changed counts as if it captured for ever.
+        """Watch a class, once. A class that cannot be changed counts as capturing for ever.
 
         Args:
             owner: The class.
             begin: Name of its method that begins a capture.
-            end: Name of its method that ends one.
+            end: Name of its method that ends a capture.
         """
         if owner in self._watched:
             return
@@ -267,7 +266,7 @@ class CaptureWatch:
 
     @contextlib.contextmanager
     def none_begins(self) -> Iterator[bool]:
-        """Keep captures from being begun meanwhile; yield whether none is under way."""
+        """Let no capture begin in a `with` block; yield whether no capture is running."""
         with self._lock:
             yield self._under_way == 0
 
@@ -281,7 +280,7 @@ class CaptureWatch:
             except BaseException:
                 if begins:
                     self._count(-1)
-                # What a failed end leaves is not known, so it counts on.
+                # A capture whose end failed counts as running.
                 raise
             if not begins:
                 self._count(-1)
@@ -301,11 +300,11 @@ class FrameworkAdapter:
     The defaults suit a framework that has no environment variables and no counters.
     """
 
-    #: As in `gpu:framework=`.
+    #: Name of the framework in `gpu:framework=`.
     name: ClassVar[str]
     #: Root of its import name: "torch", "tensorflow".
     module: ClassVar[str]
-    #: Variables of the framework's processes. A value that the flow's process has wins.
+    #: Variables of the framework's processes. A value in the flow's process takes precedence.
     default_environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
@@ -313,7 +312,7 @@ class FrameworkAdapter:
         return {}
 
     def cap_subprocesses(self, policy: FrameworkPolicy, environ: MutableMapping[str, str]) -> None:
-        """Child: cap each process that the body starts, by variables of `environ` that it inherits.
+        """Child: cap the processes that the body starts, by variables of `environ` that they inherit.
 
         The framework need not be imported: a body may only start `torchrun`.
         """
@@ -322,14 +321,14 @@ class FrameworkAdapter:
         """Child: apply cap, growth and threads, just after the framework was imported.
 
         Raises:
-            FrameworkError: It finds no device where one was allotted, or refuses the policy.
+            FrameworkError: The framework finds no allotted device, or refuses the policy.
         """
         raise NotImplementedError
 
     def standby_environment(self) -> dict[str, str]:
         """Return variables for a process that imports the framework before its task is known.
 
-        Inherited values win. The variables are removed when the task begins. Pure.
+        Inherited values take precedence. The variables are removed when the task begins. Pure.
         """
         return {}
 
@@ -338,22 +337,22 @@ class FrameworkAdapter:
 
         Args:
             name: Any variable.
-            before: Its value at the import; `None`: it was not set.
-            after: Its value when the framework first uses a device.
+            before: Value at the import; `None`: not set.
+            after: Value when the framework first uses a device.
         """
         return False
 
     def has_started(self) -> bool:
         """Child: return whether the framework, once imported, has begun to use devices.
 
-        Part of its policy would then come too late. Must not start anything.
+        A policy would then come too late. Must not start anything.
         """
         return False
 
     def counters(self) -> Counters | None:
         """Child: read the allocator's counters; `None` before the framework used a device.
 
-        Must not initialise the device, and must not reset anything that user code may read.
+        Must neither initialise the device nor reset a counter that user code may read.
         """
         return None
 
@@ -372,15 +371,15 @@ class FrameworkAdapter:
     def begin_trace(self) -> EndTrace | None:
         """Child: begin a trace over all of the child's devices. Never raises.
 
-        Follows the rules of `counters`, and does not interfere with what the body records itself.
+        Follows the rules of `counters`, and does not disturb a recording of the body.
 
         Returns:
-            `None`: it cannot be traced now.
+            `None`: a trace is not possible now.
         """
         return None
 
     def memory_summary(self) -> str:
-        """Child: return the framework's own summary of its memory; empty: it has none."""
+        """Child: return the framework's own summary of its memory; empty: no summary."""
         return ""
 
     def write_snapshot(self, path: str) -> bool:
@@ -395,26 +394,26 @@ class FrameworkAdapter:
         return False
 
     def release_cached(self) -> None:
-        """Child: return the memory that the allocator keeps for later to the driver.
+        """Child: return the allocator's cached memory to the driver.
 
         Does nothing before the framework used a device, or where it never returns memory.
         """
 
     def release_unused(self) -> None:
-        """Child: return to the driver what the allocator holds and does not use, without the body noticing.
+        """Child: return the allocator's unused memory to the driver, unnoticed by the body.
 
         Called on a thread of its own, inside `cuda_driver.unbound_by_captures`. Does nothing during the capture
         of a CUDA graph, before the framework used a device, or where it never returns memory.
 
         Raises:
-            Exception: It was refused; the rest stays.
+            Exception: The framework refused; the rest of its memory stays.
         """
 
     def reduce_to_host(self, value: Any) -> Any:
         """Child: return a pickle reduction (tuple) that rebuilds `value` from host memory.
 
         Returns:
-            `NotImplemented` for a value of another type, or one that is in host memory already.
+            `NotImplemented` for a value of another type, or a value already in host memory.
         """
         return NotImplemented
 
@@ -422,8 +421,8 @@ class FrameworkAdapter:
         """Child: use the device as real work would (products, convolutions, transforms).
 
         Returns:
-            Bytes that the framework's allocator then holds from the driver, on device 0. What the
-            driver shows above that is the context.
+            Bytes that the framework's allocator then holds from the driver, on device 0. The rest of the
+            process's memory is the context.
         """
         raise NotImplementedError
 
@@ -431,10 +430,10 @@ class FrameworkAdapter:
 def look_at(module: str, attribute: str) -> Any:
     """Return an attribute of a module in `sys.modules` without importing anything.
 
-    `getattr` would load a module of `importlib.util.LazyLoader`: Ray, as `prefect_ray` imports it.
+    `getattr` would load a module of `importlib.util.LazyLoader`, such as Ray imported by `prefect_ray`.
 
     Returns:
-        `None`: there is no such module, or it has no such attribute.
+        `None`: no such module or attribute.
     """
     try:
         return object.__getattribute__(sys.modules.get(module), attribute)
@@ -443,9 +442,9 @@ def look_at(module: str, attribute: str) -> Any:
 
 
 def imported(name: str, *attributes: str) -> Any:
-    """Return a module that is imported and has these attributes, else `None`; never import one.
+    """Return an imported module with these attributes, else `None`; import nothing.
 
-    A module that another thread is importing may lack some.
+    A module may lack attributes while another thread imports it.
     """
     found = look_at(name, "__dict__") or ()
     return sys.modules.get(name) if all(wanted in found for wanted in attributes) else None

@@ -1,7 +1,7 @@
-"""What a framework takes of a device outside its own allocator: its context.
+"""The context of a framework: its memory of a device outside its own allocator.
 
-Contexts are measured once and stored on disk. `runner.context_size` starts the child that an adapter
-calibrates. The broker chooses which figure a budget uses.
+Contexts are measured once and stored on disk. `runner.context_size` starts the calibration child and chooses
+the figure for a budget.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prefect_gpu.frameworks.registry import framework_version
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB, MIB
 
-#: Bytes used where a calibration failed: NVML's figure less the allocator's, one process on an H200,
+#: Bytes used if a calibration failed: NVML's figure minus the allocator's, one process on an H200,
 #: driver 580, CUDA 13, 2026-11-20. Other GPUs and drivers showed 290 to 670 MiB.
 FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
     # torch 2.11 after `calibrate`, which loads cuBLASLt and cuFFT too; 676 with cuBLAS alone.
@@ -32,27 +32,27 @@ FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
 #: For any other framework.
 DEFAULT_CONTEXT_BYTES = 700 * MIB
 
-#: What NCCL takes on each device of a task that computes on several, beside the framework's allocator: 820 MiB
+#: Bytes of NCCL on each device of a task with several, outside the framework's allocator: 820 MiB
 #: in JAX's sharding and TensorFlow's MirroredStrategy, two H100, driver 580, NCCL of CUDA 13, 2026-11-24.
 COLLECTIVES_BYTES = 900 * MIB
 
 
 def context_key(framework: str, device: Device) -> str:
-    """Return what the size of a framework's context on a device depends on, as one line."""
+    """Return the key of a framework's context on a device, as one line."""
     return json.dumps([framework, framework_version(framework), device.name, device.driver])
 
 
 def fallback_context_bytes(framework: str) -> int:
-    """Return the context to assume where none could be measured, in bytes."""
+    """Return the context to assume without a measurement, in bytes."""
     return FALLBACK_CONTEXT_BYTES.get(framework, DEFAULT_CONTEXT_BYTES)
 
 
 def with_collectives(context_bytes: int, budget_bytes: int) -> int:
-    """Return a context to which NCCL's buffers are added, but for half of what the budget has beside it.
+    """Return a context with NCCL's buffers, which take at most half of the rest of the budget.
 
     Args:
-        context_bytes: On a device, without NCCL.
-        budget_bytes: On that device.
+        context_bytes: Context on a device, without NCCL.
+        budget_bytes: Budget on that device.
     """
     return context_bytes + max(0, min(COLLECTIVES_BYTES, (budget_bytes - context_bytes) // 2))
 
@@ -60,8 +60,8 @@ def with_collectives(context_bytes: int, budget_bytes: int) -> int:
 class ContextStore:
     """Measured contexts in one JSON file, shared by the user's processes.
 
-    Losing it costs a calibration. A file that cannot be read counts as empty, and one that cannot be
-    written is ignored: figures then last as long as this object.
+    A lost file costs a calibration. A file that cannot be read counts as empty. If it cannot be written,
+    figures last as long as this object.
 
     Args:
         path: The file; `None`: `prefect_gpu/contexts.json` in the user's cache folder.
@@ -76,12 +76,12 @@ class ContextStore:
         return self._own[key] if key in self._own else self._read().get(key)
 
     def put(self, key: str, context_bytes: int) -> None:
-        """Store a measured context. Of two processes that write at once the last wins."""
+        """Store a measured context. If two processes write at once, the last one wins."""
         self._own[key] = context_bytes
         entries = {**self._read(), key: context_bytes}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Others read it at any time, and write it: each writes a file of its own.
+            # Other processes read and write at any time: each writes a file of its own.
             written = self.path.with_suffix(f".{os.getpid()}-{id(entries)}")
             written.write_text(json.dumps(entries, indent=1, sort_keys=True), encoding="utf-8")
             written.replace(self.path)

@@ -28,7 +28,7 @@ class CupyAdapter(FrameworkAdapter):
     module = "cupy"
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return the pool's limit in bytes. It is one for all devices, so the smallest cap."""
+        """Return the pool's limit in bytes: the smallest cap, since all devices have one limit."""
         caps = policy.cap_bytes(self.name)
         return {"CUPY_GPU_MEMORY_LIMIT": None if caps is None else str(min(caps))}
 
@@ -36,7 +36,7 @@ class CupyAdapter(FrameworkAdapter):
         """Child: check the devices; with `allocation=all`, fill the pool.
 
         Raises:
-            FrameworkError: It sees other devices than were allotted, or cannot take its budget.
+            FrameworkError: CuPy sees other devices than the allotted ones, or cannot take its budget.
         """
         if policy.device_kind != "nvml":
             return
@@ -48,14 +48,14 @@ class CupyAdapter(FrameworkAdapter):
             _take_all(cupy, caps)
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for the pool's limit, which is read with the first allocation."""
+        """Return `True` for the pool's limit, which CuPy reads with the first allocation."""
         return name == "CUPY_GPU_MEMORY_LIMIT"
 
     def counters(self) -> Counters | None:
         """Child: read the default pool on the calling thread's device.
 
-        CuPy keeps no peak: `peak_live_bytes` is what is in use now, and the reader of samples keeps
-        the largest. Other devices than the current one are not read, since that creates a context.
+        CuPy keeps no peak: `peak_live_bytes` is the memory in use now, and the reader of samples keeps the
+        largest. Reading another device would create a context there.
         """
         cupy = imported("cupy", "get_default_memory_pool")
         return None if cupy is None else _read_counters(cupy)
@@ -69,7 +69,8 @@ class CupyAdapter(FrameworkAdapter):
     def release_unused(self) -> None:
         """Child: empty the default pool on the calling thread's device, unless a CUDA graph was ever captured.
 
-        The pool does not know what a graph refers to: a block that was used within a capture and freed is unused for it.
+        The pool does not know which blocks a graph refers to: a block that was freed within a capture counts as
+        unused.
         """
         cupy = imported("cupy", "get_default_memory_pool")
         if cupy is None or _read_counters(cupy) is None:
@@ -86,7 +87,7 @@ class CupyAdapter(FrameworkAdapter):
         return host_value, (value.get(),)
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS and cuFFT, empty the pool, return what it still holds."""
+        """Child: load cuBLAS and cuFFT, empty the pool, return the bytes that it still holds."""
         cupy = import_module("cupy")
         a = cupy.ones((512, 512), dtype=cupy.float32)
         float((a @ a).sum())

@@ -1,7 +1,7 @@
 """In the child: apply each adapter right after its framework's first import, and read all of them.
 
-A framework that is not imported costs nothing. What is applied is in the adapters; which adapters a
-child has is chosen by `registry`. What follows the first import of Prefect is in `child.late_prefect`.
+A framework that is not imported costs nothing. `registry` chooses the adapters of a child. `child.late_prefect`
+acts on the first import of Prefect.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from prefect_gpu.frameworks.registry import ADAPTERS
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the modules whose first import an action follows, through the other finders.
+    """A finder that calls an action right after a module's first import.
 
-    It uses the loader that another finder returns and hooks `exec_module` of that one object, so that
-    resources, sources and submodules are found as usual. Python's lock on each module makes "first
-    import" exact when threads import at once: the others wait until the action has ended.
+    It takes the loader of another finder and replaces `exec_module` of that object, so that resources, sources
+    and submodules are found as usual. Python's lock on each module makes "first import" exact when several
+    threads import at once: the other threads wait until the action has ended.
 
     Args:
-        actions: By the name of the module. The finder that was installed first acts first.
+        actions: Actions by the name of the module. The finder that was installed first acts first.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[], object]]) -> None:
@@ -40,7 +40,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         """Become the first finder of `sys.meta_path`; act now for modules that are imported already.
 
         Raises:
-            Exception: What an action raised.
+            Exception: An action has raised it.
         """
         sys.meta_path.insert(0, self)
         self._act_on_loaded()
@@ -50,7 +50,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the other finders' spec with its loader hooked; `None` for any other module."""
         if fullname in self._failed:
-            # It is imported in part: another try would fail with an error that explains nothing.
+            # The module is imported in part: a second import would fail with a misleading error.
             raise self._failed[fullname]
         if fullname not in self._pending:
             return None
@@ -63,7 +63,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         for name in list(self._pending):
             module = sys.modules.get(name)
             if _is_lazy(module):
-                # It is imported when its first attribute is used.
+                # The module is imported when its first attribute is used.
                 self._hook(object.__getattribute__(module, "__spec__"))
             elif name in sys.modules:
                 self._act(name)
@@ -72,7 +72,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         finders = list(sys.meta_path)
-        # Those before this one had nothing, or wait for the same module and are asking.
+        # Finders before this one have found nothing, or are waiting for the same module.
         for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
             if not hasattr(finder, "find_spec"):
                 continue
@@ -106,11 +106,11 @@ class AfterImport(importlib.abc.MetaPathFinder):
 def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> AfterImport:
     """Apply each adapter now if its framework is imported, else right after its first import.
 
-    What caps the processes that a body starts is applied at once.
+    Caps of processes that a body starts are applied at once.
 
     Args:
-        adapters: Those of `registry.adapters_for(policy)`.
-        policy: What they apply.
+        adapters: The result of `registry.adapters_for(policy)`.
+        policy: The policy to apply.
 
     Returns:
         The finder, first on `sys.meta_path`. A caller may remove it from there.
@@ -145,9 +145,8 @@ def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
     """Sum the counters of the frameworks that are imported; safe while one is being imported.
 
     Returns:
-        The sum. A field is `None` where no framework knows it. A framework that does not count
-        reserved bytes counts with what it has in use, the least that it can hold. `None`: no
-        framework has used a device.
+        The sum. A field is `None` if no framework knows it. A framework that does not count reserved bytes adds
+        its live bytes, the least that it can hold. `None`: no framework has used a device.
     """
     found = [c for adapter in _in_use(adapters) if (c := adapter.counters()) is not None]
     if not found:
@@ -163,7 +162,7 @@ def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
 
 
 def sample(adapters: Iterable[FrameworkAdapter]) -> tuple[int, int] | None:
-    """Read what the frameworks have allocated now, and their allocation retries so far.
+    """Read the frameworks' allocated bytes, and their allocation retries so far.
 
     It reads less than `collect_counters`, for a thread that calls it every few milliseconds.
 
@@ -176,9 +175,9 @@ def sample(adapters: Iterable[FrameworkAdapter]) -> tuple[int, int] | None:
 
 
 def begin_trace(adapters: Iterable[FrameworkAdapter]) -> EndTrace | None:
-    """Begin to trace what is allocated; `None`: no framework can be traced now.
+    """Begin to trace allocations; `None`: no framework can be traced now.
 
-    Of several frameworks the first that can be traced is.
+    Only one framework is traced: the first that can be.
     """
     traces = (adapter.begin_trace() for adapter in _in_use(adapters))
     return next((trace for trace in traces if trace is not None), None)
@@ -193,7 +192,7 @@ def _in_use(adapters: Iterable[FrameworkAdapter]) -> list[FrameworkAdapter]:
 
 
 def _is_lazy(module: ModuleType | None) -> bool:
-    # By its exact type: `isinstance` reads an attribute of the module, which would import it.
+    # `isinstance` reads an attribute of the module, which would import it.
     return type(module) is _LazyModule
 
 

@@ -1,9 +1,8 @@
 """JAX: capped through its environment; counters, arrays to NumPy.
 
-XLA reads a fraction of the device's total, and whether to take that fraction whole. Under a cap it
-takes it whole. Regions that grow are never merged: a program ran out of memory with 30 % more than
-it ever had in use (an attention of 3 GiB on an H200, JAX 0.11). `limit` takes the region with the
-first array, `all` at once.
+XLA reads a fraction of the device's total, and whether to take that fraction whole. Under a cap it takes the
+fraction whole. Growing regions are never merged: a program ran out of memory with 30 % more than it ever had in
+use (an attention of 3 GiB on an H200, JAX 0.11). `limit` takes the region with the first array, `all` at once.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class JaxAdapter(FrameworkAdapter):
         caps = policy.cap_bytes(self.name)
         fraction = None
         if caps is not None:
-            # One fraction for all devices: the smallest, so that it holds on each.
+            # All devices have one fraction: the smallest.
             fraction = min(cap / total for cap, total in zip(caps, policy.total_bytes, strict=True))
         variables: dict[str, str | None] = {}
         if caps is not None:
-            # Its other allocators know no fraction.
+            # JAX's other allocators have no fraction.
             variables["XLA_PYTHON_CLIENT_ALLOCATOR"] = None
         if policy.cpus_stated or policy.device_kind != "nvml":
             variables["NPROC"] = str(policy.cpus)
@@ -67,7 +66,7 @@ class JaxAdapter(FrameworkAdapter):
         """Child: hold the cap, and where a tag names JAX, start it and check that it sees the devices.
 
         Raises:
-            FrameworkError: It sees other devices than were allotted (it would use the CPU).
+            FrameworkError: JAX sees other devices than the allotted ones, and would use the CPU.
         """
         if policy.cap_bytes(self.name) is not None:
             _hold_cap(os.environ, self.environment(policy))
@@ -75,7 +74,7 @@ class JaxAdapter(FrameworkAdapter):
             return
         jax = import_module("jax")
         if policy.allocation == "all":
-            # Its allocator takes its region with the first array, not when the backend starts.
+            # The allocator takes its region with the first array, not at the start of the backend.
             _start_devices(jax)
         try:
             found = len(jax.devices("gpu"))
@@ -91,7 +90,7 @@ class JaxAdapter(FrameworkAdapter):
             )
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for what XLA reads when a backend starts."""
+        """Return `True` for variables that XLA reads when a backend starts."""
         return name.startswith("XLA_PYTHON_CLIENT_") or name in (FRACTION, "NPROC")
 
     def has_started(self) -> bool:
@@ -124,8 +123,8 @@ class JaxAdapter(FrameworkAdapter):
     def release_cached(self) -> None:
         """Child: drop compiled programs and their constants; the next call compiles again.
 
-        XLA's allocator keeps its regions until the process ends, so only what programs held outside
-        of it goes back to the driver. Live arrays stay.
+        XLA's allocator keeps its regions until the process ends, so only memory of programs outside the
+        allocator goes back to the driver. Live arrays stay.
         """
         jax = _started_jax()
         if jax is not None:
@@ -157,7 +156,7 @@ class JaxAdapter(FrameworkAdapter):
 
 
 def _hold_cap(environ: MutableMapping[str, str], capped: Mapping[str, str | None]) -> None:
-    """Undo what the body set before it imported JAX and what would pass the cap; a smaller fraction stays."""
+    """Undo variables that the body set before its import of JAX and that would exceed the cap; a smaller fraction stays."""
     undone = []
     for name, value in capped.items():
         asked = environ.get(name)

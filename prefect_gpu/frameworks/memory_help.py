@@ -1,11 +1,11 @@
-"""What a body can do when device memory is short: free it, use smaller batches, see what holds it.
+"""Functions for a body that is short of device memory: release caches, find a batch size, write a snapshot.
 
     size = find_batch_size(train_one_step, start=256)
     freed_bytes = release_cached()
     memory_snapshot("after-setup.pickle")
 
-All act on the calling process, and work outside a GPU task too. What happens when a body fails with
-an out-of-memory is decided in `scheduling.ladder`.
+All act on the calling process, and work outside a GPU task too. `scheduling.ladder` decides what follows an
+out-of-memory.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from prefect_gpu.frameworks.registry import ADAPTERS
 
 
 def release_cached() -> int:
-    """Return the memory that frameworks keep for later to the driver.
+    """Return the cached memory of frameworks to the driver.
 
-    Garbage is collected first, then caches are emptied, then what the caches held is collected.
-    Tensors that the program can still reach stay. PyTorch and CuPy free their caches. JAX frees
-    little, and compiles its programs again. TensorFlow and ONNX Runtime free nothing.
+    Garbage is collected, caches are emptied, and garbage is collected again. Reachable tensors stay. PyTorch
+    and CuPy free their caches. JAX frees little, and compiles its programs again. TensorFlow and ONNX Runtime
+    free nothing.
 
     Returns:
         Bytes by which the driver's figure for this process fell, over the task's devices; 0 outside
@@ -47,15 +47,15 @@ def memory_snapshot(path: str | os.PathLike[str]) -> bool:
     """Write PyTorch's memory snapshot to a file, to be opened at https://pytorch.org/memory_viz.
 
     The file has each segment and block of PyTorch's allocator on all devices of the process. If
-    PyTorch records what it allocates, it also has that history, with stacks: call
+    PyTorch records its allocations, the file also has their history with stacks: call
     `torch.cuda.memory._record_memory_history()` first, or use `GPUTaskRunner(memory_snapshots=...)`,
     which also writes a snapshot when a body fails with an out-of-memory.
 
     Args:
-        path: The file. One that exists is replaced.
+        path: The file. An existing file is replaced.
 
     Returns:
-        `False`: nothing was written, since PyTorch has not used CUDA in this process.
+        `False`: PyTorch has not used CUDA in this process, and nothing was written.
 
     Raises:
         OSError: The file cannot be written.
@@ -70,8 +70,8 @@ def find_batch_size(fn: Callable[[int], object], start: int, *, least: int = 1) 
     did not fit are not tried again. Caches are emptied between two tries.
 
     Args:
-        fn: Does with a batch of that size what the task will do with each: a whole training step, not
-            the forward pass alone. Its return value is ignored.
+        fn: Called with a batch size. It does the same work as the task: a whole training step, not the forward
+            pass alone. Its return value is ignored.
         start: The largest size to try.
         least: The smallest size, which is tried last.
 
@@ -89,7 +89,7 @@ def find_batch_size(fn: Callable[[int], object], start: int, *, least: int = 1) 
         raise ValueError(f"least={least} is more than start={start}")
     allocation = in_task.current_allocation()
     attempt = 1 if allocation is None else allocation.attempt
-    # An error that the caller is handling becomes the context of what `fn` raises.
+    # An error that the caller is handling becomes the context of errors of `fn`.
     handled = sys.exc_info()[1]
     size = max(least, start >> (attempt - 1))
     while True:

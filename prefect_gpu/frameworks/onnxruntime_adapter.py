@@ -1,10 +1,10 @@
-"""ONNX Runtime: capped by options that the task passes on, since nothing else caps it.
+"""ONNX Runtime: capped by options that the task passes to its sessions.
 
 Each session has an arena of its own, limited by an option of its CUDA provider. There is no
 environment variable and no call for the whole process, so a task passes the options of
-`onnxruntime_provider_options` to each session. A session made without them has no cap. Of several
-sessions made with them, each has the whole limit. `OMP_NUM_THREADS` at most bounds the threads.
-Arenas cannot be read from Python: there are no counters, and reports show what the driver shows.
+`onnxruntime_provider_options` to each session. A session without these options has no cap. Each session with
+them has the whole limit. `OMP_NUM_THREADS` at most bounds the threads. Arenas cannot be read from Python: there
+are no counters, and reports have the driver's figures.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
         """Child: store the policy for the options; where a tag names it, check for a CUDA provider.
 
         Raises:
-            FrameworkError: There is none, so it would silently use the CPU.
+            FrameworkError: There is no CUDA provider, and ONNX Runtime would silently use the CPU.
         """
         global _applied
         _applied = policy
@@ -86,8 +86,8 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
         """Child: load cuBLAS, cuDNN and cuFFT with a small model.
 
         Returns:
-            Bytes of the model's inputs and outputs, which the arena holds. What else it holds
-            (workspaces, 128 MiB at most) is unknown and counts as context, on the safe side.
+            Bytes of the model's inputs and outputs in the arena. Its other memory (workspaces, 128 MiB at most)
+            is unknown and counts as context.
         """
         onnxruntime = import_module("onnxruntime")
         session, inputs = calibration_session(
@@ -140,7 +140,7 @@ def provider_options(device: int, limit_bytes: int | None) -> dict[str, str]:
 
 def calibration_model() -> bytes:
     """Read the model of a calibration."""
-    # Not before: it takes 8 ms to import.
+    # Imported late: it takes 8 ms.
     import importlib.resources
 
     return (importlib.resources.files(__package__) / CALIBRATION_MODEL).read_bytes()
@@ -153,10 +153,10 @@ def calibration_session(onnxruntime: Any, provider: dict[str, str]) -> tuple[Any
         The session, and an input of ones for each name.
     """
     if hasattr(onnxruntime, "preload_dlls"):
-        # CUDA's libraries may have come as Python packages, where the system does not look.
+        # CUDA's libraries may be in Python packages, where the system does not look.
         onnxruntime.preload_dlls()
     options = onnxruntime.SessionOptions()
-    # Otherwise the processor does what the GPU cannot do, all of it if need be.
+    # Otherwise operations that the GPU cannot run would run on the processor.
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     session = onnxruntime.InferenceSession(
         calibration_model(), options, providers=[("CUDAExecutionProvider", provider)]

@@ -1,8 +1,8 @@
 """Recognise an out-of-memory error of a device, its framework, and the size that was requested.
 
-Only classes and texts are read, so it works on errors that crossed a pipe and imports no framework.
-What follows from an out-of-memory is decided in `scheduling.ladder`. Host memory (`MemoryError`,
-`std::bad_alloc`) is not covered: more memory on a device would not help.
+Only classes and texts are read, so errors from another process are recognised, and no framework is imported.
+`scheduling.ladder` decides what follows. Host memory (`MemoryError`, `std::bad_alloc`) is not covered: more
+memory on a device would not help.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 
 from prefect_gpu.units import parse_bytes
 
-#: The framework of an error class, by the root of its module. The text of such an error is compared
-#: with the texts of that framework only.
+#: The framework of an error class, by the root of the class's module. The error's text is compared with the
+#: texts of that framework only.
 _OWNERS: Final[Mapping[str, str]] = {
     "torch": "torch",
     "tensorflow": "tensorflow",
@@ -27,15 +27,15 @@ _OWNERS: Final[Mapping[str, str]] = {
     "onnxruntime": "onnxruntime",
 }
 
-#: Texts by framework and its error class, in lower case. One of them must occur; any text has the
-#: empty one.
+#: Texts by framework and error class, in lower case. One of them must occur. The empty text occurs in every
+#: text.
 _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "torch": {"OutOfMemoryError": ("",)},
     "tensorflow": {
         "ResourceExhaustedError": ("",),
         "OpError": ("out of memory", "out_of_memory", "alloc_failed", "resource_exhausted"),
     },
-    # Its class covers every failure, so the status counts.
+    # The class covers every failure, so the status counts.
     "jax": dict.fromkeys(
         ("JaxRuntimeError", "XlaRuntimeError"),
         ("resource_exhausted", "cuda_error_out_of_memory", "alloc_failed"),
@@ -47,31 +47,32 @@ _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             ("memoryallocation", "out of memory", "alloc_failed"),
         ),
     },
-    # The arena and the driver have no error class of their own. An arena in the machine's own memory
-    # says the same. In a GPU task it is taken for a device's.
+    # The arena and the driver have no error class of their own. An arena in host memory raises the same error,
+    # which counts as a device's in a GPU task.
     "onnxruntime": dict.fromkeys(
         ("Fail", "RuntimeException", "EPFail"), ("failed to allocate memory", "out of memory")
     ),
 }
 
-#: Of Accelerate's `find_executable_batch_size`, and with it of the `Trainer` of Hugging Face: it has caught an
-#: out-of-memory for each size down to one, and raises this without a cause (1.15). It also catches cuDNN's "not
-#: supported" and a shortage of host memory, so it counts only where the allocator has been refused memory.
+#: Text of an error of Accelerate's `find_executable_batch_size` (1.15), which Hugging Face's `Trainer` uses.
+#: The function catches an out-of-memory for each size down to one, and raises this error without a cause. It
+#: also catches cuDNN's "not supported" and shortage of host memory, so the error counts only if the allocator
+#: was refused memory.
 NO_BATCH_SIZE: Final = "no executable batch size found"
 
-#: Texts by framework, in lower case; all parts of one must occur. Errors of other classes are compared
-#: in this order: messages of ONNX Runtime and TensorFlow quote those of others.
+#: Texts by framework, in lower case; all parts of a text must occur. Errors of other classes are compared in
+#: this order, since messages of ONNX Runtime and TensorFlow quote messages of other frameworks.
 _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "onnxruntime": (
         ("bfc_arena",),
         ("bfcarena",),
-        # As ONNX Runtime writes CUDA's error 2, `cudaErrorMemoryAllocation`.
+        # ONNX Runtime's text for CUDA's error 2, `cudaErrorMemoryAllocation`.
         ("cuda failure 2:", "out of memory"),
         ("onnxruntime", "failed to allocate memory"),
         ("onnxruntime", "_alloc_failed"),
     ),
     "tensorflow": (("oom when allocating tensor",),),
-    # The status alone is gRPC's too, for a message that is too long.
+    # gRPC has the same status for a message that is too long.
     "jax": (
         ("resource_exhausted", "out of memory"),
         ("resource_exhausted", "failed to allocate"),
@@ -83,7 +84,7 @@ _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "torch": (
         ("cuda out of memory",),
         ("cuda error: out of memory",),
-        # With expandable segments the driver is asked directly.
+        # With expandable segments PyTorch asks the driver directly.
         ("cuda driver error: out of memory",),
         ("triton error [cuda]: out of memory",),
         ("cublas_status_alloc_failed",),
@@ -97,22 +98,22 @@ _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     ),
 }
 
-#: Texts of errors about host memory, pinned memory included. TensorFlow names the allocator: `cpu`,
-#: `mklcpu`, `gpu_host_bfc`; that of a device is `GPU_0_bfc`.
+#: Texts of errors about host memory, pinned memory included. TensorFlow names the allocator: `cpu`, `mklcpu`,
+#: `gpu_host_bfc`; a device's is `GPU_0_bfc`.
 _HOST = re.compile(
     r"std::bad_alloc|DefaultCPUAllocator|by allocator \w*(?:cpu|host)", re.IGNORECASE
 )
 
-#: Built-in classes of errors whose text is compared. Not `ValueError` and similar ones, which are about
-#: arguments, and not `MemoryError`, which is about the host.
+#: Built-in classes of errors whose text is compared. `ValueError` and similar classes are about arguments,
+#: `MemoryError` about the host.
 _PLAIN: Final = (RuntimeError, Exception, BaseException, object)
 
 
 def causes(error: BaseException, until: BaseException | None = None) -> Iterator[BaseException]:
     """Yield an error, its members if it is a group, and its causes and contexts, each once.
 
-    A context that `from None` hides is included: Keras re-raises errors in this way. `until` is left
-    out, and so is what is reached only through it.
+    A context that `from None` hides is included: Keras re-raises errors in this way. `until` is left out, with
+    errors that are reached only through it.
     """
     seen: set[int] = set() if until is None else {id(until)}
     waiting: list[BaseException] = [error]
@@ -122,7 +123,7 @@ def causes(error: BaseException, until: BaseException | None = None) -> Iterator
             continue
         seen.add(id(current))
         yield current
-        # Not `or`: a user's error class may define its truth value.
+        # `or` would ask a user's error class for its truth value.
         cause = current.__cause__
         cause = current.__context__ if cause is None else cause
         if cause is not None:
@@ -131,7 +132,7 @@ def causes(error: BaseException, until: BaseException | None = None) -> Iterator
 
 
 def _members(error: BaseException) -> list[BaseException]:
-    # By its attribute: Python 3.10 has no class for groups, only the package `exceptiongroup`.
+    # Python 3.10 has no class for groups, only the package `exceptiongroup`.
     try:
         found = getattr(error, "exceptions", ())
     except Exception:  # noqa: BLE001 - a property of a user's class may raise anything
@@ -149,13 +150,13 @@ def find_out_of_memory(
     """Find an out-of-memory of a device in an error, its members and its causes.
 
     Args:
-        error: What a body raised.
-        frameworks: Those whose errors count.
-        until: As for `causes`.
+        error: Exception of a body.
+        frameworks: Names of the frameworks whose errors count.
+        until: See `causes`.
 
     Returns:
-        The error that says it, and its framework as in `gpu:framework=` (empty: a simulated device).
-        `None`: none does.
+        The out-of-memory error, and its framework as in `gpu:framework=` (empty: a simulated device). `None`:
+        no such error.
     """
     for cause in causes(error, until):
         try:
@@ -176,7 +177,7 @@ def looks_out_of_memory(error: BaseException) -> str:
     class or a `RuntimeError` with the framework's text inside, are recognised too.
 
     Returns:
-        The framework, as in `gpu:framework=`; empty: it is another error.
+        The framework, as in `gpu:framework=`; empty: another error.
     """
     text = str(error).lower()
     on_host = _HOST.search(text) is not None
@@ -245,22 +246,22 @@ def _parse_tensor_bytes(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """What a child knows when device memory ran out in its body. Bytes; `None`: unknown."""
+    """The facts about an out-of-memory on a device that its child knows. Bytes; `None`: unknown."""
 
-    #: As in `gpu:framework=`; empty: no framework (a simulated device).
+    #: Name of the framework; empty: no framework (a simulated device).
     framework: str
-    #: What the failed allocation requested.
+    #: Size of the failed allocation.
     wanted_bytes: int | None = None
-    #: What the frameworks held from the driver, or had allocated where they do not count that.
+    #: Memory that the frameworks held from the driver; allocated memory, if they do not count that.
     held_bytes: int | None = None
-    #: What the fullest of its devices showed for this process, and had free.
+    #: Memory of this process, and free memory, on the fullest of its devices.
     process_bytes: int | None = None
     free_bytes: int | None = None
-    #: UUID of that device; empty: it was not read.
+    #: UUID of that device; empty: not read.
     device_uuid: str = ""
-    #: Whether the process's own cap refused, where the error says so; `None`: it does not.
+    #: Whether the process's own cap refused the allocation; `None`: the error does not say.
     says_own_cap: bool | None = None
-    #: The framework's own summary of its memory; empty: it has none.
+    #: The framework's own summary of its memory; empty: no summary.
     summary: str = ""
-    #: File with the framework's snapshot of its memory; empty: none was written.
+    #: File with the framework's snapshot of its memory; empty: no file.
     snapshot_path: str = ""

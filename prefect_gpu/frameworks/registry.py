@@ -1,8 +1,8 @@
-"""Which frameworks there are, which of them a function uses, and what host memory they take.
+"""The known frameworks, detection of the frameworks of a function, and their host memory.
 
-Detection reads code objects, globals and class bases. It imports nothing and runs nothing, so it can
-be wrong (an import by name, a helper in another package). Its result chooses contexts and standbys.
-Caps do not depend on it: `hooks` applies them to every framework that is imported.
+Detection reads code objects, globals and class bases. It imports and runs nothing, so it can be wrong (an
+import by name, a helper in another package). Contexts and standbys depend on it. Caps do not: `hooks` applies
+them to every imported framework.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prefect_gpu.units import MIB
 HOST_BYTES = {"torch": 1048 * MIB, "tensorflow": 1776 * MIB, "jax": 1264 * MIB, "cupy": 536 * MIB}
 HOST_BYTES_LEAST = 78 * MIB
 
-#: Every adapter by its name in `gpu:framework=`; the name `none` has no adapter.
+#: Adapters by name in `gpu:framework=`; `none` has no adapter.
 ADAPTERS: Mapping[str, FrameworkAdapter] = {
     adapter.name: adapter
     for adapter in (
@@ -45,18 +45,18 @@ ADAPTERS: Mapping[str, FrameworkAdapter] = {
     )
 }
 
-#: Frameworks whose memory can be followed by samples every few milliseconds: they allocate and free at
-#: the pace of the host's code. XLA and TensorFlow free what an operation used as soon as it is queued,
-#: CuPy what an expression used, so samples miss most of it (seen on an H200).
+#: Frameworks whose memory samples every few milliseconds can follow, since they allocate and free in step with
+#: the host's code. XLA and TensorFlow free an operation's memory as soon as the operation is queued, CuPy an
+#: expression's, so samples miss most of it (seen on an H200).
 SEEN_BY_LOOKING = frozenset({"torch"})
 
-#: Frameworks that keep no peak of their own: the largest sample is used instead.
+#: Frameworks without a peak counter: the largest sample is used.
 WITHOUT_PEAK = frozenset({"cupy"})
 
-#: The tag's word for a task that manages its memory itself: no adapter is applied.
+#: Name in the tag for a task without an adapter.
 NO_FRAMEWORK = "none"
 
-#: The framework of an import root. Libraries that always compute on one framework count as it.
+#: The framework of an import root. A library that always uses one framework counts as that framework.
 FRAMEWORK_BY_ROOT: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -72,7 +72,7 @@ FRAMEWORK_BY_ROOT: Mapping[str, str] = {
     "onnxruntime": "onnxruntime",
 }  # fmt: skip
 
-#: Names under which each framework is published, first match wins.
+#: Names of each framework's packages; the first match wins.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
@@ -86,12 +86,12 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
 #: `functools.wraps`, of static and class methods.
 _BELOW = ("fn", "__wrapped__", "__func__")
 
-#: Decorators above one function, at most.
+#: Most decorators above one function.
 _MOST_DECORATORS = 8
 
 
 def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
-    """Return the adapters of a child: those that tags name, else all; `none` names none."""
+    """Return the adapters of a child: of the frameworks that tags name, else all; of `none`: no adapter."""
     if not policy.frameworks:
         return tuple(ADAPTERS.values())
     return tuple(ADAPTERS[name] for name in policy.frameworks if name != NO_FRAMEWORK)
@@ -100,7 +100,7 @@ def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
 @functools.cache
 def framework_version(framework: str) -> str:
     """Read the installed version from package metadata, importing nothing; empty: unknown."""
-    # Not before: it takes 15 ms to import, and a child does not ask.
+    # Imported late: it takes 15 ms, and a child does not need it.
     import importlib.metadata
 
     for distribution in DISTRIBUTIONS.get(framework, ()):
@@ -140,7 +140,7 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
     of it.
 
     Args:
-        fn: As for `detect_frameworks`.
+        fn: See `detect_frameworks`.
 
     Returns:
         `package.module`, and `package:name,name` for `from package import name, name` inside
@@ -157,7 +157,7 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
 
 
 def find_in_namespace(module: str, name: str) -> Any:
-    """Return what a loaded module holds under a qualified name; `None`: nothing. Its `__getattr__` is not asked."""
+    """Return a loaded module's object by its qualified name, without `__getattr__`; `None`: no such object."""
     first, *others = name.split(".")
     found = (look_at(module, "__dict__") or {}).get(first)
     for each in others:
@@ -166,12 +166,12 @@ def find_in_namespace(module: str, name: str) -> Any:
 
 
 def find_steps(found: Any, wanted: Any, left: int = _MOST_DECORATORS) -> tuple[str, ...] | None:
-    """Return the attributes that lead from a decorated object to a function below; `None`: none do.
+    """Return the attributes that lead from a decorated object to a function below; `None`: it is not below.
 
     Args:
         found: The object, which may be the function.
         wanted: The function.
-        left: Decorators to look below, at most.
+        left: Most decorators to look below.
     """
     if found is wanted:
         return ()
@@ -192,12 +192,12 @@ def _is_in_its_module(fn: FunctionType) -> bool:
 
 
 def uses_prefect(fn: Any) -> bool:
-    """Return whether the process of a task is known to import Prefect: its function does, or what it refers to.
+    """Return whether a task's function, or code that it refers to, is known to import Prefect.
 
-    An import that is not found here is none the less followed by all that an import of Prefect is.
+    `child.late_prefect` also handles imports that are not found here.
 
     Args:
-        fn: As for `detect_frameworks`.
+        fn: See `detect_frameworks`.
     """
     return any(map(brings_prefect, needed_modules(fn)))
 
@@ -206,7 +206,7 @@ def brings_prefect(entry: str) -> bool:
     """Return whether an import is one of Prefect, or of a loaded module of the user's that has something of Prefect.
 
     Args:
-        entry: As from `needed_modules`.
+        entry: An element of the result of `needed_modules`.
     """
     module = entry.partition(":")[0]
     if module.partition(".")[0] == "prefect":
@@ -238,7 +238,7 @@ _METHODS = (FunctionType, staticmethod, classmethod, property)
 
 
 class _Walk:
-    """One walk over a function and the user's own functions and classes that it reaches."""
+    """A walk over a function and the user's own functions and classes that it reaches."""
 
     def __init__(self, whole_modules: bool, with_names: bool = False) -> None:
         self._whole_modules = whole_modules
@@ -251,7 +251,7 @@ class _Walk:
             return
         self._seen.add(id(value))
         if isinstance(value, ModuleType):
-            # Not getattr: a lazily loaded module would load.
+            # `getattr` would load a lazily loaded module.
             yield _text(object.__getattribute__(value, "__dict__").get("__name__"))
         elif isinstance(value, functools.partial):
             yield from self._all((value.func, *value.args, *value.keywords.values()))
@@ -288,8 +288,8 @@ class _Walk:
         wrapped = inspect.getattr_static(fn, "__wrapped__", None)
         if wrapped is not None:
             yield from self.modules(wrapped)
-        # A function is pickled by reference to its module, which the child then imports whole. One
-        # from `__main__` is pickled by value, with only what it refers to.
+        # A function is pickled by reference to its module, which the child then imports whole. A function of
+        # `__main__` is pickled by value.
         if self._whole_modules and fn.__module__ != "__main__":
             for value in list(fn.__globals__.values()):
                 if isinstance(value, ModuleType):
@@ -376,7 +376,7 @@ def _is_installed(root: str, place: str) -> bool:
 def _installed_in(folder: str) -> frozenset[str]:
     """Return the modules that were installed into any folder (`pip install --target`).
 
-    They are read from the lists that installers leave there:
+    Installers list them in `RECORD` files:
     https://packaging.python.org/en/latest/specifications/recording-installed-packages/
     """
     found = set()

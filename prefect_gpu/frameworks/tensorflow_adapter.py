@@ -1,8 +1,8 @@
 """TensorFlow and Keras on it: cap or growth, threads, counters, arrays to NumPy.
 
-TensorFlow fixes its devices when its runtime starts (the first operation). Unless the program itself
-asks for growth, a limit is taken whole then, so `allocation=limit` and `allocation=all` differ only in
-when. How a limit is held is in `tensorflow_devices`.
+TensorFlow fixes its devices when its runtime starts (the first operation). Unless the program itself asks for
+growth, TensorFlow then takes its limit whole, so `allocation=limit` and `allocation=all` differ only in the
+time. `tensorflow_devices` enforces limits.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class TensorFlowAdapter(FrameworkAdapter):
 
     name = "tensorflow"
     module = "tensorflow"
-    # Without it each process writes three lines that inform of oneDNN and of the processor (2.21).
+    # Otherwise each process writes three lines about oneDNN and the processor (2.21).
     default_environment = MappingProxyType({"TF_CPP_MIN_LOG_LEVEL": "1"})
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return growth. Under a cap an inherited growth is removed.
 
-        `TF_FORCE_GPU_ALLOW_GROWTH` overrides what the program sets.
+        `TF_FORCE_GPU_ALLOW_GROWTH` overrides settings of the program.
         """
         growth = policy.cap_bytes(self.name) is None
         return {"TF_FORCE_GPU_ALLOW_GROWTH": "true" if growth else None}
@@ -47,8 +47,8 @@ class TensorFlowAdapter(FrameworkAdapter):
         """Child: configure devices and threads before TensorFlow's runtime starts.
 
         Raises:
-            FrameworkError: It sees other devices than were allotted (it would silently use the
-                CPU), or its runtime has started already.
+            FrameworkError: TensorFlow sees other devices than the allotted ones, and would silently use the
+                CPU, or its runtime has started already.
         """
         tf = import_module("tensorflow")
         try:
@@ -62,7 +62,7 @@ class TensorFlowAdapter(FrameworkAdapter):
             ) from error
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for what TensorFlow reads when its runtime starts, and for the level of its log."""
+        """Return `True` for variables that TensorFlow reads when its runtime starts, and for the level of its log."""
         return name in (
             "TF_CPP_MIN_LOG_LEVEL",
             "TF_FORCE_GPU_ALLOW_GROWTH",
@@ -75,7 +75,7 @@ class TensorFlowAdapter(FrameworkAdapter):
         return _started_tensorflow() is not None
 
     def counters(self) -> Counters | None:
-        """Child: read what the GPU allocators have in use; they do not count what they hold."""
+        """Child: read the memory in use of the GPU allocators, which do not count reserved memory."""
         tf = _started_tensorflow()
         if tf is None:
             return None

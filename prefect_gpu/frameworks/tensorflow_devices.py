@@ -1,10 +1,10 @@
-"""The caps of TensorFlow's GPUs, held wherever a program opens them.
+"""The caps of TensorFlow's GPUs, enforced in every way to open them.
 
-A program opens GPUs with the options of a `ConfigProto`: those of `tf.config` with its first operation, those
-of each TensorFlow 1 session, of `tf.distribute.Server`, and of `list_local_devices`, which
-`tf.test.is_gpu_available` calls. Each passes them through a function of TensorFlow's C interface, which is
-replaced here. TensorFlow keeps one allocator for each logical device for the life of the process: the first to
-open a device fixes its size and its growth, and whatever opens it later shares it.
+A program opens GPUs with the options of a `ConfigProto`: with the first operation (`tf.config`), in each
+TensorFlow 1 session, in `tf.distribute.Server`, and in `list_local_devices`, which `tf.test.is_gpu_available`
+calls. All pass the options to functions of TensorFlow's C interface, which this module replaces. TensorFlow
+keeps one allocator for each logical device for the life of the process: the first to open a device fixes its
+size and its growth, and later users share it.
 
 C++ code that opens a device by itself, before any of these, is not covered. Which cap a task has is not decided
 here.
@@ -29,7 +29,7 @@ UNLIMITED_ALLOCATORS = ("cuda_malloc", "cuda_malloc_async")
 
 
 def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> None:
-    """Make all that opens GPUs in this process keep to the caps, or grow where there are none.
+    """Apply the caps to every way to open GPUs in this process, or growth without caps.
 
     Args:
         caps: Bytes on each device, in the task's order; `None`: no cap.
@@ -46,7 +46,7 @@ def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> Non
     def new_session_options(
         call: Callable[..., Any], target: Any = None, config: Any = None
     ) -> Any:
-        # With a target, the server there has opened the devices.
+        # With a target, the server has opened the devices.
         return call(target, config if target or config is None else bound(config))
 
     def set_context_config(call: Callable[..., Any], options: Any, config: bytes) -> Any:
@@ -76,7 +76,7 @@ def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> Non
         try:
             _replace(f"tensorflow.python.{module}", name, replacement)
         except (ImportError, AttributeError) as error:
-            # Without a cap it is only about growth, which a variable asks for as well.
+            # Without a cap the replacement only sets growth, which a variable sets too.
             if caps is not None:
                 version = getattr(import_module("tensorflow"), "__version__", "of this version")
                 raise FrameworkError(
@@ -89,7 +89,7 @@ def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> Non
 def _replace(module_name: str, name: str, replacement: Callable[..., Any]) -> None:
     module = import_module(module_name)
     call = getattr(module, name)
-    # What is there may be the policy of a standby.
+    # The function may have the replacement of a standby's policy.
     call = getattr(call, "__wrapped__", call)
     setattr(module, name, functools.wraps(call)(functools.partial(replacement, call)))
 
@@ -98,7 +98,7 @@ class _Bounds:
     def __init__(self, caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> None:
         self._caps = caps
         self._total_bytes = total_bytes
-        #: By device: how many logical devices it was first opened as.
+        #: Number of logical devices with which each device was first opened.
         self._opened: dict[int, int] = {}
         self._warned: set[str] = set()
 
@@ -106,7 +106,7 @@ class _Bounds:
         """Return a copy of a `ConfigProto` that keeps to the caps.
 
         Raises:
-            FrameworkError: It splits a device further than this process has opened it.
+            FrameworkError: The program splits a device into more logical devices than this process has opened.
         """
         bounded = type(config)()
         bounded.CopyFrom(config)
@@ -122,9 +122,9 @@ class _Bounds:
         if not split_devices:
             for device in devices:
                 split_devices.add(memory_limit_mb=self._limits_of(options, device))
-            # There must be as many as the program shows.
+            # The number must be that of the program's visible devices.
             options.visible_device_list = ",".join(map(str, devices))
-            # TensorFlow refuses both together. This one does not hold: `gpu_system_memory_size_in_mb` and
+            # TensorFlow refuses both together. The fraction is no cap: `gpu_system_memory_size_in_mb` and
             # `TF_DEVICE_MIN_SYS_MEMORY_IN_MB` override it, and above 1 it means managed memory.
             options.ClearField("per_process_gpu_memory_fraction")
         for device, split in zip(devices, split_devices, strict=True):
@@ -138,7 +138,7 @@ class _Bounds:
         pieces = max(1, options.experimental.num_virtual_devices_per_gpu)
         fraction = options.per_process_gpu_memory_fraction
         most = self._caps[device]
-        # 0 means all memory: a program that names no fraction is not told that it gets less.
+        # 0 means all memory: a program that names no fraction gets no warning.
         asked = fraction * self._total_bytes[device] if fraction > 0 else most
         if asked > most:
             used = most / self._total_bytes[device]
@@ -172,7 +172,7 @@ class _Bounds:
     def _refuse_unlimited(self, experimental: Any) -> None:
         named = os.environ.get("TF_GPU_ALLOCATOR", "")
         if named in UNLIMITED_ALLOCATORS:
-            # It is read when the allocator is made, which is next.
+            # TensorFlow reads it when it makes the allocator, which is next.
             del os.environ["TF_GPU_ALLOCATOR"]
             self._warn_unlimited(f"TF_GPU_ALLOCATOR={named}")
         if experimental.use_cuda_malloc_async:

@@ -1,8 +1,7 @@
 """PyTorch: cap, allocator options, threads, counters, traces, storages to the host.
 
-Caps hold for PyTorch's caching allocator alone. The context, NCCL and extensions take memory from
-the driver directly, so a cap is the budget less the context. The module is not called `torch`: a
-script's folder on `sys.path` must never shadow the framework.
+Caps hold for PyTorch's caching allocator alone. The context, NCCL and extensions take memory from the driver
+directly, so a cap is the budget minus the context.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from prefect_gpu.frameworks.adapter import (
 )
 from prefect_gpu.units import MIB
 
-#: Bytes that `allocation=all` leaves of the cap. Without them the first small tensor would need a
-#: new 2 MiB segment over the cap, and the allocator would free the whole cache to get it.
+#: Bytes of the cap that `allocation=all` does not take. Otherwise the first small tensor would need a new 2 MiB
+#: segment over the cap, and the allocator would free the whole cache to get it.
 ALL_MARGIN_BYTES = 64 * MIB
 
 #: Bytes to which PyTorch rounds a large block (`kRoundLarge` of its caching allocator).
@@ -43,22 +42,20 @@ LARGE_BLOCK_BYTES = 2 * MIB
 #: (`values.transport.FILE_BYTES`). PyTorch pickles a smaller one itself, so that it can be resized.
 LARGE_STORAGE_BYTES = 1 * MIB
 
-#: The first release that was seen to know the option `per_process_memory_fraction`. Older ones refuse
-#: options that they do not know.
+#: First release seen to know the option `per_process_memory_fraction`. Older releases refuse unknown options.
 SUBPROCESS_CAP_VERSION = (2, 11)
 
-#: Events of each device that a trace keeps; a block has three in its life. Reading 150 takes 0.5 ms,
-#: 20,000 take 8 (H200, PyTorch 2.11, 2026-11-21). A step with more has no peak from its trace.
+#: Most events of each device in a trace; a block has three in its life. Reading 150 takes 0.5 ms, 20,000 take 8
+#: (H200, PyTorch 2.11, 2026-11-21). A step with more events has no traced peak.
 MAX_EVENTS = 50_000
 
-#: Events of each device that are kept for a snapshot at an out-of-memory, as in PyTorch's own examples: a
-#: file of 6 MiB (PyTorch 2.11).
+#: Most events of each device in a snapshot, as in PyTorch's own examples: a file of 6 MiB (PyTorch 2.11).
 HISTORY_EVENTS = 100_000
 
 #: Bytes to which the allocator rounds a block (`kMinBlockSize`); a trace has the requested size.
 BLOCK_BYTES = 512
 
-#: The functions in `torch._C` that switch recording on and off; every public way calls one of them.
+#: Functions in `torch._C` that switch recording on and off. All public functions call one of them.
 _SWITCHES = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
 
 
@@ -85,16 +82,16 @@ class TorchAdapter(FrameworkAdapter):
         return variables
 
     def cap_subprocesses(self, policy: FrameworkPolicy, environ: MutableMapping[str, str]) -> None:
-        """Child: cap each process that the body starts (`torchrun`, `multiprocessing`), by what it inherits.
+        """Child: cap the processes that the body starts (`torchrun`, `multiprocessing`), by a variable.
 
-        It is one fraction for all devices: the smallest. This process has the exact caps of `_cap_devices`.
+        All devices have one fraction: the smallest. This process has the exact caps of `_cap_devices`.
         """
         caps = policy.cap_bytes(self.name)
         if caps is None or not policy.caching or _installed_version() < SUBPROCESS_CAP_VERSION:
             return
         fraction = min(cap / total for cap, total in zip(caps, policy.total_bytes, strict=True))
         environ[SUBPROCESS_CAP] = option = f"per_process_memory_fraction:{fraction:.6f}"
-        # PyTorch reads the first of them that is set.
+        # PyTorch reads the first variable that is set.
         names = [name for name in ALLOCATOR_VARIABLES if name in environ] or ALLOCATOR_VARIABLES[
             -1:
         ]
@@ -107,10 +104,10 @@ class TorchAdapter(FrameworkAdapter):
     def apply(self, policy: FrameworkPolicy) -> None:
         """Child: bound the threads now, and the memory as soon as CUDA starts.
 
-        Only `allocation=all` starts CUDA here: a body that stays on the CPU pays nothing.
+        Only `allocation=all` starts CUDA here.
 
         Raises:
-            FrameworkError: PyTorch sees other devices than were allotted, or refuses the policy.
+            FrameworkError: PyTorch sees other devices than the allotted ones, or refuses the policy.
         """
         torch = import_module("torch")
         _bound_threads(torch, policy.cpus)
@@ -140,14 +137,13 @@ class TorchAdapter(FrameworkAdapter):
     def standby_environment(self) -> dict[str, str]:
         """Return the variable that makes `torch.cuda.is_available()` ask NVML.
 
-        Modules call it as they are imported. By default it initialises the driver, which fixes the
-        devices for good. `device_count` asks NVML anyway, and neither answer is cached before CUDA
-        starts (2.6 to 2.13).
+        Modules call that function at import. By default it initialises the driver, which fixes the devices.
+        `device_count` always asks NVML, and neither answer is cached before CUDA starts (2.6 to 2.13).
         """
         return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for what is read when CUDA starts; the import chooses the backend."""
+        """Return `True` for variables that are read when CUDA starts; the import chooses the backend."""
         if name in ALLOCATOR_VARIABLES:
             return _backend(before) == _backend(after)
         return name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NVML_BASED_CUDA_CHECK")
@@ -172,7 +168,7 @@ class TorchAdapter(FrameworkAdapter):
             peak_live_bytes=total("allocated_bytes.all.peak"),
             peak_reserved_bytes=total("reserved_bytes.all.peak"),
             alloc_retries=total("num_alloc_retries"),
-            # The driver's own pool does not count it, and reports 0.
+            # The driver's own pool does not count freed bytes, and reports 0.
             freed_bytes=(
                 total("reserved_bytes.all.freed")
                 if cuda.get_allocator_backend() == "native"
@@ -193,7 +189,7 @@ class TorchAdapter(FrameworkAdapter):
         return live_bytes, retries
 
     def begin_trace(self) -> EndTrace | None:
-        """Child: record what the caching allocator does, unless a recording is running."""
+        """Child: record allocations of the caching allocator, unless a recording is running."""
         return None if _started_cuda() is None else begin_trace(import_module("torch"))
 
     def memory_summary(self) -> str:
@@ -212,7 +208,7 @@ class TorchAdapter(FrameworkAdapter):
         return True
 
     def release_cached(self) -> None:
-        """Child: empty the caching allocator's cache, what `allocation=all` took included."""
+        """Child: empty the caching allocator's cache, including the memory of `allocation=all`."""
         cuda = _started_cuda()
         if cuda is not None:
             cuda.empty_cache()
@@ -220,10 +216,11 @@ class TorchAdapter(FrameworkAdapter):
     def release_unused(self) -> None:
         """Child: empty the caching allocator's cache, unless a CUDA graph is being captured.
 
-        What `empty_cache` does during a capture on another thread depends on the release: it raises, or does nothing
-        (pytorch/pytorch#158152, #182062), or may ask about the calling thread's stream alone (#175374). So captures are
-        watched here. Where it raises (also within `torch.cuda.use_mem_pool`), it has touched nothing. Blocks that a captured graph refers to are in a pool of their own, which is not emptied. The other
-        allocator, `cudaMallocAsync`, waits for all of the device first, which invalidates any capture.
+        During a capture on another thread `empty_cache` depends on the release: it raises, or does nothing
+        (pytorch/pytorch#158152, #182062), or may ask about the calling thread's stream alone (#175374). So
+        captures are counted. If it raises (also within `torch.cuda.use_mem_pool`), it has released nothing.
+        Blocks of a captured graph are in a pool of their own, which is not emptied. The other allocator,
+        `cudaMallocAsync`, waits for all of the device first, which invalidates any capture.
         """
         cuda = _started_cuda()
         if cuda is None or cuda.get_allocator_backend() != "native":
@@ -233,12 +230,12 @@ class TorchAdapter(FrameworkAdapter):
                 cuda.empty_cache()
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: copy a CUDA storage to the host; reduce a bare or a large one better than pickle.
+        """Child: copy a CUDA storage to the host; reduce bare and large storages better than pickle.
 
         Tensors, views, parameters, modules and sparse tensors all reduce to storages. Reducing only
         storages keeps their class, strides and `requires_grad`. A tensor wraps its storage in a new
-        `TypedStorage` each time it is pickled (2.11, 2.13). Reducing that to the one
-        `UntypedStorage` inside it keeps shared memory shared.
+        `TypedStorage` each time it is pickled (2.11, 2.13). Reducing it to the `UntypedStorage` inside keeps
+        shared memory shared.
         """
         torch = imported("torch", "storage")
         if torch is None:
@@ -256,7 +253,7 @@ class TorchAdapter(FrameworkAdapter):
         return NotImplemented
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, return what it still holds."""
+        """Child: load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, return the bytes that it still holds."""
         torch = import_module("torch")
         functional = torch.nn.functional
         with torch.device("cuda:0"):
@@ -274,7 +271,7 @@ class TorchAdapter(FrameworkAdapter):
         return int(torch.cuda.memory_reserved(0))
 
     def _check_devices(self, torch: Any, allotted: int) -> None:
-        # Counts through NVML where it can: no context.
+        # PyTorch counts through NVML, without a context.
         found = torch.cuda.device_count()
         if found != allotted:
             why = (
@@ -292,8 +289,7 @@ class TorchAdapter(FrameworkAdapter):
 def reduce_large(value: Any) -> Any:
     """Parent: return a pickle reduction of a large storage in host memory without copying its bytes.
 
-    PyTorch's own reduction copies them twice. It still reduces CUDA storages, which arrive on a
-    device.
+    PyTorch's own reduction copies the bytes twice. It still reduces CUDA storages, which arrive on a device.
     """
     torch = imported("torch", "storage")
     if torch is None:
@@ -307,7 +303,7 @@ def reduce_large(value: Any) -> Any:
 
 
 def reduce_compiled(value: Any) -> Any:
-    """Return a pickle reduction that compiles a function anew of what it was compiled of, or `NotImplemented`.
+    """Return a pickle reduction that compiles a function anew from its original, or `NotImplemented`.
 
     For functions under `torch.compile` and `torch.jit.script`, and for scripted modules. Operators travel by their names.
     """
@@ -405,7 +401,7 @@ def _typed(torch: Any, untyped: Any, dtype: Any) -> Any:
 
 
 def _backend(options: str | None) -> str:
-    """Return the allocator that `PYTORCH_ALLOC_CONF` names; empty: PyTorch's own."""
+    """Return the allocator in `PYTORCH_ALLOC_CONF`; empty: PyTorch's own."""
     for option in (options or "").split(","):
         key, _, value = option.partition(":")
         if key.strip() == "backend" and value.strip() != "native":
@@ -420,7 +416,7 @@ def _bound_threads(torch: Any, cpus: int) -> None:
     try:
         torch.set_num_interop_threads(cpus)
     except RuntimeError:
-        # May be set once, and not after the first inter-op work: a user's own setting stands.
+        # It may be set only once, and not after the first inter-op work: a user's own setting stays.
         pass
 
 
@@ -442,7 +438,7 @@ def _cap_devices(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
 
 def _installed_version() -> tuple[int, ...]:
     """Return the first two numbers of PyTorch's version, importing nothing; empty: it is not installed."""
-    # Not before: it takes 15 ms to import.
+    # Imported late: it takes 15 ms.
     from importlib import metadata
 
     loaded = sys.modules.get("torch")
@@ -482,20 +478,20 @@ def _take_all(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
 def _started_cuda() -> Any:
     """Return `torch.cuda` once it has been initialised, else `None`."""
     torch = imported("torch", "cuda")
-    # Another thread may be importing it.
+    # Another thread may be importing PyTorch.
     if torch is None or not hasattr(torch.cuda, "is_initialized"):
         return None
     return torch.cuda if torch.cuda.is_initialized() else None
 
 
-#: Whether this process records for a snapshot at an out-of-memory. The body may have stopped it since.
+#: Whether this process has begun to record for a snapshot at an out-of-memory. The body may have stopped it.
 _records_history = False
 
 
 def record_history(torch: Any) -> None:
-    """Start to record what the allocator does, with the Python stacks; CUDA must have started.
+    """Start to record allocations with Python stacks; CUDA must have started.
 
-    Never raises: the driver's own pool cannot record, and a body runs without a history too.
+    Never raises: the driver's own pool cannot record, and a body runs without a record.
     """
     global _records_history
     try:
@@ -508,15 +504,16 @@ def record_history(torch: Any) -> None:
 
 
 def peak_bytes(live_bytes: int, events: Sequence[Mapping[str, Any]], since_us: int = 0) -> int:
-    """Return the most bytes that were allocated on one device at a time.
+    """Return the peak of allocated bytes on one device.
 
-    The events are followed back from the end, where what is allocated is known. Counters fall when a
-    block is freed, not when the device has finished with it, so "free_requested" counts. A block from
-    the cache may be larger than requested, by less than 1 MiB, which no event shows.
+    The events are followed back from the end, where the number of allocated bytes is known. Counters fall when
+    a block is freed, not when the device has finished with it, so "free_requested" counts. A block from the
+    cache may be larger than requested, by less than 1 MiB, which no event shows.
 
     Args:
         live_bytes: Allocated now.
-        events: Of its trace, oldest first, with "action", "size" and, where `since_us` is given, "time_us".
+        events: Events of the device's trace, oldest first, with "action", "size" and, if `since_us` is given,
+            "time_us".
         since_us: Older events do not count, in microseconds since the epoch.
     """
     peak = now = live_bytes
@@ -533,12 +530,12 @@ def peak_bytes(live_bytes: int, events: Sequence[Mapping[str, Any]], since_us: i
 
 
 def begin_trace(torch: Any) -> EndTrace | None:
-    """Make the allocator record from now on; CUDA must have started.
+    """Begin to record allocations; CUDA must have started.
 
-    Samples miss what is freed within a few milliseconds. The allocator's own peak covers the whole
-    life of the process unless it is reset, which only the body may do. The allocator's trace has
-    every event and resets nothing. The body may use it too: while the body records, this does not.
-    Where it records for a snapshot, the trace is the newest part of that.
+    Samples miss memory that is freed within a few milliseconds. The allocator's own peak covers the whole life
+    of the process, and only the body may reset it. The allocator's trace has every event and resets nothing.
+    While the body uses it, there is no trace. If PyTorch records for a snapshot, the trace is the newest part
+    of that record.
 
     Returns:
         `None`: the body's own recording is running, or this allocator cannot record.
@@ -558,27 +555,27 @@ def begin_trace(torch: Any) -> EndTrace | None:
 
 
 class TorchTrace:
-    """A running trace. It never switches off a recording that the body began meanwhile.
+    """A running trace. It never switches off a recording of the body.
 
     Args:
         torch: The module.
-        shared: The allocator records already, for a snapshot, and goes on afterwards.
+        shared: The allocator already records for a snapshot, and continues afterwards.
     """
 
     def __init__(self, torch: Any, shared: bool) -> None:
         self._core = torch._C
         self._cuda = torch.cuda
-        #: In microseconds since the epoch, where events of before are in the record; else 0.
+        #: Begin in microseconds since the epoch, if the record has older events; else 0.
         self._since_us = time.time_ns() // 1000 if shared else 0
         #: The body switched recording on or off itself.
         self._taken_over = False
-        #: By name, what replaces a switch in `torch._C`, and the switch.
+        #: By name: the replacement of a switch in `torch._C`, and the switch.
         self._replaced: dict[str, tuple[Any, Any]] = {}
 
     def begin(self) -> None:
-        """Begin to record, without stacks, and to notice whether the body records too."""
+        """Begin to record without stacks, and watch whether the body records too."""
         if not self._since_us:
-            # Takes 20 µs. Nothing is left of an earlier recording: its end empties it.
+            # Takes 20 µs. The end of an earlier recording has emptied the record.
             self._cuda.memory._record_memory_history(
                 enabled="all", context=None, stacks="python", max_entries=MAX_EVENTS
             )
@@ -590,26 +587,26 @@ class TorchTrace:
                 setattr(self._core, name, stand_in)
 
     def end(self) -> int | None:
-        """Stop, and return the most bytes that were allocated meanwhile. Never raises.
+        """Stop, and return the peak of allocated bytes. Never raises.
 
         Returns:
-            The sum over the devices. Their peaks need not coincide, so it may be too large, never
-            too small. `None`: there were too many events, the body recorded, or blocks are rounded
-            in another way (`roundup_power2_divisions`).
+            The sum over the devices. Their peaks need not coincide, so the sum may be too large, never too
+            small. `None`: too many events, a recording of the body, or blocks that are rounded in another way
+            (`roundup_power2_divisions`).
         """
         try:
             return self._peak_bytes() if self._is_ours() else None
         except Exception:  # noqa: BLE001 - as above
             return None
         finally:
-            # After the reading: stopping empties the trace.
+            # Last, since stopping empties the trace.
             self.stop()
 
     def stop(self) -> None:
         """Stop, and restore PyTorch. Never raises."""
         with contextlib.suppress(Exception):
             for name, (stand_in, switch) in self._replaced.items():
-                # The body may have replaced it too.
+                # The body may have replaced the switch too.
                 if getattr(self._core, name) is stand_in:
                     setattr(self._core, name, switch)
             self._replaced.clear()
@@ -638,7 +635,7 @@ class TorchTrace:
         traces = snapshot["device_traces"]
         if not all(map(self._is_whole, traces)):
             return None
-        # A device that was never used may have no trace.
+        # An unused device may have no trace.
         traces = [*traces, *([()] * (len(live_bytes) - len(traces)))]
         return sum(
             peak_bytes(live, events, self._since_us)
@@ -646,7 +643,7 @@ class TorchTrace:
         )
 
     def _is_whole(self, events: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether no event since the begin was lost."""
+        """Return whether the trace has all events since its begin."""
         if self._since_us:
             return not events or bool(events[0]["time_us"] < self._since_us)
         return len(events) < MAX_EVENTS

@@ -217,12 +217,9 @@ def publish_run(
                 {
                     "schema": SCHEMA,
                     "version": version,
-                    "task_name": key.task_name,
-                    "qualified_name": key.qualified_name,
-                    "device_name": key.device_name,
+                    # Also where it is empty.
                     "learn_by": key.learn_by,
-                    **({} if key.flow_name is None else {"flow_name": key.flow_name}),
-                    **({"learn_by_words": key.learn_by_words} if key.learn_by_words else {}),
+                    **key.to_texts(),
                     **runs[0].to_texts(),
                 }
             ),
@@ -259,15 +256,8 @@ def read_histories(
         texts = artifact["metadata_"] or {}
         try:
             _read_texts(texts)
-            key = HistoryKey(
-                texts["task_name"],
-                texts["qualified_name"],
-                texts["device_name"],
-                texts["learn_by"],
-                texts.get("learn_by_words", ""),
-                texts.get("flow_name"),
-            )
-        except (KeyError, ValueError):
+            key = HistoryKey.from_texts(texts)
+        except ValueError:
             continue
         if tasks is None or (key.flow_name, key.task_name, key.qualified_name) in tasks:
             runs = _read_versions(artifact["key"], client)

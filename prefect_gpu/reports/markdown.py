@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 from uuid import UUID
 
-from prefect_gpu.measurements import StepFacts
+from prefect_gpu.measurements import StepFacts, Suspension
 from prefect_gpu.reports.advice import TagAdvice, advise, tag_advice, tags_table, task_tags
 from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.markup import (
@@ -30,7 +30,6 @@ from prefect_gpu.reports.model import (
     BudgetSource,
     Outcome,
     Source,
-    SuspensionFacts,
     TaskReport,
     UnstartedRun,
 )
@@ -237,7 +236,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
 def _suspension_words(report: TaskReport) -> str:
     """Return each time in which it did not run because its memory was on the host."""
 
-    def words(each: SuspensionFacts) -> str:
+    def words(each: Suspension) -> str:
         reason = f" for {escape(each.reason)}" if each.reason else ""
         device = f" on {escape(each.device)}" if each.device else ""
         return (

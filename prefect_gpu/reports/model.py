@@ -10,12 +10,21 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, NamedTuple
 from uuid import UUID
 
 from prefect_gpu.frameworks.registry import WITHOUT_PEAK
-from prefect_gpu.measurements import COMPACT_SAMPLES, Mark, Sample, StepFacts, largest, merge
+from prefect_gpu.measurements import (
+    COMPACT_SAMPLES,
+    Mark,
+    Sample,
+    StepFacts,
+    Suspension,
+    largest,
+    merge,
+)
 from prefect_gpu.scheduling.history import PastRun
+from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.model import Device, DeviceKind
 
 #: Version of the metadata's meaning; rises when a field changes its meaning.
@@ -59,24 +68,26 @@ class ProcessPeak:
 
 
 @dataclass(frozen=True, slots=True)
-class SuspensionFacts:
-    """A time in which a process did not run, because its memory was on the host."""
+class Verdict:
+    """How a process ended. Decided by the engine's thread alone."""
 
-    #: Seconds from the placement to its beginning, and its length with both moves.
-    at_s: float
-    seconds: float
-    #: Seconds of the moves to the host and back.
-    out_s: float
-    in_s: float
-    #: Bytes that were moved.
-    moved_bytes: int
-    #: What it was suspended for, as text for a person, and the device on which it came back.
-    reason: str = ""
-    device: str = ""
+    outcome: Outcome
+    #: The error on one line. Empty: there was none.
+    error: str = ""
+    #: Cause of an out-of-memory error or of a kill. Empty: there was none.
+    cause: Cause | Literal[""] = ""
+    #: Bytes needed on one device, as the out-of-memory error says. `None`: unknown.
+    wanted_bytes: int | None = None
+    #: Memory of the next process of the task run, and the reason, as text for people. Empty: the runner starts none by itself.
+    next_words: str = ""
+    #: Bytes of each device that the next process gets. `None`: a whole device, or there is no next process.
+    next_budget_bytes: int | None = None
+    #: The end of the stderr of a process that died. Empty: the process wrote nothing.
+    stderr_tail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReport(Verdict):
     """Everything that is known about one process of one task run."""
 
     task_name: str
@@ -90,7 +101,6 @@ class TaskReport:
     devices: tuple[Device, ...]
     #: Frameworks that the child used, comma-separated; "none".
     framework: str
-    outcome: Outcome
     #: Number of this process among those started for the task run, from 1.
     attempt: int
     #: Bytes reserved on each device; the smallest if devices differ.
@@ -117,18 +127,12 @@ class TaskReport:
     #: Where `peak_process_bytes` comes from.
     source: Source
     marks: tuple[Mark, ...] = ()
-    #: The error on one line. Empty: there was none.
-    error: str = ""
     #: Memory reserved and not used, over time, in byte-seconds.
     wasted_byte_seconds: float = 0.0
     #: Readings taken before neighbours in `samples` were merged. 0: none was merged.
     sample_count: int = 0
     #: Most bytes that a framework could allocate on each device. `None`: no cap.
     cap_bytes: int | None = None
-    #: Cause of an out-of-memory error (`scheduling.ladder.Cause`). Empty: there was no such error.
-    cause: str = ""
-    #: Bytes needed on one device, as the out-of-memory error says. `None`: unknown.
-    wanted_bytes: int | None = None
     #: Measurements of its steps. `None`: it gave no evidence of steps.
     steps: StepFacts | None = None
     #: Digest of its `gpu:learn_by` values: each has a history of its own. Empty: none are named.
@@ -162,16 +166,10 @@ class TaskReport:
     learn_by: str = ""
     #: What the body has reported of its results, by name (`report_metric`).
     metrics: tuple[tuple[str, float], ...] = ()
-    #: What the next process of the task run gets, and why. Empty: the runner starts none by itself.
-    next_words: str = ""
-    #: Bytes of each device that it gets. `None`: a device to itself, or there is none.
-    next_budget_bytes: int | None = None
     #: Bytes of the allocation that was refused when memory ran out. `None`: there was none, or it is not known.
     refused_bytes: int | None = None
-    #: The end of what it wrote to its stderr, if it died. Empty: nothing.
-    stderr_tail: str = ""
     #: When it did not run because its memory was on the host. `run_s` is without it.
-    suspensions: tuple[SuspensionFacts, ...] = ()
+    suspensions: tuple[Suspension, ...] = ()
 
     @property
     def suspended_s(self) -> float:
@@ -241,104 +239,131 @@ class TaskReport:
         )
 
     def metadata(self) -> dict[str, str]:
-        """Return the published fields as strings: Prefect accepts at most 500 characters each."""
-
-        def known(value: int | None) -> str:
-            return "unknown" if value is None else str(value)
-
+        """Return the published figures as strings: Prefect accepts at most 500 characters each."""
+        values = ((figure, figure.value(self)) for figure in FIGURES)
         return {
-            "schema": str(SCHEMA),
-            "task_key": self.task_key,
-            "device_uuid": ",".join(device.uuid for device in self.devices),
-            "device_name": ",".join(dict.fromkeys(device.name for device in self.devices)),
-            **({"node": self.node} if self.node else {}),
-            "framework": self.framework,
-            "outcome": self.outcome,
-            "attempt": str(self.attempt),
-            "budget_bytes": str(self.budget_bytes),
-            "budget_source": self.budget_source,
-            "peak_process_bytes": str(self.peak_process_bytes),
-            "peak_live_bytes": known(self.peak_live_bytes),
-            "peak_reserved_bytes": known(self.peak_reserved_bytes),
-            "context_bytes": str(self.context_bytes),
-            "leaked_bytes": known(self.leaked_bytes),
-            "queued_s": f"{self.queued_s:.3f}",
-            "start_s": f"{self.start_s:.3f}",
-            "run_s": f"{self.run_s:.3f}",
-            "samples": str(max(self.sample_count, len(self.samples))),
-            "source": self.source,
-            "cap_bytes": "none" if self.cap_bytes is None else str(self.cap_bytes),
-            "cause": self.cause or "none",
-            "shared_with": ", ".join(self.shared_with)[:499] or "none",
-            "steady_live_bytes": known(self.steps.steady_live_bytes if self.steps else None),
-            "task_name": self.task_name,
-            "qualified_name": self.qualified_name,
-            **({} if self.flow_name is None else {"flow_name": self.flow_name}),
-            "learn_by": self.history_key,
-            "learn_by_words": self.learn_by,
-            "priority": str(self.priority),
-            "exclusive": str(self.exclusive),
-            "device_total_bytes": ",".join(str(device.total_bytes) for device in self.devices),
-            "placed_at": f"{self.placed_at:.3f}",
-            "held_s": f"{self.held_s:.3f}",
-            "wanted_bytes": known(self.wanted_bytes),
-            "capacity_bytes": known(self.capacity_bytes),
-            "counted_out": str(self.counted_out),
-            **({"suspended_s": f"{self.suspended_s:.3f}"} if self.suspensions else {}),
-            **(_step_texts(self.steps) if self.steps else {}),
+            **{f.name: f.kind.write(v) for f, v in values if v is not None or not f.optional},
             **{f"metric_{name}": f"{value:.12g}" for name, value in self.metrics[:20]},
         }
 
 
-def _step_texts(steps: StepFacts) -> dict[str, str]:
-    facts: dict[str, object] = {
-        "steps": steps.count,
-        "alloc_retries": steps.alloc_retries,
-        "alike": steps.alike,
-    }
-    if steps.step_s is not None:
-        facts["step_s"] = steps.step_s
-    return {name: str(value) for name, value in facts.items()}
+class Kind(NamedTuple):
+    """How a figure is written as text, and read from it."""
+
+    write: Callable[[Any], str]
+    read: Callable[[str], Any]
 
 
-#: Published figures that are words, whatever they look like, and those that have one value for each device.
-_WORDS = frozenset(
-    [
-        "task_key",
-        "task_name",
-        "qualified_name",
-        "flow_name",
-        "learn_by",
-        "learn_by_words",
-        "node",
-        "device_name",
-        "framework",
-        "outcome",
-        "budget_source",
-        "source",
-        "cause",
-        "shared_with",
-    ]
+def _or(word: str, absent: object, kind: Kind) -> Kind:
+    """Return a kind with a word for the value that stands for an absent one."""
+    return Kind(
+        lambda value: word if value == absent else kind.write(value),
+        lambda text: absent if text == word else kind.read(text),
+    )
+
+
+TEXT, NUMBER, REAL = Kind(str, str), Kind(str, int), Kind(str, float)
+SECONDS = Kind(lambda seconds: f"{seconds:.3f}", float)
+FLAG = Kind(str, lambda text: text == "True")
+WORD = _or("none", "", TEXT)
+#: Bytes of one device. `None`: not known, or there is no limit.
+SIZE, LIMIT = _or("unknown", None, NUMBER), _or("none", None, NUMBER)
+#: Bytes of all devices of a process together. A history keeps an equal share of them, rounded up.
+TOTAL = _or("unknown", None, NUMBER)
+#: One value for each device.
+TEXTS = Kind(",".join, lambda text: [each for each in text.split(",") if each])
+SIZES = Kind(lambda sizes: ",".join(map(str, sizes)), lambda text: [*map(int, TEXTS.read(text))])
+
+
+class Figure(NamedTuple):
+    """A row of the table of figures: how a fact of a report is published, and what its history keeps of it."""
+
+    #: Name in the published metadata.
+    name: str
+    kind: Kind
+    #: The field of `TaskReport`, `steps.NAME` for one of its `StepFacts`; empty: the field has the name of the figure. A
+    #: function computes the figure instead, and is not read back.
+    source: str | Callable[[TaskReport], object] = ""
+    #: The field of `PastRun`. Empty: the history does not keep it.
+    history: str = ""
+    #: It is not published where there is no value.
+    optional: bool = False
+
+    def value(self, report: TaskReport) -> Any:
+        """Return the value of a report. `None`: it has none."""
+        if not isinstance(self.source, str):
+            return self.source(report)
+        steps, _, name = (self.source or self.name).rpartition(".")
+        owner = report.steps if steps else report
+        return None if owner is None else getattr(owner, name)
+
+
+#: All figures of a report, in their published order. `TaskReport.metadata`, `figure_values`, `read_metadata` and `past_run` follow
+#: from it.
+FIGURES = (
+    Figure("schema", NUMBER, lambda report: SCHEMA),
+    Figure("task_key", TEXT),
+    Figure("device_uuid", TEXTS, lambda report: [device.uuid for device in report.devices]),
+    Figure("device_name", TEXT, lambda r: ",".join(dict.fromkeys(d.name for d in r.devices))),
+    Figure("node", TEXT, lambda report: report.node or None, optional=True),
+    Figure("framework", TEXT),
+    Figure("outcome", TEXT, history="outcome"),
+    Figure("attempt", NUMBER),
+    Figure("budget_bytes", NUMBER, history="budget_bytes"),
+    Figure("budget_source", TEXT),
+    Figure("peak_process_bytes", TOTAL, history="process_bytes"),
+    Figure("peak_live_bytes", TOTAL, history="live_bytes"),
+    Figure("peak_reserved_bytes", TOTAL),
+    Figure("context_bytes", TOTAL, history="context_bytes"),
+    Figure("leaked_bytes", TOTAL),
+    Figure("queued_s", SECONDS),
+    Figure("start_s", SECONDS, history="start_s"),
+    Figure("run_s", SECONDS, history="run_s"),
+    Figure("samples", NUMBER, lambda report: max(report.sample_count, len(report.samples))),
+    Figure("source", TEXT),
+    Figure("cap_bytes", LIMIT, history="cap_bytes"),
+    Figure("cause", WORD, history="cause"),
+    Figure("shared_with", WORD, lambda report: ", ".join(report.shared_with)[:499]),
+    Figure("steady_live_bytes", TOTAL, "steps.steady_live_bytes", "steady_live_bytes"),
+    Figure("task_name", TEXT),
+    Figure("qualified_name", TEXT),
+    Figure("flow_name", TEXT, optional=True),
+    Figure("learn_by", TEXT, "history_key"),
+    Figure("learn_by_words", TEXT, "learn_by"),
+    Figure("priority", NUMBER),
+    Figure("exclusive", FLAG),
+    Figure("device_total_bytes", SIZES, lambda report: [d.total_bytes for d in report.devices]),
+    Figure("placed_at", SECONDS),
+    Figure("held_s", SECONDS, lambda report: report.held_s),
+    Figure("wanted_bytes", SIZE, history="wanted_bytes"),
+    Figure("capacity_bytes", SIZE, history="capacity_bytes"),
+    Figure("counted_out", FLAG),
+    Figure("suspended_s", SECONDS, lambda report: report.suspended_s or None, optional=True),
+    Figure("steps", NUMBER, "steps.count", optional=True),
+    Figure("alloc_retries", NUMBER, "steps.alloc_retries", "alloc_retries", optional=True),
+    Figure("alike", FLAG, "steps.alike", optional=True),
+    Figure("step_s", REAL, "steps.step_s", "step_s", optional=True),
 )
-_LISTS: Mapping[str, Callable[[str], object]] = {"device_uuid": str, "device_total_bytes": int}
+
+_KINDS = {figure.name: figure.kind for figure in FIGURES}
 
 
 def figure_values(figures: Mapping[str, str]) -> dict[str, object]:
     """Return published figures as values for JSON: numbers, booleans, lists, words; `None`: not known, or there is none."""
-    return {name: _value(name, text) for name, text in figures.items()}
+    return {name: _value(_KINDS.get(name), text) for name, text in figures.items()}
 
 
-def _value(name: str, text: str) -> object:
-    if name in _LISTS:
-        return [_LISTS[name](each) for each in text.split(",") if each]
-    if name in _WORDS:
+def _value(kind: Kind | None, text: str) -> object:
+    if kind in (TEXT, WORD):
         return text
+    if kind in (TEXTS, SIZES):
+        return kind.read(text)
     words = {"unknown": None, "none": None, "True": True, "False": False}
     if text in words:
         return words[text]
-    for kind in (int, float):
+    for number_of in (int, float):
         with contextlib.suppress(ValueError):
-            number = kind(text)
+            number = number_of(text)
             # JSON has no other numbers.
             return number if math.isfinite(number) else text
     return text
@@ -362,69 +387,33 @@ def read_metadata(
     """
     if figures.get("schema") != str(SCHEMA):
         raise ValueError(f"the figures of a report have schema {figures.get('schema')!r}")
-
-    def size(name: str) -> int | None:
-        return None if figures[name] in ("unknown", "none") else int(figures[name])
-
-    try:
-        uuids = [uuid for uuid in figures["device_uuid"].split(",") if uuid]
-        totals = [int(text) for text in figures["device_total_bytes"].split(",") if text]
-        source, peak = cast(Source, figures["source"]), int(figures["peak_process_bytes"])
-        kind: DeviceKind = "nvml" if source == "framework" else source
-        return TaskReport(
-            task_name=figures["task_name"],
-            task_key=figures["task_key"],
-            task_run_id=task_run_id,
-            task_run_name=task_run_name,
-            flow_run_id=flow_run_id,
-            pid=None,
-            devices=tuple(
-                Device(uuid, index, figures["device_name"], total, kind, figures.get("node", ""))
-                for index, (uuid, total) in enumerate(zip(uuids, totals, strict=True))
-            ),
-            framework=figures["framework"],
-            outcome=cast(Outcome, figures["outcome"]),
-            attempt=int(figures["attempt"]),
-            budget_bytes=int(figures["budget_bytes"]),
-            budget_source=cast(BudgetSource, figures["budget_source"]),
-            peak_process_bytes=peak,
-            peak_live_bytes=size("peak_live_bytes"),
-            peak_reserved_bytes=size("peak_reserved_bytes"),
-            context_bytes=int(figures["context_bytes"]),
-            leaked_bytes=size("leaked_bytes"),
-            queued_s=float(figures["queued_s"]),
-            start_s=float(figures["start_s"]),
-            run_s=float(figures["run_s"]),
-            placed_at=float(figures["placed_at"]),
-            samples=(Sample(float(figures["held_s"]), peak),),
-            sample_count=int(figures["samples"]),
-            source=source,
-            cap_bytes=size("cap_bytes"),
-            cause="" if figures["cause"] == "none" else figures["cause"],
-            wanted_bytes=size("wanted_bytes"),
-            capacity_bytes=size("capacity_bytes"),
-            steps=_read_steps(figures, size("steady_live_bytes")),
-            history_key=figures["learn_by"],
-            learn_by=figures["learn_by_words"],
-            qualified_name=figures["qualified_name"],
-            flow_name=figures.get("flow_name"),
-            priority=int(figures["priority"]),
-            exclusive=figures["exclusive"] == "True",
-            counted_out=figures["counted_out"] == "True",
-        )
-    except KeyError as error:
-        raise ValueError(f"the figures of a report have no {error}") from error
-
-
-def _read_steps(figures: Mapping[str, str], steady_live_bytes: int | None) -> StepFacts | None:
-    if "steps" not in figures:
-        return None
-    return StepFacts(
-        count=int(figures["steps"]),
-        steady_live_bytes=steady_live_bytes,
-        step_s=float(figures["step_s"]) if "step_s" in figures else None,
-        alloc_retries=int(figures["alloc_retries"]),
-        alike=figures["alike"] == "True",
+    values: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    steps: dict[str, Any] = {}
+    for figure in FIGURES:
+        if figure.name not in figures:
+            if figure.optional:
+                continue
+            raise ValueError(f"the figures of a report have no {figure.name!r}")
+        value = values[figure.name] = figure.kind.read(figures[figure.name])
+        if isinstance(figure.source, str):
+            of_steps, _, name = (figure.source or figure.name).rpartition(".")
+            (steps if of_steps else fields)[name] = value
+    kind: DeviceKind = "nvml" if values["source"] == "framework" else values["source"]
+    devices = zip(values["device_uuid"], values["device_total_bytes"], strict=True)
+    return TaskReport(
+        task_run_id=task_run_id,
+        task_run_name=task_run_name,
+        flow_run_id=flow_run_id,
+        pid=None,
+        devices=tuple(
+            Device(uuid, index, values["device_name"], total, kind, values.get("node", ""))
+            for index, (uuid, total) in enumerate(devices)
+        ),
+        samples=(Sample(values["held_s"], values["peak_process_bytes"]),),
+        sample_count=values["samples"],
+        steps=StepFacts(**steps) if "count" in steps else None,
+        **fields,
     )
 
 
@@ -447,38 +436,31 @@ def past_run(report: TaskReport) -> PastRun:
     A report sums what was measured over all devices and a history is about one device. Each device of
     several is counted with an equal share, rounded up.
     """
-    count = max(1, len(report.devices))
-
-    def each(total_bytes: int) -> int:
-        return -(-total_bytes // count)
-
-    def each_known(total_bytes: int | None) -> int | None:
-        return None if total_bytes is None else each(total_bytes)
-
-    steps = report.steps if report.counted_out else None
-    peak = report.peak_process_bytes
-    # Neither the device nor a framework has told anything of it.
-    measured = peak > 0 or report.source != "framework"
-    live = report.peak_live_bytes if report.counted_out else None
-    if report.counted_out and not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
+    live = report.peak_live_bytes
+    if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
         live = largest(live, report.peak_reserved_bytes)
+    steps = report.steps
+    if steps and not steps.alike:
+        steps = replace(steps, steady_live_bytes=None)
     # What a probe was given beside others says nothing of what it needs.
     shared_probe = report.budget_source == "probe" and report.cap_bytes is not None
-    return PastRun(
-        ended_at=report.placed_at + report.held_s,
-        outcome=report.outcome,
-        cause=report.cause,
+    known = replace(
+        report,
+        peak_live_bytes=live if report.counted_out else None,
+        steps=steps if report.counted_out else None,
         budget_bytes=0 if shared_probe else report.budget_bytes,
         cap_bytes=None if shared_probe else report.cap_bytes,
-        live_bytes=each_known(live),
-        steady_live_bytes=each_known(steps.steady_live_bytes) if steps and steps.alike else None,
-        process_bytes=each(peak) if measured else None,
-        context_bytes=each(report.context_bytes),
-        alloc_retries=steps.alloc_retries if steps else 0,
-        step_s=steps.step_s if steps else None,
-        run_s=report.run_s,
-        wanted_bytes=report.wanted_bytes,
-        start_s=report.start_s,
-        capacity_bytes=report.capacity_bytes,
-        task_run_id=str(report.task_run_id),
+    )
+    count = max(1, len(report.devices))
+    values = ((figure, figure.value(known)) for figure in FIGURES if figure.history)
+    kept: dict[str, Any] = {
+        figure.history: -(-value // count) if figure.kind is TOTAL else value
+        for figure, value in values
+        if value is not None
+    }
+    if not report.peak_process_bytes and report.source == "framework":
+        # Neither the device nor a framework has measured its memory.
+        del kept["process_bytes"]
+    return PastRun(
+        ended_at=report.placed_at + report.held_s, task_run_id=str(report.task_run_id), **kept
     )

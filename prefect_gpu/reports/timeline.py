@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prefect_gpu.measurements import Mark, Sample
+from prefect_gpu.measurements import Mark, Sample, Suspension
 from prefect_gpu.reports.canvas import (
     BUDGET,
     FRAME,
@@ -29,7 +29,7 @@ from prefect_gpu.reports.canvas import (
     text_width,
     time_ticks,
 )
-from prefect_gpu.reports.model import OUTCOME_WORDS, Outcome, SuspensionFacts, TaskReport
+from prefect_gpu.reports.model import OUTCOME_WORDS, Outcome, TaskReport
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
@@ -178,7 +178,7 @@ def task_timeline_svg(report: TaskReport) -> str:
         y = min(y_of(held) + 16, bottom - 6)
         canvas.text(x - 6, y, words, fill=REFUSED, anchor="end", bold=True, halo=True)
     for each in report.suspensions:
-        x, end_x = x_of(each.at_s), x_of(each.at_s + each.seconds)
+        x, end_x = x_of(each.begun_s), x_of(each.ended_s)
         canvas.rect(
             x,
             top,
@@ -210,7 +210,7 @@ def task_timeline_svg(report: TaskReport) -> str:
     return canvas.svg()
 
 
-def _suspension_words(each: SuspensionFacts) -> str:
+def _suspension_words(each: Suspension) -> str:
     """Return for how long and for what a process was suspended, and what was moved."""
     reason = f" for {each.reason}" if each.reason else ""
     return (
@@ -554,7 +554,7 @@ def _draw_bar(
         canvas.rect(x, y + height - filled, width, filled, colour, opacity=0.25)
     for each in report.suspensions:
         share = width / max(report.held_s, 0.001)
-        x_away, away = x + share * each.at_s, max(1.0, share * each.seconds)
+        x_away, away = x + share * each.begun_s, max(1.0, share * each.seconds)
         # On paper: its memory is not on the device.
         canvas.rect(x_away, y + 1, away, height - 2, PAPER)
         canvas.rect(

@@ -65,11 +65,11 @@ from prefect_gpu.processes.messages import (
 from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.reports.events import ended_events, placed_event
 from prefect_gpu.reports.markup import clean_name
-from prefect_gpu.reports.model import BudgetSource, TaskReport
+from prefect_gpu.reports.model import BudgetSource, TaskReport, Verdict
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.prefect_engine import CancelledByRunner, is_first_warning
-from prefect_gpu.runner.process_record import ProcessRecord, Verdict
+from prefect_gpu.runner.process_record import ProcessRecord
 from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause, Evidence, Rung

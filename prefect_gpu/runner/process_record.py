@@ -10,28 +10,32 @@ import collections
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import fields, replace
 
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.frameworks.registry import SEEN_BY_LOOKING
-from prefect_gpu.measurements import Mark, MarkKeeper, Sample, SeriesBuilder, StepFacts, largest
+from prefect_gpu.measurements import (
+    Mark,
+    MarkKeeper,
+    Sample,
+    SeriesBuilder,
+    StepFacts,
+    Suspension,
+    largest,
+)
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import (
     BudgetSource,
-    Outcome,
     ProcessPeak,
     Source,
-    SuspensionFacts,
     TaskReport,
+    Verdict,
 )
 from prefect_gpu.runner.task_plan import TaskCall
-from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
-from prefect_gpu.suspension.suspended import Suspension
 
 #: Processes of a body whose memory is noted one by one, times the devices that they use.
 MOST_PROCESSES = 256
@@ -40,25 +44,6 @@ MOST_PROCESSES = 256
 #: Wall-clock seconds since the epoch at which the monotonic clock was 0, read once: a report's times are then
 #: as far apart as the monotonic ones, and a reservation that has ended never seems to overlap the next.
 EPOCH_S = time.time() - time.monotonic()
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a process ended. Decided by the engine's thread alone."""
-
-    outcome: Outcome
-    #: One line of what went wrong; empty: nothing did.
-    error: str = ""
-    #: Cause of an out-of-memory or of a kill; empty: there was none.
-    cause: Cause | Literal[""] = ""
-    #: Bytes on one device that it would have needed; `None`: unknown.
-    wanted_bytes: int | None = None
-    #: What the next process of the task run gets, and why; empty: the runner starts none by itself.
-    next_words: str = ""
-    #: Bytes of each device that it gets; `None`: a device to itself, or there is none.
-    next_budget_bytes: int | None = None
-    #: The end of what a process that died wrote to its stderr; empty: nothing.
-    stderr_tail: str = ""
 
 
 class ProcessRecord:
@@ -93,6 +78,7 @@ class ProcessRecord:
         self._peak_live_bytes: int | None = None
         self._peak_reserved_bytes: int | None = None
         self._used: tuple[str, ...] = ()
+        #: Their times are seconds since the placement.
         self._suspensions: tuple[Suspension, ...] = ()
         #: Most that each process held of each device, in bytes, by the device's place and process id.
         self._processes: dict[tuple[int, int], int] = {}
@@ -190,8 +176,13 @@ class ProcessRecord:
 
     def add_suspension(self, suspension: Suspension) -> None:
         """Note that it was suspended, and runs again."""
+        placed = replace(
+            suspension,
+            begun_s=suspension.begun_s - self._placed_s,
+            ended_s=suspension.ended_s - self._placed_s,
+        )
         with self._lock:
-            self._suspensions = (*self._suspensions, suspension)
+            self._suspensions = (*self._suspensions, placed)
 
     def add_processes(self, by_pid: Sequence[Mapping[int, int]]) -> None:
         """Note what each of its processes holds: on each device, in the placement's order, by process id."""
@@ -305,6 +296,7 @@ class ProcessRecord:
             peak_reserved = largest(self._peak_reserved_bytes, series.peak_reserved_bytes)
             peak_process, context, source = self._add_up(kind, peak_reserved)
             return TaskReport(
+                **{field.name: getattr(verdict, field.name) for field in fields(verdict)},
                 task_name=call.plan.task_name,
                 task_key=call.plan.task_key,
                 task_run_id=call.run.task_run.id,
@@ -313,7 +305,6 @@ class ProcessRecord:
                 pid=self.pid,
                 devices=self._placement.devices,
                 framework=",".join(frameworks or self._used) or "none",
-                outcome=verdict.outcome,
                 attempt=number,
                 budget_bytes=min(self._placement.budget_bytes),
                 budget_source=budget_source,
@@ -325,29 +316,15 @@ class ProcessRecord:
                 queued_s=self._queued_s,
                 start_s=started_s - self._placed_s,
                 run_s=max(0.0, ended_s - started_s - sum(s.seconds for s in self._suspensions)),
-                suspensions=tuple(
-                    SuspensionFacts(
-                        max(0.0, s.begun_s - self._placed_s),
-                        s.seconds,
-                        s.out_s,
-                        s.in_s,
-                        s.moved_bytes,
-                        s.reason,
-                        s.device,
-                    )
-                    for s in self._suspensions
-                ),
+                suspensions=self._suspensions,
                 placed_at=self._placed_at,
                 samples=series.samples,
                 sample_count=series.count,
                 source=source,
                 marks=self._placed_marks(started_s),
                 metrics=self._metrics,
-                error=verdict.error,
                 wasted_byte_seconds=series.wasted_byte_seconds(ended_s - self._placed_s),
                 cap_bytes=self.cap_bytes,
-                cause=verdict.cause,
-                wanted_bytes=verdict.wanted_bytes,
                 steps=self._seen_steps(),
                 history_key=call.identity.learn_by,
                 learn_by=call.identity.learn_by_words,
@@ -357,9 +334,6 @@ class ProcessRecord:
                 exclusive=call.plan.policy.exclusive,
                 budgets_bytes=self._placement.budget_bytes,
                 device_peaks_bytes=tuple(self._device_peaks),
-                next_words=verdict.next_words,
-                next_budget_bytes=verdict.next_budget_bytes,
-                stderr_tail=verdict.stderr_tail,
                 refused_bytes=self.out_of_memory.wanted_bytes if self.out_of_memory else None,
                 shared_with=shared_with,
                 capacity_bytes=capacity_bytes,

@@ -175,12 +175,12 @@ def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
 
 def _held(report: TaskReport) -> Iterator[tuple[float, int]]:
     """Yield what a process held from when on, as seconds since its placement and bytes: nothing while it was suspended."""
-    away = [(s.at_s + s.out_s, s.at_s + s.seconds - s.in_s) for s in report.suspensions]
+    away = [(s.begun_s + s.out_s, s.ended_s - s.in_s) for s in report.suspensions]
     held = [(s.at_s, s.process_bytes) for s in report.samples if s.process_bytes is not None]
     yield from sorted(
         [
             *((at_s, size) for at_s, size in held if not any(a <= at_s < b for a, b in away)),
             *((gone_s, 0) for gone_s, _ in away),
-            *((s.at_s + s.seconds - s.in_s, s.moved_bytes) for s in report.suspensions),
+            *((s.ended_s - s.in_s, s.moved_bytes) for s in report.suspensions),
         ]
     )

@@ -16,9 +16,9 @@ took 13.2 GiB because the device was empty needs 4.8 to run as fast):
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Protocol, TypeVar
 
 from prefect_gpu.units import MIB
 
@@ -47,8 +47,40 @@ SLOWER_STEP = 1.05
 SLOWER_RUN = 1.2
 
 
+class KeptAsTexts:
+    """A dataclass of texts and numbers that a history keeps as short texts."""
+
+    __slots__ = ()
+
+    def to_texts(self) -> dict[str, str]:
+        """Return every known field as a short text."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
+        return {name: str(value) for name, value in values if value not in (None, "")}
+
+    @classmethod
+    def from_texts(cls: type[_Kept], texts: Mapping[str, str]) -> _Kept:
+        """Return the value that `to_texts` wrote; unknown fields, of later versions, are ignored.
+
+        Raises:
+            ValueError: A field is missing, or is not a number where one is expected.
+        """
+        values: dict[str, object] = {}
+        for f in fields(cls):  # type: ignore[arg-type]
+            if f.name in texts:
+                values[f.name] = _READ[f.type.removesuffix(" | None")](texts[f.name])
+            elif f.default is MISSING:
+                raise ValueError(f"{f.name} is missing in {sorted(texts)}")
+        return cls(**values)
+
+
+_Kept = TypeVar("_Kept", bound=KeptAsTexts)
+
+#: How a field of each type is read from its text.
+_READ = {"str": str, "int": int, "float": float}
+
+
 @dataclass(frozen=True, slots=True)
-class HistoryKey:
+class HistoryKey(KeptAsTexts):
     """Key of a history: one task in one flow, on one GPU model, for one set of `gpu:learn_by` values."""
 
     task_name: str
@@ -71,7 +103,7 @@ class HistoryKey:
 
 
 @dataclass(frozen=True, slots=True)
-class PastRun:
+class PastRun(KeptAsTexts):
     """One process of a task, as its history keeps it. Bytes are those of one device, the fullest."""
 
     #: Wall-clock seconds since the epoch when it ended.
@@ -108,37 +140,6 @@ class PastRun:
     capacity_bytes: int | None = None
     #: Id of its task run, which may have had several processes; `None`: not known.
     task_run_id: str | None = None
-
-    def to_texts(self) -> dict[str, str]:
-        """Return every known field as a short text."""
-        values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return {name: str(value) for name, value in values if value not in (None, "")}
-
-    @classmethod
-    def from_texts(cls, texts: dict[str, str]) -> PastRun:
-        """Return the run that `to_texts` wrote; unknown fields, of later versions, are ignored.
-
-        Raises:
-            ValueError: A field is missing, or is not a number where one is expected.
-        """
-        if "ended_at" not in texts or "outcome" not in texts:
-            raise ValueError(f"no run of a task: {sorted(texts)}")
-        values: dict[str, object] = {}
-        for f in fields(cls):
-            if f.name in texts:
-                values[f.name] = _READ.get(f.name, int)(texts[f.name])
-        return cls(**values)  # type: ignore[arg-type]
-
-
-_READ = {
-    "ended_at": float,
-    "outcome": str,
-    "cause": str,
-    "task_run_id": str,
-    "step_s": float,
-    "run_s": float,
-    "start_s": float,
-}
 
 
 class HistoryStore(Protocol):

@@ -156,7 +156,12 @@ def main(driver: Driver) -> None:
     with open(0, encoding="ascii", errors="replace") as lines:
         for line in lines:
             call, step, pid, *words = line.split()
-            threading.Thread(target=carry_out, args=(call, step, pid, words), daemon=True).start()
+            threading.Thread(
+                target=carry_out,
+                name="prefect-gpu-driver",
+                args=(call, step, pid, words),
+                daemon=True,
+            ).start()
     # Without waiting for a call that hangs.
     os._exit(0)
 

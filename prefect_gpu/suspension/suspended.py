@@ -12,10 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from prefect_gpu.errors import CapacityError
+from prefect_gpu.measurements import Suspension
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 from prefect_gpu.suspension.driver_calls import DriverCalls
 from prefect_gpu.suspension.eligibility import Candidate, refusal
@@ -38,28 +38,6 @@ REFUSED = "not suspended: "
 
 #: How far a process is.
 Stage = Literal["refused", "moving out", "away", "running"]
-
-
-@dataclass(frozen=True, slots=True)
-class Suspension:
-    """One suspension of a process."""
-
-    #: Monotonic seconds at which it was begun, and at which the process went on.
-    begun_s: float
-    ended_s: float
-    #: Seconds of the moves to the host and back.
-    out_s: float
-    in_s: float
-    #: Bytes that were moved.
-    moved_bytes: int
-    #: What it was suspended for, as text for a person, and the device on which it came back.
-    reason: str = ""
-    device: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds for which the process did not run."""
-        return self.ended_s - self.begun_s
 
 
 class Subject(Protocol):

@@ -1,8 +1,8 @@
-"""Users' values on their way between processes, and the bytes that they travel in.
+"""Transport of users' values between processes.
 
-What travels by reference, by value, is made anew or refused is decided here; `docs/reference.md` has the table. A value
-is pickled in one process (`dumps`) and rebuilt in another (`loads`, `load_call`). Messages, processes and the order in
-which they exchange values are not here but in `processes` and `child`.
+These modules decide whether a value travels by reference or by value, is made anew or is refused;
+`docs/reference.md` has the table. A value is pickled in one process (`dumps`) and rebuilt in another (`loads`,
+`load_call`). `processes` and `child` have the messages and their order.
 """
 
 from prefect_gpu.values.argument_files import ArgumentFiles, Share, argument_files

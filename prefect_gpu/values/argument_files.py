@@ -1,9 +1,8 @@
-"""Large arguments that several GPU tasks take: written to a memory file once.
+"""Memory files of large arguments, which several GPU tasks share.
 
-Every call of a task has a `Share` from when it begins to wait for a device to its end. A file stays for as long as a share
-that used it is open. The files that were used last also stay while a call waits, since it may take the same argument:
-tasks that run one after another write it once. How values are pickled is in `pickling`, and how they travel in
-`transport`.
+Every call of a task has a `Share` from the beginning of its wait for a device to its end. A file stays while a
+share that used it is open. The last used files also stay while another call waits, so tasks that run one after
+another write an argument once. `pickling` pickles values, and `transport` sends them.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class ArgumentFiles:
         self._lock = threading.Lock()
         #: The calls that have not packed their arguments: each may need any file.
         self._waiting: set[Share] = set()
-        #: The files of the call that used one last, as long as another one waits.
+        #: Files of the last call that used any, as long as another call waits.
         self._last: tuple[_Entry, ...] = ()
-        #: By address and length in bytes of what each file holds; kept alive by the calls that use it.
+        #: Entries by address and length of the buffers in the file; kept alive by the calls that use them.
         self._entries: weakref.WeakValueDictionary[tuple[tuple[int, int], ...], _Entry] = (
             weakref.WeakValueDictionary()
         )
@@ -51,13 +50,13 @@ class ArgumentFiles:
             share.entries.clear()
 
     def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
-        """Return a file that holds `parts`: that of another share, or a new one.
+        """Return a file with the bytes of `parts`: another share's, or a new file.
 
         The bytes of an existing file are compared first: the flow may have written to its array in
         between.
 
         Raises:
-            OSError: As in `write_file`.
+            OSError: See `write_file`.
         """
         addresses = [_address_of(part) for part in parts]
         if None in addresses:
@@ -69,18 +68,18 @@ class ArgumentFiles:
                 entry = self._entries[key] = _Entry()
             share.entries.add(entry)
             dropped, self._last = self._last, tuple(share.entries)
-        # Gigabytes may go back to the system here: not under the lock.
+        # Gigabytes may go back to the system here, so the lock is released.
         del dropped
         # Other calls with the same argument wait here until it is written, instead of writing it too.
         with entry.lock:
             if entry.file is None or not entry.file.holds(parts):
-                # The old one is closed once it has reached the calls that it was written for.
+                # The old file is closed once all its calls have received it.
                 entry.file = None
                 entry.file = self._write(parts)
             return entry.file
 
     def take_packed(self, share: Share) -> None:
-        """Note that a call has packed its arguments, or ended without."""
+        """Note that a call has packed its arguments, or has ended."""
         with self._lock:
             self._waiting.discard(share)
             dropped = self._last
@@ -89,7 +88,7 @@ class ArgumentFiles:
         del dropped
 
     def __len__(self) -> int:
-        """Return the number of files that are kept."""
+        """Return the number of kept files."""
         return sum(entry.file is not None for entry in tuple(self._entries.values()))
 
 
@@ -106,7 +105,7 @@ class Share:
 
     def __init__(self, files: ArgumentFiles) -> None:
         self._files = files
-        #: What it uses, until the call ends.
+        #: Entries of the call's files, until the call ends.
         self.entries: set[_Entry] = set()
 
     def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
@@ -118,7 +117,7 @@ class Share:
 
 
 def _address_of(view: memoryview) -> int | None:
-    """Return the address of flat memory; `None` where NumPy, which alone says it, is not in use."""
+    """Return the address of flat memory; `None`: NumPy, which is needed for it, is not in use."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None

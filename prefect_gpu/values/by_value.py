@@ -1,15 +1,14 @@
-"""Functions and classes that travel by value, and how they are made where they arrive.
+"""Functions and classes that travel by value, and their reconstruction.
 
-A function or class of an importable module travels by reference, also where the module has it below a decorator such as
-Prefect's `@task`. Others travel by value. Where they arrive, the functions of one module share their global variables:
-those of the module itself where it can be imported, else of its stand-in (`stand_ins`). A function or class that the
-module has under its name there stays the one of that name, and a variable that exists keeps its value.
+A function or class of an importable module travels by reference, also below a decorator such as Prefect's
+`@task`. Others travel by value. In the receiving process, the functions of one module share the global
+variables of the module if it can be imported, else of its stand-in (`stand_ins`). Functions, classes and
+variables that exist there under their names stay.
 
-What a task returns to its flow is a copy instead: its functions keep the values that their global variables have in the
-task's process.
+A function in a task's result is a copy instead: it keeps the values of its global variables in the task's process.
 
-Cloudpickle takes functions and classes apart and puts them together; which of them, and in which namespace, is decided
-here. Objects that are made anew, such as locks, are in `made_anew`.
+Cloudpickle takes functions and classes apart and puts them together; this module chooses them and their
+namespaces. `made_anew` handles objects such as locks.
 """
 
 from __future__ import annotations
@@ -46,32 +45,32 @@ from prefect_gpu.values.stand_ins import namespace, stand_in
 #: The module and the qualified name of a function or class.
 Key: TypeAlias = tuple[str, str]
 
-#: What cloudpickle 3.1.3 and later write in place of the file name of code.
+#: Text that cloudpickle 3.1.3 and later write in place of the file name of code.
 _NO_FILE = "<dynamic-code>"
 
 #: Values that are equal in every copy.
 _CONSTANTS = (int, float, complex, str, bytes, bool, Enum)
 
-#: Types of values that are referred to, or travel by value, whole.
+#: Types of values that travel by reference or by value, never by attributes.
 _DEFINITIONS = (type, types.ModuleType, types.FunctionType)
 
 #: Types of values that stand in annotations.
 _IN_ANNOTATIONS = (type, types.ModuleType, types.GenericAlias, types.UnionType, typing.TypeVar)
 
-#: Functions and classes that have been given their state in this process.
+#: Functions and classes whose state this process has set.
 _finished: weakref.WeakSet[Any] = weakref.WeakSet()
 
 #: In a task's process: classes that came by value and exist in the flow's process.
 _from_flow: weakref.WeakSet[type] = weakref.WeakSet()
 
-#: `classes`: those that this thread has received since `arrivals` began.
+#: `classes`: the classes that this thread has received since `arrivals` began.
 _arriving = threading.local()
 
 
 @contextlib.contextmanager
 def arrivals() -> Iterator[None]:
     """Note that the classes which arrive by value in a `with` block exist in the flow's process."""
-    # By thread: others may receive classes of other processes meanwhile.
+    # For each thread, since other threads may receive classes of other processes.
     outer = getattr(_arriving, "classes", None)
     arrived: list[type] = []
     _arriving.classes = arrived
@@ -86,11 +85,11 @@ class _Nowhere:
     """Takes the output of a trial."""
 
     def write(self, data: bytes) -> None:
-        """Drop it."""
+        """Drop the data."""
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
-    """Pickles by reference what another interpreter can import, and by value what it cannot.
+    """Pickles importable functions, classes and modules by reference, and others by value.
 
     Args:
         file: Has `write`.
@@ -98,7 +97,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         by_name: The flow's process has the functions that its modules have under a name, and gets no copies of these.
         lacking: Names that the other process has not found in a module that it could import.
         with_hints: Names in annotations travel with functions and classes.
-        options: Of `pickle.Pickler`.
+        options: Arguments of `pickle.Pickler`.
     """
 
     def __init__(
@@ -119,8 +118,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         self._named = made_anew.NamedObjects(to_flow)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how one object is pickled; `NotImplemented` leaves it to pickle."""
-        # By the type: `__class__` of a module that loads itself late would load it.
+        """Return the reduction of an object; `NotImplemented`: pickle's own."""
+        # `__class__` would load a lazily loaded module.
         kind = type(obj)
         if issubclass(kind, types.ModuleType):
             return self._module(obj)
@@ -194,7 +193,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         patches = self._patches(obj, variables)
         module = self._namespace_of(obj, variables)
         if module is not None and is_importable(module) and not lacking:
-            # The module has its own, but for what was added to it.
+            # The module has its own variables. Only added functions and classes are sent.
             variables = {n: v for n, v in variables.items() if _is_private(v)}
         slots["__globals__"] = {n: self._by_reference(v) for n, v in variables.items()}
         hints = self._hints(obj.__annotations__, obj.__module__, obj.__globals__)
@@ -205,38 +204,38 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         )  # fmt: skip
 
     def _is_lacking(self, obj: Any) -> bool:
-        """Return whether the other process has not found a function or class, or the class that it is of."""
+        """Return whether the other process lacks a function or class, or the class around it."""
         return (obj.__module__, obj.__qualname__.partition(".")[0]) in self._lacking
 
     def _namespace_of(
         self, function: types.FunctionType, variables: Mapping[str, Any]
     ) -> str | None:
-        """Return the module whose global variables a function shall have; `None`: copies of its own."""
+        """Return the module whose global variables a function gets; `None`: it gets copies of its own."""
         name = str(function.__globals__.get("__name__"))
         if self._to_flow or look_at(name, "__dict__") is not function.__globals__:
             return None
         if is_importable(name) and not _has_state(function, variables):
-            # What it refers to is the same everywhere: the module need not be imported for it.
+            # Its variables are the same in all processes: the module need not be imported.
             return None
         return name
 
     def _key(self, obj: Any) -> Key | None:
-        """Return under which name the other process keeps a function or class; `None`: under none."""
+        """Return the name under which the other process keeps a function or class; `None`: no name."""
         return None if self._to_flow else made_anew.own_name(obj)
 
     def _by_reference(self, value: Any) -> Any:
-        """Return a global variable; what cannot be pickled and an importable module has under a name, by reference."""
+        """Return a global variable, or a reference to it if it cannot be pickled and an importable module has it under a name."""
         if self._to_flow or value is None or isinstance(value, (*_CONSTANTS, *_DEFINITIONS)):
             return value
         name = self._named.importable_name(value)
         if name is None:
             return value
         try:
-            # Nothing is kept or copied: it may be large.
+            # Nothing is kept or copied, since the value may be large.
             ByValuePickler(_Nowhere(), with_hints=False, buffer_callback=lambda buffer: None).dump(
                 value
             )
-        except Exception:  # whatever pickling it raises
+        except Exception:  # pickling may raise anything
             return made_anew.Referenced(name)
         return value
 
@@ -262,7 +261,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
     def _patches(
         self, function: types.FunctionType, variables: Mapping[str, Any]
     ) -> list[tuple[types.ModuleType, str, Any]]:
-        """Return what a function uses of modules that it refers to and that a process which imports them lacks."""
+        """Return a function's uses of functions and classes that a script has added to importable modules."""
         if self._to_flow:
             return []
         found = []
@@ -287,7 +286,7 @@ def travels_by_value_of_module(name: str) -> bool:
 
 
 def _is_private(value: Any) -> bool:
-    """Return whether a function or class is the user's, and of a module that no fresh interpreter can import."""
+    """Return whether a function or class belongs to the user, and to a module that no fresh interpreter can import."""
     return (
         isinstance(value, (type, types.FunctionType))
         and travels_by_value(value)
@@ -309,7 +308,7 @@ def _module_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a function's code and that of the functions inside."""
+    """Yield the code of a function and of the functions inside."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -317,7 +316,7 @@ def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _with_slots(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
-    """Return the parts of a class that has slots: cloudpickle makes one whose objects have a `__dict__`."""
+    """Return the parts of a class with slots. Objects of cloudpickle's class would have a `__dict__`."""
     maker, name, bases, attributes, *others = arguments
     attributes = {**attributes, "__slots__": vars(kind)["__slots__"]}
     found, slots = state
@@ -326,7 +325,7 @@ def _with_slots(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
 
 
 def _used_by_classes(function: types.FunctionType) -> dict[str, Any]:
-    """Return the global variables that the bodies of classes inside a function use: cloudpickle sees none of them."""
+    """Return the global variables that class bodies inside a function use, which cloudpickle does not find."""
     held = function.__globals__
     bodies = (c for c in nested_code(function.__code__) if not c.co_flags & inspect.CO_OPTIMIZED)
     return {name: held[name] for code in bodies for name in code.co_names if name in held}
@@ -357,13 +356,13 @@ def _stores_globals(code: types.CodeType) -> bool:
 
 
 def _annotations_of_class(kind: type) -> dict[str, Any]:
-    # Not those of its bases, and as text where they are text.
+    # Without the annotations of its bases. Text stays text.
     return inspect.get_annotations(kind)
 
 
 def _names_in(annotations: Iterable[Any]) -> Iterator[str]:
     """Yield the names that annotations contain as text, also inside `Optional["Name"]`."""
-    # Not before: a child rarely needs it.
+    # Imported late: a child rarely needs it.
     import ast
 
     for each in annotations:
@@ -383,7 +382,7 @@ def _names_in(annotations: Iterable[Any]) -> Iterator[str]:
             yield from _names_in(getattr(each, "__args__", None) or ())
 
 
-# Where they arrive.
+# The receiving process.
 
 
 def _private_module(name: str, attributes: Mapping[str, Any]) -> types.ModuleType:
@@ -392,11 +391,11 @@ def _private_module(name: str, attributes: Mapping[str, Any]) -> types.ModuleTyp
 
 
 def find(key: Key | None) -> Any:
-    """Return the function or class that this process has under a name; `None`: none. Nothing is asked for."""
+    """Return the function or class that this process has under a name, without asking the flow's process; `None`: none."""
     if key is None:
         return None
     found = find_in_namespace(*key)
-    # Not what a class inherits under that name.
+    # Attributes that a class inherits do not count.
     is_it = isinstance(found, (type, types.FunctionType)) and key == (
         found.__module__,
         found.__qualname__,
@@ -442,7 +441,7 @@ def _make_class(
 ) -> type:
     found = find(key)
     if not isinstance(found, type):
-        # Making it again would call `__init_subclass__` of its base again.
+        # A second class would call `__init_subclass__` of its base again.
         found = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     made = make(*arguments) if found is None else found
     keep(key, made)
@@ -455,7 +454,7 @@ def _set_class(made: type, state: Any) -> None:
         variables = namespace(made.__module__, {})
         for name, value in hints.items():
             variables.setdefault(name, value)
-    # One that exists here keeps its attributes, and its methods their identity.
+    # An existing class keeps its attributes, and its methods keep their identity.
     if made not in _finished:
         _finished.add(made)
         arrived: list[type] | None = getattr(_arriving, "classes", None)

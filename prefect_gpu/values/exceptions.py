@@ -1,7 +1,7 @@
-"""Exceptions on their way between processes: type, text, attributes, notes, cause and context arrive.
+"""Transport of exceptions: type, text, attributes, notes, cause and context arrive.
 
-The constructor of an exception's class is not called again: many take other arguments than they pass on. How an exception
-is packed, and what replaces one whose class cannot be had, is in `pickling`.
+The constructor of an exception's class is not called again: many take other arguments than they pass to
+`Exception`. `pickling` packs exceptions, and replaces an exception whose class cannot be sent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-#: Returns why a value cannot be pickled; `None`: it can be.
+#: Returns the reason why a value cannot be pickled; `None`: it can be pickled.
 Problem = Callable[[Any], "str | None"]
 
 #: Characters of a value's `repr` that stand for an argument which cannot be sent.
@@ -22,7 +22,8 @@ def reduce_exception(error: BaseException, find_problem: Problem | None, own_way
 
     Args:
         error: Any exception.
-        find_problem: Says what cannot be pickled: it is left out, and a note names it. `None`: all of it is sent.
+        find_problem: Finds values that cannot be pickled. They are left out, and a note names them. `None`: all
+            values are sent.
         own_way: A class with a `__reduce__` of its own is pickled by it.
     """
     kind = type(error)
@@ -33,7 +34,7 @@ def reduce_exception(error: BaseException, find_problem: Problem | None, own_way
         made: Any = (make, tuple(first))
         attributes = {**attributes, **rest[0]} if rest and isinstance(rest[0], dict) else attributes
     else:
-        # As Python's own class tells what it is made of: an `OSError` has more than its `args`.
+        # Python's own class knows all parts: an `OSError` has more than its `args`.
         of_python: Any = _base(kind).__reduce__(error)
         _, initial, *rest = of_python
         if find_problem is None:
@@ -58,7 +59,7 @@ def _base(kind: type[BaseException]) -> type[BaseException]:
 
 
 def _is_of_python(kind: type[BaseException]) -> bool:
-    """Return whether Python itself says how exceptions of a class are pickled."""
+    """Return whether a class of exceptions has Python's own methods for pickle."""
     for name in ("__reduce_ex__", "__reduce__"):
         owner = next(base for base in kind.__mro__ if name in vars(base))
         if owner.__module__ != "builtins":
@@ -114,7 +115,7 @@ def _make(
     try:
         made = kind.__new__(kind, *initial)
     except TypeError:
-        # Its own `__new__` takes other arguments.
+        # The class's own `__new__` takes other arguments.
         made = _base(kind).__new__(kind, *initial)
     base = _base(kind)
     if base.__init__ is not BaseException.__init__:
@@ -127,7 +128,7 @@ def _make(
 def _finish(error: BaseException, state: Any) -> None:
     attributes, links = state
     for name, value in attributes.items():
-        # A property without a setter follows from the others.
+        # A property without a setter follows from other attributes.
         with contextlib.suppress(AttributeError, TypeError):
             setattr(error, name, value)
     error.__cause__, error.__context__ = links["cause"], links["context"]

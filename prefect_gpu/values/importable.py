@@ -1,8 +1,8 @@
-"""Which functions, classes and modules another interpreter can import, and the references that it imports them by.
+"""Functions, classes and modules that another interpreter can import, and references to them.
 
-A fresh interpreter with the same `sys.path` imports what the standard finders find. A script, a notebook, a module that
-was loaded by path, made by hand or found by a finder of the script's own is *private*: its functions and classes travel
-by value (`by_value`). Nothing is imported here but by `resolve`.
+A fresh interpreter with the same `sys.path` imports modules through the standard finders. A script, a notebook,
+or a module that was loaded by path, made by hand or found by the script's own finder is *private*: its
+functions and classes travel by value (`by_value`). Only `resolve` imports modules.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import find_in_namespace, find_steps, is_users
 
-#: By module name: the module's identity, and the answer. The identity, since Prefect loads script after
-#: script under one name.
+#: Answers by module name, with the identity of the module: Prefect loads script after script under one name.
 _importable: dict[str, tuple[int, bool]] = {}
 
 #: Packages whose loaders every interpreter has.
@@ -47,7 +46,7 @@ def is_importable(module_name: str) -> bool:
 def travels_by_value(obj: Any) -> bool:
     """Return whether a class or function is sent by value: a fresh interpreter could not import its top module."""
     name = getattr(obj, "__module__", None)
-    # By the top module: no finder knows the modules that a library makes by hand in its own package.
+    # The top module counts, since no finder knows modules that a library makes by hand in its own package.
     return isinstance(name, str) and not is_importable(name.partition(".")[0])
 
 
@@ -62,11 +61,11 @@ def private_modules() -> tuple[str, ...]:
 
 
 def _may_be_private(name: str, folders: set[str]) -> bool:
-    """Return whether a loaded module is worth to be looked up, which takes 0.1 ms.
+    """Return whether a loaded module may be private. A full look-up takes 0.1 ms.
 
     Args:
-        name: Of the module.
-        folders: Those of `sys.path`.
+        name: Name of the module.
+        folders: Folders of `sys.path`.
     """
     module = sys.modules.get(name)
     if name in ("__main__", "__mp_main__") or not isinstance(module, types.ModuleType):
@@ -94,7 +93,7 @@ def _is_of_python(loader: Any) -> bool:
 
 
 def _find(module_name: str) -> bool:
-    """Return what `is_importable` returns.
+    """Find the answer for `is_importable`.
 
     Raises:
         OSError: A folder could not be read.
@@ -127,28 +126,29 @@ def _find(module_name: str) -> bool:
 
 
 def _is_private(finder: Any) -> bool:
-    """Return whether a finder was defined in a private module, which no other process runs."""
+    """Return whether a finder was defined in a private module."""
     kind = finder if isinstance(finder, type) else type(finder)
     root = kind.__module__.partition(".")[0]
     if root in _OF_PYTHON:
         return False
-    # Not `is_importable`, which would ask the finder.
+    # `is_importable` would ask the finder.
     return root == "__main__" or importlib.machinery.PathFinder.find_spec(root) is None
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The way to a function or class that an importable module has under a name."""
+    """A reference to a function or class that an importable module has under a name."""
 
     module: str
-    #: As `__qualname__`.
+    #: Qualified name.
     name: str
-    #: Attributes from the object of that name to the function, below its decorators; empty: it is that object.
+    #: Attributes from the object of that name to the function below its decorators; empty: the object is the
+    #: function.
     steps: tuple[str, ...] = ()
 
 
 def find_reference(obj: Any) -> Reference | None:
-    """Return how another process imports a function or class; `None`: it travels by value.
+    """Return the reference by which another process imports a function or class; `None`: it travels by value.
 
     Args:
         obj: A function, a class, or another callable with `__module__` and `__qualname__`.
@@ -164,7 +164,7 @@ def find_reference(obj: Any) -> Reference | None:
 
 
 def find_in_module(module: str, name: str) -> Any:
-    """Return what a loaded module has under a qualified name; `None`: nothing. Nothing is computed for it."""
+    """Return a loaded module's object by its qualified name, without computing it; `None`: no such object."""
     found = find_in_namespace(module, name)
     if found is None and module in sys.modules and "." not in name:
         # A module's own `__getattr__`.
@@ -173,7 +173,7 @@ def find_in_module(module: str, name: str) -> Any:
 
 
 def resolve(module: str, name: str, steps: tuple[str, ...] = ()) -> Any:
-    """Import what a `Reference` names.
+    """Import the object of a `Reference`.
 
     Raises:
         ImportError: The module cannot be imported.

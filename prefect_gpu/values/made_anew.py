@@ -1,9 +1,9 @@
-"""Objects that Python cannot pickle, or that must stay one object, and how the other process gets them.
+"""Objects that Python cannot pickle, or that must stay one object: their pickle reductions.
 
-Locks, caches, context variables and the like have no state worth keeping, or one that is what they wrap: the other
-process makes them anew. An object without state that a module has under a name, such as `dataclasses.MISSING`, is
-compared by `is`: it stays the object of that name. Objects that belong to one process (threads, running programs, open
-files) are refused.
+Locks, caches, context variables and the like have no state worth keeping, or only a wrapped function: the other
+process makes them anew. An object without state that a module has under a name, such as `dataclasses.MISSING`,
+is compared by `is`: it stays the object of that name. Objects that belong to one process (threads, running
+programs, open files) are refused.
 
 Functions and classes are in `by_value`; objects of frameworks in the adapters.
 """
@@ -37,7 +37,7 @@ from prefect_gpu.values.importable import (
 )
 from prefect_gpu.values.stand_ins import stand_in
 
-#: What makes an object anew: a callable and its arguments, as in a pickle reduction.
+#: A callable that makes an object anew, and its arguments, as in a pickle reduction.
 Made = tuple[Any, ...]
 
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
@@ -53,7 +53,7 @@ SYNCHRONISATION: tuple[type, ...] = (
 )
 
 
-# By type: how an object is made anew.
+# Reductions by type.
 
 
 def _event(event: threading.Event) -> Made:
@@ -69,7 +69,7 @@ def _make_event(is_set: bool) -> threading.Event:
 
 def _context_variable(variable: contextvars.ContextVar[Any]) -> Made:
     nothing: Any = _Nothing
-    # Only an empty context tells the default.
+    # Only an empty context gives the default.
     try:
         default = contextvars.Context().run(variable.get)
     except LookupError:
@@ -115,12 +115,12 @@ def _make_cached_property(
 
 
 def _make_reference(target: Any) -> weakref.ref[Any]:
-    # Without a target: it has ended.
+    # Without a target, a reference to an object that has ended.
     return weakref.ref(_Ended() if target is None else target)
 
 
 class _Ended:
-    """Is gone as soon as it is made."""
+    """Ends as soon as it is made."""
 
 
 def _new_type(found: Any) -> Made:
@@ -165,7 +165,7 @@ _ANEW: dict[type, Callable[[Any], Made]] = {
 #: Types of which libraries have objects that a script may refer to, and compare by `is`.
 _OF_LIBRARIES = (object, contextvars.ContextVar)
 
-#: Types whose objects pickle names by their module: made anew where that is private.
+#: Types whose objects pickle names by their module. They are made anew if the module is private.
 _NAMED_TYPES: dict[type, Callable[[Any], Made]] = {
     typing.NewType: _new_type,
     typing.ParamSpec: lambda found: (typing.ParamSpec, (found.__name__,)),
@@ -180,13 +180,13 @@ _REFUSED = {
 }
 
 
-#: By package: how its compiled functions and models are made anew.
+#: Reductions of compiled functions and models, by package.
 _FRAMEWORKS: dict[str, Callable[[Any], Any]] = {
     "torch": reduce_compiled,
     "tensorflow": reduce_traced,
 }
 
-#: How the names of their types end.
+#: Ends of the names of their types.
 _COMPILED = (
     "ScriptFunction",
     "RecursiveScriptModule",
@@ -201,7 +201,7 @@ _QUEUES = ("queue.Queue", "queue.LifoQueue", "queue.PriorityQueue", "_queue.Simp
 
 
 def is_shared(value: object) -> bool:
-    """Return whether the threads of one process wait for each other with an object: a new one would serve none of them."""
+    """Return whether an object synchronises the threads of one process, so that a copy would have no use."""
     kind = type(value)
     return isinstance(value, SYNCHRONISATION) or f"{kind.__module__}.{kind.__qualname__}" in _QUEUES
 
@@ -239,9 +239,9 @@ class NamedObjects:
 
     def __init__(self, to_flow: bool) -> None:
         self._to_flow = to_flow
-        #: By type: how its objects are reduced; `None`: as pickle does it.
+        #: Reductions by type; `None`: pickle's own.
         self._rules: dict[type, Callable[[Any], Any] | None] = {}
-        #: By id: the module and the name of objects that modules have under a name.
+        #: Modules and names of named objects, by id.
         self._names: dict[int, tuple[str, str]] | None = None
         self._users: dict[int, tuple[str, str]] | None = None
 
@@ -298,29 +298,29 @@ class NamedObjects:
         if name is None or find_in_namespace(*name) is not obj:
             return NotImplemented
         if getattr(obj, "__dict__", None) or copyreg._slotnames(kind):  # type: ignore[attr-defined]
-            # It has a state, which may be another one in the other process.
+            # The object has a state, which may differ in the other process.
             return NotImplemented
         if is_importable(name[0]):
             return resolve, name
         return _make, (name, not self._to_flow, object.__new__, (kind,))
 
     def _name_of(self, obj: Any) -> tuple[str, str] | None:
-        """Return the name that a module has for an object that may be made anew; `None`: none has one."""
+        """Return the module and the name of an object that may be made anew; `None`: no module has it under a name."""
         if self._names is None:
             modules = ("__main__", *private_modules(), *users_modules())
             self._names = {id(value): name for name, value in _held(modules)}
         name = self._names.get(id(obj))
         if name is None and type(obj) in _OF_LIBRARIES:
             name = _named_by_libraries(len(sys.modules)).get(id(obj))
-            # It may be another object by now.
+            # The name may be another object's by now.
             name = None if name is None or find_in_namespace(*name) is not obj else name
         return name
 
     def importable_name(self, obj: Any) -> tuple[str, str] | None:
-        """Return the name that an importable module, the user's or that of an object's type, has for the object.
+        """Return an object's name in an importable module of the user or of the object's type.
 
         Returns:
-            `None`: none has one.
+            `None`: no such name.
         """
         if self._users is None:
             self._users = {id(value): name for name, value in _held(users_modules())}
@@ -331,10 +331,10 @@ class NamedObjects:
 
 @functools.lru_cache(maxsize=1)
 def _named_by_libraries(modules: int) -> dict[int, tuple[str, str]]:
-    """Return the names of all modules for such objects, by their ids: 0.05 s for two thousand modules.
+    """Return the names of objects of `_OF_LIBRARIES` in all modules, by id: 0.05 s for two thousand modules.
 
     Args:
-        modules: How many there are: with another number, they are looked through again.
+        modules: Number of modules. With another number, the cached result is renewed.
     """
     return {id(v): name for name, v in _held(sys.modules) if type(v) in _OF_LIBRARIES}
 
@@ -349,7 +349,7 @@ def own_name(obj: Any) -> tuple[str, str] | None:
 
 
 def _is_plain(kind: type) -> bool:
-    """Return whether pickle takes an object of a type apart itself, into its attributes."""
+    """Return whether pickle itself reduces objects of a type to their attributes."""
     as_python: Any = object
     return (
         kind.__reduce_ex__ is as_python.__reduce_ex__
@@ -363,7 +363,7 @@ def _is_plain(kind: type) -> bool:
 
 
 def _held_near(kind: type) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield the objects of a type that its module, and the packages of that, have under a name."""
+    """Yield the objects of a type that the type's module and its packages have under a name."""
     name = kind.__module__
     while isinstance(name, str) and name:
         yield from (each for each in _held([name]) if type(each[1]) is kind)
@@ -371,7 +371,7 @@ def _held_near(kind: type) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def _held(modules: Any) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield what modules have under a name, with the module and the name."""
+    """Yield the named objects of modules, with module and name."""
     for module in list(modules):
         for name, value in list((look_at(module, "__dict__") or {}).items()):
             yield (module, name), value
@@ -387,9 +387,9 @@ def _make(
 
     Args:
         name: A module, and the name in it; `None`: the object has no name.
-        keeps: The module has the new one under that name from now on.
-        make: Makes a new one.
-        arguments: Of `make`.
+        keeps: Store the new object in the module under that name.
+        make: Makes a new object.
+        arguments: Arguments of `make`.
     """
     made = make(*arguments)
     if name is None:
@@ -411,11 +411,11 @@ _DISPATCH_CODE = functools.singledispatch(_make_event).__code__  # type: ignore[
 def reduce_function(function: types.FunctionType, keeps: bool) -> Any:
     """Return a reduction of a function that wraps another one and has more than Python can pickle, or `NotImplemented`.
 
-    It is made anew of what it wraps, with the same options as far as it tells them.
+    The wrapped function is wrapped again, with the same options as far as they can be read.
 
     Args:
         function: Any function.
-        keeps: As in `_make`.
+        keeps: See `_make`.
     """
     made = _reduce_wrapper(function)
     if made is NotImplemented:
@@ -433,7 +433,7 @@ def _reduce_wrapper(function: types.FunctionType) -> Any:
     if _made_by(function, "pydantic"):
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         if "wrapper" not in cells:
-            # Another decorator of pydantic's, such as that of its first version.
+            # Another decorator of pydantic, such as its first version's.
             return NotImplemented
         options: Any = getattr(cells["wrapper"].cell_contents, "__self__", None)
         config = getattr(getattr(options, "config_wrapper", None), "config_dict", None)
@@ -443,7 +443,7 @@ def _reduce_wrapper(function: types.FunctionType) -> Any:
 
 
 def _made_by(function: types.FunctionType, package: str) -> bool:
-    """Return whether a package's decorator made a function that has another one's name."""
+    """Return whether a package's decorator made a function."""
     made = function.__globals__.get("__name__", "")
     return made.partition(".")[0] == package and hasattr(function, "__wrapped__")
 

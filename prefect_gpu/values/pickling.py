@@ -1,12 +1,12 @@
-"""Pickling of users' values on their way between processes.
+"""Pickling of users' values.
 
-What another process can import travels by reference, other functions and classes by value (`by_value`), locks and the
-like are made anew (`made_anew`), exceptions arrive whole (`exceptions`). Classes keep their identity, so `except MyError`
-and `isinstance` hold in the flow. Values on a device travel as host copies. Large buffers (NumPy's, pandas', storages of
-PyTorch) are left where they are, beside the stream (pickle protocol 5). What cannot be pickled is refused with its type
-and the path to it.
+Importable functions and classes travel by reference, others by value (`by_value`). Locks and the like are made
+anew (`made_anew`), exceptions arrive whole (`exceptions`). Classes keep their identity, so `except MyError` and
+`isinstance` hold in the flow. Values on a device travel as host copies. Large buffers (NumPy's, pandas',
+storages of PyTorch) stay outside the stream (pickle protocol 5). Other values are refused with their type and
+path.
 
-How packed values travel is in `transport`; when they are sent is up to the launcher and the child.
+`transport` sends packed values; the launcher and the child decide when.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Pack = Callable[[Sequence[memoryview], Sequence[memoryview]], PackedValue]
 #: object separately anyway (`FRAME_SIZE_TARGET`).
 _BESIDE_BYTES = 64 * 1024
 
-#: Length of the path to what cannot be pickled, at most.
+#: Most parts of the path to a value that cannot be pickled.
 _LONGEST_PATH = 8
 
 #: Ways to pickle an exception, tried in this order.
 _WHOLE, _BY_PARTS, _TRIMMED = "whole", "by parts", "trimmed"
 
-#: What returns to the flow's process.
+#: Values that return to the flow's process.
 _TO_FLOW = ("return value", "exception", "transaction")
 
 
@@ -63,7 +63,7 @@ class _Output:
         self.stream.append(memoryview(data))
 
     def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a buffer, unless it is small; `True`: it goes into the stream."""
+        """Take a buffer unless it is small; `True`: the buffer goes into the stream."""
         view = buffer.raw()
         if view.nbytes < _BESIDE_BYTES:
             return True
@@ -76,10 +76,10 @@ class ValuePickler(ByValuePickler):
 
     Args:
         output: Takes the stream and the buffers.
-        reducers: Of the frameworks in use.
+        reducers: Reducers of the frameworks in use.
         error_way: How exceptions are pickled.
-        problems: Found by the pickler that tries a part with this one.
-        options: Of `ByValuePickler`.
+        problems: Known problems, of the pickler that tries a part with this one.
+        options: Arguments of `ByValuePickler`.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class ValuePickler(ByValuePickler):
         self._reducers = reducers
         self._error_way = error_way
         self._options = options
-        #: By id: values that were tried, and what is wrong with each. Kept alive, so that the id stays theirs.
+        #: By id: tried values and their problems. Values are kept alive, so that their ids stay theirs.
         self._problems = {} if problems is None else problems
 
     def reducer_override(self, obj: Any) -> Any:
         """See `ByValuePickler.reducer_override`."""
         kind = type(obj)
-        # By the type: `__class__` of a module that loads itself late would load it.
+        # `__class__` would load a lazily loaded module.
         if not issubclass(kind, _NOT_REDUCED):
             for reduce in self._reducers:
                 reduction = reduce(obj)
@@ -114,7 +114,7 @@ class ValuePickler(ByValuePickler):
     def _find_problem(self, value: Any) -> str | None:
         # Each value once: else the time doubles, or worse, with each error in a chain of errors.
         if id(value) not in self._problems:
-            # In a cycle of errors, those that are being tried count as sent.
+            # In a cycle of errors, an error that is being tried counts as sent.
             self._problems[id(value)] = value, None
             self._problems[id(value)] = value, self._try(value)
         return self._problems[id(value)][1]
@@ -130,11 +130,11 @@ class ValuePickler(ByValuePickler):
 
 
 def load_call(data: PackedValue | ReceivedValue) -> Any:
-    """Return the call that a child received.
+    """Return the received call of a child.
 
-    Classes in it that the child cannot import exist in the flow's process: they go back by their id alone. Sent by
-    value, they would set every attribute of the flow's class anew: its class variables to the child's, its methods to
-    copies with other globals.
+    Its classes that the child cannot import exist in the flow's process, so they return by their id alone. By
+    value they would replace all attributes of the flow's class: its class variables by the child's, its methods
+    by copies with other globals.
 
     Raises:
         ResultError: The child cannot import a function or an argument.
@@ -147,11 +147,11 @@ def load_call(data: PackedValue | ReceivedValue) -> Any:
 
 
 def attribute(module: str, name: str) -> Apart:
-    """Return an attribute of a module of this process for a child that lacks it: by value, also where it can be imported.
+    """Return an attribute of a module of this process for a child that lacks it: by value, even if it is importable.
 
     Raises:
         AttributeError: This process has no such module, or the module no such attribute.
-        ResultError: It cannot be pickled.
+        ResultError: The attribute cannot be pickled.
     """
     value = find_in_module(module, name)
     if value is None and name not in (look_at(module, "__dict__") or {}):
@@ -161,10 +161,10 @@ def attribute(module: str, name: str) -> Apart:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A value inside another one that is unpickled only where it is asked for."""
+    """A pickled value inside another value. It is unpickled on request."""
 
     stream: bytes
-    #: Beside the stream.
+    #: Buffers beside the stream.
     buffers: tuple[Any, ...]
 
     @classmethod
@@ -173,21 +173,21 @@ class Apart:
 
         Args:
             value: Anything.
-            what: As in `dumps`.
-            name: As in `dumps`.
-            lacking: As in `ByValuePickler`.
+            what: See `dumps`.
+            name: See `dumps`.
+            lacking: See `ByValuePickler`.
 
         Raises:
-            ResultError: As in `dumps`.
+            ResultError: See `dumps`.
         """
         output = check(value, what, name, lacking=lacking)
         return cls(b"".join(output.stream), tuple(map(pickle.PickleBuffer, output.buffers)))
 
     def load(self) -> Any:
-        """Unpickle it. What it has of the parent's classes counts as if it had come with the call.
+        """Unpickle the value. Its classes of the parent count as received with the call.
 
         Raises:
-            Exception: It cannot be rebuilt here.
+            Exception: The value cannot be rebuilt here.
         """
         with arrivals():
             return pickle.loads(self.stream, buffers=self.buffers)
@@ -205,9 +205,9 @@ def dumps(
     Args:
         value: Anything.
         what: "return value", "exception", "argument" or "function", for the error.
-        name: How the error calls the value itself: "result".
-        reducers: Of the frameworks in use.
-        pack: Packs it.
+        name: Name of the value in the error: "result".
+        reducers: Reducers of the frameworks in use.
+        pack: Packs the value.
 
     Raises:
         ResultError: A part of it cannot be pickled (the error names its type and the path to it), or
@@ -224,15 +224,15 @@ def dumps(
 
 
 def refuse_shared(value: object, what: str, name: str) -> None:
-    """Refuse an argument or return value that is itself a lock or the like: a new one would guard nothing.
+    """Refuse an argument or return value that is itself a lock or the like, since a new one would guard nothing.
 
     Args:
-        value: As in `dumps`.
-        what: As in `dumps`.
-        name: As in `dumps`.
+        value: See `dumps`.
+        what: See `dumps`.
+        name: See `dumps`.
 
     Raises:
-        ResultError: It is one.
+        ResultError: The value is a lock or the like.
     """
     if made_anew.is_shared(value):
         kind = type(value).__name__.strip("_").capitalize()
@@ -254,20 +254,20 @@ def check(
     """Pickle a value without packing it.
 
     Args:
-        value: As in `dumps`.
-        what: As in `dumps`.
-        name: As in `dumps`.
-        reducers: As in `dumps`.
-        depth: How far to look for what cannot be pickled.
+        value: See `dumps`.
+        what: See `dumps`.
+        name: See `dumps`.
+        reducers: See `dumps`.
+        depth: Depth of the search for the part that cannot be pickled.
         error_way: How exceptions are pickled.
-        lacking: As in `ByValuePickler`.
+        lacking: See `ByValuePickler`.
 
     Raises:
-        ResultError: As in `dumps`.
+        ResultError: See `dumps`.
     """
     to_flow = what in _TO_FLOW
     try:
-        # What annotations name is of use to few, and may be what cannot be pickled.
+        # Names in annotations are rarely needed, and may be the part that cannot be pickled.
         for with_hints in (True, False):
             output = _Output()
             try:
@@ -297,10 +297,10 @@ def check(
 
 
 def loads(data: PackedValue | ReceivedValue, what: str) -> Any:
-    """Unpickle a value from the other process, in place: its buffers are those that were received.
+    """Unpickle a value from the other process in place, over the received buffers.
 
     Raises:
-        ResultError: It cannot be rebuilt here.
+        ResultError: The value cannot be rebuilt here.
     """
     try:
         return _load(data)
@@ -318,8 +318,8 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
     """Pickle an exception so that it can be unpickled in any case.
 
     Returns:
-        The exception, packed. What cannot be pickled of its attributes is left out and named in a note. Where its class
-        cannot be pickled, or an exception of it cannot be shown, a `ResultError` that names its type and contains its text.
+        The packed exception. Attributes that cannot be pickled are left out and named in a note. If the class
+        cannot be pickled, or the exception cannot be shown, a `ResultError` with its type and text.
     """
     problem: Exception | None = None
     for way in (_WHOLE, _BY_PARTS, _TRIMMED):
@@ -344,7 +344,7 @@ def _check_exception(data: PackedValue, error: BaseException, exactly: bool) -> 
     """Make sure that an exception has arrived, as Prefect uses it.
 
     Raises:
-        Exception: It is another type, its text cannot be had, or is not the same.
+        Exception: The type or the text differs, or the text cannot be read.
     """
     try:
         again = _load(data)

@@ -1,8 +1,8 @@
-"""What the module-level code of a script has registered with a library: for Keras it travels, else an error has a note.
+"""Registrations by module-level code of a script: Keras' travel, and errors of other libraries get a note.
 
 Module-level code of a script does not run in a task's process. Keras finds the classes of a model by its registry, so the
-registry's private classes are registered there, too, once Keras is imported. Other registries have no place to read them
-from; an error that such a library raises gets a note that says what to do.
+registry's private classes are registered there, too, once Keras is imported. Other registries cannot be read;
+an error of such a library gets a note with remedies.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from prefect_gpu.values.by_value import Key
 from prefect_gpu.values.importable import travels_by_value
 from prefect_gpu.values.stand_ins import stand_in
 
-#: Words of errors that libraries raise for what was not registered: Keras, `codecs`, OmegaConf, Transformers, PyTorch.
+#: Words in errors about missing registrations: Keras, `codecs`, OmegaConf, Transformers, PyTorch.
 _UNREGISTERED = re.compile(
     r"regist|deserializ|unknown (encoding|error handler)|unsupported interpolation|unrecognized configuration"
     r"|could not locate|_OpNamespace|add_safe_globals",
     re.IGNORECASE,
 )
 
-#: What is said then.
+#: Note for such errors.
 NOTE = (
     "The module-level code of a script does not run in the process of a GPU task. If something is registered there, "
     "register it in a module that the script imports, or in the task"
@@ -35,7 +35,7 @@ NOTE = (
 
 
 def find_registered() -> dict[str, Key]:
-    """Return the private functions and classes in Keras' registry, by the name that they are registered under."""
+    """Return the private functions and classes in Keras' registry, by their registered names."""
     keras = imported("keras", "saving")
     if keras is None:
         return {}
@@ -68,10 +68,10 @@ def _register(registered: Mapping[str, Key]) -> None:
 
 
 def add_note(error: BaseException, function: Any) -> None:
-    """Add a note to an error that may come of a registration by a script's module-level code.
+    """Add a note to an error whose cause may be a registration by a script's module-level code.
 
     Args:
-        error: What the body of a task raised.
+        error: Exception of a task's body.
         function: The body.
     """
     try:

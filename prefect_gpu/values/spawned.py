@@ -1,14 +1,14 @@
-"""What a body passes to processes that it starts with `multiprocessing`, and what they return.
+"""Functions and classes that a body passes to processes of `multiprocessing`, and their results.
 
-Such a process imports functions and classes by the names of their modules. It cannot import those of the user's
-`__main__`, of a notebook or of a script that was loaded by path, since none of these runs in it. Here they travel by
-value instead, as from the flow's process to the task's (`by_value`). That holds for all that uses the pickler of
-`multiprocessing`, with each start method: `Process`, `Pool`, `ProcessPoolExecutor`, `torch.multiprocessing.spawn` and the
-workers of a `DataLoader`.
+Such a process imports functions and classes by the names of their modules. The user's `__main__`, a notebook or
+a script that was loaded by path does not run in it, so functions and classes of these travel by value, as from
+the flow's process to the task's (`by_value`). This holds for all users of the pickler of `multiprocessing`,
+with each start method: `Process`, `Pool`, `ProcessPoolExecutor`, `torch.multiprocessing.spawn` and the workers
+of a `DataLoader`.
 
-Where they arrive, it is as if their module was imported there: a function or class that a process has under a name
-stays the one of that name, and functions of one module share their global variables. A variable that exists keeps its
-value. So what the initializer of a `Pool` assigns, the functions see that it calls.
+A receiving process treats them as if it had imported their module: functions, classes and variables that it already has
+under their names stay, and functions of one module share their global variables. So the functions of a `Pool` see the
+variables that its initializer sets.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.values.by_value import ByValuePickler, Key, find
 from prefect_gpu.values.importable import travels_by_value
 
-#: How functions and classes were sent, or have arrived.
+#: Pickled functions and classes that were sent or received.
 _sent: dict[Key, bytes] = {}
 
 
 def install() -> None:
-    """Make the pickler of `multiprocessing`, in this process, send by value what others cannot import."""
+    """Make the pickler of `multiprocessing` in this process send private functions and classes by value."""
     PROCESS_RESOURCES.after_fork(ForkingPickler, _release_in_fork)
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
 
@@ -58,13 +58,13 @@ def load(key: Key | None, data: bytes | None, problem: str = "") -> Any:
 
     Args:
         key: `None`: it has no name of its own.
-        data: What `ByValuePickler` wrote; `None`: it cannot be sent by value.
-        problem: Why.
+        data: Output of `ByValuePickler`; `None`: it cannot be sent by value.
+        problem: Reason why it cannot be sent.
 
     Raises:
         pickle.UnpicklingError: It cannot be sent by value, and this process does not have it.
     """
-    # What this process sends back may be such a class, too.
+    # This process may send such a class back.
     install()
     found = find(key)
     if found is not None:
@@ -96,11 +96,11 @@ def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
             if key is None:
                 raise
             if find_in_namespace(*key) is obj and key[0] in sys.modules and key[0] != "__main__":
-                # A library's own: its module can be imported, though no finder knows it.
+                # A library's module can be imported, though no finder knows it.
                 return NotImplemented
             if not _is_forked():
                 raise
-            # A process that was forked has it.
+            # A forked process has it.
             return load, (key, None, short_text(error))
         data = file.getvalue()
         if key is not None:
@@ -115,7 +115,7 @@ def _key(obj: Any) -> Key | None:
 
 
 def _is_forked() -> bool:
-    """Return whether this process may be, or have, a fork of `multiprocessing`'s: the two know the same."""
+    """Return whether this process may be, or have, a fork of `multiprocessing`: both have the same functions and classes."""
     if multiprocessing.parent_process() is not None:
         return True
     started = (getattr(each, "_popen", None) for each in multiprocessing.active_children())

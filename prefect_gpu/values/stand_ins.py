@@ -1,10 +1,11 @@
 """Modules of the flow's process that this process cannot import: `__main__`, and modules that were loaded by path.
 
-In a process that received functions or classes by value, a stand-in has the name of their module and holds what has
-arrived, so that `pickle`, `typing.get_type_hints` and `import __main__` find it there. A name that a stand-in lacks is
-asked of the flow's process, once, and arrives by value. Module-level code of the script does not run here.
+In a process that received functions or classes by value, a stand-in has the name of their module and holds
+them, so that `pickle`, `typing.get_type_hints` and `import __main__` find them. For a missing name a stand-in
+asks the flow's process once, and the object arrives by value. Module-level code of the script does not run
+here.
 
-How a name is asked for is set by the task's process (`set_source`). How functions and classes are made is in `by_value`.
+The task's process sets the way to ask (`set_source`). `by_value` makes functions and classes.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Source = Callable[[str, str], Any]
 
 
 class _Asking:
-    """How this process asks for names. A stand-in is read by any thread."""
+    """The state of asking for names. Any thread may read a stand-in."""
 
     def __init__(self) -> None:
         self.source: Source | None = None
         #: Names that the flow's process does not have, with their modules.
         self.absent: set[tuple[str, str]] = set()
-        #: `names`: those that a thread asks for. What arrives may need itself.
+        #: `names`: the names that a thread is asking for, since an arriving object may need itself.
         self.by_thread = threading.local()
         PROCESS_RESOURCES.after_fork(self, _Asking._renew)
 
@@ -46,10 +47,10 @@ _asking = _Asking()
 
 
 def set_source(source: Source | None) -> None:
-    """Set how names are asked of the flow's process; `None`: they no longer are.
+    """Set the function that asks the flow's process for names; `None`: ask no more.
 
     Args:
-        source: Called with the name of a module and of its attribute; raises `AttributeError` if there is none.
+        source: Called with the name of a module and of its attribute; raises `AttributeError` for an unknown name.
     """
     _asking.source = source
 
@@ -57,7 +58,7 @@ def set_source(source: Source | None) -> None:
 class StandIn(ModuleType):
     """Stands for a module of the flow's process."""
 
-    #: Tells `importable` that no interpreter can import it.
+    #: Tells `importable` that no interpreter can import the module.
     stands_in = True
 
     def __getattr__(self, name: str) -> Any:
@@ -68,12 +69,12 @@ class StandIn(ModuleType):
 
 
 def fetch(module: str, name: str) -> Any:
-    """Return an attribute of a module of the flow's process, by value. One that it lacks is asked for once.
+    """Return an attribute of a module of the flow's process, by value. A missing name is asked for once.
 
-    No lock is held: what arrives may import modules, which other threads may be importing that wait here.
+    No lock is held: an arriving object may import modules that other threads, waiting here, are importing.
 
     Raises:
-        AttributeError: There is none, it cannot be sent, or this process cannot ask.
+        AttributeError: The attribute does not exist or cannot be sent, or this process cannot ask.
     """
     key, source = (module, name), _asking.source
     names: set[tuple[str, str]] = vars(_asking.by_thread).setdefault("names", set())
@@ -90,7 +91,7 @@ def fetch(module: str, name: str) -> Any:
 
 
 def stand_in(name: str) -> ModuleType:
-    """Return the module of a name for functions that travel by value, made if there is none.
+    """Return the module of a name for functions that travel by value; make it if needed.
 
     A module that this process can import is imported.
     """
@@ -114,7 +115,7 @@ def namespace(name: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the global variables of functions of a module that travel by value.
 
     Args:
-        name: Of the module.
+        name: Name of the module.
         attributes: `__file__`, `__package__` and the like, which a stand-in does not have yet.
     """
     module = stand_in(name)
@@ -148,10 +149,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(private: Iterable[str], users: Iterable[str]) -> None:
-    """Give this process a `__main__` that stands for that of the flow, and make modules ask for what they lack.
+    """Give this process a stand-in for the flow's `__main__`, and make modules ask for missing names.
 
     Args:
-        private: Names of the modules that the flow's process has and no fresh interpreter can import.
+        private: Names of modules of the flow's process that no fresh interpreter can import.
         users: Names of the user's other modules there: a script may have added to them.
     """
     stand_in("__main__")
@@ -179,5 +180,5 @@ def _ask_for_missing(name: str) -> None:
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
         return vars(module).setdefault(attribute, fetch(name, attribute))
 
-    # A module that has one knows its names better.
+    # A module's own `__getattr__` takes precedence.
     vars(module).setdefault("__getattr__", ask)

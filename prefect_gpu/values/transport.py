@@ -3,18 +3,17 @@
 From the bottom up:
 
 - A *frame* is a kind (1 byte), a length (8 bytes, big-endian) and that many bytes. `FrameReader`
-  reads them, on both sides. A stream that ends inside a frame means that its sender died; it is no
-  error of the protocol.
+  reads them, on both sides. A stream that ends inside a frame means that its sender died, which is no error of
+  the protocol.
 - A *memory file* is memory without a name that passes from process to process by descriptor. It is
-  written once, sealed, and mapped privately: what is mapped can be written to, and no other process
-  sees the change. When its last descriptor and its last mapping are gone, the memory is freed,
-  whichever process died.
+  written once, sealed, and mapped privately: no other process sees a change of the mapping. When its last
+  descriptor and its last mapping are gone, the memory is freed, also after the death of a process.
 - A *value* is pickled by `values` into a stream and large buffers beside it. `pack` makes a
   `PackedValue` of both, which is one frame and the memory files sent with it. The other side turns it
   into a `ReceivedValue`, which is unpickled in place. Small values are a frame without files; so are
   all values where the system has no memory files (macOS).
 
-What the frames say is in `messages`. The sockets belong to `launcher` and to the child's channel.
+`messages` has the contents of frames. The sockets belong to `launcher` and to the child's channel.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _COMPARE_BYTES = 64 << 10
 #: descriptor: a quarter of the usual limit (1,024). Further files are copied into plain memory.
 _MOST_MAPPED = 256
 
-#: Alignment of the parts of a file and of a frame, in bytes: that of the frameworks' own memory.
+#: Alignment of the parts of a file and of a frame, in bytes, as in the frameworks' own memory.
 _ALIGNMENT = 64
 
 #: Mappings that keep a descriptor.
@@ -66,7 +65,7 @@ class MemoryFile(io.FileIO):
     """A memory file, closed with the last reference to this object, or by a fork; mappings stay.
 
     Args:
-        descriptor: Of the file; this object owns it.
+        descriptor: Descriptor of the file; this object owns it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -81,7 +80,7 @@ class MemoryFile(io.FileIO):
         """Map the whole file, copy on write.
 
         Raises:
-            ProtocolError: It cannot be mapped.
+            ProtocolError: The file cannot be mapped.
         """
         try:
             return _map_privately(self.fileno(), os.fstat(self.fileno()).st_size)
@@ -91,7 +90,8 @@ class MemoryFile(io.FileIO):
     def holds(self, parts: Sequence[memoryview]) -> bool:
         """Return whether the file holds exactly these bytes, as `write_file` lays them out."""
         offsets, end = lay_out([part.nbytes for part in parts])
-        # As bytes: comparing views goes element by element, with the interpreter's lock held throughout.
+        # `bytes` are compared at once; views would be compared element by element, with the interpreter's lock
+        # held.
         return os.fstat(self.fileno()).st_size == end and all(
             os.pread(self.fileno(), len(piece := part[at : at + _COMPARE_BYTES]), offset + at)
             == piece.tobytes()
@@ -119,8 +119,8 @@ def lay_out(sizes_bytes: Sequence[int], alignment: int = _ALIGNMENT) -> tuple[li
     """Return the offset of each part of a file, and the end of the last one.
 
     Args:
-        sizes_bytes: Of the parts, in order.
-        alignment: Parts begin at multiples of so many bytes.
+        sizes_bytes: Sizes of the parts, in order.
+        alignment: Parts begin at multiples of this number of bytes.
     """
     offsets, end = [], 0
     for size_bytes in sizes_bytes:
@@ -155,12 +155,12 @@ HEADER: Final = struct.Struct("!BQ")
 
 #: Kinds of frames: a message of `messages`.
 MESSAGE: Final = 1
-#: A value in parts: a table of the parts, and those that are not in memory files.
+#: A value in parts: a table of the parts, and the parts outside memory files.
 VALUE: Final = 2
 #: JSON that the child's bootstrap reads before it can import anything; only to a child, and first.
 BOOT: Final = 3
 
-#: Length that a frame may have. A longer one is garbage on the stream, not a frame.
+#: Longest frame. A larger length is garbage on the stream.
 LONGEST_FRAME_BYTES: Final = 1 << 44
 
 #: Bytes from which a frame's body gets memory of its own from the system: it is not filled with zeros
@@ -170,7 +170,7 @@ MAPPED_BYTES: Final = 1 << 20
 #: A frame's body: bytes that pickle reads in place.
 FrameBody: TypeAlias = bytearray | mmap.mmap
 
-#: Descriptors that come with one message at most: Linux's own limit (`SCM_MAX_FD`).
+#: Most descriptors of one message: Linux's own limit (`SCM_MAX_FD`).
 _MOST_DESCRIPTORS = 253
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
@@ -188,7 +188,7 @@ def allocate_body(size_bytes: int) -> FrameBody:
     """Allocate memory for a frame's body.
 
     Raises:
-        ProtocolError: There is not enough.
+        ProtocolError: There is not enough memory.
     """
     try:
         if size_bytes < MAPPED_BYTES:
@@ -202,8 +202,8 @@ def allocate_body(size_bytes: int) -> FrameBody:
 def send(channel: socket.socket, data: memoryview, files: Sequence[MemoryFile] = ()) -> int:
     """Send some of `data`, and all of `files` with its first byte.
 
-    The kernel hands descriptors over with the byte that they were sent with, and never joins that
-    byte to earlier ones.
+    The kernel delivers descriptors with the byte that they were sent with, and never joins that byte to earlier
+    bytes.
 
     Returns:
         Number of bytes sent; the files were sent with them.
@@ -246,27 +246,27 @@ def _receive(channel: socket.socket, memory: memoryview) -> tuple[int, list[Memo
 
 
 class Frame(NamedTuple):
-    """One frame that was received."""
+    """A received frame."""
 
     kind: int
     body: FrameBody
-    #: Memory files that came with its bytes.
+    #: Memory files that came with the frame's bytes.
     files: tuple[MemoryFile, ...] = ()
 
 
 class FrameReader:
-    """Reads frames from a socket, in whatever pieces their bytes come.
+    """Reads frames from a socket, in pieces of any size.
 
-    Bytes are received straight into the memory of the frame that they belong to, and never past its
-    end. So it serves a socket that blocks as well as one that does not.
+    Bytes are received straight into the memory of their frame, and never past its end. So the socket may be
+    blocking or not.
     """
 
     def __init__(self) -> None:
         self._header = memoryview(bytearray(HEADER.size))
-        #: Of the frame that is being read; `None`: its header is not complete.
+        #: Kind of the frame that is being read; `None`: its header is not complete.
         self._kind: int | None = None
         self._body: FrameBody = bytearray()
-        #: Where the next bytes go.
+        #: Memory for the next bytes.
         self._free = self._header
         self._files: list[MemoryFile] = []
 
@@ -283,7 +283,7 @@ class FrameReader:
         """Receive some bytes.
 
         Returns:
-            The frame that is complete with them; `None`: it is not complete yet.
+            The frame that these bytes complete; `None`: no frame is complete yet.
 
         Raises:
             EOFError: The other end is closed.
@@ -323,13 +323,13 @@ class FrameReader:
 #: descriptor on both sides.
 FILE_BYTES = 1 << 20
 
-#: Memory files of one value at most, each a descriptor. Large parts have a file each, so that releasing
-#: one frees its memory; the others share the last.
+#: Most memory files of one value, each with a descriptor. Large parts have a file each, so that releasing one
+#: frees its memory; the other parts share the last file.
 MOST_FILES = 16
 
 _COUNT = struct.Struct("!I")
 
-#: Where a part is: the number of its file (-1: in the frame), its offset and its length in bytes.
+#: Place of a part: the number of its file (-1: in the frame), its offset and its length in bytes.
 _PART = struct.Struct("!iQQ")
 
 #: Writes parts to a memory file, or returns a file that holds them.
@@ -355,19 +355,19 @@ class PackedValue:
         return len(self.body) + sum(os.fstat(file.fileno()).st_size for file in self.files)
 
     def open(self) -> ReceivedValue:
-        """Read it in the process that packed it."""
+        """Read the value in the process that packed it."""
         return unpack(Frame(VALUE, self.body, self.files))
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedValue:
-    """A value that was received, still pickled. What is unpickled from it keeps its memory alive."""
+    """A received value, still pickled. Objects unpickled from it keep its memory alive."""
 
-    #: What pickle reads.
+    #: Pickle's stream.
     stream: memoryview = field(repr=False)
-    #: What pickle finds beside the stream.
+    #: Pickle's buffers beside the stream.
     buffers: tuple[memoryview, ...] = field(default=(), repr=False)
-    #: What it came in, whose memory files are open; `None`: parts that came on their own.
+    #: Frame of the value, whose memory files are open; `None`: parts without a frame.
     frame: Frame | None = field(default=None, repr=False)
 
 
@@ -376,15 +376,15 @@ def pack(
     buffers: Sequence[memoryview],
     write: WriteFile | None = write_file,
 ) -> PackedValue:
-    """Pack what `values` pickled. Large parts go into memory files, where the system makes them.
+    """Pack a pickled value. Large parts go into memory files, if the system makes them.
 
     Args:
-        stream: What pickle reads, in pieces.
-        buffers: What pickle finds beside the stream.
+        stream: Pickle's stream, in pieces.
+        buffers: Pickle's buffers beside the stream.
         write: Makes the files of buffers; `None`: everything is in the frame.
 
     Raises:
-        OSError: There is no memory for it (`ENOMEM`, `ENOSPC`).
+        OSError: There is no memory for the value (`ENOMEM`, `ENOSPC`).
         MemoryError: Likewise.
     """
     if AVAILABLE and write is not None:
@@ -393,13 +393,13 @@ def pack(
         except OSError as error:
             if error.errno in (errno.ENOMEM, errno.ENOSPC):
                 raise
-            # No descriptor left, a limit on the size of files, a sandbox: the frame needs none.
+            # No descriptor, a limit on the size of files, or a sandbox: the frame needs no file.
     return _pack(stream, buffers, None)
 
 
 def group_parts(sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of the parts that share each memory file; the others stay in the frame."""
-    # One file is for the stream, and one is shared by the other parts.
+    """Return the numbers of the parts in each memory file; the other parts stay in the frame."""
+    # One file is for the stream, and one for all other parts.
     own = [index for index, size in enumerate(sizes_bytes) if size >= FILE_BYTES][: MOST_FILES - 2]
     others = [index for index in range(len(sizes_bytes)) if index not in own]
     groups = [[index] for index in own]
@@ -448,12 +448,12 @@ def _pack(
 def unpack(frame: Frame) -> ReceivedValue:
     """Find a value's parts in its frame and its files.
 
-    Files are mapped, and open for as long as the returned value is there.
+    Files are mapped, and open as long as the returned value exists.
 
     Raises:
         ProtocolError: The parts do not fit the frame, or a file cannot be mapped.
     """
-    # The frame is the last, so that -1 finds it.
+    # The frame is last, at index -1.
     memory = [*(memoryview(file.map()) for file in frame.files), memoryview(frame.body)]
     parts: list[memoryview] = []
     try:

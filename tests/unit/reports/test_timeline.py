@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_gpu.measurements import Mark, Sample
+from prefect_gpu.measurements import Mark, Sample, Suspension
 from prefect_gpu.reports.canvas import (
     byte_ticks,
     clean,
@@ -17,7 +17,7 @@ from prefect_gpu.reports.canvas import (
     time_label,
     time_ticks,
 )
-from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS, SuspensionFacts
+from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
 from prefect_gpu.reports.timeline import (
     BAR_LIMIT,
     LANE_LIMIT,
@@ -167,7 +167,7 @@ def test_an_outline_keeps_both_extremes_of_each_stretch() -> None:
 
 
 def test_charts_show_for_what_a_process_was_suspended() -> None:
-    away = SuspensionFacts(2.0, 60.0, 1.5, 0.5, 8 * GIB, "task 'urgent'")
+    away = Suspension(2.0, 62.0, 1.5, 0.5, 8 * GIB, "task 'urgent'")
     report = task_report(run_s=10.0, suspensions=(away,))
     said = "suspended for 1m for task 'urgent', 8GiB in host memory"
     for svg in (task_timeline_svg(report), flow_gantt_svg([report])):

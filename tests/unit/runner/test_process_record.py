@@ -17,8 +17,8 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.measurements import Mark, StepFacts
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes.messages import BodyEnded
-from prefect_gpu.reports.model import ProcessPeak, TaskReport, past_run
-from prefect_gpu.runner.process_record import MOST_PROCESSES, ProcessRecord, Verdict
+from prefect_gpu.reports.model import ProcessPeak, TaskReport, Verdict, past_run
+from prefect_gpu.runner.process_record import MOST_PROCESSES, ProcessRecord
 from prefect_gpu.scheduling.history import HistoryKey, learn
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement

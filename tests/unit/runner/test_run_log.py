@@ -8,8 +8,8 @@ from uuid import UUID
 
 import pytest
 
-from prefect_gpu.measurements import Sample
-from prefect_gpu.reports.model import SuspensionFacts, TaskReport
+from prefect_gpu.measurements import Sample, Suspension
+from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.run_log import ended_line, flow_summary, placed_line
 from prefect_gpu.scheduling.history import HistoryKey
@@ -138,9 +138,7 @@ def test_a_process_holds_nothing_of_its_device_while_it_is_suspended() -> None:
         budget_bytes=60 * GIB,
         samples=(Sample(0.0, 0), Sample(10.0, 90 * GIB), Sample(44.0, 90 * GIB)),
         peak_process_bytes=90 * GIB,
-        suspensions=(
-            SuspensionFacts(20.0, 20.0, 4.0, 2.0, 90 * GIB, "other first runs", "device 0"),
-        ),
+        suspensions=(Suspension(20.0, 40.0, 4.0, 2.0, 90 * GIB, "other first runs", "device 0"),),
     )
     beside = replace(
         task_report(),

@@ -375,7 +375,7 @@ def test_fields_of_later_versions_are_passed_over() -> None:
     ],
 )
 def test_what_is_no_run_is_refused(texts: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"no run|could not convert|invalid literal"):
+    with pytest.raises(ValueError, match=r"is missing|could not convert|invalid literal"):
         PastRun.from_texts(texts)
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import CapacityError
+from prefect_gpu.measurements import Suspension
 from prefect_gpu.suspension import suspended
 from prefect_gpu.suspension.driver_calls import DriverCallError
 from prefect_gpu.suspension.eligibility import HOST_MARGIN_BYTES, Candidate
-from prefect_gpu.suspension.suspended import Stage, Suspender, Suspension
+from prefect_gpu.suspension.suspended import Stage, Suspender
 from prefect_gpu.units import GIB
 
 

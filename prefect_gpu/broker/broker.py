@@ -25,7 +25,7 @@ from typing_extensions import assert_never
 from prefect_gpu.broker import events
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.machine import Machine
-from prefect_gpu.broker.machine_state import MachineSettings, MachineState
+from prefect_gpu.broker.machine_state import MachineSettings
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
 from prefect_gpu.clock import Clock, RealClock
@@ -105,6 +105,7 @@ class Broker:
         read_host_available: Returns the bytes of the machine's memory that new processes could use.
         patience: How far a blocked task may be passed by later ones.
         preempts: Whether others' tasks are suspended or moved for its requests.
+        stepped: It starts no thread, does what there is to do in `look`, and raises what goes wrong: for simulated time.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Broker:
         read_host_available: Callable[[], int] = read_host_available_bytes,
         patience: Patience = PATIENCE,
         preempts: bool = True,
+        stepped: bool = False,
     ) -> None:
         self.reader = reader
         devices = reader.devices()
@@ -136,14 +138,14 @@ class Broker:
         #: Whether the ledger says that the task around this process waits.
         self._told_waits = False
         self._clock = clock or RealClock()
-        #: Guards all below. Functions of others (a ticket's callbacks, and a release, which calls the
-        #: ledger's watchers) are not called under it but put into `_calls`.
-        self._changed = threading.Condition()
+        self._stepped = stepped
+        #: Guards the inbox. Nothing is done while it is held.
+        self._arrived = threading.Condition()
+        self._inbox: deque[events.Event] = deque()
+        #: Guards the machine. Held while the broker's thread has it handle an event, and while a question is answered
+        #: from what it knows; never while the ledger or the devices are read, or a function of others is called.
+        self._known = threading.Condition()
         self._thread: threading.Thread | None = None
-        #: Readings that the thread has not taken in.
-        self._arrived: list[Reading] = []
-        #: Called by the thread, in this order, without the lock.
-        self._calls: list[Callable[[], object]] = []
         #: Called with every reading.
         self._watchers: list[Callable[[Reading], None]] = []
         #: Called with each device that is set aside, and the reason.
@@ -153,11 +155,11 @@ class Broker:
         self._sampler = Sampler(
             reader,
             self._roots,
-            self._on_reading,
+            lambda reading: self._put(events.Read(reading)),
             clock=self._clock,
             read_host_available=read_host_available,
         )
-        self._subscription = ledger.subscribe(self._look_again)
+        self._subscription = ledger.subscribe(lambda: self._put(events.LedgerChanged()))
         settings = MachineSettings(
             reader.kind,
             style,
@@ -199,8 +201,8 @@ class Broker:
     @property
     def wants_host_memory(self) -> bool:
         """Whether a request waits for memory of the machine itself, which standbys may hold."""
-        with self._changed:
-            known = self._look()
+        with self._known:
+            known = self._machine.known
             reading = known.view.reading
             if reading is None or not known.waiting:
                 return False
@@ -230,18 +232,26 @@ class Broker:
         ticket = Ticket(
             replace(request, id=request_id, submitted_s=now_s, ancestors=self._ancestors)
         )
-        with self._changed:
-            if self._machine.lost:
-                raise DeviceError(self._machine.lost)
-            self._start()
-            self._sampler.set_active(True)
-            self._handle(events.Submitted(ticket))
+        if self._machine.lost:
+            raise DeviceError(self._machine.lost)
+        self._start()
+        self._put(events.Submitted(ticket))
         return ticket
 
     def _start(self) -> None:
-        """Start the thread, with the lock held."""
-        if self._thread is None:
-            self._thread = start_thread(self._run, "prefect-gpu-broker")
+        """Start the threads, if they do not run."""
+        if self._stepped:
+            return
+        with self._arrived:
+            if self._thread is None:
+                self._thread = start_thread(self._run, "prefect-gpu-broker")
+        self._sampler.set_active(True)
+
+    def _put(self, event: events.Event) -> None:
+        """Tell the broker's thread what happened."""
+        with self._arrived:
+            self._inbox.append(event)
+            self._arrived.notify_all()
 
     def wait(
         self,
@@ -287,7 +297,7 @@ class Broker:
                 tell_s = now() + again_s
             if ticket.error is not None:
                 raise ticket.error
-            if ticket.placement is None:
+            if ticket.withdrawn or ticket.placement is None:
                 raise Withdrawn(ticket.request.task_name)
             return ticket.placement
         except BaseException:
@@ -298,8 +308,8 @@ class Broker:
 
     def explain(self, ticket: Ticket) -> str:
         """Return why a request waits."""
-        with self._changed:
-            known, now_s = self._look(), self._clock.now()
+        with self._known:
+            known, now_s = self._machine.known, self._clock.now()
             reading, silence = known.view.reading, known.view.silence(now_s)
             if reading is None or silence:
                 return silence
@@ -321,12 +331,12 @@ class Broker:
 
     def device_states(self) -> list[DeviceState]:
         """Return what each device has free at the last reading, less the reservations; nothing is read for it."""
-        with self._changed:
-            return self._look().states()
+        with self._known:
+            return self._machine.known.states()
 
     def waiting(self, longer_s: float) -> list[Request]:
         """Return own requests that have waited for longer than some seconds, as many as `max_processes` lets start."""
-        with self._changed:
+        with self._known:
             known, until_s = self._machine.known, self._clock.now() - longer_s
             found = [r for t in known.waiting.values() if (r := t.request).submitted_s <= until_s]
             return found[: max(0, self.max_processes - len(known.placed))]
@@ -337,39 +347,34 @@ class Broker:
         Returns:
             Whether it still waited.
         """
-        with self._changed:
-            waited = ticket.request.id in self._machine.known.waiting and ticket.pid is None
-            self._handle(events.Cancelled(ticket))
-            return waited
+        waited = ticket.withdraw()
+        if waited:
+            self._put(events.Withdrawn(ticket))
+        return waited
 
     def give_up(self, why: str) -> None:
         """Refuse all requests from now on with a `DeviceError`, since the devices are lost for good."""
-        with self._changed:
-            self._handle(events.DevicesLost(why))
+        self._put(events.DevicesLost(why))
 
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Set which process holds what was reserved."""
-        with self._changed:
-            self._handle(events.Attached(ticket, pid))
+        ticket.pid = pid
         self._ledger.attach(ticket.request.id, pid)
+        self._put(events.Attached(ticket))
 
     def watch(self, call: Callable[[Reading], None]) -> None:
         """Read the devices at all times from now on, and pass every reading to a function, on the broker's thread."""
-        with self._changed:
-            self._start()
-            self._watchers.append(call)
-            self._machine.watched = True
-            self._sampler.set_active(True)
+        self._watchers.append(call)
+        self._machine.watched = True
+        self._start()
 
     def watch_faults(self, call: Callable[[Device, str], None]) -> None:
         """Pass each device that is set aside from now on, with the reason, to a function, on the broker's thread."""
-        with self._changed:
-            self._fault_watchers.add(call)
+        self._fault_watchers.add(call)
 
     def unwatch_faults(self, call: Callable[[Device, str], None]) -> None:
         """End what `watch_faults` began."""
-        with self._changed:
-            self._fault_watchers.discard(call)
+        self._fault_watchers.discard(call)
 
     def held_by_others(self) -> dict[str, Entry]:
         """Return what other flows hold on these devices, with what their processes were measured to hold."""
@@ -377,7 +382,7 @@ class Broker:
         known = {device.key: device for device in self.devices}
         for request_id, entry in self._ledger.held_by_others().items():
             if any(r.device_key in known for r in entry.reservations):
-                with self._changed:
+                with self._known:
                     view = self._machine.known.view
                     held = tuple(
                         view.measured_bytes(request_id, known[key]) if key in known else 0
@@ -388,8 +393,7 @@ class Broker:
 
     def neighbours(self, ticket: Ticket) -> tuple[str, ...]:
         """Return the names of the tasks, of all flows, that have been on a request's devices since it was placed."""
-        with self._changed:
-            self._look()
+        with self._known:
             return tuple(ticket.neighbours)
 
     def show_suspension(self, ticket: Ticket, stage: Stage, text: str) -> None:
@@ -414,16 +418,13 @@ class Broker:
                     rests_until_s=rests,
                 ),
             )
-            with self._changed:
-                self._handle(events.NotMoved(ticket, refused=True))
+            self._put(events.NotMoved(ticket, refused=True))
         elif stage == "moving out":
             self._ledger.set_suspension(request_id, text, away=False)
-            with self._changed:
-                self._handle(events.MovingOut(ticket))
+            self._put(events.MovingOut(ticket))
         elif stage == "running":
             self._ledger.set_suspension(request_id, text, away=False, rests_until_s=now_s + REST_S)
-            with self._changed:
-                self._handle(events.NotMoved(ticket, refused=False))
+            self._put(events.NotMoved(ticket, refused=False))
         else:
             self._ledger.set_suspension(request_id, text, away=True)
 
@@ -453,7 +454,7 @@ class Broker:
         """
         asked_s = self._clock.now()
         self.refresh()
-        with self._changed:
+        with self._known:
             if not self._wait_for_reading(asked_s, patience_s):
                 return None
             reading = self._machine.known.view.reading
@@ -471,8 +472,7 @@ class Broker:
             ticket: A placed one.
             budgets: Bytes on a device, by its model. Where a model is not named, nothing changes.
         """
-        with self._changed:
-            self._handle(events.NeedLearned(ticket, budgets))
+        self._put(events.NeedLearned(ticket, budgets))
 
     def mark_running(self, ticket: Ticket) -> None:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
@@ -483,7 +483,7 @@ class Broker:
 
         That is each device, where it names some, or nodes, that are not there.
         """
-        with self._changed:
+        with self._known:
             return self._machine.known.view.capacities(names, nodes)
 
     def check(self, request: Request) -> None:
@@ -492,7 +492,7 @@ class Broker:
         Raises:
             PlacementError: It can never be placed.
         """
-        with self._changed:
+        with self._known:
             self._machine.known.view.check(request)
 
     def foreign_growth_bytes(self, ticket: Ticket, patience_s: float = 2.0) -> int:
@@ -507,15 +507,16 @@ class Broker:
         """
         asked_s = self._clock.now()
         self.refresh()
-        with self._changed:
+        with self._known:
             self._wait_for_reading(asked_s, patience_s)
             before = ticket.foreign_before
-            now = {state.device.key: state.foreign_bytes for state in self._look().states()}
+            now = {state.device.key: state.foreign_bytes for state in self._machine.known.states()}
             return max(0, 0, *(now.get(key, 0) - was for key, was in before.items()))
 
     def refresh(self) -> None:
         """Ask for a reading of the devices now."""
-        self._sampler.refresh()
+        if not self._stepped:
+            self._sampler.refresh()
 
     def end(self, ticket: Ticket) -> None:
         """Note that the process of a placed request is gone, or never came.
@@ -523,103 +524,18 @@ class Broker:
         Its reservation is released when the device shows the memory back, or after `RECOVERY_S`; then
         `on_recovered` is called. The second call, and one for a request without a placement, has no effect.
         """
-        with self._changed:
-            # Who was beside it until now.
-            self._look()
-            self._handle(events.Ended(ticket))
-
-    def _look_again(self) -> None:
-        """Request another scheduling pass from the thread: the ledger has changed."""
-        with self._changed:
-            self._handle(events.LedgerChanged())
-
-    def _on_reading(self, reading: Reading) -> None:
-        """Take a reading, on the sampler's thread."""
-        with self._changed:
-            if self.reader.remote:
-                # It says all that one before it says, which came while the thread rested or was busy.
-                self._arrived.clear()
-            self._arrived.append(reading)
-            self._changed.notify_all()
+        self._put(events.Ended(ticket))
 
     def _roots(self) -> list[int]:
         """Return the processes whose memory is not foreign, on the sampler's thread."""
         if self.reader.remote:
             # They are known where they run.
             return []
-        with self._changed:
-            known = self._look()
+        with self._known:
+            known = self._machine.known
             ended = [t.ended_pid for t in known.recovery.ending if t.ended_pid is not None]
-            own = [os.getpid()] if known.settings.around else []
-            return list(dict.fromkeys([*own, *known.ledger.processes.values(), *ended]))
-
-    # With the lock held.
-
-    def _wake(self) -> None:
-        self._machine.dirty = True
-        self._changed.notify_all()
-
-    def _look(self) -> MachineState:
-        """Read the ledger, and return what is known."""
-        self._handle(events.Rows(*self._ledger.read(self._subscription)))
-        return self._machine.known
-
-    def _handle(self, event: events.Event) -> None:
-        """Feed the machine an event, and carry out its commands, or put them into `_calls`."""
-        queue = deque([event])
-        while queue:
-            for command in self._machine.handle(queue.popleft(), self._clock.now()):
-                try:
-                    self._carry_out(command, queue)
-                except Exception:
-                    logger.exception("a command of the broker of GPU devices failed; it goes on")
-        self._changed.notify_all()
-
-    def _carry_out(self, command: events.Command, queue: deque[events.Event]) -> None:
-        ledger = self._ledger
-        match command:
-            case events.Append(plan):
-                done = ledger.try_write(plan.version, plan.changes)
-                outcome, rows = (
-                    events.Appended(plan, done),
-                    events.Rows(*ledger.read(self._subscription)),
-                )
-                queue += (outcome, rows) if done else (rows, outcome)
-            case events.Decide(ticket, placement, error):
-                ticket.decide(placement, error)
-            case events.ReadDevices():
-                self._sampler.refresh()
-            case events.SampleDevices(active):
-                self._sampler.set_active(active)
-            case events.Log(note):
-                logger.log(logging.WARNING if note.warns else logging.INFO, "%s", note.text)
-            case events.Rewrite(request_id, change):
-                self._calls.append(partial(ledger.rewrite, request_id, change))
-            case events.Lower(request_id, reservations):
-                self._calls.append(partial(ledger.lower, request_id, reservations))
-            case events.SetHeldBytes(request_id, held_bytes):
-                self._calls.append(partial(ledger.set_held_bytes, request_id, held_bytes))
-            case events.Release(request_id, ticket, leaked_bytes):
-                self._calls.append(partial(self._release, request_id, ticket, leaked_bytes))
-            case events.Announce():
-                self._calls.append(ledger.announce)
-            case events.TellMeasured(ticket, at_s, measured):
-                if ticket.on_measured is not None:
-                    self._calls.append(partial(ticket.on_measured, at_s, measured))
-            case events.TellHeldBack(ticket, away):
-                if ticket.on_held_back is not None:
-                    self._calls.append(partial(ticket.on_held_back, away))
-            case events.TellNoReturn(ticket, error):
-                if ticket.on_no_return is not None:
-                    self._calls.append(partial(ticket.on_no_return, error))
-            case events.TellShort(ticket, device):
-                on_short, ticket.on_short = ticket.on_short, None
-                if on_short is not None:
-                    self._calls.append(partial(on_short, device))
-            case events.SetAside(device, why):
-                self._calls += [partial(call, device, why) for call in self._fault_watchers]
-            case _:
-                assert_never(command)
+        own = [os.getpid()] if known.settings.around else []
+        return list(dict.fromkeys([*own, *self._ledger.view().processes.values(), *ended]))
 
     def _wait_for_reading(self, asked_s: float, patience_s: float) -> bool:
         """Wait for a reading that began after it was asked for; return whether one came in time."""
@@ -627,44 +543,156 @@ class Broker:
             left_s = asked_s + patience_s - self._clock.now()
             if left_s <= 0:
                 return False
-            self._clock.wait(self._changed, left_s)
+            self._clock.wait(self._known, left_s)
         return True
 
-    # The broker's thread. With the lock held, but for `_run`, `_make_calls` and `_release`.
+    # The broker's thread; of a stepped one, the caller's.
+
+    def look(self) -> None:
+        """Read the devices, and do all that follows from it: of a stepped broker."""
+        self._put(events.Read(self._sampler.read()))
+        while self._inbox or self._machine.dirty:
+            self._step()
 
     def _run(self) -> None:
-        known = self._machine.known
         while True:
-            with self._changed:
-                self._wait_for_work()
-                began_s = thread_time()
-                self._attempt(self._take_readings)
-                works = not (known.waiting and known.view.silence(self._clock.now()))
-            # Reservations whose memory is back are released first, all that came together: so they are
-            # one scheduling pass.
-            self._make_calls()
-            if works:
-                # Without heartbeats other flows do not wait for its requests: its devices do not answer.
-                self._attempt(self._ledger.beat)
-            self._attempt(self._tell_waits)
-            self._attempt(self._ledger.poll)
-            with self._changed:
-                self._attempt(self._look)
-                self._attempt(lambda: self._handle(events.Waits(self._waits_since())))
-                self._attempt(lambda: self._handle(events.ScheduleDue()))
-                self._attempt(lambda: self._handle(events.SuspensionsDue()))
-            self._make_calls()
-            if self.reader.remote:
-                rest_s = min(MOST_REST_S, REST_FACTOR * (thread_time() - began_s))
-                self._rests_until_s = self._clock.now() + rest_s
+            self._wait_for_work()
+            self._step()
 
-    def _take_readings(self) -> None:
-        arrived, self._arrived = self._arrived, []
-        for reading in arrived:
-            self._calls += [partial(call, reading) for call in self._watchers]
-            self._look()
-            self._attempt(partial(self._handle, events.Read(reading)))
+    def _step(self) -> None:
+        """Handle all that has arrived, and decide."""
+        known, began_s = self._machine.known, thread_time()
+        # Reservations whose memory is back are released first, all that came together: so they are one pass.
+        self._take_arrived()
         self._handle(events.Tick())
+        if not (known.waiting and known.view.silence(self._clock.now())):
+            # Without heartbeats other flows do not wait for its requests: its devices do not answer.
+            self._attempt(self._ledger.beat)
+        self._attempt(self._tell_waits)
+        self._attempt(self._ledger.poll)
+        # What its own releases have changed.
+        self._take_arrived()
+        self._look()
+        self._handle(events.Waits(self._waits_since()))
+        self._handle(events.ScheduleDue())
+        self._handle(events.SuspensionsDue())
+        if self.reader.remote:
+            rest_s = min(MOST_REST_S, REST_FACTOR * (thread_time() - began_s))
+            self._rests_until_s = self._clock.now() + rest_s
+
+    def _wait_for_work(self) -> None:
+        known = self._machine.known
+        # Another flow may ask for memory of a process of this broker, or wait for it to be away.
+        suspends = known.parked or any(t.request.preemptible for t in known.placed.values())
+        until_s: float | None = None
+        if self._ledger.shares and (known.waiting or suspends):
+            until_s = self._clock.now() + POLL_S
+        with self._arrived:
+            while (rest_s := self._rests_until_s - self._clock.now()) > 0:
+                self._clock.wait(self._arrived, rest_s)
+            while not (self._inbox or self._machine.dirty):
+                times = [each for each in (until_s, known.recovery.poll_s) if each is not None]
+                left_s = min(times) - self._clock.now() if times else None
+                if left_s is not None and left_s <= 0:
+                    return
+                self._clock.wait(self._arrived, left_s)
+
+    def _take_arrived(self) -> None:
+        """Handle the events in the inbox."""
+        with self._arrived:
+            arrived = tuple(self._inbox)
+            self._inbox.clear()
+        if self.reader.remote:
+            # A reading says all that one before it says, which came while the thread rested or was busy.
+            last = next((e for e in reversed(arrived) if isinstance(e, events.Read)), None)
+            arrived = tuple(e for e in arrived if not isinstance(e, events.Read) or e is last)
+        for event in arrived:
+            if isinstance(event, events.Read):
+                for watch in tuple(self._watchers):
+                    self._attempt(partial(watch, event.reading))
+            if isinstance(event, events.Read | events.Ended):
+                self._look()
+            self._handle(event)
+
+    def _look(self) -> None:
+        """Read the ledger."""
+        self._attempt(
+            lambda: self._handle(events.Rows(*self._ledger.read(self._subscription))),
+        )
+
+    def _handle(self, event: events.Event) -> None:
+        """Feed the machine an event, and carry out its commands."""
+        queue = deque([event])
+        while queue:
+            self._attempt(partial(self._handle_next, queue))
+
+    def _handle_next(self, queue: deque[events.Event]) -> None:
+        with self._known:
+            try:
+                commands = self._machine.handle(queue.popleft(), self._clock.now())
+            finally:
+                self._known.notify_all()
+        for command in commands:
+            self._attempt(partial(self._carry_out, command, queue))
+
+    def _attempt(self, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except Exception:
+            if self._stepped:
+                raise
+            # A function of one task may fail; those of the others must be called all the same.
+            logger.exception("the broker of GPU devices met an error; it goes on")
+
+    def _carry_out(self, command: events.Command, queue: deque[events.Event]) -> None:
+        """Carry out a command; what follows from it goes into a queue of events."""
+        ledger = self._ledger
+        match command:
+            case events.Append(plan):
+                done = ledger.try_write(plan.version, plan.changes)
+                rows = events.Rows(*ledger.read(self._subscription))
+                outcome = events.Appended(plan, done)
+                queue += (outcome, rows) if done else (rows, outcome)
+            case events.Decide(ticket, placement, error):
+                ticket.decide(placement, error)
+            case events.ReadDevices():
+                self.refresh()
+            case events.SampleDevices(active):
+                if not self._stepped:
+                    self._sampler.set_active(active)
+            case events.Log(note):
+                logger.log(logging.WARNING if note.warns else logging.INFO, "%s", note.text)
+            case events.Rewrite(request_id, change):
+                ledger.rewrite(request_id, change)
+            case events.Lower(request_id, reservations):
+                ledger.lower(request_id, reservations)
+            case events.SetHeldBytes(request_id, held_bytes):
+                ledger.set_held_bytes(request_id, held_bytes)
+            case events.Release(request_id, ticket, leaked_bytes):
+                # First, whatever becomes of the callback.
+                ledger.release(request_id)
+                if ticket is not None and ticket.on_recovered is not None:
+                    ticket.on_recovered(leaked_bytes)
+            case events.Announce():
+                ledger.announce()
+            case events.TellMeasured(ticket, at_s, measured):
+                if ticket.on_measured is not None:
+                    ticket.on_measured(at_s, measured)
+            case events.TellHeldBack(ticket, away):
+                if ticket.on_held_back is not None:
+                    ticket.on_held_back(away)
+            case events.TellNoReturn(ticket, error):
+                if ticket.on_no_return is not None:
+                    ticket.on_no_return(error)
+            case events.TellShort(ticket, device):
+                on_short, ticket.on_short = ticket.on_short, None
+                if on_short is not None:
+                    on_short(device)
+            case events.SetAside(device, why):
+                for tell in tuple(self._fault_watchers):
+                    self._attempt(partial(tell, device, why))
+            case _:
+                assert_never(command)
 
     def _tell_waits(self) -> None:
         """Write to the ledger whether the GPU task around this process waits, if that has changed."""
@@ -672,41 +700,3 @@ class Broker:
         if waits != self._told_waits and self._ancestors:
             self._told_waits = waits
             self._ledger.rewrite(self._ancestors[-1], lambda entry: replace(entry, waits=waits))
-
-    def _wait_for_work(self) -> None:
-        while (rest_s := self._rests_until_s - self._clock.now()) > 0:
-            self._clock.wait(self._changed, rest_s)
-        known = self._machine.known
-        # Another flow may ask for memory of a process of this broker, or wait for it to be away.
-        suspends = known.parked or any(t.request.preemptible for t in known.placed.values())
-        until_s: float | None = None
-        if self._ledger.shares and (known.waiting or suspends):
-            until_s = self._clock.now() + POLL_S
-        while not (self._arrived or self._machine.dirty):
-            times = [each for each in (until_s, known.recovery.poll_s) if each is not None]
-            left_s = min(times) - self._clock.now() if times else None
-            if left_s is not None and left_s <= 0:
-                return
-            self._clock.wait(self._changed, left_s)
-
-    def _attempt(self, step: Callable[[], object]) -> None:
-        try:
-            step()
-        except Exception:
-            logger.exception("the broker of GPU devices met an error; it goes on")
-
-    def _make_calls(self) -> None:
-        with self._changed:
-            calls, self._calls = self._calls, []
-        for call in calls:
-            try:
-                call()
-            except Exception:
-                # A function of one task may fail; those of the others must be called all the same.
-                logger.exception("a GPU task could not take what it was told of its memory")
-
-    def _release(self, request_id: str, ticket: Ticket | None, leaked_bytes: int | None) -> None:
-        # First, whatever becomes of the callback.
-        self._ledger.release(request_id)
-        if ticket is not None and ticket.on_recovered is not None:
-            ticket.on_recovered(leaked_bytes)

@@ -24,8 +24,8 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
-    """A request is not wanted any more. Without effect once it was placed."""
+class Withdrawn:
+    """A request was withdrawn before it was decided. It may have been placed meanwhile."""
 
     ticket: Ticket
 
@@ -42,7 +42,6 @@ class Attached:
     """The process of a placed request has started."""
 
     ticket: Ticket
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class Appended:
 
 Event: TypeAlias = Union[  # noqa: UP007
     Submitted,
-    Cancelled,
+    Withdrawn,
     DevicesLost,
     Attached,
     Ended,
@@ -207,7 +206,7 @@ class SampleDevices:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Tell a request that it was placed, refused, or withdrawn (neither)."""
+    """Tell a request that it was placed or refused."""
 
     ticket: Ticket
     placement: Placement | None = None

@@ -73,15 +73,14 @@ class Machine:
         match event:
             case events.Submitted(ticket):
                 self._submit(ticket)
-            case events.Cancelled(ticket):
-                self._cancel(ticket)
+            case events.Withdrawn(ticket):
+                self._withdraw(ticket)
             case events.DevicesLost(why):
                 self.lost = why
                 for ticket in tuple(self.known.waiting.values()):
                     self._refuse(ticket.request, DeviceError(why))
                 self.dirty = True
-            case events.Attached(ticket, pid):
-                ticket.pid = pid
+            case events.Attached(ticket):
                 if self._settings.remote:
                     self.known.view.compute_again(ticket.devices)
             case events.Ended(ticket):
@@ -137,10 +136,10 @@ class Machine:
         self.known.unwritten[request.id] = request
         self.dirty = True
 
-    def _cancel(self, ticket: Ticket) -> None:
-        if ticket.pid is not None or self.known.remove(ticket.request) is None:
+    def _withdraw(self, ticket: Ticket) -> None:
+        if self.known.remove(ticket.request) is None:
+            self._end(ticket)
             return
-        self._do(events.Decide(ticket))
         # It may have blocked others.
         self._do(events.Release(ticket.request.id))
         self.dirty = True

@@ -1,6 +1,6 @@
 """One request of a broker, from its submission until its memory is back.
 
-A `Ticket` is used under the broker's lock, but for the wait for its decision. What is asked is a
+The machine changes it; other threads wait for its decision, and may withdraw it first. What is asked is a
 `scheduling.model.Request`.
 """
 
@@ -43,6 +43,7 @@ class Ticket:
     changed: threading.Condition = field(default_factory=threading.Condition)
     #: It was placed, refused or withdrawn.
     decided: bool = False
+    withdrawn: bool = False
     placement: Placement | None = None
     error: PrefectGPUError | None = None
     #: Monotonic seconds when it was placed.
@@ -101,11 +102,21 @@ class Ticket:
     def decide(
         self, placement: Placement | None = None, error: PrefectGPUError | None = None
     ) -> None:
-        """Place it, refuse it, or withdraw it, and wake the thread that waits for it."""
+        """Place it or refuse it, and wake the thread that waits for it; without effect once it was withdrawn."""
         with self.changed:
-            self.placement, self.error = placement, error
-            self.decided = True
+            if not self.withdrawn:
+                self.placement, self.error = placement, error
+                self.decided = True
+                self.changed.notify_all()
+
+    def withdraw(self) -> bool:
+        """Wake the thread that waits for it, and return `True`, if it was not decided."""
+        with self.changed:
+            if self.decided:
+                return False
+            self.decided = self.withdrawn = True
             self.changed.notify_all()
+            return True
 
     def wait(self, clock: Clock, until_s: float) -> bool:
         """Wait for a decision; return whether there was one in time."""

@@ -134,7 +134,7 @@ class Sampler:
 
     def _run(self) -> None:
         while self._wait_until_due():
-            reading = self._read()
+            reading = self.read()
             with self._changed:
                 # Before `_publish`: a test that moves the clock after a reading moves it past `_due_s`.
                 self._failures = self._failures + 1 if reading.error else 0
@@ -163,7 +163,8 @@ class Sampler:
         doubled_s = self._interval_s * 2.0 ** min(self._failures - 1, 16)
         return max(self._interval_s, min(doubled_s, MAX_BACK_OFF_S))
 
-    def _read(self) -> Reading:
+    def read(self) -> Reading:
+        """Read the devices, on the caller's thread; what goes wrong is in the reading's `error`."""
         at_s = self._clock.now()
         host_available_bytes = 0
         try:

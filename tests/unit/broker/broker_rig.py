@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
+from prefect_gpu.broker.events import Event, LedgerChanged, Read
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     Placement,
-    Reading,
     Request,
     Reservation,
 )
@@ -43,20 +43,22 @@ class WatchedBroker(Broker):
         self.begun += 1
         return super()._roots()
 
-    def _on_reading(self, reading: Reading) -> None:
-        with self._changed:
-            self.came = self.begun
-            super()._on_reading(reading)
+    def _put(self, event: Event) -> None:
+        with self._arrived:
+            if isinstance(event, Read):
+                self.came = self.begun
+            super()._put(event)
 
     def _wait_for_work(self) -> None:
-        self.resting = True
-        self._changed.notify_all()
-        # A scheduling pass may have taken the call that wakes it.
-        if not self.closing:
-            super()._wait_for_work()
-        self.resting = False
-        if self.closing:
-            raise Closing
+        with self._arrived:
+            self.resting = True
+            self._arrived.notify_all()
+            # A scheduling pass may have taken the event that wakes it.
+            if not self.closing:
+                super()._wait_for_work()
+            self.resting = False
+            if self.closing:
+                raise Closing
 
     def _run(self) -> None:
         with contextlib.suppress(Closing):
@@ -64,10 +66,9 @@ class WatchedBroker(Broker):
 
     def close(self) -> None:
         self._sampler.stop()
-        with self._changed:
-            self.closing = True
-            self._rests_until_s = float("-inf")
-            self._wake()
+        self.closing = True
+        self._rests_until_s = float("-inf")
+        self._put(LedgerChanged())
         if self._thread is not None:
             self._thread.join()
 
@@ -78,18 +79,17 @@ class WatchedBroker(Broker):
 
     def settle(self) -> None:
         """Block until all that has come was looked at, and the thread waits on the clock."""
-        with self._changed:
-            assert self._changed.wait_for(
-                lambda: self.resting and not (self._arrived or self._machine.dirty or self._calls),
-                DEADLOCK_S,
+        with self._arrived:
+            assert self._arrived.wait_for(
+                lambda: self.resting and not (self._inbox or self._machine.dirty), DEADLOCK_S
             )
 
     def read(self) -> None:
         """Read the devices, and block until the broker has looked at it."""
         before = self.begun
         self.refresh()
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.came > before, DEADLOCK_S)
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: self.came > before, DEADLOCK_S)
         self.settle()
 
 

@@ -348,5 +348,5 @@ def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
     rig.broker.settle()
     known = rig.broker._machine.known
     assert not known.queue and not known.waiting and not known.placed and not known.entries
-    assert not known.recovery.ending and not rig.broker._calls
+    assert not known.recovery.ending and not rig.broker._inbox
     assert not rig.reservations() and not rig.ledger.view().processes

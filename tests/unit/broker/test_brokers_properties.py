@@ -32,7 +32,6 @@ from prefect_gpu.broker.host_ledger import _ENTRY, HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger, Row, Written
 from prefect_gpu.broker.planning import PASSIVE_S
 from prefect_gpu.clock import FakeClock
-from prefect_gpu.devices.sampler import Sampler
 from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.backfill import Patience
@@ -59,47 +58,6 @@ REQUESTS = st.fixed_dictionaries(
 
 class Killed(BaseException):
     """Ends a process in the middle of what it does."""
-
-
-class Resting(Exception):
-    """A broker has nothing more to do."""
-
-
-class SteppedSampler(Sampler):
-    """Reads when a broker is told to look."""
-
-    def _wake(self) -> None:
-        pass
-
-
-class SteppedBroker(Broker):
-    """Does all that it has to do when it is told to look."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sampler = SteppedSampler(
-            self.reader,
-            self._roots,
-            self._on_reading,
-            clock=self._clock,
-            read_host_available=kwargs.get("read_host_available", lambda: HOST * GIB),
-        )
-
-    def _start(self) -> None:
-        pass
-
-    def _wait_for_work(self) -> None:
-        if not (self._arrived or self._machine.dirty):
-            raise Resting
-
-    def _attempt(self, step: Callable[[], None]) -> None:
-        # An error is one of the test.
-        step()
-
-    def look(self) -> None:
-        self._on_reading(self._sampler._read())
-        with contextlib.suppress(Resting):
-            self._run()
 
 
 class WatchedStore:
@@ -145,7 +103,7 @@ class Owner:
         inner = HostStore(machine.folder, lambda path: SharedFolder(path, now), owners_s=0.0)
         self.store = WatchedStore(inner, machine.observe)
         self.ledger = Ledger(lambda: self.store, now)
-        self.broker = SteppedBroker(
+        self.broker = Broker(
             machine.reader,
             self.ledger,
             clock=machine.clock,
@@ -153,6 +111,8 @@ class Owner:
             max_tasks_per_device=machine.max_tasks,
             max_processes=100,
             patience=PATIENCE,
+            read_host_available=lambda: HOST * GIB,
+            stepped=True,
         )
         self.tickets: list[Ticket] = []
         #: It makes no pass.

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from prefect_gpu.broker.broker import Ticket, next_sequence
+from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices
@@ -22,7 +22,6 @@ from prefect_gpu.scheduling.model import Request
 from prefect_gpu.scheduling.preemption import AGING_S, REST_S, in_s, out_s
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import Reader
-from tests.unit.broker.test_brokers_properties import SteppedBroker
 
 DEVICE_GIB = 24
 
@@ -67,7 +66,7 @@ class Task:
     """A task from its submission to its end."""
 
     job: Job
-    broker: SteppedBroker
+    broker: Broker
     ticket: Ticket
     left_s: float
     #: `waiting`, `running`, `out`, `away`, `in`.
@@ -112,13 +111,14 @@ class Machine:
         self.reader = Reader(SimulatedDevices(f"{self.devices}x{DEVICE_GIB}GiB"), self.clock)
         self.ledger = Ledger(now=self.clock.now)
         self.brokers = [
-            SteppedBroker(
+            Broker(
                 self.reader,
                 self.ledger,
                 clock=self.clock,
                 headroom_bytes=0,
                 max_processes=1000,
                 read_host_available=self.host_available_bytes,
+                stepped=True,
             )
             for _ in range(2)
         ]

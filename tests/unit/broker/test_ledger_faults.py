@@ -10,18 +10,20 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from prefect_gpu.broker import host_ledger
 from prefect_gpu.broker import ledger as ledger_module
 from prefect_gpu.broker.host_ledger import HostStore, Owner
-from prefect_gpu.broker.ledger import Ledger
-from prefect_gpu.clock import FakeClock
-from tests.unit.broker.broker_rig import Rig, make_rig
+from prefect_gpu.broker.ledger import Ledger, Written
+from prefect_gpu.clock import DEADLOCK_S, FakeClock
+from tests.unit.broker.broker_rig import Rig, decided, make_rig
 from tests.unit.broker.test_ledger import all_of, entry
 from tests.unit.scheduling.values import reserved
 
@@ -405,6 +407,37 @@ def test_a_process_that_is_stopped_in_the_middle_of_a_write_is_waited_for_once(
             use_alone(newcomer)
         finally:
             child.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", [signal.SIGCONT, signal.SIGKILL], ids=["continued", "killed"])
+def test_requests_and_questions_do_not_wait_for_a_process_that_is_stopped_inside_a_write(
+    make_rig: Callable[..., Rig], folder: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    monkeypatch.setattr(host_ledger, "BUSY_S", DEADLOCK_S)
+    writes, write = threading.Event(), HostStore.write
+
+    def note(store: HostStore, *arguments: Any) -> Written:
+        writes.set()
+        return write(store, *arguments)
+
+    rig = make_rig(ledger=Ledger(lambda: HostStore(folder)))
+    rig.place("a", 20)
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPS, str(folder)], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "begun\n"
+        try:
+            monkeypatch.setattr(HostStore, "write", note)
+            fits = rig.submit("b", 4)
+            assert writes.wait(DEADLOCK_S)
+            late = rig.submit("c", 20)
+            assert rig.broker.explain(late).startswith("20GiB on device 0; most free ")
+            assert psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
+            assert not fits.decided
+        finally:
+            child.send_signal(how)
+    decided(fits)
+    assert rig.broker.problem == ""
 
 
 def test_a_ledger_of_another_release_is_named_where_a_task_waits(

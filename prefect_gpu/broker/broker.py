@@ -359,8 +359,7 @@ class Broker:
     def attach(self, ticket: Ticket, pid: int) -> None:
         """Set which process holds what was reserved."""
         ticket.pid = pid
-        self._ledger.attach(ticket.request.id, pid)
-        self._put(events.Attached(ticket))
+        self._put(events.Attached(ticket, pid))
 
     def watch(self, call: Callable[[Reading], None]) -> None:
         """Read the devices at all times from now on, and pass every reading to a function, on the broker's thread."""
@@ -476,7 +475,7 @@ class Broker:
 
     def mark_running(self, ticket: Ticket) -> None:
         """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
-        self._ledger.mark_running(ticket.request.id)
+        self._put(events.BodyBegan(ticket))
 
     def capacities(self, names: tuple[str, ...], nodes: tuple[str, ...] = ()) -> dict[Device, int]:
         """Return the bytes that could ever be reserved on each device that a task may use.
@@ -666,6 +665,10 @@ class Broker:
                 ledger.rewrite(request_id, change)
             case events.Lower(request_id, reservations):
                 ledger.lower(request_id, reservations)
+            case events.SetProcess(request_id, pid):
+                ledger.attach(request_id, pid)
+            case events.MarkRunning(request_id):
+                ledger.mark_running(request_id)
             case events.SetHeldBytes(request_id, held_bytes):
                 ledger.set_held_bytes(request_id, held_bytes)
             case events.Release(request_id, ticket, leaked_bytes):

@@ -42,6 +42,14 @@ class Attached:
     """The process of a placed request has started."""
 
     ticket: Ticket
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class BodyBegan:
+    """The body of a request has begun: the kernel's figures include its host memory from now on."""
+
+    ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,7 @@ Event: TypeAlias = Union[  # noqa: UP007
     Withdrawn,
     DevicesLost,
     Attached,
+    BodyBegan,
     Ended,
     MovingOut,
     NotMoved,
@@ -168,6 +177,21 @@ class Lower:
 
     request_id: str
     reservations: tuple[Reservation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetProcess:
+    """Write into the ledger which process holds what a request has reserved."""
+
+    request_id: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkRunning:
+    """Write into the ledger that the body of a request has begun."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +289,8 @@ Command: TypeAlias = Union[  # noqa: UP007
     Append,
     Rewrite,
     Lower,
+    SetProcess,
+    MarkRunning,
     SetHeldBytes,
     Release,
     Announce,

@@ -80,9 +80,12 @@ class Machine:
                 for ticket in tuple(self.known.waiting.values()):
                     self._refuse(ticket.request, DeviceError(why))
                 self.dirty = True
-            case events.Attached(ticket):
+            case events.Attached(ticket, pid):
+                self._do(events.SetProcess(ticket.request.id, pid))
                 if self._settings.remote:
                     self.known.view.compute_again(ticket.devices)
+            case events.BodyBegan(ticket):
+                self._do(events.MarkRunning(ticket.request.id))
             case events.Ended(ticket):
                 self._end(ticket)
             case events.MovingOut(ticket):

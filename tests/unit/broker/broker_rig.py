@@ -162,6 +162,7 @@ class Rig:
         for uuid in uuids:
             self.reader.allocate(pid, uuid, int(gib * GIB))
         (broker or self.broker).attach(ticket, pid)
+        (broker or self.broker).settle()
         return pid
 
     def exit(self, ticket: Ticket) -> None:

@@ -144,6 +144,7 @@ def test_reserved_host_memory_is_reported_until_it_is_used(rig: Rig) -> None:
     ticket = rig.place("one", 1, host_bytes=3 * GIB)
     assert rig.broker.host_promised_bytes == 3 * GIB
     rig.broker.mark_running(ticket)
+    rig.broker.settle()
     assert rig.broker.host_promised_bytes == 0
     rig.broker.end(ticket)
 

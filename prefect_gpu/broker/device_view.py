@@ -441,7 +441,7 @@ class DeviceView:
             or len(e.reservations) > 1
             or e.rests_until_s > now_s
             or e.owner in silent
-            # A node's agent has no say in what a flow suspends.
+            # No task of a cluster is suspended.
             or e.request.confirms_probe
         }
         for key, state in zip(self._keys, self._states, strict=True):

@@ -463,7 +463,10 @@ class Cluster:
                 continue
             try:
                 said = self._ray.get(reference)
-            except Exception as error:  # noqa: BLE001 - whatever became of the agent
+            except Exception as error:
+                if self._find_lost():
+                    # Without a reason at the broker first, its tasks would be refused for want of this node.
+                    raise
                 self._lose(member, error)
                 continue
             if isinstance(said, NodeFacts):

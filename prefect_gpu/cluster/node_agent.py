@@ -217,7 +217,7 @@ class NodeAgent:
                 style=settings.placement,
                 max_tasks_per_device=settings.max_tasks_per_device,
                 headroom_bytes=settings.headroom_bytes,
-                # It confirms what flows have decided, and knows neither their priorities nor what they suspend.
+                # It confirms what flows have decided, and does not know their priorities.
                 preempts=False,
             )
             self._broker.watch(self._take_reading)
@@ -488,11 +488,8 @@ class NodeAgent:
             broker.mark_running(ticket)
         elif isinstance(message, CountersRead) and message.counters is not None:
             ticket.stand_in_bytes = message.counters.reserved_bytes or 0
-        elif isinstance(message, Asked):
-            if not message.method.startswith("simulated_"):
-                # Of a calibration, which the flow leads.
-                hosted.order.take(partial(self._tell, child, message))
-                return
+        elif isinstance(message, Asked) and message.method.startswith("simulated_"):
+            # The flow answers all other questions.
             self._answer(hosted, memory, message)
             return
         elif isinstance(message, ValueArrived):

@@ -596,8 +596,10 @@ def test_the_head_is_gone(scheme: str, place: Workplace) -> None:
     states = [line for line in lines_of(said) if line.startswith("STATE")]
     assert code == 0 and lines_of(said)[-1] == "over", said.read_text()
     assert len(states) == 2
-    assert all("DeviceError" in line and f"address='{address}'" in line for line in states)
-    assert all("the Ray cluster" in line for line in states)
+    assert all("DeviceError" in line and f"address='{address}'" in line for line in states), (
+        said.read_text()
+    )
+    assert all("the Ray cluster" in line for line in states), said.read_text()
 
 
 @pytest.mark.slow
@@ -847,6 +849,23 @@ def test_a_node_joins_with_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster._take_facts(member, facts())
     assert [node.name for node in cluster.nodes.all()] == ["n1"]
     assert member.waits_for == "news after 0"
+
+
+def test_a_connection_that_is_lost_is_not_taken_for_the_end_of_one_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, member = connected(monkeypatch)
+    cluster._take_facts(member, facts())
+    cluster._members["1"] = member
+
+    def get(reference: Any) -> Any:
+        raise ConnectionError("Client is shutting down.")
+
+    cluster._ray.wait = lambda references, num_returns, timeout: (references, [])
+    cluster._ray.get, cluster._ray.is_initialized = get, lambda: False
+    with pytest.raises(ConnectionError):
+        cluster._listen(0.0)
+    assert [node.name for node in cluster.nodes.all()] == ["n1"]
 
 
 def test_the_autoscaler_is_asked_while_tasks_wait_for_nodes_beside_those_that_are_used(

@@ -65,9 +65,7 @@ class FakeChild:
         self.killed = threading.Event()
 
     def answer(self, message: Any) -> None:
-        # Other messages, such as `ReleaseUnused`, come whenever they do and answer nothing.
-        if isinstance(message, Answered):
-            self.answers.put(message)
+        self.answers.put(message)
 
     def terminate(self) -> None: ...
 

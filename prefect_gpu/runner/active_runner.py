@@ -56,7 +56,7 @@ from prefect_gpu.reports.publish import ProgressArtifact, Publisher
 from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.engine_threads import BODY_WAITS, AwaitedFuture, TagLimits, start_engine
+from prefect_gpu.runner.engine_threads import BODY_WAITS, AwaitedFuture, start_engine
 from prefect_gpu.runner.prefect_engine import CallingLine, CancelledByRunner
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
@@ -124,7 +124,6 @@ class ActiveRunner:
         self._numbers = itertools.count()
         self._order = SubmitOrder()
         self._client = prefect_engine.SharedClient()
-        self.limits = TagLimits(self._client.lend)
         self._lock = threading.Lock()
         #: Bodies that run, and those that are over but for their memory or their report.
         self._bodies: set[BodyRun] = set()

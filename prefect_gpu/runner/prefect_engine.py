@@ -16,7 +16,6 @@ import functools
 import inspect
 import logging
 import os
-import random
 import sys
 import textwrap
 import threading
@@ -34,7 +33,6 @@ from prefect._internal.uuid7 import uuid7
 from prefect.cache_policies import CompoundCachePolicy, Inputs
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State, StateType, TaskRun
-from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.context import (
     AssetContext,
     FlowRunContext,
@@ -67,10 +65,6 @@ from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.scheduling.scheduling_pass import kind_of_reason
 from prefect_gpu.units import MIB, format_bytes
-
-#: Seconds between tries to get a slot of a tag concurrency limit from a server that is too busy to
-#: answer. Most refusals last for a moment; Prefect's own client may have tried six times by then.
-SLOT_DELAYS_S = (0.1, 0.3, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
 
 #: Characters of an error's text that a log line, or the message of a state, repeats.
 LONGEST_LINE = 160
@@ -578,17 +572,8 @@ def run_engine(
     """
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())
-    pause = _pause.get() or threading.Event().wait
     try:
-        for delay_s in (*SLOT_DELAYS_S, None):
-            try:
-                state = run_task_sync(task, **{**arguments, "return_type": "state"})
-                break
-            except ConcurrencySlotAcquisitionError:
-                # Prefect's server was too busy before the body began: not the task's failure.
-                if delay_s is None or seen_run() is not None:
-                    raise
-                pause(delay_s * random.uniform(0.5, 1.5))
+        state = run_task_sync(task, **{**arguments, "return_type": "state"})
     except ChildCrash as crash:
         run = seen_run()
         assert run is not None and run.state is not None

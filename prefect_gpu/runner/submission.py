@@ -48,7 +48,6 @@ from prefect_gpu.runner.attempt import (
     has_traceback,
 )
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.prefect_engine import (
     LONGEST_LINE,
     CallingLine,
@@ -494,7 +493,7 @@ class GPUTask:
             task = with_body(
                 self._task, self._body, is_hopeless, speaks_for_itself, self._submitted_at
             )
-            with asked_first(self._runner.limits), paused_by(self._runner.pause):
+            with paused_by(self._runner.pause):
                 return run_engine(client, task, arguments, lambda: self._task_run)
         finally:
             self._place.leave()

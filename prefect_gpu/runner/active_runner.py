@@ -37,8 +37,8 @@ from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.engine import flow_run, task_engine
-from prefect_gpu.engine.task_body import CallingLine, calling_line
 from prefect_gpu.engine.task_engine import CancelledByRunner
+from prefect_gpu.engine.tracebacks import CallingLine, calling_line
 from prefect_gpu.errors import CapacityError, DeviceError, ProtocolError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation

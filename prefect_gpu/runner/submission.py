@@ -22,7 +22,7 @@ from prefect import Task
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
-from prefect_gpu.engine.task_body import CallingLine, with_body
+from prefect_gpu.engine.task_body import with_body
 from prefect_gpu.engine.task_engine import (
     LONGEST_LINE,
     CancelledByRunner,
@@ -30,12 +30,11 @@ from prefect_gpu.engine.task_engine import (
     run_engine,
 )
 from prefect_gpu.engine.task_run import EngineRun
+from prefect_gpu.engine.tracebacks import CallingLine
 from prefect_gpu.errors import (
     NodeRefusedError,
     PlacementError,
     PlacementTimeoutError,
-    PrefectGPUError,
-    ProtocolError,
 )
 from prefect_gpu.live.progress import RunningTask, WaitingTask
 from prefect_gpu.processes.launch_spec import Launcher
@@ -48,7 +47,6 @@ from prefect_gpu.runner.attempt import (
     NeedLearned,
     ProbeEnded,
     first_line,
-    has_traceback,
 )
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.submit_order import Place
@@ -410,14 +408,6 @@ if TYPE_CHECKING:
     from prefect_gpu.runner.active_runner import ActiveRunner
 
 
-def speaks_for_itself(error: Exception) -> bool:
-    """Return whether an error is not explained by where in this package it was raised."""
-    if isinstance(error, ProtocolError):
-        # A fault of this package.
-        return False
-    return isinstance(error, PrefectGPUError) or has_traceback(error)
-
-
 class GPUTask:
     """One submitted GPU task.
 
@@ -465,7 +455,7 @@ class GPUTask:
         elif isinstance(announced, ClusterAnnouncement):
             self._standby = announced.standby
         try:
-            task = with_body(self._task, self._body, speaks_for_itself, self._submitted_at)
+            task = with_body(self._task, self._body, self._submitted_at)
             return run_engine(client, task, arguments, self._runner.pause)
         finally:
             self._place.leave()

@@ -44,7 +44,7 @@ from prefect_gpu.processes.messages import (
 from prefect_gpu.reports.events import LEAKED, PLACED, GPUEvent
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import attempt
-from prefect_gpu.runner.attempt import Attempt, ChildTraceback, attach_traceback, has_traceback
+from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
@@ -569,12 +569,3 @@ def test_a_process_whose_body_has_not_begun_is_not_asked_to_trim() -> None:
     scene.attempt._handle = scene.child.start(None, scene.attempt._hear)
     subject_of(scene).trim()
     assert scene.child.answers == []
-
-
-def test_the_traceback_of_a_child_is_shown_above_all_causes_that_are_shown() -> None:
-    error, cause, hidden = ValueError("x"), KeyError("y"), KeyError("z")
-    error.__cause__, cause.__context__ = cause, hidden
-    cause.__suppress_context__ = True
-    attach_traceback(error, "there")
-    assert isinstance(cause.__cause__, ChildTraceback) and hidden.__cause__ is None
-    assert has_traceback(error) and not has_traceback(hidden)

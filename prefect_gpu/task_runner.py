@@ -210,10 +210,6 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             raise RuntimeError("the task runner must be started before tasks are submitted")
         return self._run.submit_background(task, arguments, around)
 
-    def is_first_direct_call(self, task_name: str) -> bool:
-        """Return whether no task of a name was called directly, without this runner, since it was started."""
-        return self._run is not None and self._run.is_first_direct_call(task_name)
-
     def cancel_all(self) -> None:
         """End all GPU tasks that this runner started."""
         if self._run is not None:

@@ -13,13 +13,14 @@ import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 from prefect.context import FlowRunContext
 from prefect.logging.loggers import get_logger
 from prefect.task_engine import AsyncTaskRunEngine, BaseTaskRunEngine, SyncTaskRunEngine
 
 from prefect_gpu.child.channel import current_channel
-from prefect_gpu.engine.flow_run import context_tags
+from prefect_gpu.engine.flow_run import context_tags, flow_of
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import is_gpu_tag
@@ -27,34 +28,25 @@ from prefect_gpu.policy import is_gpu_tag
 #: Prefect's own engines. GPU tasks of a task runner have another one.
 _PREFECTS = (SyncTaskRunEngine, AsyncTaskRunEngine)
 
-#: Names of GPU tasks that ran under Prefect's own `serve`; each is warned of once.
-_served: set[str] = set()
-
-#: Names of GPU tasks that ran without a `GPUTaskRunner` in this process, and were warned of.
-_without_runner: set[str] = set()
+#: Names of GPU tasks that were warned of, each with the flow run around the call; `None`: there was none.
+_warned: dict[tuple[UUID | None, str], object] = {}
 
 
-def is_first_warning(task_name: str, has_runner: bool) -> bool:
-    """Return whether no call of a GPU task without the task runner was warned of before.
+def _is_first(flow_run_id: UUID | None, task_name: str) -> bool:
+    mine = object()
+    # One step, as threads may call a task at the same time.
+    return _warned.setdefault((flow_run_id, task_name), mine) is mine
+
+
+def is_first_warning(task_name: str) -> bool:
+    """Return whether no call of a GPU task without the task runner was warned of before, in this thread's flow run.
 
     The process of a GPU task asks the flow's process, as several processes may call the same task.
-
-    Args:
-        task_name: Name of the task.
-        has_runner: Its flow has a `GPUTaskRunner`: each flow run has warnings of its own.
     """
-    context, channel = FlowRunContext.get(), current_channel()
-    # Only a `GPUTaskRunner` has it.
-    is_first = getattr(context and context.task_runner, "is_first_direct_call", None)
-    if has_runner and is_first is not None:
-        first = bool(is_first(task_name))
-    else:
-        first = task_name not in _without_runner
-        _without_runner.add(task_name)
+    first, channel = _is_first(flow_of(FlowRunContext.get())[1], task_name), current_channel()
     if first and channel is not None:
         with contextlib.suppress(OSError, EOFError, ProtocolError, RuntimeError):
-            arguments = {"task_name": task_name, "has_runner": has_runner}
-            return bool(channel.ask("is_first_warning", **arguments))
+            return bool(channel.ask("is_first_warning", task_name=task_name))
     return first
 
 
@@ -81,9 +73,8 @@ def _warn_of_direct_call(log: Any, task_name: str, has_runner: bool) -> None:
 
 def _warn_of_serve(task_name: str) -> None:
     # In the process of a GPU task there is a device.
-    if task_name in _served or current_allocation() is not None:
+    if current_allocation() is not None or not _is_first(None, task_name):
         return
-    _served.add(task_name)
     get_logger("task_worker").warning(
         "GPU task %r runs in the process of Prefect's own `serve`, where its gpu tags have no effect: no process, "
         "device or memory budget of its own. Serve it with prefect_gpu.serve(...).",
@@ -105,8 +96,9 @@ def _warns(wait_for_dependencies: Callable[[Any], None]) -> Callable[[Any], None
             if any(map(is_gpu_tag, {*task.tags, *task_run.tags})):
                 _warn_of_serve(task.name)
         elif context is not None and any(map(is_gpu_tag, {*task.tags, *context_tags()})):
-            has_runner = hasattr(context.task_runner, "is_first_direct_call")
-            if is_first_warning(task.name, has_runner):
+            if is_first_warning(task.name):
+                # Only a `GPUTaskRunner` has it.
+                has_runner = hasattr(context.task_runner, "submit_background")
                 _warn_of_direct_call(engine.logger, task.name, has_runner)
 
     return wait

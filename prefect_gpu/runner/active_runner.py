@@ -138,8 +138,6 @@ class ActiveRunner:
         self._publisher: Publisher | None = None
         #: Tags that were looked at; of a task whose tags are the characters of one text, all of them.
         self._read_tags: set[str | frozenset[str]] = set()
-        #: Names of GPU tasks that were called directly.
-        self._called_directly: set[str] = set()
         self._reports: list[TaskReport] = []
         #: How many GPU task runs were submitted, and ended in each state, by its name.
         self._submitted = 0
@@ -276,13 +274,6 @@ class ActiveRunner:
                 )
         for text in warnings:
             flow_run.log_on_flow(self.flow, text, logging.WARNING)
-
-    def is_first_direct_call(self, task_name: str) -> bool:
-        """See `GPUTaskRunner.is_first_direct_call`."""
-        with self._lock:
-            first = task_name not in self._called_directly
-            self._called_directly.add(task_name)
-        return first
 
     def _remember(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:

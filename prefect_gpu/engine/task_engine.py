@@ -171,7 +171,7 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
         if not isinstance(exc, ChildDiedError):
             super().handle_exception(exc)
         elif self.retries >= self.task.retries or not self.handle_retry(exc):
-            raise _ChildCrash(exc) from None
+            self.handle_crash(exc)
 
     def set_state(self, state: State[Any], force: bool = False) -> State[Any]:
         """Set a state. The message of one after an out-of-memory says what helps."""
@@ -213,21 +213,6 @@ def run_task(engine: RunnerTaskRunEngine, arguments: Mapping[str, Any]) -> State
     return engine.state
 
 
-class _ChildCrash(BaseException):
-    """Ends Prefect's engine for one task run as a crash.
-
-    Args:
-        error: What happened; what the future's result raises.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-    def __str__(self) -> str:
-        return str(self.error)
-
-
 def run_engine(
     client: SharedClient,
     task: Task[..., Any],
@@ -250,12 +235,6 @@ def run_engine(
     engine = GPUTaskRunEngine(pause, task, arguments)
     try:
         return run_task(engine, arguments)
-    except _ChildCrash as crash:
-        state = engine.state
-        # Prefect attached our BaseException; a flow that asks for the result must be able to catch
-        # it as any other error.
-        state.data = crash.error
-        return state
     except BaseException as error:  # noqa: BLE001 - the thread's last frame
         # An exception in the future would be raised by its `wait`, which Prefect's own futures never
         # do. The end of the runner, or an error of the engine itself, crashes this task run alone.

@@ -65,19 +65,19 @@ def test_a_dead_process_is_retried_while_retries_are_left_and_crashes_the_task_r
     engine, death = new_engine(work), ChildDiedError("work", 1, "was killed by SIGKILL")
     engine.handle_exception(death)
     assert [each.name for each in states] == ["Retrying"]
-    with pytest.raises(task_engine._ChildCrash) as crash:
-        engine.handle_exception(death)
-    assert crash.value.error is death and asked == [death]
-    engine.handle_crash(crash.value)
+    engine.handle_exception(death)
     assert [each.name for each in states] == ["Retrying", "Crashed"]
+    assert states[-1].data is death and asked == [death]
+    assert not engine.is_running()
 
 
-def test_a_dead_process_that_its_condition_does_not_retry_crashes_the_task_run() -> None:
+def test_a_dead_process_that_its_condition_does_not_retry_crashes_the_task_run(
+    states: list[State[Any]],
+) -> None:
     work, asked = asked_of(False)
     death = ChildDiedError("work", 1, "was killed by SIGKILL")
-    with pytest.raises(task_engine._ChildCrash):
-        new_engine(work).handle_exception(death)
-    assert asked == [death]
+    new_engine(work).handle_exception(death)
+    assert asked == [death] and [each.name for each in states] == ["Crashed"]
 
 
 def test_the_end_of_the_runner_ends_the_wait_for_a_retry_and_is_no_error(

@@ -1,12 +1,14 @@
 """Prefect's engine as subclasses: what differs for the task runs of a task runner, and how one is run to its end.
 
 `GPUTaskRunEngine` runs GPU tasks, `RunnerTaskRunEngine` the synchronous tasks without a `gpu` tag that the runner runs in threads.
-No attribute of Prefect's classes is replaced. The body that the engine calls is in `task_body`.
+It calls a copy of the task, from `with_body`. No attribute of Prefect's classes is replaced. What is shown of errors is in `tracebacks`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import sys
 import textwrap
 import time
@@ -24,6 +26,7 @@ from prefect.states import Cancelled, Crashed, Failed
 from prefect.task_engine import SyncTaskRunEngine
 
 from prefect_gpu.engine.flow_run import SharedClient
+from prefect_gpu.engine.tracebacks import CallingLine, speaks_for_itself
 from prefect_gpu.errors import (
     NO_ROOM,
     ChildDiedError,
@@ -31,6 +34,7 @@ from prefect_gpu.errors import (
     PlacementError,
     PlacementTimeoutError,
     PolicyError,
+    PrefectGPUError,
     ResultError,
 )
 
@@ -184,6 +188,45 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
                 said = textwrap.shorten(said, LONGEST_LINE, placeholder=" …")
                 state.message = f"Out of memory: {note.removeprefix(NOTE)} ({said})"
         return super().set_state(state, force=force)
+
+
+def with_body(
+    task: Task[..., Any],
+    body: Callable[..., Any],
+    submitted_at: CallingLine | None = None,
+) -> Task[..., Any]:
+    """Return a copy of a task whose body is replaced, for Prefect's engine to run in a thread.
+
+    Args:
+        task: The user's task; it is not changed.
+        body: Called in place of `task.fn`, with its arguments, synchronously.
+        submitted_at: The line of the user's that submitted the task. It is shown with errors of this package, which
+            have no other line of the user's.
+    """
+    shadow = copy.copy(task)
+
+    @functools.wraps(task.fn)
+    def call_body(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return body(*args, **kwargs)
+        except Exception as error:
+            if not speaks_for_itself(error):
+                raise
+            told = error
+        # The frames of this package would stand between the user's, which are its cause, and Prefect's.
+        try:
+            line = submitted_at if isinstance(told, PrefectGPUError) else None
+            raise told.with_traceback(None if line is None else line.traceback())
+        finally:
+            # It holds this frame.
+            del told
+
+    shadow.fn = call_body
+    shadow.isasync = False
+    shadow.isgenerator = False
+    # The time is counted from the body's first line in the child, whose process is killed.
+    shadow.timeout_seconds = None
+    return shadow
 
 
 def run_task(engine: RunnerTaskRunEngine, arguments: Mapping[str, Any]) -> State[Any]:

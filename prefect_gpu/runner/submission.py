@@ -22,12 +22,12 @@ from prefect import Task
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
-from prefect_gpu.engine.task_body import with_body
 from prefect_gpu.engine.task_engine import (
     LONGEST_LINE,
     CancelledByRunner,
     add_note,
     run_engine,
+    with_body,
 )
 from prefect_gpu.engine.task_run import EngineRun
 from prefect_gpu.engine.tracebacks import CallingLine

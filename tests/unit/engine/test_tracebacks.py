@@ -8,7 +8,7 @@ import weakref
 import pytest
 from prefect import task
 
-from prefect_gpu.engine.task_body import with_body
+from prefect_gpu.engine.task_engine import with_body
 from prefect_gpu.engine.tracebacks import (
     CallingLine,
     ChildTraceback,

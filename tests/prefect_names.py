@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from prefect import __version__, task_engine, task_worker
+from prefect.concurrency.services import ConcurrencySlotAcquisitionWithLeaseService
 from prefect.task_engine import (
     AsyncTaskRunEngine,
     BaseTaskRunEngine,
@@ -76,6 +77,23 @@ LINES: tuple[tuple[Any, str, str], ...] = (
     (SyncTaskRunEngine, "call_task_fn", "call_with_parameters(self.task.fn, parameters)"),
     (SyncTaskRunEngine, "start", "self._wait_for_dependencies()"),
     (AsyncTaskRunEngine, "start", "self._wait_for_dependencies()"),
+    (
+        SyncTaskRunEngine,
+        "start",
+        'names=[f"tag:{tag}" for tag in self.task_run.tags]',
+    ),
+    (SyncTaskRunEngine, "start", 'holder=ConcurrencyLeaseHolder(type="task_run"'),
+    (ConcurrencySlotAcquisitionWithLeaseService, "acquire", "with _cache_lock:"),
+    (
+        ConcurrencySlotAcquisitionWithLeaseService,
+        "acquire",
+        "if _no_limits_cache.get(cache_key, False):",
+    ),
+    (
+        ConcurrencySlotAcquisitionWithLeaseService,
+        "acquire",
+        "cache_key = frozenset(self.concurrency_limit_names)",
+    ),
     (TaskWorker, "astart", "await self._subscribe_to_task_scheduling()"),
     (TaskWorker, "__init__", "self.tasks.append("),
     (TaskWorker, "__init__", "t.with_options("),

@@ -26,6 +26,7 @@ from prefect.states import Cancelled, Crashed, Failed
 from prefect.task_engine import SyncTaskRunEngine
 
 from prefect_gpu.engine.flow_run import SharedClient
+from prefect_gpu.engine.tag_limits import TagLimits
 from prefect_gpu.engine.tracebacks import CallingLine, speaks_for_itself
 from prefect_gpu.errors import (
     NO_ROOM,
@@ -161,9 +162,26 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
 
     Args:
         pause: See `RunnerTaskRunEngine`.
+        limits: Which tags have a concurrency limit.
         task: From `with_body`.
         arguments: See `RunnerTaskRunEngine`.
     """
+
+    def __init__(
+        self,
+        pause: Callable[[float], object],
+        limits: TagLimits,
+        task: Task[..., Any],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        super().__init__(pause, task, arguments)
+        self._limits = limits
+
+    def _wait_for_dependencies(self) -> None:
+        super()._wait_for_dependencies()  # type: ignore[no-untyped-call]
+        # Prefect's engine asks for slots next.
+        assert self.task_run is not None, "the engine was started"
+        self._limits.note_unlimited(self.task_run.tags)
 
     def can_retry(self, exc_or_state: Exception | State[Any]) -> bool:
         """Return whether the task's `retry_condition_fn` allows a retry that may end in another way."""
@@ -258,6 +276,7 @@ def run_task(engine: RunnerTaskRunEngine, arguments: Mapping[str, Any]) -> State
 
 def run_engine(
     client: SharedClient,
+    limits: TagLimits,
     task: Task[..., Any],
     arguments: Mapping[str, Any],
     pause: Callable[[float], object],
@@ -266,6 +285,7 @@ def run_engine(
 
     Args:
         client: For the engine.
+        limits: See `GPUTaskRunEngine`.
         task: From `with_body`.
         arguments: Of Prefect's `run_task_sync`: the parameters, the task run or the id of a new one.
         pause: See `RunnerTaskRunEngine`.
@@ -275,7 +295,7 @@ def run_engine(
     """
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())
-    engine = GPUTaskRunEngine(pause, task, arguments)
+    engine = GPUTaskRunEngine(pause, limits, task, arguments)
     try:
         return run_task(engine, arguments)
     except BaseException as error:  # noqa: BLE001 - the thread's last frame

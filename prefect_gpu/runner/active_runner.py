@@ -37,6 +37,7 @@ from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.engine import flow_run, task_engine
+from prefect_gpu.engine.tag_limits import TagLimits
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.engine.tracebacks import CallingLine, calling_line
 from prefect_gpu.errors import CapacityError, DeviceError, ProtocolError
@@ -124,6 +125,7 @@ class ActiveRunner:
         self._numbers = itertools.count()
         self._order = SubmitOrder()
         self._client = flow_run.SharedClient()
+        self.limits = TagLimits(self._client.lend)
         self._lock = threading.Lock()
         #: Bodies that run, and those that are over but for their memory or their report.
         self._bodies: set[BodyRun] = set()

@@ -456,7 +456,7 @@ class GPUTask:
             self._standby = announced.standby
         try:
             task = with_body(self._task, self._body, self._submitted_at)
-            return run_engine(client, task, arguments, self._runner.pause)
+            return run_engine(client, self._runner.limits, task, arguments, self._runner.pause)
         finally:
             self._place.leave()
             if announced is not None:

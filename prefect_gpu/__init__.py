@@ -98,7 +98,7 @@ __all__ = [  # noqa: RUF022  # by importance
 
 
 def _follow_prefects_task_worker() -> None:
-    """Import `task_worker` right after Prefect's module of that name: `task_worker` warns of GPU tasks under Prefect's `serve`."""
+    """Import `engine.direct_calls` right after Prefect's task worker: it warns of GPU tasks under Prefect's own `serve`."""
     global _follows
     if _follows:
         return
@@ -106,7 +106,7 @@ def _follow_prefects_task_worker() -> None:
     from prefect_gpu.frameworks.hooks import AfterImport
 
     AfterImport(
-        {"prefect.task_worker": lambda: importlib.import_module(f"{__name__}.task_worker")}
+        {"prefect.task_worker": lambda: importlib.import_module(f"{__name__}.engine.direct_calls")}
     ).install()
 
 

@@ -21,9 +21,9 @@ from prefect.task_runners import TaskRunner
 from typing_extensions import Self
 
 from prefect_gpu.devices.spec import parse_spec
+from prefect_gpu.engine.flow_run import flow_run_goes_on
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
-from prefect_gpu.runner.prefect_engine import flow_run_goes_on
 from prefect_gpu.settings import read_settings
 
 
@@ -203,10 +203,6 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         if self._run is None:
             raise RuntimeError("the task runner must be started before tasks are submitted")
         return self._run.submit_background(task, arguments, around)
-
-    def is_first_direct_call(self, task_name: str) -> bool:
-        """Return whether this is the first direct call, without this runner, of a task with this name."""
-        return self._run is not None and self._run.is_first_direct_call(task_name)
 
     def cancel_all(self) -> None:
         """End all GPU tasks that this runner started."""

@@ -1,11 +1,8 @@
 """`serve`: Prefect's background tasks (`task.delay()`) with a GPU task runner.
 
-Prefect's task worker fetches task runs, reads their parameters and respects `limit`. It calls Prefect's engine
-through the names in `_SEAMS`. This module replaces each name by a function that gives a GPU task run to the
-runner of the worker's `serve` call. Under Prefect's own `serve` the function warns.
-
-`prefect_gpu/__init__.py` imports this module when a process imports Prefect's task worker, so it imports neither the
-runner nor devices. Checked against Prefect 3.8.8; `tests/integration/test_bridge.py` has a test for these names.
+Prefect's task worker fetches the task runs, reads their parameters and respects `limit`. `GPUTaskWorker` gives those of GPU tasks
+to a task runner. How a runner runs a task run is in `runner.active_runner`; the warning under Prefect's own `serve` is in
+`engine.direct_calls`. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
 """
 
 from __future__ import annotations
@@ -17,32 +14,20 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar, copy_context
-from typing import TYPE_CHECKING, Any
+from contextvars import copy_context
+from typing import Any
 
 import anyio
-import prefect
-from prefect import Task, task_worker
+import uvicorn
+from prefect import Task
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.logging import get_logger
+from prefect.task_engine import run_task_async
+from prefect.task_worker import TaskWorker, create_status_server
 from prefect.utilities.engine import capture_sigterm
 
-from prefect_gpu.errors import ProtocolError, SettingError
-from prefect_gpu.in_task import current_allocation
-from prefect_gpu.policy import is_gpu_tag, parse_tags
-
-if TYPE_CHECKING:
-    from prefect_gpu.task_runner import GPUTaskRunner
-
-#: Names of Prefect that are replaced here: each object, and its attribute.
-_SEAMS: tuple[tuple[Any, str], ...] = (
-    (task_worker, "run_task_sync"),
-    (task_worker, "run_task_async"),
-    (task_worker.TaskWorker, "_subscribe_to_task_scheduling"),
-)
-
-#: Names of GPU tasks that ran under Prefect's own `serve`; each is warned of once.
-_warned: set[str] = set()
+from prefect_gpu.errors import SettingError
+from prefect_gpu.policy import parse_tags
+from prefect_gpu.task_runner import GPUTaskRunner
 
 
 class _Service:
@@ -85,34 +70,72 @@ class _Service:
                 self._cancel()
 
 
-#: Call of `serve` around the caller; `None`: Prefect's own `serve` has started the worker, or there is no worker.
-_service: ContextVar[_Service | None] = ContextVar("prefect_gpu_service", default=None)
-
-
-def _start(task: Task[..., Any], task_run: TaskRun, **engine: Any) -> Future[State[Any]] | None:
-    """Start a background task run on the runner of the current `serve` call; `None`: Prefect's worker runs it.
+class GPUTaskWorker(TaskWorker):
+    """Prefect's task worker, which gives GPU task runs to a task runner.
 
     Args:
-        task: The served task.
-        task_run: The task run from the worker.
-        **engine: Other arguments of Prefect's engine.
+        tasks: The tasks to be served.
+        limit: See `serve`.
+        service: The call of `serve`.
     """
-    service = _service.get()
-    if service is not None:
+
+    def __init__(
+        self, tasks: tuple[Task[..., Any], ...], limit: int | None, service: _Service
+    ) -> None:
+        super().__init__(*tasks, limit=limit)
+        self._service = service
+        self._asynchronous = {each.task_key for each in self.tasks if each.isasync}
+        for served in self.tasks:
+            # Copies. Prefect's worker submits synchronous task runs to its executor.
+            served.isasync = False
+        self._executor = _Executor(limit, self._start)
+
+    async def _subscribe_to_task_scheduling(self) -> None:
+        # Prefect's method has no annotation.
+        subscribe: Callable[[], Coroutine[Any, Any, None]] = super()._subscribe_to_task_scheduling
+        await self._service.fetch(subscribe())
+
+    def _start(
+        self, task: Task[..., Any], task_run: TaskRun, **engine: Any
+    ) -> Future[State[Any]] | None:
+        """Start a background task run, in the worker's event loop; `None`: it is to run in a thread.
+
+        Args:
+            task: As it was served, but for `isasync`.
+            task_run: As the worker has fetched it.
+            **engine: Other arguments of Prefect's engine.
+        """
         own, around = run_tags(task, task_run, engine.get("context"))
-        task = copy.copy(task)
-        task.tags = own
-        return service.runner.submit_background(task, {"task_run": task_run, **engine}, around)
-    tagged = any(map(is_gpu_tag, {*task.tags, *task_run.tags}))
-    # The process of a GPU task has a device.
-    if tagged and task.name not in _warned and current_allocation() is None:
-        _warned.add(task.name)
-        get_logger("task_worker").warning(
-            "GPU task %r runs in the process of Prefect's own `serve`, where its gpu tags have no effect: no process, "
-            "device or memory budget of its own. Serve it with prefect_gpu.serve(...).",
-            task.name,
+        called, of_run = copy.copy(task), copy.copy(task)
+        of_run.tags = own
+        called.isasync = of_run.isasync = task.task_key in self._asynchronous
+        future = self._service.runner.submit_background(
+            of_run, {"task_run": task_run, **engine}, around
         )
-    return None
+        if future is None and called.isasync:
+            coroutine: Coroutine[Any, Any, Any] = run_task_async(
+                called, task_run=task_run, **engine
+            )
+            return asyncio.run_coroutine_threadsafe(coroutine, asyncio.get_running_loop())
+        return future
+
+
+class _Executor(ThreadPoolExecutor):
+    """The threads of a worker. What is submitted may be started without one.
+
+    Args:
+        limit: Most threads; `None`: Python's default.
+        start: Starts a task run; returns `None` where it needs a thread.
+    """
+
+    def __init__(self, limit: int | None, start: Callable[..., Future[State[Any]] | None]) -> None:
+        super().__init__(max_workers=limit or None)
+        self._start = start
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        # `fn` is the `run` of a context, and `args` has Prefect's engine.
+        started: Future[Any] | None = fn(self._start, **kwargs)
+        return super().submit(fn, *args, **kwargs) if started is None else started
 
 
 def run_tags(
@@ -131,42 +154,6 @@ def run_tags(
     around = set((context.get("tags_context") or {}).get("current_tags", ()))
     flow_run = (context.get("flow_run_context") or {}).get("flow_run") or {}
     return of_run - around | of_run & of_task, around - set(flow_run.get("tags", ()))
-
-
-def _sync(run_task_sync: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run_task_sync)
-    def run(**arguments: Any) -> Any:
-        started = _start(**arguments)
-        return run_task_sync(**arguments) if started is None else started.result()
-
-    return run
-
-
-def _async(run_task_async: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run_task_async)
-    async def run(**arguments: Any) -> Any:
-        started = _start(**arguments)
-        if started is None:
-            return await run_task_async(**arguments)
-        return await asyncio.wrap_future(started)
-
-    return run
-
-
-def _fetching(subscribe: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(subscribe)
-    async def fetch(worker: Any) -> None:
-        service = _service.get()
-        await (subscribe(worker) if service is None else service.fetch(subscribe(worker)))
-
-    return fetch
-
-
-# In a version of Prefect without these names its own `serve` works as ever, and that of this package raises an error.
-_missing = [name for owner, name in _SEAMS if not hasattr(owner, name)]
-if not _missing:
-    for (_owner, _name), _wrap in zip(_SEAMS, (_sync, _async, _fetching), strict=True):
-        setattr(_owner, _name, _wrap(getattr(_owner, _name)))
 
 
 def serve(
@@ -199,15 +186,10 @@ def serve(
         SettingError: `tasks` is empty or has a value that is no task, or `runner` is no `GPUTaskRunner`.
         PolicyError: A tag of a task is wrong.
         ValueError: `PREFECT_API_URL` is not set: Prefect's background tasks need a server.
-        ProtocolError: This version of Prefect runs background tasks in another way.
     """
-    from prefect_gpu.task_runner import GPUTaskRunner
-
     runner = GPUTaskRunner() if runner is None else runner
     _check(tasks, runner)
-    start = functools.partial(
-        task_worker.aserve, *tasks, limit=limit, status_server_port=status_server_port
-    )
+    start = functools.partial(_run_worker, tasks, limit, status_server_port)
     with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
         return _serve_async(start, runner, timeout)
@@ -216,21 +198,44 @@ def serve(
     return None
 
 
+async def _run_worker(
+    tasks: tuple[Task[..., Any], ...],
+    limit: int | None,
+    status_server_port: int | None,
+    service: _Service,
+) -> None:
+    """Run a worker, and Prefect's page about it, as `prefect.task_worker.aserve` does."""
+    worker, page = GPUTaskWorker(tasks, limit, service), None
+    if status_server_port is not None:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                create_status_server(worker),
+                host="127.0.0.1",
+                port=status_server_port,
+                access_log=False,
+                log_level="warning",
+            )
+        )
+        page = asyncio.create_task(server.serve())
+    try:
+        await worker.astart()
+    finally:
+        if page is not None:
+            page.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await page
+
+
 async def _serve_async(
-    start: Callable[[], Coroutine[Any, Any, None]], runner: GPUTaskRunner, timeout_s: float | None
+    start: Callable[[_Service], Coroutine[Any, Any, None]],
+    runner: GPUTaskRunner,
+    timeout_s: float | None,
 ) -> None:
     with _served(start, runner, timeout_s) as ended:
         await asyncio.wrap_future(ended)
 
 
 def _check(tasks: tuple[Any, ...], runner: Any) -> None:
-    from prefect_gpu.task_runner import GPUTaskRunner
-
-    if _missing:
-        raise ProtocolError(
-            f"Prefect {prefect.__version__} has no {', '.join(_missing)} in prefect.task_worker; "
-            "prefect_gpu.serve was made for Prefect 3.8.8"
-        )
     if not tasks:
         raise SettingError("serve() has no task; accepted: at least one task, made with @task")
     for each in tasks:
@@ -245,7 +250,9 @@ def _check(tasks: tuple[Any, ...], runner: Any) -> None:
 
 @contextlib.contextmanager
 def _served(
-    start: Callable[[], Coroutine[Any, Any, None]], runner: GPUTaskRunner, timeout_s: float | None
+    start: Callable[[_Service], Coroutine[Any, Any, None]],
+    runner: GPUTaskRunner,
+    timeout_s: float | None,
 ) -> Iterator[Future[None]]:
     """Run Prefect's task worker beside a `with` block, in a thread and an event loop of its own.
 
@@ -264,9 +271,8 @@ def _served(
         ThreadPoolExecutor(1, "prefect-gpu-task-worker") as thread,
         runner.duplicate() as entered,
     ):
-        service, context = _Service(entered, timeout_s), copy_context()
-        context.run(_service.set, service)
-        ended = thread.submit(context.run, lambda: asyncio.run(start()))
+        service = _Service(entered, timeout_s)
+        ended = thread.submit(copy_context().run, lambda: asyncio.run(start(service)))
         try:
             yield ended
         except BaseException:

@@ -2,7 +2,7 @@
 
 Logs, prints, runtime ids, artifacts and nested flows of the body belong to that run. Importing this module
 imports Prefect; `late_prefect` decides when. This module has all undocumented names of Prefect that the child
-uses, except for logging; `prefect_gpu.runner.prefect_engine` has the parent's. Checked against Prefect 3.8.8;
+uses, except for logging; `prefect_gpu.engine` has the parent's. Checked against Prefect 3.8.8;
 `tests/integration/test_bridge.py` says which change of Prefect broke which function.
 """
 

@@ -1,6 +1,6 @@
 """The Prefect events of GPU task runs and of devices: their names, labels and payloads.
 
-Values alone: they are emitted by `runner.prefect_engine`, in the context of the run. What a state or a log line says
+Values alone: they are emitted by `engine`, in the context of the run. What a state or a log line says
 is not here. Prefect's automations compare labels and not payloads, so what a trigger may ask for is a label.
 """
 

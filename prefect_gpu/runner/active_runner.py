@@ -26,7 +26,6 @@ from prefect import Task
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import HostStore, host_ledger
@@ -37,6 +36,10 @@ from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
+from prefect_gpu.engine import flow_run, task_engine
+from prefect_gpu.engine.tag_limits import TagLimits
+from prefect_gpu.engine.task_engine import CancelledByRunner
+from prefect_gpu.engine.tracebacks import CallingLine, calling_line
 from prefect_gpu.errors import CapacityError, DeviceError, ProtocolError
 from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
@@ -53,10 +56,8 @@ from prefect_gpu.reports.events import set_aside_event
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.reports.publish import ProgressArtifact, Publisher
-from prefect_gpu.runner import prefect_engine
 from prefect_gpu.runner.budgets import BudgetBook
-from prefect_gpu.runner.engine_threads import BODY_WAITS, AwaitedFuture, TagLimits, start_engine
-from prefect_gpu.runner.prefect_engine import CallingLine, CancelledByRunner
+from prefect_gpu.runner.engine_threads import BODY_WAITS, AwaitedFuture, RunnerThreads, start_engine
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.submit_order import Inputs, SubmitOrder
@@ -116,11 +117,11 @@ class ActiveRunner:
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
-        self._threads: ThreadPoolTaskRunner[Any] = ThreadPoolTaskRunner(max_workers=sys.maxsize)
+        self._threads = RunnerThreads(self.pause)
         self._threads.__enter__()
         self._numbers = itertools.count()
         self._order = SubmitOrder()
-        self._client = prefect_engine.SharedClient()
+        self._client = flow_run.SharedClient()
         self.limits = TagLimits(self._client.lend)
         self._lock = threading.Lock()
         #: Bodies that run, and those that are over but for their memory or their report.
@@ -136,8 +137,6 @@ class ActiveRunner:
         self._publisher: Publisher | None = None
         #: Tags that were looked at; of a task whose tags are the characters of one text, all of them.
         self._read_tags: set[str | frozenset[str]] = set()
-        #: Names of GPU tasks that were called directly.
-        self._called_directly: set[str] = set()
         self._reports: list[TaskReport] = []
         #: How many GPU task runs were submitted, and ended in each state, by its name.
         self._submitted = 0
@@ -171,17 +170,17 @@ class ActiveRunner:
     ) -> PrefectConcurrentFuture[Any]:
         """See `GPUTaskRunner.submit`."""
         self.flow = self.flow or FlowRunContext.get()
-        plan = self._plan(task, prefect_engine.context_tags())
+        plan = self._plan(task, flow_run.context_tags())
         if plan is None:
             return self._submit_to_thread(task, parameters, wait_for, dependencies)
-        task_run_id = prefect_engine.new_task_run_id()
+        task_run_id = task_engine.new_task_run_id()
         arguments = {
             "task_run_id": task_run_id,
             "parameters": parameters,
             "wait_for": wait_for,
             "dependencies": dependencies,
         }
-        future = self._start(task, plan, arguments, prefect_engine.calling_line())
+        future = self._start(task, plan, arguments, calling_line())
         return AwaitedFuture(task_run_id, future)
 
     def submit_background(
@@ -226,7 +225,7 @@ class ActiveRunner:
             # Without a thread there is no engine. The next task may have one.
             place.leave()
             future = concurrent.futures.Future()
-            future.set_result(self._count(prefect_engine.failed_state(task.name, error)))
+            future.set_result(self._count(task_engine.failed_state(task.name, error)))
         self._remember(future)
         return future
 
@@ -266,7 +265,7 @@ class ActiveRunner:
                 "neither suspended nor moved for others. A task of higher priority waits until memory is free, and is "
                 "placed first."
             )
-            prefect_engine.log_on_flow(self.flow, text, logging.WARNING)
+            flow_run.log_on_flow(self.flow, text, logging.WARNING)
 
     def _warn_of_near_misses(self, task: Task[..., Any], around: set[str]) -> None:
         """Warn once of each tag that looks like a GPU tag and is none: on the flow run, if there is one."""
@@ -285,14 +284,7 @@ class ActiveRunner:
                     f"Task {task.name!r} has the tag {tag!r}, which has no meaning here; did you mean {meant!r}?"
                 )
         for text in warnings:
-            prefect_engine.log_on_flow(self.flow, text, logging.WARNING)
-
-    def is_first_direct_call(self, task_name: str) -> bool:
-        """See `GPUTaskRunner.is_first_direct_call`."""
-        with self._lock:
-            first = task_name not in self._called_directly
-            self._called_directly.add(task_name)
-        return first
+            flow_run.log_on_flow(self.flow, text, logging.WARNING)
 
     def _remember(self, future: concurrent.futures.Future[Any]) -> None:
         with self._lock:
@@ -348,8 +340,7 @@ class ActiveRunner:
         wait_for: Iterable[PrefectFuture[Any]] | None,
         dependencies: dict[str, set[Any]] | None,
     ) -> PrefectConcurrentFuture[Any]:
-        with prefect_engine.paused_by(self.pause):
-            future = self._threads.submit(task, parameters, wait_for, dependencies)
+        future = self._threads.submit(task, parameters, wait_for, dependencies)
         self._remember(future.wrapped_future)
         return future
 
@@ -486,7 +477,7 @@ class ActiveRunner:
 
     def _emit_set_aside(self, device: Device, why: str) -> None:
         if self._around is not None:
-            prefect_engine.emit_device_event(set_aside_event(device, why), self._around)
+            flow_run.emit_device_event(set_aside_event(device, why), self._around)
 
     def _find_broker(self) -> Broker:
         given = self._configuration
@@ -570,7 +561,7 @@ class ActiveRunner:
         with self._lock:
             if self._configuration.reports and self._publisher is None:
                 self._publisher = Publisher(self._client.lend)
-                name, flow_run_id = prefect_engine.flow_of(self.flow)
+                name, flow_run_id = flow_run.flow_of(self.flow)
                 if self._configuration.progress and flow_run_id is not None:
                     self._publisher.show_progress(
                         ProgressArtifact(self.counts, flow_name=name, flow_run_id=flow_run_id)
@@ -600,14 +591,14 @@ class ActiveRunner:
             failed: Whether to end what runs, in place of waiting for it.
             error: What ended the flow's engine; `None`: nothing did.
         """
-        self._ended_by = prefect_engine.ended_by(error)
+        self._ended_by = task_engine.ended_by(error)
         try:
             self._close(failed)
         except BaseException as signal:
             # Ctrl-C, or a signal that Prefect turned into an exception. Either may come again at any line.
             try:
                 if not failed:
-                    self._ended_by = prefect_engine.ended_by(signal)
+                    self._ended_by = task_engine.ended_by(signal)
                 if not failed:
                     self._close(failed=True)
             finally:
@@ -654,10 +645,10 @@ class ActiveRunner:
         # A signal may come at any line, and this then runs again: what is done is forgotten only afterwards.
         self._leave_view()
         if self._states and not self._summarised:
-            prefect_engine.log_on_flow(self.flow, flow_summary(self._states, self._reports))
+            flow_run.log_on_flow(self.flow, flow_summary(self._states, self._reports))
             self._summarised = True
         if self._publisher is not None:
-            name, flow_run_id = prefect_engine.flow_of(self.flow)
+            name, flow_run_id = flow_run.flow_of(self.flow)
             if self._reports or self._unstarted:
                 reports = [_as_ended(each, self._ended_by) for each in self._reports]
                 unstarted = [_as_ended(each, self._ended_by) for each in self._unstarted.values()]
@@ -667,8 +658,8 @@ class ActiveRunner:
                 self._reports, self._unstarted = [], {}
             self._publisher.close(CLOSING_S)
             report_id, self._publisher.flow_report_id = self._publisher.flow_report_id, None
-            if report_id is not None and (url := prefect_engine.artifact_url(report_id)):
-                prefect_engine.log_on_flow(self.flow, f"Report of the GPU tasks: {url}")
+            if report_id is not None and (url := flow_run.artifact_url(report_id)):
+                flow_run.log_on_flow(self.flow, f"Report of the GPU tasks: {url}")
         self._client.close()
 
 

@@ -28,6 +28,10 @@ from prefect_gpu.broker.suspendable import PAUSED, RESUMED, Awaits, SuspendableP
 from prefect_gpu.broker.ticket import Measured
 from prefect_gpu.devices.host import read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.engine.child_context import apply_changes
+from prefect_gpu.engine.direct_calls import is_first_warning
+from prefect_gpu.engine.task_engine import CancelledByRunner
+from prefect_gpu.engine.tracebacks import ChildTraceback, attach_traceback
 from prefect_gpu.errors import (
     BudgetExceededError,
     ChildDiedError,
@@ -68,7 +72,6 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import BudgetSource, TaskReport, Verdict
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.prefect_engine import CancelledByRunner, is_first_warning
 from prefect_gpu.runner.process_record import ProcessRecord
 from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
@@ -110,44 +113,6 @@ class ProbeEnded(Exception):  # noqa: N818  # not an error: the body runs again
 
 class NeedLearned(Exception):  # noqa: N818  # not an error: it asks again
     """While a probe waited for a device, another run has shown what it needs."""
-
-
-class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
-    """The traceback that an exception had in the child, as text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"\n\nin the process of the GPU task:\n{self.text}"
-
-
-def attach_traceback(error: BaseException, text: str) -> None:
-    """Make a traceback in the child, as text, the first cause of an exception: it may have causes of its own."""
-    seen: set[int] = set()
-    while (before := _shown_before(error)) is not None and id(before) not in seen:
-        seen.add(id(error))
-        error = before
-    error.__cause__ = ChildTraceback(text)
-
-
-def _shown_before(error: BaseException) -> BaseException | None:
-    """Return the exception that a traceback shows above another one: none for `raise ... from None`."""
-    if error.__cause__ is not None or error.__suppress_context__:
-        return error.__cause__
-    return error.__context__
-
-
-def has_traceback(error: BaseException | None) -> bool:
-    """Return whether `attach_traceback` was called with an exception."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, ChildTraceback):
-            return True
-        seen.add(id(error))
-        error = _shown_before(error)
-    return False
 
 
 class Attempt:
@@ -627,7 +592,7 @@ class Attempt:
         try:
             value = values.loads(data, "exception" if ended.raised else "return value")
             if ended.changes is not None:
-                self._run.apply_changes(values.loads(ended.changes, "transaction"))
+                apply_changes(values.loads(ended.changes, "transaction"))
         except Exception as problem:
             self._verdict = Verdict("failed")
             if ended.traceback:

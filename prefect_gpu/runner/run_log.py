@@ -1,7 +1,7 @@
 """What logs say of GPU tasks: of each process when it is placed and when it has ended, of a flow run at its end.
 
 Text only. The lines of a process are logged by `attempt`, the summary by `active_runner`; what a waiting task run
-logs is in `prefect_engine`. The flow's report, with every process, is in `reports`.
+logs is in `engine`. The flow's report, with every process, is in `reports`.
 """
 
 from __future__ import annotations

@@ -18,21 +18,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefect import Task
-from prefect.client.schemas.objects import TaskRun
 
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.cluster.expected import ClusterAnnouncement
+from prefect_gpu.engine.flow_run import SharedClient
+from prefect_gpu.engine.task_engine import (
+    LONGEST_LINE,
+    CancelledByRunner,
+    add_note,
+    run_engine,
+    with_body,
+)
+from prefect_gpu.engine.task_run import EngineRun
+from prefect_gpu.engine.tracebacks import CallingLine
 from prefect_gpu.errors import (
-    NO_ROOM,
-    ChildDiedError,
-    DeviceError,
     NodeRefusedError,
     PlacementError,
     PlacementTimeoutError,
-    PolicyError,
-    PrefectGPUError,
-    ProtocolError,
-    ResultError,
 )
 from prefect_gpu.live.progress import RunningTask, WaitingTask
 from prefect_gpu.processes.launch_spec import Launcher
@@ -44,22 +46,8 @@ from prefect_gpu.runner.attempt import (
     NeedLearned,
     ProbeEnded,
     first_line,
-    has_traceback,
 )
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.runner.engine_threads import asked_first
-from prefect_gpu.runner.prefect_engine import (
-    LONGEST_LINE,
-    CallingLine,
-    CancelledByRunner,
-    ChildCrash,
-    EngineRun,
-    SharedClient,
-    add_note,
-    paused_by,
-    run_engine,
-    with_body,
-)
 from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
@@ -418,28 +406,6 @@ def _most_of_each(capacities: Mapping[Device, int], count: int) -> int:
 if TYPE_CHECKING:
     from prefect_gpu.runner.active_runner import ActiveRunner
 
-#: Errors after which a retry could only fail the same way: the author or the machine must change.
-HOPELESS = (PolicyError, PlacementError, DeviceError, ResultError)
-
-
-def is_hopeless(error: object) -> bool:
-    """Return whether a retry could only fail the same way."""
-    # An exception of the body may not come again, even if it could not be pickled; so may a lack of memory.
-    own_error = isinstance(error, ResultError) and (
-        error.what == "exception" or error.type_name == NO_ROOM
-    )
-    # A device that was busy for as long as `gpu:wait` allows may be free the next time.
-    may_pass = own_error or isinstance(error, PlacementTimeoutError)
-    return isinstance(error, HOPELESS) and not may_pass
-
-
-def speaks_for_itself(error: Exception) -> bool:
-    """Return whether an error is not explained by where in this package it was raised."""
-    if isinstance(error, ProtocolError):
-        # A fault of this package.
-        return False
-    return isinstance(error, PrefectGPUError) or has_traceback(error)
-
 
 class GPUTask:
     """One submitted GPU task.
@@ -474,8 +440,6 @@ class GPUTask:
         self._launcher: Launcher = process_launcher()
         #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.
         self._standby = ""
-        #: The engine's task run, once the body was called.
-        self._task_run: TaskRun | None = None
 
     def run(self, client: SharedClient, arguments: Mapping[str, Any]) -> Any:
         """Run Prefect's engine to the task's final state, on a thread of its own. See `run_engine`."""
@@ -486,11 +450,8 @@ class GPUTask:
         if isinstance(announced, ClusterAnnouncement):
             self._standby = announced.standby
         try:
-            task = with_body(
-                self._task, self._body, is_hopeless, speaks_for_itself, self._submitted_at
-            )
-            with asked_first(self._runner.limits), paused_by(self._runner.pause):
-                return run_engine(client, task, arguments, lambda: self._task_run)
+            task = with_body(self._task, self._body, self._submitted_at)
+            return run_engine(client, self._runner.limits, task, arguments, self._runner.pause)
         finally:
             self._place.leave()
             if announced is not None:
@@ -499,7 +460,6 @@ class GPUTask:
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call of the body: the first, or one of Prefect's retries."""
         run = EngineRun(self._task)
-        self._task_run = run.task_run
         try:
             return self._run_body(run, args, kwargs)
         except BaseException as error:
@@ -554,9 +514,3 @@ class GPUTask:
                     self._runner.end(body)
         except CancelledByRunner:
             raise self._runner.ending from None
-        except ChildDiedError as death:
-            # The engine retries an exception if retries are left; a `BaseException` ends the run as
-            # crashed.
-            if run.may_still_retry(death):
-                raise
-            raise ChildCrash(death) from None

@@ -19,6 +19,12 @@ from prefect import Task
 
 from prefect_gpu import values
 from prefect_gpu.devices.host import count_cores
+from prefect_gpu.engine.child_context import (
+    logs_need_prefect,
+    prefect_log_level,
+    without_parameters,
+)
+from prefect_gpu.engine.task_run import EngineRun
 from prefect_gpu.errors import NO_ROOM, PrefectGPUError, ResultError
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.registry import (
@@ -32,12 +38,6 @@ from prefect_gpu.policy import GPUPolicy, why_alone
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.runner.learn_by import describe_values, digest_values
-from prefect_gpu.runner.prefect_engine import (
-    EngineRun,
-    logs_need_prefect,
-    prefect_log_level,
-    without_parameters,
-)
 from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import DeviceKind

@@ -170,6 +170,11 @@ def test_it_is_imported_from_the_environment_and_what_it_imports_is_required(
     run(bare, "python", "-m", "pip", "check")
 
 
+def test_prefect_has_all_that_the_subclasses_of_its_classes_rest_on(bare: Workplace) -> None:
+    names = (REPOSITORY / "tests" / "prefect_names.py").read_text(encoding="utf-8")
+    assert run(bare, "python", str(bare.write("prefect_names.py", names))).stdout == ""
+
+
 # -- commands ----------------------------------------------------------------------------------
 
 

@@ -13,10 +13,12 @@ from itertools import accumulate
 from pathlib import Path
 from uuid import UUID
 
+import httpx
 import pytest
 from prefect import get_client
 from prefect.client.schemas.objects import StateType
 
+from tests.fakes.ports import free_port
 from tests.integration import engine_api as api
 from tests.integration.programs import Workplace, lines_of, wait_for, workplace
 
@@ -65,6 +67,12 @@ def plain():
     return seen()
 
 
+@task
+async def plain_async():
+    await asyncio.sleep(0)
+    return seen()
+
+
 @task(tags=gpu(memory="1GiB", framework="none"))
 def hold(index):
     with open("held.txt", "a") as file:
@@ -86,14 +94,15 @@ SERVER = """
 import os
 import sys
 
-from jobs import fail_once, hold, plain, work, work_async
+from jobs import fail_once, hold, plain, plain_async, work, work_async
 from prefect_gpu import GPUTaskRunner, serve
 
 print("server", os.getpid(), flush=True)
 serve(
-    work, work_async, plain, hold, fail_once,
+    work, work_async, plain, plain_async, hold, fail_once,
     runner=GPUTaskRunner(devices=sys.argv[1], start_method=sys.argv[3]),
     limit=int(sys.argv[2]),
+    status_server_port=int(sys.argv[4]),
 )
 """
 
@@ -113,10 +122,13 @@ class Server:
         self, place: Workplace, limit: int = 10, start: str = "spawn", program: str = SERVER
     ) -> None:
         self.output = place.folder / f"server-{len(list(place.folder.glob('server-*')))}.txt"
+        self.status_port = free_port()
         place.write("server.py", program)
         with self.output.open("w") as file:
             self.process = place.start(
-                "server.py", DEVICES, str(limit), start, stdout=file, stderr=subprocess.STDOUT
+                *("server.py", DEVICES, str(limit), start, str(self.status_port)),
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
         wait_for(lambda: "Subscribing" in self.printed(), explain=self.printed)
 
@@ -177,6 +189,7 @@ futures |= {
     "work": work.delay(7),
     "work_async": work_async.delay(),
     "plain": plain.delay(),
+    "plain_async": plain_async.delay(),
     "other_tags": work.with_options(tags=gpu(memory="2GiB", framework="none")).delay(8),
     "retried": fail_once.delay(),
 }
@@ -192,15 +205,18 @@ found["held"] = str(hold.delay(0).task_run_id)
     assert indices == [6, 7, 8, 9]
     budgets = {name: value[-1] for name, value in found.items() if name not in ("id", "held")}
     assert budgets == {
-        "in_flow": 1, "work": 1, "work_async": 1, "plain": None, "other_tags": 2, "retried": 1, "plain_tagged": 3, "work_tagged": 3
+        "in_flow": 1, "work": 1, "work_async": 1, "plain": None, "plain_async": None, "other_tags": 2, "retried": 1, "plain_tagged": 3, "work_tagged": 3
     }  # fmt: skip
     pids = {name: value[-2] for name, value in found.items() if name in budgets}
-    assert pids.pop("plain") == pid and pid not in pids.values()
+    assert pids.pop("plain") == pids.pop("plain_async") == pid and pid not in pids.values()
     assert len({*pids.values()}) == len(pids), "each has a process of its own"
     (report,) = api.artifacts(task_run_id=UUID(found["id"]), count=1)
     assert report.key == "gpu-memory-work"
 
     wait_for(lambda: 0 in held(place), explain=server.printed)
+    status = f"http://127.0.0.1:{server.status_port}/status"
+    wait_for(lambda: httpx.get(status).json()["current"] == 1, explain=server.printed)
+    assert sum(httpx.get(status).json()["finished"].values()) == len(found) - 2
     server.end(signal.SIGTERM)
     assert_nothing_is_left(place)
     ended = api.task_run(UUID(found["held"])).state

@@ -46,64 +46,18 @@ from prefect.settings import (
     Settings,
     temporary_settings,
 )
-from prefect.states import Completed
-from prefect.task_engine import AsyncTaskRunEngine, SyncTaskRunEngine, run_task_sync
-from prefect.task_worker import TaskWorker
 from prefect.transactions import CommitMode, Transaction, get_transaction, transaction
 from prefect.utilities.engine import emit_task_run_state_change_event
 
-from prefect_gpu import GPUTaskRunner, gpu, task_worker
+from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.child import prefect_context
+from prefect_gpu.engine import child_context, task_engine, task_run
+from prefect_gpu.engine.flow_run import SharedClient, flow_of, flow_run_goes_on
 from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
 from prefect_gpu.reports.publish import bounded_settings
-from prefect_gpu.runner import prefect_engine
 from prefect_gpu.values import Apart
 from tests.integration import engine_api as api
-
-
-def test_run_task_sync_accepts_the_runners_arguments() -> None:
-    parameters = set(inspect.signature(run_task_sync).parameters)
-    assert parameters >= {
-        "task", "task_run_id", "parameters", "wait_for", "return_type", "dependencies"
-    }, "run_task_sync changed: see prefect_engine.run_engine"  # fmt: skip
-
-
-def test_prefects_task_worker_calls_the_engine_by_names_that_can_be_replaced() -> None:
-    assert task_worker._missing == [], "serve refuses this version: see task_worker._SEAMS"
-    for owner, name in task_worker._SEAMS:
-        assert inspect.unwrap(getattr(owner, name)) is not getattr(owner, name)
-    submit = inspect.getsource(TaskWorker._submit_scheduled_task_run)
-    for argument in ("task", "task_run", "parameters", "wait_for", "context"):
-        assert submit.count(f"{argument}=") >= 2, (
-            f"the engine gets no {argument}: see task_worker._start"
-        )
-    assert "await run_task_async(" in submit and "run_task_sync," in submit
-    assert "self._subscribe_to_task_scheduling()" in inspect.getsource(TaskWorker.astart)
-
-
-def test_the_engine_waits_for_a_retry_in_a_method_of_its_own() -> None:
-    wait = inspect.unwrap(SyncTaskRunEngine.wait_until_ready)
-    assert wait is not SyncTaskRunEngine.wait_until_ready
-    assert "state_details.scheduled_time" in inspect.getsource(wait), "see prefect_engine._pause"
-    assert "engine.wait_until_ready()" in inspect.getsource(run_task_sync), "nothing wakes it"
-
-
-def test_the_engine_ends_a_task_run_and_says_so_in_methods_of_its_own() -> None:
-    for name in ("handle_crash", "log_finished_message", "set_state"):
-        method = getattr(SyncTaskRunEngine, name)
-        assert inspect.unwrap(method) is not method, "see prefect_engine._wrapped"
-    handles = inspect.getsource(inspect.unwrap(SyncTaskRunEngine.handle_crash))
-    assert "self._raised = exc" in handles and "self._telemetry.end_span" in handles
-    fails = inspect.getsource(SyncTaskRunEngine.handle_exception)
-    assert "self.set_state(state)" in fails, "no state says what helps after an out-of-memory"
-
-
-@pytest.mark.parametrize("engine", [SyncTaskRunEngine, AsyncTaskRunEngine])
-def test_the_engine_begins_each_run_in_a_method_of_its_own(engine: Any) -> None:
-    assert inspect.unwrap(engine.begin_run) is not engine.begin_run
-    start = inspect.getsource(engine.start)
-    assert "self.begin_run()" in start, "nothing warns of GPU tasks that are called directly"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +75,7 @@ def test_task_runs_end_as_their_flow_run_does(
 ) -> None:
     # Fails where Prefect has no such name any more: a cancelled flow's task runs would crash.
     monkeypatch.setattr(flow_engine, "_termination_intent", lambda: intent)
-    assert str(prefect_engine.ended_by(error).state()) == says
+    assert str(task_engine.ended_by(error).state()) == says
 
 
 def test_state_events_take_what_we_give_them() -> None:
@@ -133,7 +87,7 @@ def test_threads_may_copy_the_settings_at_the_same_time() -> None:
     # To validate a copy, Prefect sets fields of the settings that all threads share, and unsets them.
     def copy_often(_: int) -> None:
         for _ in range(500):
-            with prefect_engine._AsTheyAre.of_thread("http://127.0.0.1:1/api") as copied:
+            with child_context._AsTheyAre.of_thread("http://127.0.0.1:1/api") as copied:
                 assert copied.settings.api.url == "http://127.0.0.1:1/api"
             with bounded_settings(get_settings_context(), 1.5) as copied:
                 assert copied.settings.api.request_timeout == 1.5
@@ -148,7 +102,7 @@ def test_threads_may_copy_the_settings_at_the_same_time() -> None:
 
 
 def test_task_run_ids_are_ordered_by_time() -> None:
-    first, second = prefect_engine.new_task_run_id(), prefect_engine.new_task_run_id()
+    first, second = task_engine.new_task_run_id(), task_engine.new_task_run_id()
     # Milliseconds since the epoch, in the first 48 bits.
     assert first.version == 7 and first.int >> 80 <= second.int >> 80, "see new_task_run_id"
 
@@ -223,17 +177,17 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
         raw = serialize_context()
         assert set(raw) >= {
             "flow_run_context", "task_run_context", "tags_context", "settings_context"
-        }, "keys of the serialised context changed: see EngineRun.context_for_child"  # fmt: skip
+        }, "keys of the serialised context changed: see child_context.context_for_child"  # fmt: skip
         assert set(raw["task_run_context"]) >= {"task", "task_run", "parameters"}
         assert set(raw["flow_run_context"]) >= {"flow", "flow_run", "parameters"}
-        assert "api" in raw["settings_context"]["settings"], "see prefect_engine._AsTheyAre"
+        assert "api" in raw["settings_context"]["settings"], "see child_context._AsTheyAre"
         assert "current_tags" in raw["tags_context"]
         seen["profile"] = raw["settings_context"]["profile"]
-        engine_run = prefect_engine.EngineRun(inside)
+        engine_run = task_run.EngineRun(inside)
         seen["context"], seen["log_prints"] = engine_run.context_for_child()
         seen["environment"] = engine_run.environment_for_child()
         seen["run"] = engine_run.task_run
-        seen["flow"] = prefect_engine.flow_of(FlowRunContext.get())
+        seen["flow"] = flow_of(FlowRunContext.get())
         seen["client"] = str(SyncClientContext.get().client.api_url)  # type: ignore[union-attr]
 
     @inside.on_failure
@@ -253,16 +207,14 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     assert seen["log_prints"] is True
     assert seen["environment"] == {"PREFECT_API_URL": seen["client"]}
     assert context["settings_context"]["settings"].api.url == seen["client"]
-    assert context["settings_context"]["profile"] == seen["profile"], (
-        "see prefect_engine._AsTheyAre"
-    )
+    assert context["settings_context"]["profile"] == seen["profile"], "see child_context._AsTheyAre"
     assert context["task_run_context"]["parameters"] == {"x": 3}
     light = context["task_run_context"]["task"]
     assert light.name == "inside" and light is not inside and light.on_failure_hooks == []
     assert inside.on_failure_hooks, "the task itself was changed"
-    assert context["flow_run_context"]["flow"].fn is prefect_engine._runs_elsewhere
+    assert context["flow_run_context"]["flow"].fn is child_context._runs_elsewhere
     assert context["flow_run_context"]["parameters"] == {"held": 3}
-    without, parameters, of_flow = prefect_engine.without_parameters(context)
+    without, parameters, of_flow = child_context.without_parameters(context)
     assert without["flow_run_context"]["parameters"] == {} and of_flow == {"held": 3}
     assert without["task_run_context"]["parameters"] == {} and parameters == {"x": 3}
     assert "kept" in context["tags_context"]["current_tags"]
@@ -275,7 +227,7 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
         assert flow_context is not None and flow_context.detached
         assert "kept" in TagsContext.get().current_tags
         # The runner of a child's copy ends while its flow goes on.
-        assert prefect_engine.flow_run_goes_on(flow_context, flow_context.task_runner)
+        assert flow_run_goes_on(flow_context, flow_context.task_runner)
 
 
 @pytest.mark.parametrize("ends", ["completed", "failed"])
@@ -307,7 +259,7 @@ def test_a_child_has_copies_of_the_transactions_of_its_run(
         outer.set("inherited", [1])
         outer.set("refused", (each for each in ()))
         with transaction(key="a-key") as own:
-            values = [prefect_engine._as_values(each) for each in prefect_engine._transactions()]
+            values = [child_context._as_values(each) for each in child_context._transactions()]
             assert [each["fields"]["key"] for each in values] == ["a-key", None]
             apart = Apart.of({"transactions": values}, "call", "context")
             changes = Context().run(in_child, apart.load())
@@ -315,7 +267,7 @@ def test_a_child_has_copies_of_the_transactions_of_its_run(
             assert own.get("own", None) is None, "a child has copies"
             if ends == "completed":
                 assert changes.transactions == ({"own": 3}, {"of the outer": 2})
-                prefect_engine.EngineRun.apply_changes(changes)
+                child_context.apply_changes(changes)
                 assert (own.get("own"), outer.get("of the outer")) == (3, 2)
                 assert own.on_commit_hooks == [note]
             own.on_commit_hooks.clear()
@@ -332,8 +284,8 @@ def test_a_transaction_whose_outer_one_has_ended_is_read_once() -> None:
 
     def read() -> list[Any]:
         with transaction() as own:
-            assert prefect_engine._transactions() == [own, outer]
-            return prefect_engine._transactions()
+            assert child_context._transactions() == [own, outer]
+            return child_context._transactions()
 
     assert len(context.run(read)) == 2
 
@@ -341,7 +293,7 @@ def test_a_transaction_whose_outer_one_has_ended_is_read_once() -> None:
 def test_prefect_sets_its_logging_up_as_a_child_without_prefect_expects() -> None:
     config = load_logging_config(DEFAULT_LOGGING_SETTINGS_PATH)
     assert config["root"] == {"level": "WARNING", "handlers": ["console"]}, "see LatePrefect"
-    level = prefect_engine.prefect_log_level()
+    level = child_context.prefect_log_level()
     assert config["loggers"]["prefect"] == {"level": level}, "see _Run.begin_logging"
     assert "setup_logging()" in Path(prefect.main.__file__).read_text()
     # The second time it sets levels alone.
@@ -366,7 +318,7 @@ def test_a_task_needs_prefect_for_logging_that_is_not_the_default(
 ) -> None:
     def needs() -> bool:
         with SettingsContext(profile=profile, settings=Settings()):
-            return prefect_engine.logs_need_prefect(task(lambda: None))
+            return child_context.logs_need_prefect(task(lambda: None))
 
     profile = get_settings_context().profile
     assert not needs()
@@ -418,7 +370,7 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
 
     @task
     def waits() -> None:
-        engine_run = prefect_engine.EngineRun(waits)
+        engine_run = task_run.EngineRun(waits)
         run = engine_run.task_run
         engine_run.show_running()
         seen["before"] = (run.state_name, run.run_count)
@@ -440,10 +392,10 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
 
     one()
     assert seen["before"] == seen["after"] == ("Running", 1)
-    assert seen["awaiting"] == (StateType.PENDING, prefect_engine.AWAITING, "Waiting for a device")
+    assert seen["awaiting"] == (StateType.PENDING, task_run.AWAITING, "Waiting for a device")
     assert seen["starting"] == (
         StateType.PENDING,
-        prefect_engine.STARTING,
+        task_run.STARTING,
         "Placed on device 0; starting its process",
     )
     assert api.names(seen["id"]) == [
@@ -468,12 +420,12 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
 def test_of_large_arguments_that_prefect_hashes_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    large = prefect_engine.LARGE_ARGUMENTS_BYTES
+    large = task_run.LARGE_ARGUMENTS_BYTES
 
     @task
     def hashed(sizes: list[int]) -> None:
         for size in sizes:
-            prefect_engine.EngineRun(hashed).advise_no_cache(size)
+            task_run.EngineRun(hashed).advise_no_cache(size)
 
     @flow
     def all_kinds() -> None:
@@ -494,7 +446,7 @@ def test_the_shared_client_is_the_flows_or_one_that_is_closed(outer: str) -> Non
 
     def body() -> None:
         before = SyncClientContext.get()
-        shared = prefect_engine.SharedClient()
+        shared = SharedClient()
         contexts = [shared.open(), shared.open()]
         seen["same"] = contexts[0] is contexts[1]
         seen["the flow's"] = contexts[0] is before
@@ -544,27 +496,12 @@ def test_the_shared_client_is_the_flows_or_one_that_is_closed(outer: str) -> Non
 
 def test_the_shared_client_opens_without_a_call_of_an_api_that_is_away() -> None:
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        shared = prefect_engine.SharedClient()
+        shared = SharedClient()
         client: SyncPrefectClient = shared.open().client
         with shared.lend() as lent:
             assert lent is client
         shared.close()
     assert client._client.is_closed
-
-
-def test_a_retry_condition_is_asked_once_for_each_error() -> None:
-    asked: list[Any] = []
-
-    def once(task: Any, run: Any, state: Any) -> bool:
-        asked.append(state.data)
-        return False
-
-    check = prefect_engine._retry_condition(once, lambda error: isinstance(error, KeyError))
-    error = ValueError()
-    states = [Completed(data=error), Completed(data=error), Completed(data=KeyError())]
-    assert [check(None, None, state) for state in states] == [False, False, False]
-    assert asked == [error]
-    assert prefect_engine._retry_condition(None, lambda error: False)(None, None, states[0]) is True
 
 
 @pytest.mark.usefixtures("prefect_server")

@@ -11,8 +11,8 @@ from prefect import flow, task, unmapped
 from prefect.cache_policies import NO_CACHE
 
 from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.engine.task_engine import is_hopeless
 from prefect_gpu.errors import NO_ROOM, ResultError
-from prefect_gpu.runner.submission import is_hopeless
 from prefect_gpu.values import argument_files, transport
 from tests.integration import engine_api as api
 

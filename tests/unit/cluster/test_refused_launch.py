@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import NodeRefusedError, PlacementError, PlacementTimeoutError
 from prefect_gpu.runner import submission
-from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.units import GIB
 from tests.unit.runner.test_body_run import Full, Scene, own_cap
 

@@ -17,12 +17,13 @@ from prefect.states import Completed
 from prefect_gpu import GPUTaskRunner
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.spec import parse_spec
+from prefect_gpu.engine import flow_run, task_engine
+from prefect_gpu.engine.flow_run import SharedClient
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.reports.model import UnstartedRun
 from prefect_gpu.reports.publish import Publisher, artifact_key
-from prefect_gpu.runner import active_runner, prefect_engine, submission
+from prefect_gpu.runner import active_runner, submission
 from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
-from prefect_gpu.runner.prefect_engine import SharedClient
 from tests.fakes.ctrl_c import press_ctrl_c, press_ctrl_c_in
 from tests.fakes.reports import FakeAPI, task_report
 
@@ -201,7 +202,7 @@ def test_the_runners_last_line_is_the_address_of_its_report(
     said: list[str] = []
     runner, api = ActiveRunner(Configuration(**KNOWN)), FakeAPI()
     monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
-    monkeypatch.setattr(prefect_engine, "log_on_flow", lambda context, text: said.append(text))
+    monkeypatch.setattr(flow_run, "log_on_flow", lambda context, text: said.append(text))
     runner._open_publisher()
     runner._count(Completed())
     runner.report(task_report())
@@ -239,7 +240,7 @@ def test_the_report_of_a_flow_has_prefects_word_for_what_ended_with_it(
     assert artifacts[-1].description.startswith(f"Flow report · 3 task runs: {count}; 3 attempts")
     assert "· cancelled ·" in artifacts[2].description, "the report of the process"
     assert "for others" in artifacts[0].data
-    assert artifacts[-1].data.count(f": {prefect_engine.ended_by(error)}\n") == 2
+    assert artifacts[-1].data.count(f": {task_engine.ended_by(error)}\n") == 2
 
 
 def test_a_signal_while_the_summary_is_written_loses_no_report(

@@ -15,6 +15,7 @@ from prefect_gpu import values
 from prefect_gpu.broker import suspendable
 from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
+from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import (
     BudgetExceededError,
     ChildDiedError,
@@ -42,9 +43,9 @@ from prefect_gpu.processes.messages import (
 )
 from prefect_gpu.reports.events import LEAKED, PLACED, GPUEvent
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.runner.attempt import Attempt, ChildTraceback, attach_traceback, has_traceback
+from prefect_gpu.runner import attempt
+from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
-from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
@@ -77,7 +78,6 @@ class FakeRun:
         self.notes: list[str] = []
         self.lines: list[str] = []
         self.events: list[GPUEvent] = []
-        self.changes: list[Any] = []
         self.on_running: Callable[[], None] = lambda: None
 
     def show_awaiting(self, reason: str) -> None:
@@ -109,9 +109,6 @@ class FakeRun:
 
     def context_for_child(self) -> tuple[dict[str, Any], bool]:
         return {}, False
-
-    def apply_changes(self, changes: Any) -> None:
-        self.changes.append(changes)
 
     def environment_for_child(self) -> dict[str, str | None]:
         return {}
@@ -256,15 +253,19 @@ def test_a_body_that_raises_is_reported_with_the_last_line_of_its_traceback(
     assert (scene.report.outcome, scene.report.error) == (outcome, "ValueError: no")
 
 
-def test_changes_of_a_body_are_applied_once_its_value_is_there() -> None:
+def test_changes_of_a_body_are_applied_once_its_value_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    applied: list[ContextChanges] = []
+    monkeypatch.setattr(attempt, "apply_changes", applied.append)
     changes = ContextChanges(({"id": 1},), (), (), {})
     packed = values.dumps(changes, "transaction", "transaction")
     scene = Scene(*ended(7, changes=packed), ChildExited(0, ""))
-    assert scene.go() == 7 and scene.run.changes == [changes]
+    assert scene.go() == 7 and applied == [changes]
     scene = Scene(BodyEnded(False, changes=packed), ChildExited(-9, ""))
     with pytest.raises(ChildDiedError):
         scene.go()
-    assert scene.run.changes == [], "its value did not come"
+    assert applied == [changes], "its value did not come"
 
 
 def test_a_body_that_raises_system_exit_is_the_death_of_its_process() -> None:
@@ -511,12 +512,3 @@ def test_a_process_whose_body_has_not_begun_is_not_asked_to_trim() -> None:
     scene.attempt._handle = scene.child.start(None, scene.attempt._hear)
     subject_of(scene).trim()
     assert scene.child.answers == []
-
-
-def test_the_traceback_of_a_child_is_shown_above_all_causes_that_are_shown() -> None:
-    error, cause, hidden = ValueError("x"), KeyError("y"), KeyError("z")
-    error.__cause__, cause.__context__ = cause, hidden
-    cause.__suppress_context__ = True
-    attach_traceback(error, "there")
-    assert isinstance(cause.__cause__, ChildTraceback) and hidden.__cause__ is None
-    assert has_traceback(error) and not has_traceback(hidden)

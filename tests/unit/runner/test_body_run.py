@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.measurements import StepFacts
@@ -22,7 +23,6 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import submission
 from prefect_gpu.runner.attempt import NeedLearned, ProbeEnded
 from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
-from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.submission import BodyRun
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall

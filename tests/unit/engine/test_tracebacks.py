@@ -8,10 +8,15 @@ import weakref
 import pytest
 from prefect import task
 
+from prefect_gpu.engine.task_engine import with_body
+from prefect_gpu.engine.tracebacks import (
+    CallingLine,
+    ChildTraceback,
+    attach_traceback,
+    calling_line,
+    has_traceback,
+)
 from prefect_gpu.errors import PlacementError, ProtocolError
-from prefect_gpu.runner.attempt import ChildTraceback
-from prefect_gpu.runner.prefect_engine import CallingLine, calling_line, with_body
-from prefect_gpu.runner.submission import speaks_for_itself
 
 
 @task
@@ -28,7 +33,7 @@ def frames(error: Exception, submitted_at: CallingLine | None = None) -> list[st
     def body() -> None:
         deeper()
 
-    shadow = with_body(users, body, lambda error: False, speaks_for_itself, submitted_at)
+    shadow = with_body(users, body, submitted_at)
     with pytest.raises(type(error)) as caught:
         shadow.fn()
     return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:]
@@ -63,7 +68,7 @@ def test_the_line_that_submitted_a_task_is_shown_as_it_is_written_and_keeps_no_v
 
     line, large = submits()
     assert line is not None and large() is None
-    shadow = with_body(users, raises, lambda error: False, speaks_for_itself, line)
+    shadow = with_body(users, raises, line)
     with pytest.raises(PlacementError) as caught:
         shadow.fn()
     shown = traceback.extract_tb(caught.value.__traceback__)[-1]
@@ -79,3 +84,12 @@ def raises() -> None:
 def test_a_fault_of_this_package_keeps_its_frames() -> None:
     for error in (ProtocolError("odd"), KeyError("a bug")):
         assert frames(error) == ["call_body", "body", "deeper"]
+
+
+def test_the_traceback_of_a_child_is_shown_above_all_causes_that_are_shown() -> None:
+    error, cause, hidden = ValueError("x"), KeyError("y"), KeyError("z")
+    error.__cause__, cause.__context__ = cause, hidden
+    cause.__suppress_context__ = True
+    attach_traceback(error, "there")
+    assert isinstance(cause.__cause__, ChildTraceback) and hidden.__cause__ is None
+    assert has_traceback(error) and not has_traceback(hidden)

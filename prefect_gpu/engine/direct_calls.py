@@ -1,0 +1,110 @@
+"""The warning of GPU tasks that run without the task runner: in Prefect's own engine.
+
+No task runner sees a direct call, and none sees a background task under Prefect's own `serve`. Both begin in a method of
+Prefect's engine, which is replaced here. It is the only attribute of Prefect that this package replaces.
+
+`prefect_gpu/__init__.py` imports this module when a process imports Prefect's task worker, so it imports neither the runner nor
+devices. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+from prefect.context import FlowRunContext
+from prefect.logging.loggers import get_logger
+from prefect.task_engine import AsyncTaskRunEngine, BaseTaskRunEngine, SyncTaskRunEngine
+
+from prefect_gpu.child.channel import current_channel
+from prefect_gpu.engine.flow_run import context_tags, flow_of
+from prefect_gpu.errors import ProtocolError
+from prefect_gpu.in_task import current_allocation
+from prefect_gpu.policy import is_gpu_tag
+
+#: Prefect's own engines. GPU tasks of a task runner have another one.
+_PREFECTS = (SyncTaskRunEngine, AsyncTaskRunEngine)
+
+#: Names of GPU tasks that were warned of, each with the flow run around the call; `None`: there was none.
+_warned: dict[tuple[UUID | None, str], object] = {}
+
+
+def _is_first(flow_run_id: UUID | None, task_name: str) -> bool:
+    mine = object()
+    # One step, as threads may call a task at the same time.
+    return _warned.setdefault((flow_run_id, task_name), mine) is mine
+
+
+def is_first_warning(task_name: str) -> bool:
+    """Return whether no call of a GPU task without the task runner was warned of before, in this thread's flow run.
+
+    The process of a GPU task asks the flow's process, as several processes may call the same task.
+    """
+    first, channel = _is_first(flow_of(FlowRunContext.get())[1], task_name), current_channel()
+    if first and channel is not None:
+        with contextlib.suppress(OSError, EOFError, ProtocolError, RuntimeError):
+            return bool(channel.ask("is_first_warning", task_name=task_name))
+    return first
+
+
+def _warn_of_direct_call(log: Any, task_name: str, has_runner: bool) -> None:
+    around = current_allocation() is not None
+    where = "the process of the GPU task around it" if around else "the flow's own process"
+    has = (
+        "on its device and within its memory budget"
+        if around
+        else "without a device or a memory budget of its own"
+    )
+    if has_runner:
+        text = (
+            "GPU task %r was called directly: it runs in %s, %s. Call it with .submit() or .map()."
+        )
+        log.warning(text, task_name, where, has)
+    else:
+        text = (
+            "GPU task %r runs in %s, and its gpu tags have no effect: its flow has another task runner. Write "
+            "@flow(task_runner=GPUTaskRunner())."
+        )
+        log.warning(text, task_name, where)
+
+
+def _warn_of_serve(task_name: str) -> None:
+    # In the process of a GPU task there is a device.
+    if current_allocation() is not None or not _is_first(None, task_name):
+        return
+    get_logger("task_worker").warning(
+        "GPU task %r runs in the process of Prefect's own `serve`, where its gpu tags have no effect: no process, "
+        "device or memory budget of its own. Serve it with prefect_gpu.serve(...).",
+        task_name,
+    )
+
+
+def _warns(wait_for_dependencies: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return the method of Prefect's engine that runs right before a task begins, with the warning after it."""
+
+    @functools.wraps(wait_for_dependencies)
+    def wait(engine: Any) -> None:
+        wait_for_dependencies(engine)
+        if type(engine) not in _PREFECTS:
+            return
+        task, task_run, context = engine.task, engine.task_run, FlowRunContext.get()
+        # A background task was not called in its flow.
+        if task_run.state.state_details.deferred:
+            if any(map(is_gpu_tag, {*task.tags, *task_run.tags})):
+                _warn_of_serve(task.name)
+        elif context is not None and any(map(is_gpu_tag, {*task.tags, *context_tags()})):
+            if is_first_warning(task.name):
+                # Only a `GPUTaskRunner` has it.
+                has_runner = hasattr(context.task_runner, "submit_background")
+                _warn_of_direct_call(engine.logger, task.name, has_runner)
+
+    return wait
+
+
+# In a version of Prefect without this name nothing warns.
+if hasattr(BaseTaskRunEngine, "_wait_for_dependencies"):
+    _method: Any = _warns(BaseTaskRunEngine._wait_for_dependencies)
+    BaseTaskRunEngine._wait_for_dependencies = _method  # type: ignore[method-assign]

@@ -1,0 +1,236 @@
+"""The task run that an engine's thread runs: its log, its events, and the states of its wait for a device.
+
+Its context for a child is in `child_context`, the engine in `task_engine`.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, cast
+
+from prefect import Task, get_run_logger
+from prefect.cache_policies import CompoundCachePolicy, Inputs
+from prefect.client.schemas.objects import State, StateType, TaskRun
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events import Event, emit_event
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogHandler, emit_api_log
+from prefect.states import Pending, Running
+from prefect.transactions import Transaction
+from prefect.utilities.engine import emit_task_run_state_change_event
+from prefect.utilities.urls import url_for
+
+from prefect_gpu.engine import child_context
+from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
+from prefect_gpu.reports.markup import clean_name
+from prefect_gpu.scheduling.scheduling_pass import kind_of_reason
+from prefect_gpu.units import MIB, format_bytes
+
+#: Name of the state of a task that waits for a device.
+AWAITING = "AwaitingGPU"
+
+#: The state of a task run that has waited, from its placement to the first line of its body.
+STARTING = "Starting"
+
+
+#: Bytes of arguments from which the time of Prefect's hash is worth a line: 0.75 s for as many, on two cores (Prefect 3.8.8).
+LARGE_ARGUMENTS_BYTES = 256 * MIB
+
+#: Names of GPU tasks whose large arguments were logged.
+_large_arguments: set[str] = set()
+
+
+def hashes_inputs(task: Task[..., Any]) -> bool:
+    """Return whether Prefect hashes all arguments of a task before each run, to look for a cached result."""
+    policy = task.cache_policy
+    policies = policy.policies if isinstance(policy, CompoundCachePolicy) else [policy]
+    return any(isinstance(each, Inputs) and not each.exclude for each in policies)
+
+
+class EngineRun:
+    """The task run that this thread's engine runs. For use on that thread.
+
+    Args:
+        task: The user's own task. The engine runs the copy that `with_body` made.
+
+    Raises:
+        RuntimeError: This thread runs no task.
+    """
+
+    def __init__(self, task: Task[..., Any]) -> None:
+        context = TaskRunContext.get()
+        if context is None:
+            raise RuntimeError("this thread runs no task")
+        self._task = task
+        self._context = context
+        #: The engine's own object.
+        self.task_run: TaskRun = context.task_run
+        self._logger = get_run_logger()
+        self._around = _around_events(context)
+        #: Kinds of the reasons to wait that were logged since the last placement.
+        self._told: set[str] = set()
+        #: What it last was said to wait for; empty: it does not wait, or not for long.
+        self.awaits = ""
+        flow_run = FlowRunContext.get()
+        flow = None if flow_run is None else flow_run.flow
+        #: Name of the flow that the task was submitted in, the innermost of nested ones; `None`: in none.
+        self.flow_name: str | None = None if flow is None else clean_name(flow.name)
+
+    def end(self) -> None:
+        """Forget the run's value and arguments; logs and events may still come, in any time."""
+        self.task_run = _without_value(self.task_run)
+        self._context = TaskRunContext.model_construct(task_run=self.task_run)
+
+    def say(self, text: str) -> None:
+        """Log what happens, on the task run. From any thread."""
+        self._logger.info(text)
+
+    def advise_no_cache(self, size_bytes: int) -> None:
+        """Log once for each task that Prefect hashes its arguments, where these are large."""
+        name = self._task.name
+        if size_bytes < LARGE_ARGUMENTS_BYTES or name in _large_arguments:
+            return
+        if hashes_inputs(self._context.task):
+            _large_arguments.add(name)
+            self.say(
+                f"Its arguments take {format_bytes(size_bytes)}, and Prefect hashes them before each run, to look for "
+                "a cached result: @task(cache_policy=NO_CACHE) saves that time"
+            )
+
+    def say_ended(self, text: str) -> None:
+        """Log how a process has ended, with the address of the page that has its report. From any thread."""
+        # A context is entered by one thread at a time.
+        url = self._around.copy().run(url_for, "task-run", self.task_run.id)
+        self.say(f"{text}; {url}" if url else text)
+
+    def warn(self, text: str) -> None:
+        """Log a warning on the task run."""
+        self._logger.warning(text)
+
+    def note(self, text: str) -> None:
+        """Add a warning to the log of the task run in the API alone: the terminal shows its text already."""
+        run = self.task_run
+        record = {
+            "name": self._logger.name,
+            "levelno": logging.WARNING,
+            "levelname": "WARNING",
+            "msg": text,
+            "task_run_id": str(run.id),
+            "flow_run_id": run.flow_run_id and str(run.flow_run_id),
+        }
+        if self._logger.isEnabledFor(logging.WARNING):
+            APILogHandler().handle(logging.makeLogRecord(record))
+
+    def emit(self, event: GPUEvent) -> None:
+        """Emit an event about the task run. From any thread; without waiting for the API."""
+        run = self.task_run
+        related = [
+            *({**device_resource(d), "prefect.resource.role": DEVICE_ROLE} for d in event.devices),
+            # As in Prefect's own events of a task run; the flow run, its flow and its tags are added by Prefect.
+            *(
+                {"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"}
+                for tag in sorted(run.tags)
+            ),
+        ]
+        resource = {
+            "prefect.resource.id": f"prefect.task-run.{run.id}",
+            "prefect.resource.name": run.name,
+            **event.labels,
+        }
+        # A context is entered by one thread at a time.
+        self._around.copy().run(
+            emit_event, event.name, resource, related=related, payload={**event.payload}
+        )
+
+    def show_awaiting(self, reason: str) -> None:
+        """Show the task run as waiting for a device, and why; log it where the reason is of a new kind."""
+        self.awaits = reason
+        text, kind = f"Waiting for {reason}", kind_of_reason(reason)
+        if kind not in self._told:
+            self._told.add(kind)
+            self.say(text)
+        self._show(Pending(name=AWAITING, message=text))
+
+    def show_placed(self, text: str) -> None:
+        """Log that the task run has a device; show it as starting, if it was shown as waiting."""
+        self._told.clear()
+        self.awaits = ""
+        self.say(text)
+        if self.task_run.state_name == AWAITING:
+            self._show(Pending(name=STARTING, message=f"{text}; starting its process"))
+
+    def show_running(self) -> None:
+        """Show the task run as running again, if it was shown as waiting or starting."""
+        if self.task_run.state_name in (AWAITING, STARTING):
+            self._show(Running())
+
+    def _show(self, state: State[Any]) -> None:
+        # Not through the engine's `set_state`: it would count another run.
+        task_run = self.task_run
+        before = task_run.state
+        state.state_details.task_run_id = task_run.id
+        state.state_details.flow_run_id = task_run.flow_run_id
+        if before is not None and before.type == StateType.RUNNING:
+            task_run.total_run_time += state.timestamp - before.timestamp
+        task_run.state = state
+        task_run.state_id = state.id
+        task_run.state_type = state.type
+        task_run.state_name = state.name
+        emit_task_run_state_change_event(
+            task_run=task_run, initial_state=before, validated_state=state
+        )
+
+    # Its child.
+
+    def context_for_child(self) -> tuple[dict[str, Any], bool]:
+        """Serialise the task run's context for a child.
+
+        Returns:
+            The context, and whether the body's prints go to the run's log.
+        """
+        context = child_context.context_for_child(self._context, self._task)
+        return context, self._context.log_prints
+
+    def environment_for_child(self) -> dict[str, str | None]:
+        """Return the variables with which Prefect in a child speaks to the parent's server."""
+        # No setting has the address of an ephemeral server.
+        return {"PREFECT_API_URL": str(self._context.client.api_url)}
+
+    @staticmethod
+    def forward_log(log: dict[str, Any]) -> None:
+        """Send on a record that a child logged for its run."""
+        emit_api_log(log)
+
+    @staticmethod
+    def forward_event(event: str) -> None:
+        """Send on an event that a child emitted."""
+        worker = EventsWorker.instance()
+        context = copy_context()
+        # The child has attached related resources. This thread may be in another run by now.
+        for variable in (FlowRunContext.__var__, TaskRunContext.__var__):
+            context.run(cast(ContextVar[Any], variable).set, None)
+        context.run(worker.send, Event.model_validate_json(event))
+
+
+def _around_events(context: TaskRunContext) -> Context:
+    """Return a context from which Prefect reads the related resources of an event, without the run's value and arguments.
+
+    Prefect keeps a copy of it until the event is sent.
+    """
+    around = copy_context()
+    run = TaskRunContext.model_construct(task_run=_without_value(context.task_run))
+    around.run(cast(ContextVar[Any], TaskRunContext.__var__).set, run)
+    flow = FlowRunContext.get()
+    if flow is not None:
+        # It has the results of the flow's task runs.
+        flow = FlowRunContext.model_construct(flow_run=flow.flow_run)
+        around.run(cast(ContextVar[Any], FlowRunContext.__var__).set, flow)
+    # It has the engine, which has the value.
+    around.run(cast(ContextVar[Any], Transaction.__var__).set, None)
+    return around
+
+
+def _without_value(task_run: TaskRun) -> TaskRun:
+    """Return a copy of a task run without its state, whose data is the value."""
+    return task_run.model_copy(update={"state": None})

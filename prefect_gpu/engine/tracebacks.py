@@ -1,0 +1,94 @@
+"""Which lines an error of a GPU task shows: the user's, in the flow and in the child, and none of this package.
+
+The traceback that a child sends is text. Where an error has no line of the user's, the line that submitted the task is shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+
+from prefect_gpu.errors import PrefectGPUError, ProtocolError
+
+#: Packages whose frames are between a line that submits a task and the task runner.
+_NOT_USERS = ("prefect", "prefect_gpu")
+
+
+class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
+    """The traceback that an exception had in the child, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n\nin the process of the GPU task:\n{self.text}"
+
+
+def attach_traceback(error: BaseException, text: str) -> None:
+    """Make a traceback in the child, as text, the first cause of an exception: it may have causes of its own."""
+    seen: set[int] = set()
+    while (before := _shown_before(error)) is not None and id(before) not in seen:
+        seen.add(id(error))
+        error = before
+    error.__cause__ = ChildTraceback(text)
+
+
+def _shown_before(error: BaseException) -> BaseException | None:
+    """Return the exception that a traceback shows above another one: none for `raise ... from None`."""
+    if error.__cause__ is not None or error.__suppress_context__:
+        return error.__cause__
+    return error.__context__
+
+
+def has_traceback(error: BaseException | None) -> bool:
+    """Return whether `attach_traceback` was called with an exception."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, ChildTraceback):
+            return True
+        seen.add(id(error))
+        error = _shown_before(error)
+    return False
+
+
+def speaks_for_itself(error: Exception) -> bool:
+    """Return whether an error is not explained by where in this package it was raised."""
+    if isinstance(error, ProtocolError):
+        # A fault of this package.
+        return False
+    return isinstance(error, PrefectGPUError) or has_traceback(error)
+
+
+@dataclass(frozen=True, slots=True)
+class CallingLine:
+    """A line of the user's. It keeps nothing of the call: a frame would keep all that is in its variables."""
+
+    file: str
+    line: int
+    function: str
+    #: Of the function.
+    first_line: int
+    module: str
+
+    def traceback(self) -> TracebackType:
+        """Return a traceback of this line alone, without what was in its variables."""
+        # A frame is only made by running code; this code says that it is from there.
+        code = compile("here.append(frame())", self.file, "exec")
+        code = code.replace(co_name=self.function, co_firstlineno=self.first_line)
+        here: list[FrameType] = []
+        exec(code, {"here": here, "frame": sys._getframe, "__name__": self.module})
+        # -1: it is not known where in the line.
+        return TracebackType(None, here.pop(), -1, self.line)
+
+
+def calling_line() -> CallingLine | None:
+    """Return the innermost line that is neither of Prefect nor of this package; `None`: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code, module = frame.f_code, frame.f_globals.get("__name__", "")
+    return CallingLine(code.co_filename, frame.f_lineno, code.co_name, code.co_firstlineno, module)

@@ -42,9 +42,11 @@ from prefect_gpu.processes.messages import (
 )
 from prefect_gpu.reports.events import LEAKED, PLACED, GPUEvent
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.runner.attempt import Attempt, ChildTraceback, attach_traceback, has_traceback
+from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.endings import ChildTraceback, attach_traceback, has_traceback
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
+from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
@@ -210,7 +212,10 @@ class Scene:
         """Run the attempt as the engine's thread does."""
         try:
             self.attempt.place()
-            return self.attempt.run()
+            ended = self.attempt.run()
+            if isinstance(ended, Done):
+                return ended.value
+            raise ended.error
         finally:
             self.attempt.close(self.reports.append)
 
@@ -435,8 +440,9 @@ def test_real_devices_give_no_memory_on_request() -> None:
 
 
 def subject_of(scene: Scene) -> suspendable.SuspendableProcess:
-    assert scene.attempt._suspended is not None
-    return scene.attempt._suspended
+    assert scene.attempt._listener is not None
+    assert scene.attempt._listener._suspendable is not None
+    return scene.attempt._listener._suspendable
 
 
 def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,8 +455,9 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
         scene.child._listener(ReleasedUnused(message.until_s))
 
     def measure(size_bytes: int) -> None:
+        assert scene.broker.ticket.on_measured is not None
         measured = (Measured(size_bytes, {PID: size_bytes}),)
-        scene.attempt._take_measurement(time.monotonic(), measured)
+        scene.broker.ticket.on_measured(time.monotonic(), measured)
 
     def running() -> None:
         measure(5 * GIB)
@@ -471,13 +478,8 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("value_comes", [True, False])
 def test_a_process_that_is_lost_after_its_body_has_ended_keeps_its_value(value_comes: bool) -> None:
     body_ended, *value = ended(7)
-    scene = Scene(body_ended, when_killed=(*(value if value_comes else ()), ChildExited(-9, "")))
-
-    def lose() -> None:
-        scene.attempt._messages.put(body_ended)
-        subject_of(scene).lost("the driver has lost it")
-
-    scene.run.on_running = lose
+    scene = Scene(when_killed=(body_ended, *(value if value_comes else ()), ChildExited(-9, "")))
+    scene.run.on_running = lambda: subject_of(scene).lost("the driver has lost it")
     try:
         if value_comes:
             assert scene.go() == 7
@@ -508,7 +510,8 @@ def test_a_process_whose_body_has_not_begun_is_not_asked_to_trim() -> None:
     scene = Scene(ChildExited(1, ""))
     scene.child._says = [ChildStarted(PID)]
     scene.attempt.place()
-    scene.attempt._handle = scene.child.start(None, scene.attempt._hear)
+    assert scene.attempt._listener is not None
+    scene.attempt._listener.start(scene.child, None)  # type: ignore[arg-type]
     subject_of(scene).trim()
     assert scene.child.answers == []
 

@@ -9,7 +9,7 @@ import pytest
 from prefect import task
 
 from prefect_gpu.errors import PlacementError, ProtocolError
-from prefect_gpu.runner.attempt import ChildTraceback
+from prefect_gpu.runner.endings import ChildTraceback
 from prefect_gpu.runner.prefect_engine import CallingLine, calling_line, with_body
 from prefect_gpu.runner.submission import speaks_for_itself
 

@@ -36,6 +36,7 @@ from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.reports.events import ended_events, placed_event
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import BudgetSource, TaskReport
+from prefect_gpu.runner import process_run
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
 from prefect_gpu.runner.endings import ChildTraceback, conclude, first_line, in_one_line
@@ -43,25 +44,6 @@ from prefect_gpu.runner.next_step import Ended, Shortage
 from prefect_gpu.runner.prefect_engine import CancelledByRunner
 from prefect_gpu.runner.process_listener import ProcessListener
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
-from prefect_gpu.runner.process_run import (
-    Cancelled,
-    Died,
-    Done,
-    Failed,
-    Finish,
-    Kill,
-    Opened,
-    OpenValue,
-    Outcome,
-    OutOfMemory,
-    ProcessRun,
-    RunMessage,
-    SetDeadline,
-    ShowAwaiting,
-    ShowRunning,
-    TimedOut,
-    Warn,
-)
 from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Evidence
@@ -102,7 +84,7 @@ class Attempt:
         self._broker = broker
         self._launcher = launcher
         #: All that the engine's thread is told of the process, in order.
-        self._inbox: queues.SimpleQueue[RunMessage] = queues.SimpleQueue()
+        self._inbox: queues.SimpleQueue[process_run.RunMessage] = queues.SimpleQueue()
         self._ticket: Ticket | None = None
         #: What its frameworks may do with the budget; known once it was placed.
         self._allocation: AllocationMode = "growth"
@@ -132,7 +114,7 @@ class Attempt:
         ticket = self._ticket
         if ticket is not None:
             self._broker.withdraw(ticket)
-        self._inbox.put(Cancelled())
+        self._inbox.put(process_run.Cancelled())
         if self._listener is not None:
             # The engine's thread may have returned the value; the process may linger at its exit.
             self._listener.kill_lingering()
@@ -404,7 +386,7 @@ class Attempt:
 
     # While there is one.
 
-    def run(self) -> Done | Ended:
+    def run(self) -> process_run.Done | Ended:
         """Run the body in a process on the devices from `place`, and return how the process has ended.
 
         Raises:
@@ -423,44 +405,44 @@ class Attempt:
             self._verdict = Verdict("died", first_line(raised))
             listener.abandon()
             raise
-        if isinstance(outcome, Done):
+        if isinstance(outcome, process_run.Done):
             self._verdict = Verdict("completed")
             return outcome
         # On a cluster a process of which nothing was heard may run all the same.
         listener.abandon()
         error, self._verdict = conclude(outcome, self._plan, record)
         match outcome:
-            case Died(exited) if exited.stderr_tail:
+            case process_run.Died(exited) if exited.stderr_tail:
                 tail = exited.stderr_tail
                 self._run.note(f"The process died; end of its standard error:\n{tail}")
-            case OutOfMemory(BudgetExceededError() as over, None):
+            case process_run.OutOfMemory(BudgetExceededError() as over, None):
                 record.add_overshoot(over.seen_bytes)
         return Ended(outcome, error, in_one_line(error))
 
-    def _follow(self, listener: ProcessListener) -> Outcome:
+    def _follow(self, listener: ProcessListener) -> process_run.Outcome:
         """Read the inbox until the outcome is known."""
-        run = ProcessRun(self._plan.timeout_s, self._policy.enforce == "kill")
-        opened: Opened | Failed | None = None
+        run = process_run.ProcessRun(self._plan.timeout_s, self._policy.enforce == "kill")
+        opened: process_run.Opened | process_run.Failed | None = None
         deadline_s: float | None = None
         while True:
             message, opened = opened or self._next(deadline_s), None
             for action in run.handle(message):
                 match action:
-                    case Finish(outcome):
+                    case process_run.Finish(outcome):
                         return outcome
-                    case SetDeadline(deadline_s):
+                    case process_run.SetDeadline(deadline_s):
                         pass
-                    case OpenValue():
+                    case process_run.OpenValue():
                         opened = self._open(action)
-                    case Kill(bars_moves):
+                    case process_run.Kill(bars_moves):
                         if bars_moves:
                             lost_tasks().add(self._plan.task_key)
                         listener.kill()
-                    case ShowRunning():
+                    case process_run.ShowRunning():
                         self._run.show_running()
-                    case ShowAwaiting(reason):
+                    case process_run.ShowAwaiting(reason):
                         self._run.show_awaiting(reason)
-                    case Warn(text):
+                    case process_run.Warn(text):
                         self._run.warn(text)
                     case Asked():
                         listener.answer_by_engine(action)
@@ -471,14 +453,14 @@ class Attempt:
                     case _:
                         assert_never(action)
 
-    def _next(self, deadline_s: float | None) -> RunMessage:
+    def _next(self, deadline_s: float | None) -> process_run.RunMessage:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         try:
             return self._inbox.get(timeout=left_s)
         except queues.Empty:
-            return TimedOut()
+            return process_run.TimedOut()
 
-    def _open(self, arrived: OpenValue) -> Opened | Failed:
+    def _open(self, arrived: process_run.OpenValue) -> process_run.Opened | process_run.Failed:
         ended = arrived.ended
         try:
             value = values.loads(arrived.data, "exception" if ended.raised else "return value")
@@ -487,8 +469,8 @@ class Attempt:
         except Exception as problem:  # noqa: BLE001 - process boundary: the task run raises it
             if ended.traceback:
                 problem.__cause__ = ChildTraceback(ended.traceback)
-            return Failed(problem)
-        return Opened(value)
+            return process_run.Failed(problem)
+        return process_run.Opened(value)
 
     # After it.
 

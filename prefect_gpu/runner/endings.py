@@ -14,18 +14,9 @@ from prefect_gpu.broker.suspendable import Lost
 from prefect_gpu.errors import ChildDiedError, ChildTimeoutError, PrefectGPUError
 from prefect_gpu.processes.crash_site import crashed_at
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused
+from prefect_gpu.runner import process_run
 from prefect_gpu.runner.prefect_engine import LONGEST_LINE, CancelledByRunner
 from prefect_gpu.runner.process_record import ProcessRecord, Verdict
-from prefect_gpu.runner.process_run import (
-    Cancelled,
-    Died,
-    EndedForOthers,
-    Failed,
-    Failure,
-    OutOfMemory,
-    Quit,
-    TimedOut,
-)
 from prefect_gpu.runner.task_plan import TaskPlan
 from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.units import format_bytes
@@ -86,39 +77,39 @@ def in_one_line(error: BaseException) -> str:
 
 
 def conclude(
-    outcome: Failure, plan: TaskPlan, record: ProcessRecord
+    outcome: process_run.Failure, plan: TaskPlan, record: ProcessRecord
 ) -> tuple[BaseException, Verdict]:
     """Return the error and the verdict of a process that has returned no value."""
     match outcome:
-        case Failed(error, traceback):
+        case process_run.Failed(error, traceback):
             verdict = Verdict("failed", _last_line(traceback))
-        case OutOfMemory(error, traceback):
+        case process_run.OutOfMemory(error, traceback):
             verdict = Verdict("oom", _last_line(traceback))
         case ChildRefused(error):
             return error, Verdict("failed", first_line(error))
-        case Quit(raised, traceback):
+        case process_run.Quit(raised, traceback):
             assert record.pid is not None
             said = f": {raised}" if str(raised) else ""
             how = f"was ended by {type(raised).__name__}{said}"
             death = ChildDiedError(plan.task_name, record.pid, how)
             death.__cause__ = ChildTraceback(traceback)
             return death, Verdict("died", _last_line(traceback) or first_line(death))
-        case Died(exited, cause):
+        case process_run.Died(exited, cause):
             said = f"the process {_describe_exit(exited.code)}"
             if line := crashed_at(exited.stderr_tail):
                 said += f"; it crashed in native code that {line} called"
             verdict = Verdict("died", said, cause or "", stderr_tail=exited.stderr_tail)
             return _death(plan.task_name, outcome, record), verdict
-        case TimedOut():
+        case process_run.TimedOut():
             assert plan.timeout_s is not None
             late = ChildTimeoutError(plan.task_name, plan.timeout_s)
             return late, Verdict("timeout", first_line(late))
-        case Cancelled():
+        case process_run.Cancelled():
             ended = CancelledByRunner()
             return ended, Verdict("cancelled", first_line(ended))
         case Lost(why):
             return ProcessLostError(why), Verdict("died", why)
-        case EndedForOthers(where):
+        case process_run.EndedForOthers(where):
             why = f"ended for other first runs on {where}, which ran short of memory"
             alone = "it gets a device to itself"
             return PrefectGPUError(why), Verdict("cancelled", why, next_words=alone)
@@ -143,7 +134,7 @@ def _describe_exit(code: int) -> str:
     return f"ended with exit code {code} before it returned"
 
 
-def _death(task_name: str, died: Died, record: ProcessRecord) -> ChildDiedError:
+def _death(task_name: str, died: process_run.Died, record: ProcessRecord) -> ChildDiedError:
     exited: ChildExited = died.exited
     detail = []
     seen = record.last_process_bytes

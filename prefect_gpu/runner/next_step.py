@@ -84,9 +84,19 @@ class Retry:
     """Another process runs the body."""
 
     grant: Grant
-    #: Logged as a warning; `None`: the body has not begun, and the new process has the same number.
-    warning: str | None
+    #: Logged on the task run.
+    warning: str
+    #: `None`: the process has not run out of memory.
     shortage: Shortage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskAgain:
+    """The task run asks for a device again after `REFUSED_S`, since there was no process."""
+
+    grant: Grant
+    #: Shown meanwhile.
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +106,14 @@ class Raise:
     error: BaseException
     #: Added to the error; `None`: nothing.
     note: str | None = None
+    #: As in `Retry`.
     shortage: Shortage | None = None
 
 
-def next_step(ended: Ended, grant: Grant, history: History) -> Retry | Raise:
+Step = Retry | AskAgain | Raise
+
+
+def next_step(ended: Ended, grant: Grant, history: History) -> Step:
     """Return what follows.
 
     Args:
@@ -122,7 +136,7 @@ def next_step(ended: Ended, grant: Grant, history: History) -> Retry | Raise:
             # It goes back to its place in the queue, and what the node says is known by the next reading.
             waited_s, limit_s = grant.waited_s + history.since_s, history.policy.wait_s
             if limit_s is None or waited_s < limit_s:
-                return Retry(replace(grant, waited_s=waited_s + REFUSED_S), None)
+                return AskAgain(replace(grant, waited_s=waited_s + REFUSED_S), str(error))
             limit = format_seconds(limit_s)
             return Raise(PlacementTimeoutError(f"gpu:wait={limit} is over: {error}"))
         case ChildRefused(PlacementError() as error) if history.shortage is not None:

@@ -21,37 +21,11 @@ from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.devices.host import read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.errors import BudgetExceededError, PrefectGPUError, ProtocolError
-from prefect_gpu.processes.launch_spec import (
-    ChildExited,
-    ChildHandle,
-    ChildRefused,
-    ChildStarted,
-    Heard,
-    Launcher,
-    LaunchSpec,
-    ValueArrived,
-)
-from prefect_gpu.processes.messages import (
-    Answered,
-    Asked,
-    BodyEnded,
-    BodyStarted,
-    CountersRead,
-    EventEmitted,
-    LogEmitted,
-    Message,
-)
+from prefect_gpu.processes import launch_spec, messages
+from prefect_gpu.runner import process_run
 from prefect_gpu.runner.endings import first_line
 from prefect_gpu.runner.prefect_engine import is_first_warning
 from prefect_gpu.runner.process_record import ProcessRecord
-from prefect_gpu.runner.process_run import (
-    BodyBegan,
-    Died,
-    EndedForOthers,
-    Failed,
-    OutOfMemory,
-    RunMessage,
-)
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.model import Device
@@ -85,7 +59,7 @@ class ProcessListener:
         ticket: Ticket,
         record: ProcessRecord,
         memory: ProcessMemory,
-        tell: Callable[[RunMessage], None],
+        tell: Callable[[process_run.RunMessage], None],
         cancelled: threading.Event,
     ) -> None:
         self._say = call.run.say
@@ -97,7 +71,7 @@ class ProcessListener:
         self._tell = tell
         self._cancelled = cancelled
         self._kills_before = read_oom_kills()
-        self._handle: ChildHandle | None = None
+        self._handle: launch_spec.ChildHandle | None = None
         self._launched = threading.Event()
         # Once there is a process on this machine.
         self._suspendable: SuspendableProcess | None = None
@@ -106,12 +80,12 @@ class ProcessListener:
 
     # The engine's thread.
 
-    def start(self, launcher: Launcher, spec: LaunchSpec) -> None:
+    def start(self, launcher: launch_spec.Launcher, spec: launch_spec.LaunchSpec) -> None:
         """Start the process."""
         self._handle = launcher.start(spec, self.hear)
         self._launched.set()
 
-    def answer_by_engine(self, question: Asked) -> None:
+    def answer_by_engine(self, question: messages.Asked) -> None:
         """Answer a question of the process that came through the inbox."""
         self._answer(functools.partial(_ANSWERED_BY_ENGINE[question.method], **question.arguments))
 
@@ -141,44 +115,45 @@ class ProcessListener:
 
     def end_for_others(self, device: Device) -> None:
         """End the process for other first runs on a device."""
-        self._tell(EndedForOthers(device.label))
+        self._tell(process_run.EndedForOthers(device.label))
 
     # The launcher's thread.
 
-    def hear(self, message: Heard) -> None:
+    def hear(self, message: launch_spec.Heard) -> None:
         """Take a message of the child."""
         if self._suspendable is not None:
             self._suspendable.hear(message)
         match message:
-            case ChildStarted(pid):
+            case launch_spec.ChildStarted(pid):
                 self._attach(pid)
-            case ChildRefused(ProtocolError() as error):
-                self._tell(Failed(error))
-            case ChildRefused():
+            case launch_spec.ChildRefused(ProtocolError() as error):
+                self._tell(process_run.Failed(error))
+            case launch_spec.ChildRefused():
                 self._release()
                 self._tell(message)
-            case BodyStarted():
-                self._tell(BodyBegan(self._record.add_first_line()))
+            case messages.BodyStarted():
+                began_s = self._record.add_first_line()
                 self._broker.mark_running(self._ticket)
-            case CountersRead():
+                self._tell(process_run.BodyBegan(began_s))
+            case messages.CountersRead():
                 self._take_counters(message)
-            case Asked(method, arguments) if method not in _ANSWERED_BY_ENGINE:
+            case messages.Asked(method, arguments) if method not in _ANSWERED_BY_ENGINE:
                 self._answer(functools.partial(self.memory.answer, method, arguments))
-            case Asked() | LogEmitted() | EventEmitted():
+            case messages.Asked() | messages.LogEmitted() | messages.EventEmitted():
                 self._tell(message)
-            case BodyEnded():
+            case messages.BodyEnded():
                 self._record.add_end(message)
                 self._tell(message)
-            case ValueArrived():
+            case launch_spec.ValueArrived():
                 self._record.add_value()
                 # Once more while it still holds what it used.
                 self._broker.refresh()
                 self.kill_lingering()
                 self._tell(message)
-            case ChildExited():
+            case launch_spec.ChildExited():
                 self._release()
-                self._tell(Died(message, self._kill_cause(message)))
-            case Message():
+                self._tell(process_run.Died(message, self._kill_cause(message)))
+            case messages.Message():
                 # The others are a standby's, or were for the suspension.
                 pass
             case _:
@@ -205,18 +180,18 @@ class ProcessListener:
 
     def _answer(self, make: Callable[[], Any]) -> None:
         try:
-            answer = Answered(result=make())
+            answer = messages.Answered(result=make())
         except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
-            answer = Answered(error=error)
+            answer = messages.Answered(error=error)
         self._send(answer)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: messages.Message) -> None:
         # `start` returns before the child can have asked anything, but for one turn of a thread.
         self._launched.wait()
         assert self._handle is not None
         self._handle.answer(message)
 
-    def _take_counters(self, read: CountersRead) -> None:
+    def _take_counters(self, read: messages.CountersRead) -> None:
         self._record.add_steps(read.steps, read.marks)
         if (counters := read.counters) is None:
             return
@@ -235,7 +210,7 @@ class ProcessListener:
                 self._record.add_peaks(live, live + self._record.context_bytes * devices)
         self._broker.end(self._ticket)
 
-    def _kill_cause(self, exited: ChildExited) -> Cause | None:
+    def _kill_cause(self, exited: launch_spec.ChildExited) -> Cause | None:
         """Return the cause of a SIGKILL that the runner did not send; `None`: there was no such signal."""
         if exited.code != -signal.SIGKILL or exited.killed_because:
             return None
@@ -260,4 +235,4 @@ class ProcessListener:
         if over is not None:
             seen_bytes, budget_bytes = over
             error = BudgetExceededError(self._task_name, budget_bytes, seen_bytes)
-            self._tell(OutOfMemory(error))
+            self._tell(process_run.OutOfMemory(error))

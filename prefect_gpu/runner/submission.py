@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from prefect import Task
 from prefect.client.schemas.objects import TaskRun
+from typing_extensions import assert_never
 
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.cluster.expected import ClusterAnnouncement
@@ -43,12 +44,14 @@ from prefect_gpu.runner.endings import first_line, has_traceback, in_one_line
 from prefect_gpu.runner.engine_threads import asked_first
 from prefect_gpu.runner.next_step import (
     REFUSED_S,
+    AskAgain,
     Ended,
     History,
     Memory,
     Raise,
     Retry,
     Shortage,
+    Step,
     next_step,
 )
 from prefect_gpu.runner.prefect_engine import (
@@ -198,8 +201,9 @@ class BodyRun:
         number, told_s = next(self._numbers), -math.inf
         while True:
             attempt: Attempt | None = None
-            retry: Retry | None = None
+            step: Step | None = None
             short: Shortage | None = None
+            goes_on = False
             began_s = time.monotonic()
             try:
                 attempt = self._new_attempt(self._call, grant, number, self._broker, self._launcher)
@@ -227,19 +231,21 @@ class BodyRun:
                     out_of_memory,
                 )
                 step = next_step(ended, grant, history)
-                short = step.shortage
-                if isinstance(step, Raise):
-                    if step.note is not None:
-                        add_note(step.error, step.note)
-                    raise step.error
-                if step.warning is not None:
-                    self._call.run.warn(step.warning)
-                elif time.monotonic() - told_s >= TELL_S:
-                    told_s = time.monotonic()
-                    self._call.run.show_awaiting(str(ended.error))
-                retry = step
-                if short is not None:
-                    out_of_memory = ended.error
+                match step:
+                    case Raise(final, note, short):
+                        if note is not None:
+                            add_note(final, note)
+                        raise final
+                    case Retry(_, warning, short):
+                        self._call.run.warn(warning)
+                        out_of_memory = out_of_memory if short is None else ended.error
+                    case AskAgain(_, reason):
+                        if time.monotonic() - told_s >= TELL_S:
+                            told_s = time.monotonic()
+                            self._call.run.show_awaiting(reason)
+                    case _:
+                        assert_never(step)
+                goes_on = True
             except NeedLearned:
                 pass
             finally:
@@ -249,29 +255,29 @@ class BodyRun:
                 over = self._probed if attempt is not None and attempt.shares else frozenset()
                 # Those like it wait for its run, which is kept once its memory is back.
                 self._book.begin_end(over)
-                take = functools.partial(self._take_report, grant, retry is None, over)
+                take = functools.partial(self._take_report, grant, not goes_on, over)
                 if attempt is None:
                     take(None)
                 else:
                     attempt.close(take, short)
             assert attempt is not None
-            if retry is None or retry.warning is None:
-                # It has had no process.
-                if retry is not None:
-                    self._over.wait(REFUSED_S)
-                    grant = retry.grant
-                else:
-                    waited_s = grant.waited_s + time.monotonic() - began_s
-                    grant = replace(self._first_grant(), waited_s=waited_s)
-                with self._lock:
-                    self._attempts.remove(attempt)
+            if isinstance(step, Retry):
+                # Reports come in the order of the processes, of which Prefect shows the newest.
+                attempt.finished.wait(ENDING_S)
+                grant, number = step.grant, next(self._numbers)
+                if short is not None and short.rung is not None:
+                    self._probed, self.climb = frozenset(), short.rung.climb
                 continue
-            grant, number = retry.grant, next(self._numbers)
-            if short is not None and short.rung is not None:
-                self._probed = frozenset()
-                self.climb = short.rung.climb
-            # Reports come in the order of the processes, of which Prefect shows the newest.
-            attempt.finished.wait(ENDING_S)
+            # There was no process.
+            if isinstance(step, AskAgain):
+                self._over.wait(REFUSED_S)
+            with self._lock:
+                self._attempts.remove(attempt)
+            if isinstance(step, AskAgain):
+                grant = step.grant
+            else:
+                waited_s = grant.waited_s + time.monotonic() - began_s
+                grant = replace(self._first_grant(), waited_s=waited_s)
 
     def _add(self, attempt: Attempt) -> None:
         with self._lock:

@@ -18,12 +18,14 @@ from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.next_step import (
     REFUSED_S,
+    AskAgain,
     Ended,
     History,
     Memory,
     Raise,
     Retry,
     Shortage,
+    Step,
     next_step,
 )
 from prefect_gpu.runner.process_run import (
@@ -47,7 +49,7 @@ FULL, FIRST = RuntimeError("no room"), RuntimeError("the first time")
 EXIT = ChildExited(-9, "")
 
 
-def step(outcome: Failure, history: History = HISTORY) -> Retry | Raise:
+def step(outcome: Failure, history: History = HISTORY) -> Step:
     error = outcome.error if isinstance(outcome, (Failed, OutOfMemory, ChildRefused)) else FULL
     return next_step(Ended(outcome, error, "RuntimeError: no room"), GRANT, history)
 
@@ -89,8 +91,9 @@ def test_a_first_run_that_was_ended_for_others_has_a_device_to_itself_the_next_t
 
 
 def test_a_task_that_a_node_refuses_asks_again_until_its_limit_of_waiting() -> None:
-    refused = ChildRefused(NodeRefusedError("a", "no room"))
-    assert step(refused) == Retry(replace(GRANT, waited_s=6.0 + REFUSED_S), None)
+    error = NodeRefusedError("a", "no room")
+    refused = ChildRefused(error)
+    assert step(refused) == AskAgain(replace(GRANT, waited_s=6.0 + REFUSED_S), str(error))
     over = step(refused, replace(HISTORY, policy=GPUPolicy(wait_s=6.0)))
     assert isinstance(over, Raise) and isinstance(over.error, PlacementTimeoutError)
 

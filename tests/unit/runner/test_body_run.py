@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.errors import PlacementError
+from prefect_gpu.errors import NodeRefusedError, PlacementError
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.processes.launch_spec import ChildRefused
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import submission
@@ -110,6 +111,8 @@ class FakeAttempt:
         if failed:
             full = Full("no room")
             return Ended(OutOfMemoryEnd(full), full, "Full: no room")
+        if isinstance(self._ends, NodeRefusedError):
+            return Ended(ChildRefused(self._ends), self._ends, "")
         if isinstance(self._ends, Exception):
             return Ended(Failed(self._ends), self._ends, "")
         if isinstance(self._ends, EndedForOthers):

@@ -121,12 +121,14 @@ class ProcessListener:
 
     def hear(self, message: launch_spec.Heard) -> None:
         """Take a message of the child."""
+        remote = self._broker.reader.remote
         if self._suspendable is not None:
             self._suspendable.hear(message)
         match message:
             case launch_spec.ChildStarted(pid):
                 self._attach(pid)
-            case launch_spec.ChildRefused(ProtocolError() as error):
+            # On a cluster nothing follows; the node kills the process.
+            case launch_spec.ChildRefused(ProtocolError() as error) if not remote:
                 self._tell(process_run.Failed(error))
             case launch_spec.ChildRefused():
                 self._release()

@@ -379,6 +379,17 @@ def test_a_process_that_cannot_be_started_has_no_report() -> None:
     assert scene.attempt.finished.is_set()
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_process_that_breaks_the_protocol_fails_its_task(remote: bool) -> None:
+    # On a cluster nothing follows; here the launcher kills the process, and its end follows.
+    end = [] if remote else [ChildExited(-9, "", killed_because="it sent what is no message")]
+    scene = Scene(ChildRefused(ProtocolError("no message")), *end)
+    scene.broker.reader.remote = remote
+    with pytest.raises(ProtocolError, match="no message"):
+        scene.go()
+    assert (scene.report.outcome, scene.report.error) == ("failed", "no message")
+
+
 def test_an_attempt_that_is_not_placed_in_time_has_no_report_even_if_a_device_comes() -> None:
     scene = Scene()
 

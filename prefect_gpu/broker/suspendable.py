@@ -25,7 +25,6 @@ from prefect_gpu.processes.messages import (
     ReleaseUnused,
 )
 from prefect_gpu.suspension.eligibility import Candidate
-from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.suspension.suspended import Stage, lost_tasks
 from prefect_gpu.units import format_bytes, format_seconds
 
@@ -37,16 +36,39 @@ RELEASE_S: Final = 0.5
 READING_S: Final = 2.0
 
 
-#: Messages to the engine's thread: the process is suspended, and it runs again.
-PAUSED: Final = object()
-RESUMED: Final = object()
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """The process does not run from now on."""
+
+    #: Monotonic seconds.
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Awaits:
-    """A message to the engine's thread: the reason for which the suspended process waits."""
+class Resumed:
+    """The process runs again."""
 
+    #: Monotonic seconds.
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitsReturn:
+    """The suspended process waits."""
+
+    #: For what, as text for people.
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The process is to be killed: the driver has lost its state, or no device is left for its return."""
+
+    #: Why, as text for people.
+    why: str
+
+
+SuspensionMessage = Suspended | Resumed | AwaitsReturn | Lost
 
 
 class SuspendableProcess:
@@ -57,7 +79,7 @@ class SuspendableProcess:
         ticket: Of the request.
         task_key: Of its task.
         send: Sends a message to the process.
-        tell: Sends a message to the engine's thread: `PAUSED`, `RESUMED`, `Awaits` or a `ProcessLostError`.
+        tell: Sends a message to the engine's thread.
         say: Logs a text on the task run.
         add_suspension: Adds a suspension to the report.
     """
@@ -68,7 +90,7 @@ class SuspendableProcess:
         ticket: Ticket,
         task_key: str,
         send: Callable[[Any], None],
-        tell: Callable[[Any], None],
+        tell: Callable[[SuspensionMessage], None],
         say: Callable[[str], None],
         add_suspension: Callable[[Suspension], None],
     ) -> None:
@@ -172,13 +194,13 @@ class SuspendableProcess:
         elif stage in ("moving out", "away"):
             reason = self._ticket.held_back_for
             what = "prefect-gpu resume" if reason == BY_HAND else f"room, suspended for {reason}"
-            self._tell(Awaits(f"{what}: its memory is {text}"))
+            self._tell(AwaitsReturn(f"{what}: its memory is {text}"))
 
     def begun(self) -> None:
         """See `Subject.begun`."""
         self._left_uuid = self._ticket.devices[0].uuid
         self._reason = self._ticket.held_back_for
-        self._tell(PAUSED)
+        self._tell(Suspended(time.monotonic()))
 
     def ended(self, suspension: Suspension | None) -> None:
         """See `Subject.ended`."""
@@ -192,8 +214,8 @@ class SuspendableProcess:
                 f"{format_bytes(done.moved_bytes)} were in host memory "
                 f"(out in {format_seconds(done.out_s)}, back in {format_seconds(done.in_s)})"
             )
-        self._tell(RESUMED)
+        self._tell(Resumed(time.monotonic()))
 
     def lost(self, why: str) -> None:
         """See `Subject.lost`."""
-        self._tell(ProcessLostError(why))
+        self._tell(Lost(why))

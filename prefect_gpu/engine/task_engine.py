@@ -89,7 +89,7 @@ def ended_by(error: BaseException | None) -> CancelledByRunner:
 NOTE = "prefect_gpu: "
 
 
-def add_note(error: Exception, text: str) -> None:
+def add_note(error: BaseException, text: str) -> None:
     """Add a line to what is shown of an error that ends a task run out of memory, and to the task run's state.
 
     Python 3.10 keeps the line without showing it in a traceback.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prefect_gpu.processes.messages import Prepare
+from prefect_gpu.processes.messages import Message, Prepare
 from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.values.transport import PackedValue, ReceivedValue
 
@@ -95,8 +95,10 @@ class ChildExited:
     killed_because: str = ""
 
 
+Heard = ChildStarted | ChildRefused | ValueArrived | ChildExited | Message
+
 #: Called with each message of one child, in order, on the launcher's thread: it must not block.
-Listener = Callable[[Any], None]
+Listener = Callable[[Heard], None]
 
 
 class ChildHandle(Protocol):

@@ -138,10 +138,11 @@ class ProcessRecord:
         with self._lock:
             self.pid = pid
 
-    def add_first_line(self) -> None:
-        """Note that the body begins."""
+    def add_first_line(self) -> float:
+        """Note that the body begins; return the monotonic seconds."""
         with self._lock:
-            self.started_s = time.monotonic()
+            self.started_s = started_s = time.monotonic()
+            return started_s
 
     def add_reading(
         self, at_s: float, sizes_bytes: Sequence[int], live_bytes: int | None = None

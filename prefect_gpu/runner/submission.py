@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +17,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefect import Task
+from typing_extensions import assert_never
 
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
 from prefect_gpu.engine.task_engine import (
-    LONGEST_LINE,
     CancelledByRunner,
     add_note,
     run_engine,
@@ -32,42 +31,35 @@ from prefect_gpu.engine.task_engine import (
 from prefect_gpu.engine.task_run import EngineRun
 from prefect_gpu.engine.tracebacks import CallingLine
 from prefect_gpu.errors import (
-    NodeRefusedError,
     PlacementError,
-    PlacementTimeoutError,
 )
 from prefect_gpu.live.progress import RunningTask, WaitingTask
-from prefect_gpu.processes.launch_spec import Launcher
+from prefect_gpu.processes.launch_spec import ChildRefused, Launcher
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
-from prefect_gpu.runner.attempt import (
-    Attempt,
-    NeedLearned,
-    ProbeEnded,
-    first_line,
-)
+from prefect_gpu.runner.attempt import Attempt, NeedLearned
 from prefect_gpu.runner.budgets import BudgetBook, Grant
+from prefect_gpu.runner.endings import first_line, in_one_line
+from prefect_gpu.runner.next_step import (
+    REFUSED_S,
+    AskAgain,
+    Ended,
+    History,
+    Memory,
+    Raise,
+    Retry,
+    Shortage,
+    Step,
+    next_step,
+)
+from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.submit_order import Place
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
-from prefect_gpu.scheduling.ladder import (
-    Cause,
-    Climb,
-    Evidence,
-    Rung,
-    classify,
-    last_words,
-    needed_bytes,
-    next_rung,
-)
+from prefect_gpu.scheduling.ladder import Climb
 from prefect_gpu.scheduling.model import Device
-from prefect_gpu.suspension.moves import ProcessLostError
-from prefect_gpu.units import format_seconds
 from prefect_gpu.values import argument_files
-
-#: Seconds after which a task asks again for a device that its node has refused: readings come every 0.25 s.
-REFUSED_S = 0.25
 
 #: Seconds between two messages that a node refuses a task.
 TELL_S = 30.0
@@ -192,123 +184,88 @@ class BodyRun:
     def _run_processes(self) -> object:
         grant = self._first_grant()
         whole_bytes = 0
-        shortage: Exception | None = None
-        refused, number, told_s = False, 0, -math.inf
+        #: Error of the last out-of-memory.
+        out_of_memory: BaseException | None = None
+        number, told_s = next(self._numbers), -math.inf
         while True:
-            if not refused:
-                number = next(self._numbers)
             attempt: Attempt | None = None
-            rung: Rung | None = None
-            go_on = refused = lost = again = learned = False
+            step: Step | None = None
+            short: Shortage | None = None
+            goes_on = False
             began_s = time.monotonic()
-            cause: Cause | Literal[""] = ""
-            wanted_bytes: int | None = None
             try:
                 attempt = self._new_attempt(self._call, grant, number, self._broker, self._launcher)
                 self._add(attempt)
                 self._book.begin_probe(self._probed, attempt.learn_need)
-                placement = attempt.place()
-                # A probe on one model says nothing of others.
-                grant = self._book.keep(grant, placement.devices[0].name)
-                if attempt.shares:
-                    # The next of its kind may ask now.
-                    self._book.release(grant)
-                    grant = replace(grant, claims=frozenset())
-                whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
-                return attempt.run()
-            except PlacementTimeoutError:
-                raise
-            except NeedLearned:
-                learned = True
-            except ProbeEnded:
-                go_on = again = True
-                self._call.run.warn(
-                    "Ended, since first runs beside it grow and its device runs short of memory; it runs again with "
-                    "a device to itself"
+                try:
+                    placement = attempt.place()
+                    # A probe on one model says nothing of others.
+                    grant = self._book.keep(grant, placement.devices[0].name)
+                    if attempt.shares:
+                        # The next of its kind may ask now.
+                        self._book.release(grant)
+                        grant = replace(grant, claims=frozenset())
+                    whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
+                    ended = attempt.run()
+                except PlacementError as error:
+                    ended = Ended(ChildRefused(error), error, in_one_line(error))
+                if isinstance(ended, Done):
+                    return ended.value
+                history = History(
+                    self._policy,
+                    replace(self.climb, whole_device=attempt.whole_device),
+                    self._memory(attempt, whole_bytes),
+                    time.monotonic() - began_s,
+                    out_of_memory,
                 )
-            except NodeRefusedError as error:
-                # It goes back to its place in the queue, and what the node says is known by the next reading.
-                waited_s = grant.waited_s + time.monotonic() - began_s
-                limit_s = self._policy.wait_s
-                if limit_s is not None and waited_s >= limit_s:
-                    raise PlacementTimeoutError(
-                        f"gpu:wait={format_seconds(limit_s)} is over: {error}"
-                    ) from None
-                refused = True
-                if time.monotonic() - told_s >= TELL_S:
-                    told_s = time.monotonic()
-                    self._call.run.show_awaiting(str(error))
-            except PlacementError as error:
-                if shortage is None:
-                    raise
-                # What ran out is what went wrong; that there is no more is why it ends.
-                add_note(shortage, str(error))
-                raise shortage from None
-            except ProcessLostError as error:
-                # None of this task is moved again, so it comes at most once for each that is moved now.
-                self._call.run.warn(f"The process was lost in a move: {error}; the body runs again")
-                lost = go_on = True
-            except Exception as error:
-                evidence = None if attempt is None else attempt.evidence()
-                if attempt is None or evidence is None:
-                    raise
-                cause, wanted_bytes = classify(evidence), needed_bytes(evidence)
-                rung = self._next_rung(attempt, cause, evidence, whole_bytes, error)
-                if rung is None:
-                    raise
-                # The first of PyTorch's six sentences says it.
-                said = textwrap.shorten(first_line(error), LONGEST_LINE, placeholder=" …")
-                self._call.run.warn(f"Out of memory: {rung.reason} ({said})")
-                shortage, go_on = error, True
+                step = next_step(ended, grant, history)
+                match step:
+                    case Raise(final, note, short):
+                        if note is not None:
+                            add_note(final, note)
+                        raise final
+                    case Retry(_, warning, short):
+                        self._call.run.warn(warning)
+                        out_of_memory = out_of_memory if short is None else ended.error
+                    case AskAgain(_, reason):
+                        if time.monotonic() - told_s >= TELL_S:
+                            told_s = time.monotonic()
+                            self._call.run.show_awaiting(reason)
+                    case _:
+                        assert_never(step)
+                goes_on = True
+            except NeedLearned:
+                pass
             finally:
                 if attempt is not None:
                     self._book.end_probe(self._probed, attempt.learn_need)
                 # The grant goes on to the next process, if there is one.
-                ended = self._probed if attempt is not None and attempt.shares else frozenset()
+                over = self._probed if attempt is not None and attempt.shares else frozenset()
                 # Those like it wait for its run, which is kept once its memory is back.
-                self._book.begin_end(ended)
-                take = functools.partial(self._take_report, grant, not (go_on or refused), ended)
+                self._book.begin_end(over)
+                take = functools.partial(self._take_report, grant, not goes_on, over)
                 if attempt is None:
                     take(None)
                 else:
-                    attempt.close(take, cause, wanted_bytes, rung)
+                    attempt.close(take, short)
             assert attempt is not None
-            if lost:
+            if isinstance(step, Retry):
+                # Reports come in the order of the processes, of which Prefect shows the newest.
                 attempt.finished.wait(ENDING_S)
-                grant = replace(grant, waited_s=0.0)
+                grant, number = step.grant, next(self._numbers)
+                if short is not None and short.rung is not None:
+                    self._probed, self.climb = frozenset(), short.rung.climb
                 continue
-            if learned:
-                with self._lock:
-                    self._attempts.remove(attempt)
+            # There was no process.
+            if isinstance(step, AskAgain):
+                self._over.wait(REFUSED_S)
+            with self._lock:
+                self._attempts.remove(attempt)
+            if isinstance(step, AskAgain):
+                grant = step.grant
+            else:
                 waited_s = grant.waited_s + time.monotonic() - began_s
                 grant = replace(self._first_grant(), waited_s=waited_s)
-                # It has had no process.
-                refused = True
-                continue
-            if again:
-                attempt.finished.wait(ENDING_S)
-                grant = replace(
-                    grant, waited_s=0.0, probe_fraction=0.0, alone_because="it was ended once"
-                )
-                continue
-            if rung is None:
-                # A node has refused it: it waits on.
-                self._over.wait(REFUSED_S)
-                with self._lock:
-                    self._attempts.remove(attempt)
-                grant = replace(grant, waited_s=grant.waited_s + time.monotonic() - began_s)
-                continue
-            self._probed = frozenset()
-            # Reports come in the order of the processes, of which Prefect shows the newest.
-            attempt.finished.wait(ENDING_S)
-            grant = replace(
-                grant,
-                memory=rung.budget_bytes,
-                waited_s=0.0,
-                after_oom=True,
-                probe_fraction=0.0,
-            )
-            self.climb = rung.climb
 
     def _add(self, attempt: Attempt) -> None:
         with self._lock:
@@ -346,27 +303,15 @@ class BodyRun:
             return replace(grant, memory=self.climb.reached_bytes, after_oom=True)
         return grant
 
-    def _next_rung(
-        self,
-        attempt: Attempt,
-        cause: Cause,
-        evidence: Evidence,
-        whole_bytes: int,
-        error: Exception,
-    ) -> Rung | None:
-        """Return what the next process gets; `None`: there is none, and the error stands."""
-        climb = replace(self.climb, whole_device=attempt.whole_device)
-        policy = self._policy
+    def _memory(self, attempt: Attempt, whole_bytes: int) -> Memory | None:
+        """Return what is known of a process's out-of-memory."""
+        evidence, policy = attempt.evidence(), self._policy
+        if evidence is None:
+            return None
         capacities = self._broker.capacities(policy.devices, policy.nodes)
         capacity = _most_of_each(capacities, policy.count)
         alike = len({device.name for device in capacities}) == 1
-        rung = next_rung(climb, cause, evidence, capacity, whole_bytes, alike)
-        # A probe beside others was not given what its tag lets it fail with.
-        probed = evidence.shared_probe or climb.from_error
-        if isinstance(rung, Rung) and (policy.oom != "fail" or probed):
-            return rung
-        add_note(error, last_words(cause, evidence, rung, capacity, self._broker.kind))
-        return None
+        return Memory(evidence, capacity, whole_bytes, alike, self._broker.kind)
 
     def _take_report(
         self,

@@ -46,6 +46,7 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import attempt
 from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
@@ -207,7 +208,10 @@ class Scene:
         """Run the attempt as the engine's thread does."""
         try:
             self.attempt.place()
-            return self.attempt.run()
+            ended = self.attempt.run()
+            if isinstance(ended, Done):
+                return ended.value
+            raise ended.error
         finally:
             self.attempt.close(self.reports.append)
 
@@ -375,6 +379,17 @@ def test_a_process_that_cannot_be_started_has_no_report() -> None:
     assert scene.attempt.finished.is_set()
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_process_that_breaks_the_protocol_fails_its_task(remote: bool) -> None:
+    # On a cluster nothing follows; here the launcher kills the process, and its end follows.
+    end = [] if remote else [ChildExited(-9, "", killed_because="it sent what is no message")]
+    scene = Scene(ChildRefused(ProtocolError("no message")), *end)
+    scene.broker.reader.remote = remote
+    with pytest.raises(ProtocolError, match="no message"):
+        scene.go()
+    assert (scene.report.outcome, scene.report.error) == ("failed", "no message")
+
+
 def test_an_attempt_that_is_not_placed_in_time_has_no_report_even_if_a_device_comes() -> None:
     scene = Scene()
 
@@ -436,8 +451,9 @@ def test_real_devices_give_no_memory_on_request() -> None:
 
 
 def subject_of(scene: Scene) -> suspendable.SuspendableProcess:
-    assert scene.attempt._suspended is not None
-    return scene.attempt._suspended
+    assert scene.attempt._listener is not None
+    assert scene.attempt._listener._suspendable is not None
+    return scene.attempt._listener._suspendable
 
 
 def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,8 +466,9 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
         scene.child._listener(ReleasedUnused(message.until_s))
 
     def measure(size_bytes: int) -> None:
+        assert scene.broker.ticket.on_measured is not None
         measured = (Measured(size_bytes, {PID: size_bytes}),)
-        scene.attempt._take_measurement(time.monotonic(), measured)
+        scene.broker.ticket.on_measured(time.monotonic(), measured)
 
     def running() -> None:
         measure(5 * GIB)
@@ -472,13 +489,8 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("value_comes", [True, False])
 def test_a_process_that_is_lost_after_its_body_has_ended_keeps_its_value(value_comes: bool) -> None:
     body_ended, *value = ended(7)
-    scene = Scene(body_ended, when_killed=(*(value if value_comes else ()), ChildExited(-9, "")))
-
-    def lose() -> None:
-        scene.attempt._messages.put(body_ended)
-        subject_of(scene).lost("the driver has lost it")
-
-    scene.run.on_running = lose
+    scene = Scene(when_killed=(body_ended, *(value if value_comes else ()), ChildExited(-9, "")))
+    scene.run.on_running = lambda: subject_of(scene).lost("the driver has lost it")
     try:
         if value_comes:
             assert scene.go() == 7
@@ -509,6 +521,7 @@ def test_a_process_whose_body_has_not_begun_is_not_asked_to_trim() -> None:
     scene = Scene(ChildExited(1, ""))
     scene.child._says = [ChildStarted(PID)]
     scene.attempt.place()
-    scene.attempt._handle = scene.child.start(None, scene.attempt._hear)
+    assert scene.attempt._listener is not None
+    scene.attempt._listener.start(scene.child, None)  # type: ignore[arg-type]
     subject_of(scene).trim()
     assert scene.child.answers == []

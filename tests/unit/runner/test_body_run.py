@@ -14,20 +14,24 @@ import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.engine.task_engine import CancelledByRunner
-from prefect_gpu.errors import PlacementError
+from prefect_gpu.errors import NodeRefusedError, PlacementError
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.measurements import StepFacts
 from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.processes.launch_spec import ChildRefused
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import submission
-from prefect_gpu.runner.attempt import NeedLearned, ProbeEnded
+from prefect_gpu.runner.attempt import NeedLearned
 from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
+from prefect_gpu.runner.next_step import Ended, Shortage
+from prefect_gpu.runner.process_run import Cancelled, Done, EndedForOthers, Failed
+from prefect_gpu.runner.process_run import OutOfMemory as OutOfMemoryEnd
 from prefect_gpu.runner.submission import BodyRun
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.history import HistoryKey
-from prefect_gpu.scheduling.ladder import Climb, Evidence, Rung
+from prefect_gpu.scheduling.ladder import Climb, Evidence
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import device, task_report
@@ -96,28 +100,33 @@ class FakeAttempt:
             raise self._ends
         return Placement("1", (device(),), (self._budget,))
 
-    def run(self) -> Any:
+    def run(self) -> Done | Ended:
         if self._ends == "wait":
             assert self.cancelled.wait(DEADLOCK_S)
-            raise CancelledByRunner
+            return Ended(Cancelled(), CancelledByRunner(), "")
         failed = isinstance(self._ends, OutOfMemory)
         self._report = task_report(
             outcome="oom" if failed else "completed", budget_bytes=self._budget
         )
         if failed:
-            raise Full("no room")
-        if isinstance(self._ends, BaseException):
-            raise self._ends
-        return self._ends
+            full = Full("no room")
+            return Ended(OutOfMemoryEnd(full), full, "Full: no room")
+        if isinstance(self._ends, NodeRefusedError):
+            return Ended(ChildRefused(self._ends), self._ends, "")
+        if isinstance(self._ends, Exception):
+            return Ended(Failed(self._ends), self._ends, "")
+        if isinstance(self._ends, EndedForOthers):
+            return Ended(self._ends, RuntimeError(), "")
+        return Done(self._ends)
 
-    def close(self, take: Any, cause: str, wanted_bytes: int | None, rung: Rung | None) -> None:
+    def close(self, take: Any, shortage: Shortage | None) -> None:
         self._take = take
-        if self._report is not None:
+        if self._report is not None and shortage is not None:
             self._report = replace(
                 self._report,
-                cause=cause,
-                wanted_bytes=wanted_bytes,
-                next_words=rung.reason if rung else "",
+                cause=shortage.cause,
+                wanted_bytes=shortage.wanted_bytes,
+                next_words=shortage.rung.reason if shortage.rung else "",
             )
         if self._report is None or not self._late:
             self.hand_on()
@@ -411,7 +420,9 @@ def test_a_probe_that_shares_a_device_leaves_its_claim_once_it_is_placed() -> No
 
 
 def test_a_probe_that_was_ended_for_others_runs_again_with_a_device_to_itself() -> None:
-    scene = Scene(ProbeEnded(), 7, memory=None, allocation="growth", probe_fraction=1.0)
+    scene = Scene(
+        EndedForOthers("device 0"), 7, memory=None, allocation="growth", probe_fraction=1.0
+    )
     assert scene.call.run() == 7
     assert [attempt.shares for attempt in scene.attempts] == [True, False]
     assert [attempt.whole_device for attempt in scene.attempts] == [False, True]

@@ -1,0 +1,240 @@
+"""What is heard of one child process on other threads than the engine's: its messages, and readings of its devices.
+
+`ProcessListener` notes facts as they come, since the engine's thread may have returned the value before the process is
+gone: in the record, at the broker, and for a suspension. What decides how the process ends goes to the engine's inbox.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from typing_extensions import assert_never
+
+from prefect_gpu import values
+from prefect_gpu.broker.broker import Broker
+from prefect_gpu.broker.suspendable import Lost, SuspendableProcess
+from prefect_gpu.broker.ticket import Measured, Ticket
+from prefect_gpu.devices.host import read_oom_kills
+from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.engine.direct_calls import is_first_warning
+from prefect_gpu.errors import BudgetExceededError, PrefectGPUError, ProtocolError
+from prefect_gpu.processes import launch_spec, messages
+from prefect_gpu.runner import process_run
+from prefect_gpu.runner.endings import first_line
+from prefect_gpu.runner.process_record import ProcessRecord
+from prefect_gpu.runner.task_plan import TaskCall
+from prefect_gpu.scheduling.ladder import Cause
+from prefect_gpu.scheduling.model import Device
+from prefect_gpu.suspension.suspended import Suspender
+
+#: Questions of a child that are answered on the engine's thread, whose flow run they may be about. To pickle an
+#: attribute of a module may take long.
+_ANSWERED_BY_ENGINE: Final[Mapping[str, Callable[..., Any]]] = {
+    "attribute": values.attribute,
+    "is_first_warning": is_first_warning,
+}
+
+
+class ProcessListener:
+    """Hears one child process that was placed.
+
+    Args:
+        call: Whose body the process runs.
+        broker: Of its devices.
+        ticket: Of its request.
+        record: Collects its facts.
+        memory: What the reader of its devices keeps of it.
+        tell: Puts a message into the inbox of the engine's thread.
+        cancelled: Set when the flow run ends.
+    """
+
+    def __init__(
+        self,
+        call: TaskCall,
+        broker: Broker,
+        ticket: Ticket,
+        record: ProcessRecord,
+        memory: ProcessMemory,
+        tell: Callable[[process_run.RunMessage], None],
+        cancelled: threading.Event,
+    ) -> None:
+        self._say = call.run.say
+        self._task_name, self._task_key = call.plan.task_name, call.plan.task_key
+        self._broker = broker
+        self._ticket = ticket
+        self._record = record
+        self.memory = memory
+        self._tell = tell
+        self._cancelled = cancelled
+        self._kills_before = read_oom_kills()
+        self._handle: launch_spec.ChildHandle | None = None
+        self._launched = threading.Event()
+        # Once there is a process on this machine.
+        self._suspendable: SuspendableProcess | None = None
+        self._suspender: Suspender | None = None
+        ticket.on_measured = self._take_measurement
+
+    # The engine's thread.
+
+    def start(self, launcher: launch_spec.Launcher, spec: launch_spec.LaunchSpec) -> None:
+        """Start the process."""
+        self._handle = launcher.start(spec, self.hear)
+        self._launched.set()
+
+    def answer_by_engine(self, question: messages.Asked) -> None:
+        """Answer a question of the process that came through the inbox."""
+        self._answer(functools.partial(_ANSWERED_BY_ENGINE[question.method], **question.arguments))
+
+    def abandon(self) -> None:
+        """Kill the process unless its body has ended; release its devices if it was never started."""
+        if self._handle is None:
+            self._release()
+        elif self._record.ended_s is None:
+            self._handle.kill()
+
+    # Any thread.
+
+    @property
+    def away_s(self) -> float | None:
+        """Seconds since the process was suspended; `None`: it is not."""
+        return None if self._suspender is None else self._suspender.away_s
+
+    def kill(self) -> None:
+        """Kill the process."""
+        assert self._handle is not None
+        self._handle.kill()
+
+    def kill_lingering(self) -> None:
+        """Kill the process if it has sent its value and is cancelled: it may linger at its exit."""
+        if self._record.value_arrived and self._cancelled.is_set() and self._handle is not None:
+            self._handle.kill()
+
+    def end_for_others(self, device: Device) -> None:
+        """End the process for other first runs on a device."""
+        self._tell(process_run.EndedForOthers(device.label))
+
+    # The launcher's thread.
+
+    def hear(self, message: launch_spec.Heard) -> None:
+        """Take a message of the child."""
+        remote = self._broker.reader.remote
+        if self._suspendable is not None:
+            self._suspendable.hear(message)
+        match message:
+            case launch_spec.ChildStarted(pid):
+                self._attach(pid)
+            # On a cluster nothing follows; the node kills the process.
+            case launch_spec.ChildRefused(ProtocolError() as error) if not remote:
+                self._tell(process_run.Failed(error))
+            case launch_spec.ChildRefused():
+                self._release()
+                self._tell(message)
+            case messages.BodyStarted():
+                began_s = self._record.add_first_line()
+                self._broker.mark_running(self._ticket)
+                self._tell(process_run.BodyBegan(began_s))
+            case messages.CountersRead():
+                self._take_counters(message)
+            case messages.Asked(method, arguments) if method not in _ANSWERED_BY_ENGINE:
+                self._answer(functools.partial(self.memory.answer, method, arguments))
+            case messages.Asked() | messages.LogEmitted() | messages.EventEmitted():
+                self._tell(message)
+            case messages.BodyEnded():
+                self._record.add_end(message)
+                self._tell(message)
+            case launch_spec.ValueArrived():
+                self._record.add_value()
+                # Once more while it still holds what it used.
+                self._broker.refresh()
+                self.kill_lingering()
+                self._tell(message)
+            case launch_spec.ChildExited():
+                self._release()
+                self._tell(process_run.Died(message, self._kill_cause(message)))
+            case messages.Message():
+                # The others are a standby's, or were for the suspension.
+                pass
+            case _:
+                assert_never(message)
+
+    def _attach(self, pid: int) -> None:
+        self._record.add_start(pid)
+        ticket = self._ticket
+        if not self._broker.reader.remote:
+            suspendable = self._suspendable = SuspendableProcess(
+                self._broker,
+                ticket,
+                self._task_key,
+                self._send,
+                self._tell,
+                self._say,
+                self._record.add_suspension,
+            )
+            self._suspender = Suspender(pid, suspendable)
+            ticket.on_no_return = self._lose
+            ticket.on_held_back = self._suspender.ask
+        self._broker.attach(ticket, pid)
+        self.memory.attach(pid)
+
+    def _answer(self, make: Callable[[], Any]) -> None:
+        try:
+            answer = messages.Answered(result=make())
+        except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
+            answer = messages.Answered(error=error)
+        self._send(answer)
+
+    def _send(self, message: messages.Message) -> None:
+        # `start` returns before the child can have asked anything, but for one turn of a thread.
+        self._launched.wait()
+        assert self._handle is not None
+        self._handle.answer(message)
+
+    def _take_counters(self, read: messages.CountersRead) -> None:
+        self._record.add_steps(read.steps, read.marks)
+        if (counters := read.counters) is None:
+            return
+        self._record.add_counters(counters, read.frameworks)
+        if counters.reserved_bytes is not None:
+            self._ticket.stand_in_bytes = counters.reserved_bytes + self._record.context_bytes
+
+    def _release(self) -> None:
+        """Release the devices at the broker: the process has ended, or was never started."""
+        if self._suspender is not None:
+            self._suspender.end()
+        if self._record.pid is not None:
+            peaks = self.memory.detach()
+            if peaks is not None:
+                live, devices = peaks
+                self._record.add_peaks(live, live + self._record.context_bytes * devices)
+        self._broker.end(self._ticket)
+
+    def _kill_cause(self, exited: launch_spec.ChildExited) -> Cause | None:
+        """Return the cause of a SIGKILL that the runner did not send; `None`: there was no such signal."""
+        if exited.code != -signal.SIGKILL or exited.killed_because:
+            return None
+        return "host" if read_oom_kills() > self._kills_before else "unknown"
+
+    # The broker's thread.
+
+    def _lose(self, error: PrefectGPUError) -> None:
+        """End the suspended process: no device is left for its return."""
+        self._tell(Lost(f"it was suspended and cannot come back: {first_line(error)}"))
+
+    def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
+        if self._suspender is not None and self._suspender.away:
+            # On its way it holds a part, which says nothing of what it needs.
+            self._record.add_absence(at_s)
+            return
+        sizes_bytes = tuple(each.total_bytes for each in measured)
+        over = self._record.add_reading(at_s, sizes_bytes, self.memory.live_bytes())
+        self._record.add_processes([each.by_pid for each in measured])
+        if self._suspendable is not None:
+            self._suspendable.take_measurement(at_s, measured)
+        if over is not None:
+            seen_bytes, budget_bytes = over
+            error = BudgetExceededError(self._task_name, budget_bytes, seen_bytes)
+            self._tell(process_run.OutOfMemory(error))

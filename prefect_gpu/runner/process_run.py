@@ -1,0 +1,346 @@
+"""The life of one child process as a state machine: a message in, actions out. Pure.
+
+`ProcessRun` decides how a process has ended, when it is killed, and what its task run shows. `attempt` reads the messages and
+carries out the actions. The words of an outcome are in `endings`, and what follows it in `next_step`.
+
+    STARTING ──BodyBegan──▶ RUNNING ──BodyEnded──▶ SENDING ──ValueArrived──▶ OPENING ──Opened──▶ FINISHED
+        └──── TimedOut, Cancelled, … ──▶ KILLED, LOST ──Died──▶ FINISHED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from typing_extensions import assert_never
+
+from prefect_gpu.broker.suspendable import AwaitsReturn, Lost, Resumed, Suspended
+from prefect_gpu.errors import ProtocolError
+from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ValueArrived
+from prefect_gpu.processes.messages import Asked, BodyEnded, EventEmitted, LogEmitted
+from prefect_gpu.scheduling.ladder import Cause
+from prefect_gpu.values.transport import ReceivedValue
+
+# Outcomes. One that is decided elsewhere is the message that says so, too.
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The body has returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The body has raised, its value cannot be read, or the process has sent bytes that are no message."""
+
+    error: Exception
+    #: Traceback of the child, as text; `None`: the error is not the body's.
+    traceback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The body has raised for lack of device memory, or a device shows more than the budget of its process."""
+
+    error: Exception
+    #: As in `Failed`.
+    traceback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """The body has raised `SystemExit` or the like, which ends a process. Raised here it would end the flow."""
+
+    error: BaseException
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process has ended without a value."""
+
+    exited: ChildExited
+    #: Cause of a SIGKILL that the runner did not send; `None`: there was no such signal.
+    cause: Cause | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """The body ran longer than `timeout_seconds`: the last `SetDeadline` is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The flow run ends before the task run."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedForOthers:
+    """The broker ends a first run for other first runs on its device, which runs short of memory."""
+
+    #: The device, as log messages name it.
+    where: str
+
+
+Failure = (
+    Failed | OutOfMemory | Quit | Died | TimedOut | Cancelled | EndedForOthers | Lost | ChildRefused
+)
+Outcome = Done | Failure
+
+# Other messages.
+
+
+@dataclass(frozen=True, slots=True)
+class BodyBegan:
+    """The body's first line is next."""
+
+    #: Monotonic seconds.
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The value of an `OpenValue`; if it cannot be unpickled, `Failed` is sent instead."""
+
+    value: Any
+
+
+ChildMessage = (
+    BodyBegan | Asked | LogEmitted | EventEmitted | BodyEnded | ValueArrived | ChildRefused | Died
+)
+MachineMessage = Suspended | Resumed | AwaitsReturn | Lost | Cancelled | EndedForOthers
+RunMessage = ChildMessage | MachineMessage | Opened | Failed | OutOfMemory | TimedOut
+
+# Actions.
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill the process."""
+
+    #: No process of its task is suspended any more.
+    bars_moves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShowRunning:
+    """Show the task run as running."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShowAwaiting:
+    """Show the task run as waiting for something."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Log a warning on the task run."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetDeadline:
+    """Send `TimedOut` if no other message has come until then."""
+
+    #: Monotonic seconds; `None`: there is no deadline now.
+    at_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenValue:
+    """Unpickle the value; the next message is `Opened` or `Failed`."""
+
+    ended: BodyEnded
+    data: ReceivedValue
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The outcome is known; no message is handled any more."""
+
+    outcome: Outcome
+
+
+#: A log record or an event is sent on, and a question is answered.
+Served = Asked | LogEmitted | EventEmitted
+Action = Kill | ShowRunning | ShowAwaiting | Warn | SetDeadline | OpenValue | Served | Finish
+
+
+class Phase(Enum):
+    """How far a process is."""
+
+    STARTING = "no line of the body has run"
+    RUNNING = "the body runs"
+    SENDING = "the body has ended, and its value is on the way"
+    OPENING = "the value is there and is unpickled"
+    KILLED = "it was killed, and its end is awaited"
+    LOST = "it was killed since it was lost in a move; a value that is on the way counts"
+    LOST_SENDING = "the same, and its body has ended"
+    FINISHED = "its outcome is known"
+
+
+_SERVED = (Asked, LogEmitted, EventEmitted)
+_MOVED = (Suspended, Resumed, AwaitsReturn)
+_ENDS = {Died: Phase.FINISHED, ChildRefused: Phase.FINISHED}
+_KILLS = {**dict.fromkeys((Cancelled, OutOfMemory, Failed), Phase.KILLED), Lost: Phase.LOST}
+_BEGUN = {BodyEnded: Phase.SENDING, EndedForOthers: Phase.KILLED, **_KILLS, **_ENDS}
+
+#: The next phase. A pair that is neither here nor in `IGNORED` is illegal.
+TRANSITIONS: Mapping[Phase, Mapping[type[RunMessage], Phase]] = {
+    Phase.STARTING: {
+        **dict.fromkeys((*_SERVED, *_MOVED), Phase.STARTING),
+        BodyBegan: Phase.RUNNING,
+        **_BEGUN,
+    },
+    Phase.RUNNING: {
+        **dict.fromkeys((*_SERVED, *_MOVED), Phase.RUNNING),
+        TimedOut: Phase.KILLED,
+        **_BEGUN,
+    },
+    Phase.SENDING: {
+        **dict.fromkeys((*_SERVED, *_MOVED), Phase.SENDING),
+        ValueArrived: Phase.OPENING,
+        **_KILLS,
+        **_ENDS,
+    },
+    Phase.OPENING: {Opened: Phase.FINISHED, Failed: Phase.FINISHED},
+    Phase.KILLED: {**dict.fromkeys((*_SERVED, Cancelled), Phase.KILLED), **_ENDS},
+    Phase.LOST: {
+        **dict.fromkeys(_SERVED, Phase.LOST),
+        BodyEnded: Phase.LOST_SENDING,
+        Cancelled: Phase.KILLED,
+        **_ENDS,
+    },
+    Phase.LOST_SENDING: {
+        **dict.fromkeys(_SERVED, Phase.LOST_SENDING),
+        ValueArrived: Phase.OPENING,
+        Cancelled: Phase.KILLED,
+        **_ENDS,
+    },
+    Phase.FINISHED: {},
+}
+
+#: What is said of a process that was killed already.
+_LATE = frozenset({*_MOVED, BodyBegan, Lost, OutOfMemory, EndedForOthers, Failed})
+
+#: Messages without effect.
+IGNORED: Mapping[Phase, frozenset[type[RunMessage]]] = {
+    # Values that no body has announced.
+    Phase.STARTING: frozenset({ValueArrived}),
+    Phase.RUNNING: frozenset({ValueArrived}),
+    # Its value is about to come.
+    Phase.SENDING: frozenset({EndedForOthers}),
+    Phase.OPENING: frozenset(),
+    Phase.KILLED: _LATE | {BodyEnded, ValueArrived},
+    Phase.LOST: _LATE | {ValueArrived},
+    Phase.LOST_SENDING: _LATE,
+    Phase.FINISHED: frozenset(),
+}
+
+
+class IllegalTransition(ProtocolError):  # noqa: N818  # as CPython's and h11's
+    """A message came in a phase in which it cannot come."""
+
+
+class ProcessRun:
+    """One child process. For one thread.
+
+    Args:
+        timeout_s: Seconds that its body may run, while the process is not suspended; `None`: no limit.
+        enforces: A process above its budget is killed; else it is warned of.
+    """
+
+    def __init__(self, timeout_s: float | None, enforces: bool) -> None:
+        self._timeout_s = timeout_s
+        self._enforces = enforces
+        self.phase = Phase.STARTING
+        #: Monotonic seconds when the body's time is over, unless the process is suspended until then.
+        self._ends_s: float | None = None
+        #: Monotonic seconds when the process was suspended; `None`: it is not.
+        self._suspended_s: float | None = None
+        self._deadline_s: float | None = None
+        self._body_ended: BodyEnded | None = None
+        #: Outcome of a process that was killed.
+        self._decided: Failure | None = None
+
+    def handle(self, message: RunMessage) -> list[Action]:
+        """Take the next message, and return what is to be done.
+
+        Raises:
+            IllegalTransition: The message cannot come in this phase.
+        """
+        kind = type(message)
+        if kind in IGNORED[self.phase]:
+            return []
+        if kind not in TRANSITIONS[self.phase]:
+            raise IllegalTransition(f"{kind.__name__} came when {self.phase.value}")
+        if isinstance(message, OutOfMemory) and not self._enforces:
+            return [Warn(f"{message.error}; gpu:enforce=kill would end it")]
+        self.phase = TRANSITIONS[self.phase][kind]
+        actions = self._act(message)
+        counts = self.phase is Phase.RUNNING and self._suspended_s is None
+        deadline_s = self._ends_s if counts else None
+        if deadline_s != self._deadline_s:
+            self._deadline_s = deadline_s
+            actions.insert(0, SetDeadline(deadline_s))
+        return actions
+
+    def _act(self, message: RunMessage) -> list[Action]:
+        match message:
+            case BodyBegan(at_s):
+                self._ends_s = None if self._timeout_s is None else at_s + self._timeout_s
+                return [ShowRunning()]
+            case BodyEnded():
+                self._body_ended = message
+                return []
+            case ValueArrived(data):
+                assert self._body_ended is not None
+                return [OpenValue(self._body_ended, data)]
+            case Opened(value):
+                assert self._body_ended is not None
+                return [Finish(_outcome(self._body_ended, value))]
+            case Failed():
+                if self.phase is Phase.FINISHED:
+                    return [Finish(message)]
+                # Its launcher kills it.
+                self._decided = message
+                return []
+            case ChildRefused() | Died():
+                return [Finish(self._decided or message)]
+            case Asked() | LogEmitted() | EventEmitted():
+                return [message]
+            case Suspended(at_s):
+                self._suspended_s = at_s
+                return []
+            case Resumed(at_s):
+                if self._ends_s is not None and self._suspended_s is not None:
+                    self._ends_s += at_s - self._suspended_s
+                self._suspended_s = None
+                return [ShowRunning()]
+            case AwaitsReturn(reason):
+                return [ShowAwaiting(reason)]
+            case TimedOut() | Cancelled() | EndedForOthers() | OutOfMemory() | Lost():
+                self._decided = message
+                return [Kill(bars_moves=isinstance(message, Lost))]
+        assert_never(message)
+
+
+def _outcome(ended: BodyEnded, value: Any) -> Outcome:
+    """Return the outcome of a body whose value is there."""
+    if not ended.raised:
+        return Done(value)
+    error = value
+    if not isinstance(error, BaseException):
+        error = ProtocolError(f"a child announced an exception and sent {value!r}")
+    if not isinstance(error, Exception):
+        return Quit(error, ended.traceback)
+    if ended.out_of_memory is not None:
+        return OutOfMemory(error, ended.traceback)
+    return Failed(error, ended.traceback)

@@ -202,8 +202,9 @@ class _Simulation:
 
     def _submit(self, at: int) -> None:
         task = self._tasks[at]
-        for name in (self._outcomes[each].name for each in task.after if each not in self._chain_s):
-            self._finish(at, f"comes after {name!r}, which can never run")
+        refused = [self._outcomes[each].name for each in task.after if each not in self._chain_s]
+        if refused:
+            self._finish(at, f"comes after {refused[0]!r}, which can never run")
             return
         ready_s = max([task.arrival_s, *(self._chain_s[each] for each in task.after)])
         self._chain_s[at] = ready_s + task.lag_s + task.duration_s
@@ -226,11 +227,8 @@ class _Simulation:
 
     def _start(self, at: int, ticket: Ticket) -> None:
         self._running[at] = ticket
-        outcome, entry, now_s = (
-            self._outcomes[at],
-            self._ledger.entry(ticket.request.id),
-            self._clock.now_s,
-        )
+        outcome, now_s = self._outcomes[at], self._clock.now_s
+        entry = self._ledger.entry(ticket.request.id)
         assert entry is not None
         outcome.devices = tuple(device.index for device in ticket.devices)
         outcome.passed = entry.status.passed
@@ -251,7 +249,11 @@ class _Simulation:
             memory.answer("simulated_allocate", {"device_uuid": uuid, "size_bytes": size_bytes})
         self._broker.attach(ticket, pid)
         ticket.on_short = lambda device: self._start_again(at)
-        self._push(self._clock.now_s + READY_S, _SETTLED, at)
+        settled_s = self._clock.now_s + READY_S
+        if settled_s - self._clock.now_s < READY_S:
+            # It was rounded down.
+            settled_s = math.nextafter(settled_s, math.inf)
+        self._push(settled_s, _SETTLED, at)
         self._changed = True
 
     def _start_again(self, at: int) -> None:

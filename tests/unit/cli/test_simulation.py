@@ -97,6 +97,13 @@ def test_first_runs_share_a_device_and_more_start_once_these_have_settled() -> N
     assert simulate(alone, one).makespan_s == 8 * 20
 
 
+@pytest.mark.parametrize("arrival_s", [0.1 * n for n in range(12)])
+def test_at_any_time_a_first_run_starts_when_those_before_it_have_settled(arrival_s: float) -> None:
+    tasks = [replace(first_run(f"{n}", 20, 2), arrival_s=arrival_s) for n in range(5)]
+    *_, last = simulate(tasks, SimulatedDevices("1x24GiB")).tasks
+    assert last.waited_s == pytest.approx(READY_S)
+
+
 def test_a_first_run_that_runs_a_device_short_has_one_to_itself() -> None:
     tasks = [first_run("a", 10, 14), first_run("b", 10, 14)]
     schedule = simulate(tasks, SimulatedDevices("1x24GiB"))

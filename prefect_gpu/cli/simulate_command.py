@@ -103,6 +103,7 @@ def simulate_command(
     )
     if as_json:
         return json.dumps({**(run._asdict() if run else {}), **asdict(schedule)}, indent=2)
+    # Names of the tasks that can never run, by the reason.
     refusals = collections.defaultdict[str, list[str]](list)
     for outcome in schedule.tasks:
         if outcome.refusal:
@@ -123,9 +124,9 @@ def simulate_command(
     if tasks:
         heads = ("task", "submitted", "waited", "started", "ended", "devices", "passed")
         rows += ["", *table_lines([heads, *map(_row, schedule.tasks)])]
-    for why, tasks_ in refusals.items():
-        more = f" and {len(tasks_) - 3} more" if len(tasks_) > 3 else ""
-        rows.append(f"{', '.join(tasks_[:3])}{more} can never run: {why}")
+    for why, refused in refusals.items():
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        rows.append(f"{', '.join(refused[:3])}{more} can never run: {why}")
     return "\n".join(rows)
 
 

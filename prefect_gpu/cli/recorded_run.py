@@ -1,4 +1,4 @@
-"""A flow run that was, as a list of tasks that `simulation` can replay on other devices.
+"""A flow run that has ended, as a list of tasks that `simulation` can replay on other devices.
 
 It covers what each process of a GPU task held and for how long, and what it waited for. Where these figures come from
 is `reports.published`. Tasks without a gpu tag hold no device: they are only the time that passes between two GPU
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from uuid import UUID
 
 from prefect_gpu.cli.simulation import ListedTask
@@ -18,24 +18,22 @@ from prefect_gpu.errors import ReportError
 from prefect_gpu.reports.advice import WHOLE_FRACTION
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.published import FlowRunReport, Submission
+from prefect_gpu.scheduling.model import Request
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRun:
-    """A flow run as it was, and its tasks."""
+class Measured(NamedTuple):
+    """What was measured of a flow run."""
 
     flow_run: str
-    flow_run_id: UUID
+    flow_run_id: str
     #: Seconds from the first request for a device to the last end of a process.
-    makespan_s: float
+    measured_makespan_s: float
     #: Names of the devices that were used, one for each device.
-    device_names: tuple[str, ...]
-    #: One for each process, in the order in which they asked for a device.
-    tasks: tuple[ListedTask, ...]
+    measured_devices: tuple[str, ...]
 
 
-def recorded_run(run: FlowRunReport) -> RecordedRun:
-    """Return a flow run as a list of tasks.
+def recorded_run(run: FlowRunReport) -> tuple[list[ListedTask], Measured]:
+    """Return one task for each process of a flow run, in the order of their requests, and what was measured of it.
 
     Args:
         run: Its published reports.
@@ -50,26 +48,23 @@ def recorded_run(run: FlowRunReport) -> RecordedRun:
         raise ReportError(
             f"flow run {run.flow_run} has no report of a process: there is nothing to replay"
         )
-    begin_at = _asked_at(reports[0])
-    ended_at = max(map(_ended_at, reports))
     devices = {device.key: device.name for report in reports for device in report.devices}
-    return RecordedRun(
-        run.flow_run,
-        run.flow_run_id,
-        ended_at - begin_at,
-        tuple(devices.values()),
-        tuple(_list(reports, run.submissions, begin_at)),
-    )
+    span_s = max(map(_ended_at, reports)) - _asked_at(reports[0])
+    measured = Measured(run.flow_run, str(run.flow_run_id), span_s, tuple(devices.values()))
+    return list(_list(reports, run.submissions)), measured
 
 
 def _list(
-    reports: Sequence[TaskReport], submissions: Mapping[UUID, Submission], begin_at: float
+    reports: Sequence[TaskReport], submissions: Mapping[UUID, Submission]
 ) -> Iterator[ListedTask]:
-    results = sorted((_result_at(report), position) for position, report in enumerate(reports))
+    # A result comes a moment before the end of its process.
+    results = sorted(
+        (r.placed_at + r.start_s + r.run_s + r.suspended_s, at) for at, r in enumerate(reports)
+    )
     #: By task run: position of its last process so far.
     last: dict[UUID, int] = {}
     for position, report in enumerate(reports):
-        asked_at = arrived_at = _asked_at(report)
+        asked_at = _asked_at(report)
         if report.task_run_id in last:
             before = {last[report.task_run_id]}
         else:
@@ -79,23 +74,33 @@ def _list(
             submitted_at = min(submission.submitted_at, asked_at)
             there = bisect.bisect_right(results, (submitted_at, position))
             before |= next(({at} for _, at in results[:there][::-1] if at < position), set())
-        if before:
-            # Its arrival is what it comes after, then.
-            arrived_at = begin_at
-        ready_at = max((_ended_at(reports[position]) for position in before), default=asked_at)
         last[report.task_run_id] = position
-        yield ListedTask(
-            name=report.task_run_name + (f" #{report.attempt}" if report.attempt > 1 else ""),
-            arrival_s=arrived_at - begin_at,
-            duration_s=report.held_s,
-            memory=_memory(report),
-            probe_bytes=_probe_bytes(report),
-            count=len(report.devices),
-            priority=report.priority,
+        ready_at = max((_ended_at(reports[at]) for at in before), default=asked_at)
+        least = min(device.total_bytes for device in report.devices)
+        first_run = report.budget_source == "probe"
+        shares = first_run and report.cap_bytes is not None
+        request = Request(
+            "",
+            report.task_run_name + (f" #{report.attempt}" if report.attempt > 1 else ""),
+            position,
+            0.0,
+            None
+            if first_run or report.budget_bytes >= WHOLE_FRACTION * least
+            else report.budget_bytes,
+            len(report.devices),
             exclusive=report.exclusive,
+            priority=report.priority,
             expected_s=report.held_s,
-            after=tuple(sorted(before)),
-            lag_s=max(0.0, asked_at - ready_at),
+            probe_fraction=float(shares),
+        )
+        yield ListedTask(
+            request,
+            report.held_s,
+            # What it comes after decides when it arrives.
+            0.0 if before else asked_at - _asked_at(reports[0]),
+            tuple(sorted(before)),
+            max(0.0, asked_at - ready_at),
+            -(-report.peak_process_bytes // len(report.devices)) if shares else None,
         )
 
 
@@ -114,29 +119,9 @@ def _before(
     return found
 
 
-def _memory(report: TaskReport) -> int | None:
-    """Return the bytes that a process reserved on each device; `None`: it had devices to itself, or was a first run."""
-    least = min(device.total_bytes for device in report.devices)
-    if report.budget_source == "probe" or report.budget_bytes >= WHOLE_FRACTION * least:
-        return None
-    return report.budget_bytes
-
-
-def _probe_bytes(report: TaskReport) -> int | None:
-    """Return the most bytes that a first run which shared devices held on each; `None`: it was none."""
-    if report.budget_source != "probe" or report.cap_bytes is None:
-        return None
-    return -(-report.peak_process_bytes // len(report.devices))
-
-
 def _asked_at(report: TaskReport) -> float:
     return report.placed_at - report.queued_s
 
 
 def _ended_at(report: TaskReport) -> float:
     return report.placed_at + report.held_s
-
-
-def _result_at(report: TaskReport) -> float:
-    """Return when its result came, in seconds since the epoch. Its process ends a moment later."""
-    return report.placed_at + report.start_s + report.run_s + report.suspended_s

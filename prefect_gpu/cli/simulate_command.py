@@ -7,13 +7,13 @@ It covers the command's arguments and what it prints. How a list is read is in `
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
@@ -24,8 +24,16 @@ from prefect_gpu.policy import whole
 from prefect_gpu.units import format_seconds
 
 if TYPE_CHECKING:
-    from prefect_gpu.cli.recorded_run import RecordedRun
+    from prefect_gpu.cli.recorded_run import Measured
     from prefect_gpu.cli.simulation import ListedTask, Outcome, Schedule
+
+#: Names of the lower bounds.
+_BOUNDS = {
+    "chain_s": "longest chain",
+    "memory_s": "memory",
+    "large_s": "large tasks",
+    "places_s": "tasks a device",
+}
 
 #: Names that end like this, or have a folder in them, are files also if there is none.
 _FILE_ENDS = (".csv", ".json", ".jsonl", ".ndjson", ".txt")
@@ -84,38 +92,45 @@ def simulate_command(
     simulated = SimulatedDevices(devices.removeprefix("simulated:"))
     listed, run = _read(source)
     if unknown_durations:
-        listed = [dataclasses.replace(task, expected_s=None) for task in listed]
+        listed = [replace(task, request=replace(task.request, expected_s=None)) for task in listed]
     schedule = simulate(
         listed,
         simulated,
-        placement,
-        NO_BACKFILL if no_backfill else PATIENCE,
         max_tasks_per_device,
         max_processes,
+        style=placement,
+        patience=NO_BACKFILL if no_backfill else PATIENCE,
     )
     if as_json:
-        return json.dumps({**_run_json(run), **_schedule_json(schedule)}, indent=2)
-    rows = [] if run is None else [_verdict(run, schedule, devices), ""]
-    rows += table_lines(_schedule_rows(schedule))
+        return json.dumps({**(run._asdict() if run else {}), **asdict(schedule)}, indent=2)
+    # Names of the tasks that can never run, by the reason.
+    refusals = collections.defaultdict[str, list[str]](list)
+    for outcome in schedule.tasks:
+        if outcome.refusal:
+            refusals[outcome.refusal].append(outcome.name)
+    rows = []
+    if run is not None:
+        names = collections.Counter(run.measured_devices)
+        measured = ", ".join(f"{count} × {name}" for name, count in names.items())
+        # What the other devices change.
+        verdict = (
+            f"{run.flow_run}: {format_seconds(schedule.makespan_s)} on {devices} instead of "
+            f"{format_seconds(run.measured_makespan_s)} on {measured}"
+        )
+        never = sum(map(len, refusals.values()))
+        without = f", without {never} of {len(schedule.tasks)} processes" if never else ""
+        rows += [verdict + without, ""]
+    rows += table_lines(_figures(schedule, len(simulated.sizes_bytes)))
     if tasks:
         heads = ("task", "submitted", "waited", "started", "ended", "devices", "passed")
-        rows += ["", *table_lines([heads, *(_outcome_row(o) for o in schedule.outcomes)])]
-    return "\n".join([*rows, *_never_lines(schedule)])
+        rows += ["", *table_lines([heads, *map(_row, schedule.tasks)])]
+    for why, refused in refusals.items():
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        rows.append(f"{', '.join(refused[:3])}{more} can never run: {why}")
+    return "\n".join(rows)
 
 
-def _never_lines(schedule: Schedule) -> list[str]:
-    """Return a line for each reason why tasks can never run."""
-    names: dict[str, list[str]] = {}
-    for outcome in schedule.outcomes:
-        if outcome.refusal:
-            names.setdefault(outcome.refusal, []).append(outcome.task.name)
-    return [
-        f"{', '.join(tasks[:3])}{f' and {len(tasks) - 3} more' if len(tasks) > 3 else ''} can never run: {refusal}"
-        for refusal, tasks in names.items()
-    ]
-
-
-def _read(source: str) -> tuple[list[ListedTask], RecordedRun | None]:
+def _read(source: str) -> tuple[list[ListedTask], Measured | None]:
     from prefect_gpu.cli.task_list import TaskListError, parse_tasks
 
     try:
@@ -131,90 +146,30 @@ def _read(source: str) -> tuple[list[ListedTask], RecordedRun | None]:
     from prefect_gpu.reports.published import report
 
     try:
-        run = recorded_run(report(source))
+        return recorded_run(report(source))
     except ReportError as error:
         raise ReportError(f"there is no file {source}; {error}") from error
-    return list(run.tasks), run
 
 
-def _verdict(run: RecordedRun, schedule: Schedule, devices: str) -> str:
-    """Return what the other devices change, in one line."""
-    names = collections.Counter(run.device_names)
-    measured = ", ".join(f"{count} × {name}" for name, count in names.items())
-    text = (
-        f"{run.flow_run}: {format_seconds(schedule.makespan_s)} on {devices} instead of "
-        f"{format_seconds(run.makespan_s)} on {measured}"
-    )
-    never = sum(bool(o.refusal) for o in schedule.outcomes)
-    return f"{text}, without {never} of {len(schedule.outcomes)} processes" if never else text
-
-
-def _run_json(run: RecordedRun | None) -> dict[str, Any]:
-    if run is None:
-        return {}
-    return {
-        "flow_run": run.flow_run,
-        "flow_run_id": str(run.flow_run_id),
-        "measured_makespan_s": run.makespan_s,
-        "measured_devices": list(run.device_names),
-    }
-
-
-def _schedule_rows(schedule: Schedule) -> list[tuple[str, str]]:
-    bounds, span_s = schedule.bounds, schedule.makespan_s
-    named = {
-        "longest chain": bounds.chain_s,
-        "memory": bounds.memory_s,
-        "large tasks": bounds.large_s,
-        "tasks a device": bounds.places_s,
-    }
-    largest = max(named, key=named.__getitem__)
-    above = f", {span_s / bounds.largest_s:.2f} × the lower bound" if bounds.largest_s else ""
+def _figures(schedule: Schedule, devices: int) -> list[tuple[str, str]]:
+    span_s, bound_s = schedule.makespan_s, schedule.lower_bound_s
+    largest = max(schedule.bounds, key=schedule.bounds.__getitem__)
+    above = f", {span_s / bound_s:.2f} × the lower bound" if bound_s else ""
+    ran = sum(not outcome.refusal for outcome in schedule.tasks)
     return [
-        ("tasks", f"{len(schedule.outcomes)}, of which {len(schedule.finished)} ran"),
-        ("devices", f"{len(schedule.devices)}"),
+        ("tasks", f"{len(schedule.tasks)}, of which {ran} ran"),
+        ("devices", f"{devices}"),
         ("makespan", f"{format_seconds(span_s)}{above}"),
-        ("lower bound", f"{format_seconds(bounds.largest_s)} ({largest})"),
+        ("lower bound", f"{format_seconds(bound_s)} ({_BOUNDS[largest]})"),
         ("mean wait", format_seconds(schedule.mean_wait_s)),
         ("max wait", format_seconds(schedule.max_wait_s)),
         ("utilisation", f"{schedule.utilisation * 100:.1f}% of memory over the makespan"),
     ]
 
 
-def _outcome_row(outcome: Outcome) -> tuple[str, ...]:
-    placement = outcome.placement
-    if placement is None:
-        return (outcome.task.name, "", "", "never", "", "", "")
-    times_s = (outcome.ready_s, outcome.waited_s, outcome.started_s, outcome.ended_s)
-    return (
-        outcome.task.name,
-        *(format_seconds(time_s) for time_s in times_s),
-        ",".join(str(device.index) for device in placement.devices),
-        str(outcome.passed),
-    )
-
-
-def _schedule_json(schedule: Schedule) -> dict[str, Any]:
-    return {
-        "makespan_s": schedule.makespan_s,
-        "lower_bound_s": schedule.bounds.largest_s,
-        "bounds": dataclasses.asdict(schedule.bounds),
-        "mean_wait_s": schedule.mean_wait_s,
-        "max_wait_s": schedule.max_wait_s,
-        "utilisation": schedule.utilisation,
-        "tasks": [
-            {
-                "name": outcome.task.name,
-                "submitted_s": outcome.ready_s,
-                "waited_s": outcome.waited_s,
-                "started_s": outcome.started_s,
-                "ended_s": outcome.ended_s,
-                "devices": [d.index for d in outcome.placement.devices]
-                if outcome.placement
-                else [],
-                "passed": outcome.passed,
-                "refusal": outcome.refusal,
-            }
-            for outcome in schedule.outcomes
-        ],
-    }
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    if outcome.refusal:
+        return (outcome.name, "", "", "never", "", "", "")
+    times_s = (outcome.submitted_s, outcome.waited_s, outcome.started_s, outcome.ended_s)
+    devices = ",".join(map(str, outcome.devices))
+    return (outcome.name, *map(format_seconds, times_s), devices, str(outcome.passed))

@@ -1,409 +1,308 @@
-"""A list of tasks replayed on simulated devices in virtual time, with the scheduling of the runner.
+"""A list of tasks on simulated devices in virtual time, scheduled by the broker of the runner.
 
-It covers when and where each task starts, how long it waits, and lower bounds of any schedule. Nothing runs
-and no clock is read: time jumps from one event to the next. Lists are read in `task_list`, or made of a flow run in
-`recorded_run`; what happens at each event is decided in `scheduling`.
+No process runs and no real clock is read: time jumps from one event to the next. Lists are read in `task_list`, or made of a
+flow run in `recorded_run`. Which task starts when and where is decided in `broker`.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
+from typing import Any
 
-from prefect_gpu.broker.broker import HEADROOM_BYTES
+from prefect_gpu.broker.broker import Broker, Ticket
+from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.clock import RealClock
+from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
-from prefect_gpu.scheduling.backfill import PATIENCE, Patience
-from prefect_gpu.scheduling.memory import DeviceState, device_state
-from prefect_gpu.scheduling.model import Device, Placement, Request
-from prefect_gpu.scheduling.placement import Board, PlacementStyle
-from prefect_gpu.scheduling.probes import READY_S, Growth, choose_leaving, counted_bytes
-from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, decide
+from prefect_gpu.scheduling.model import Request
+from prefect_gpu.scheduling.probes import READY_S
 
 
 @dataclass(frozen=True, slots=True)
 class ListedTask:
     """One task of a list."""
 
-    name: str
-    #: Seconds from the beginning at which it is submitted.
-    arrival_s: float
+    #: Its name, memory and devices. Id, order and time of submission are set when it is submitted.
+    request: Request
     #: Seconds for which it holds its devices.
     duration_s: float
-    #: Memory of each device: bytes, or a fraction of it. `None`: a device to itself, or see `probe_bytes`.
-    memory: int | float | None = None
-    #: Number of devices. It gets all of them or none.
-    count: int = 1
-    priority: int = 0
-    #: No other task on its devices.
-    exclusive: bool = False
-    #: Seconds that the scheduler expects it to take. `None`: unknown.
-    expected_s: float | None = None
+    #: Seconds from the beginning at which it is submitted.
+    arrival_s: float = 0.0
     #: Positions in the list of the tasks that must end before it is submitted.
     after: tuple[int, ...] = ()
     #: Seconds from then, or from its arrival if that is later, to its submission.
     lag_s: float = 0.0
-    #: Of a first run whose need is not known and which shares devices: the bytes of each that it holds from its start on.
-    #: `None`: it is none.
+    #: Bytes that a first run which shares devices holds on each of them from its start on. `None`: it is no such run.
     probe_bytes: int | None = None
+
+    @property
+    def device_s(self) -> float:
+        """Seconds for which it holds its devices, added up over these."""
+        return self.duration_s * self.request.count
+
+    def least_bytes(self, size_bytes: int) -> float:
+        """Return the bytes that it takes of a device of a size, at least."""
+        memory = size_bytes if self.request.exclusive else self.request.memory
+        if self.probe_bytes is not None:
+            return self.probe_bytes
+        if isinstance(memory, float):
+            return memory * size_bytes
+        return memory if isinstance(memory, int) else size_bytes
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one task."""
+    """The result of one task. Times are in seconds from the beginning; `None`: it never started."""
 
-    task: ListedTask
-    #: When it was submitted, in seconds: it had arrived, and the tasks before it had ended.
-    ready_s: float = 0.0
-    #: When it started and ended, in seconds. `None`: it never did.
+    name: str
+    submitted_s: float = 0.0
+    #: From its submission to its start.
+    waited_s: float | None = None
     started_s: float | None = None
     ended_s: float | None = None
-    #: Its devices. `None`: it never started.
-    placement: Placement | None = None
-    #: Number of later tasks that passed it and may have delayed it.
+    #: Indices of its devices.
+    devices: tuple[int, ...] = ()
+    #: How often later tasks passed it that may have delayed it.
     passed: int = 0
-    #: When it was expected to start on the first devices that were held back for it, in seconds. `None`:
-    #: none were.
-    promised_s: float | None = None
     #: Why it can never run. Empty: it ran.
     refusal: str = ""
-
-    @property
-    def waited_s(self) -> float | None:
-        """Seconds from its submission to its start. `None`: it never started."""
-        return None if self.started_s is None else self.started_s - self.ready_s
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Lower bounds of the duration of any schedule of the tasks that ran, in seconds."""
-
-    #: Duration of the longest chain of tasks that wait for each other, arrivals included.
-    chain_s: float
-    #: Memory × time of all tasks, divided by the memory of all devices.
-    memory_s: float
-    #: Duration of the tasks of which no two fit on one device, divided by the number of devices.
-    large_s: float
-    #: Duration of all tasks, divided by how many may run at once. 0: there is no such limit.
-    places_s: float = 0.0
-
-    @property
-    def largest_s(self) -> float:
-        """The largest of them."""
-        return max(self.chain_s, self.memory_s, self.large_s, self.places_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The result of a list of tasks."""
 
-    devices: tuple[Device, ...]
+    #: Seconds from the first arrival to the last end. 0: no task ran.
+    makespan_s: float
+    #: The largest of the lower bounds of the duration of any schedule, and all of them by name.
+    lower_bound_s: float
+    bounds: dict[str, float]
+    #: Seconds from submission to start.
+    mean_wait_s: float
+    max_wait_s: float
+    #: Fraction of all memory, over the makespan, that was reserved. A first run counts for the memory that it held.
+    utilisation: float
     #: In the order of the list.
-    outcomes: tuple[Outcome, ...]
-    bounds: Bounds
-
-    @property
-    def finished(self) -> list[Outcome]:
-        """Tasks that ran."""
-        return [o for o in self.outcomes if o.ended_s is not None]
-
-    @property
-    def makespan_s(self) -> float:
-        """Seconds from the first arrival to the last end. 0: no task ran."""
-        ends = [o.ended_s for o in self.outcomes if o.ended_s is not None]
-        return max(ends) - _begin_s(o.task for o in self.outcomes) if ends else 0.0
-
-    @property
-    def mean_wait_s(self) -> float:
-        """Mean of the seconds from submission to start."""
-        waits = [o.waited_s for o in self.outcomes if o.waited_s is not None]
-        return statistics.fmean(waits) if waits else 0.0
-
-    @property
-    def max_wait_s(self) -> float:
-        """Most seconds from submission to start."""
-        return max((o.waited_s for o in self.outcomes if o.waited_s is not None), default=0.0)
-
-    @property
-    def utilisation(self) -> float:
-        """Fraction of all memory, over the makespan, that was reserved for tasks; of a first run, what it held."""
-        span_s = self.makespan_s
-        held = sum(
-            (
-                sum(o.placement.budget_bytes)
-                if o.task.probe_bytes is None
-                else o.task.probe_bytes * o.task.count
-            )
-            * o.task.duration_s
-            for o in self.outcomes
-            if o.placement is not None
-        )
-        return held / (sum(d.total_bytes for d in self.devices) * span_s) if span_s else 0.0
+    tasks: list[Outcome]
 
 
 def simulate(
     tasks: Sequence[ListedTask],
     devices: SimulatedDevices,
-    style: PlacementStyle = "spread",
-    patience: Patience = PATIENCE,
     max_tasks: int | None = None,
     max_processes: int | None = None,
-    headroom_bytes: int = HEADROOM_BYTES["simulated"],
+    **settings: Any,
 ) -> Schedule:
-    """Replay a list of tasks.
+    """Return when and where the tasks of a list run.
 
     Args:
         tasks: In the order of submission if they arrive together.
         devices: Simulated devices. The memory of a task includes its context.
-        style: `spread` or `pack`.
-        patience: How far a blocked task may be passed. `NO_BACKFILL`: not at all.
         max_tasks: Most tasks on a device at a time. `None`: as many as fit.
         max_processes: Most tasks at a time. `None`: any number.
-        headroom_bytes: Kept free on each device, as a runner does by default.
+        settings: Further arguments of `Broker`.
     """
-    snapshots = SimulatedReader(devices).read(())
-    states = [device_state(snapshot, (), {}, headroom_bytes) for snapshot in snapshots]
-    replay = _Replay(tasks, states, headroom_bytes, style, patience, max_tasks, max_processes)
-    replay.run()
-    simulated = tuple(snapshot.device for snapshot in snapshots)
-    ran = [o.task if o.started_s is not None else None for o in replay.outcomes]
-    bounds = lower_bounds(ran, [state.capacity_bytes for state in states], max_tasks)
-    return Schedule(simulated, tuple(replay.outcomes), bounds)
+    settings["max_tasks_per_device"] = max_tasks
+    # The default of `Broker` is a number for each core of this machine.
+    settings["max_processes"] = max_processes or sys.maxsize
+    simulation = _Simulation(tasks, devices, settings)
+    simulation.run()
+    return simulation.schedule(max_tasks)
 
 
-#: Kinds of events, in the order in which those of one time are processed. An end makes room for what arrives.
-_END, _SETTLES, _ARRIVES = range(3)
+class _VirtualClock(RealClock):
+    """A clock that stands still between two events. Nothing waits on it."""
 
-#: Stands for "no limit": more tasks than a list can have, more bytes than a machine can have.
-_ANY = 1 << 62
+    now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
 
 
-class _Replay:
-    """The state of a simulation: virtual time, devices, waiting and running tasks."""
+#: Kinds of events. Those of one time are handled in this order: an end makes room for new requests. The last one is the
+#: moment at which the memory of a first run counts as settled, so that another one may start beside it.
+_END, _ARRIVAL, _SETTLED = range(3)
+
+
+class _Simulation:
+    """Submits tasks to a broker, starts and ends their processes, and moves the clock."""
 
     def __init__(
-        self,
-        tasks: Sequence[ListedTask],
-        states: Sequence[DeviceState],
-        headroom_bytes: int,
-        style: PlacementStyle,
-        patience: Patience,
-        max_tasks: int | None,
-        max_processes: int | None,
+        self, tasks: Sequence[ListedTask], devices: SimulatedDevices, settings: dict[str, Any]
     ) -> None:
-        self.outcomes = [Outcome(task) for task in tasks]
-        #: All devices as they are now, by key.
-        self._states = {state.device.key: state for state in states}
-        self._headroom_bytes = headroom_bytes
-        self._style: PlacementStyle = style
-        self._max_tasks = max_tasks
-        self._patience = patience
-        self._max_processes = max_processes or _ANY
-        self._running = 0
-        self._submitted = 0
-        #: Order of submission, by position.
-        self._sequences: dict[int, int] = {}
-        self._queue = RequestQueue()
-        #: Returns tasks once all those that they come after have ended.
-        self._sorter = TopologicalSorter({i: task.after for i, task in enumerate(tasks)})
+        # By position in the list.
+        self._tasks = tasks
+        self._outcomes = [Outcome(task.request.task_name) for task in tasks]
+        #: When each task would end if none had to wait for a device, in seconds.
+        self._chain_s: dict[int, float] = {}
+        self._waiting: dict[int, Ticket] = {}
+        self._running: dict[int, Ticket] = {}
+        #: Memory of first runs.
+        self._held: dict[int, ProcessMemory] = {}
+        #: The memory of a device has changed since the broker has looked.
+        self._changed = False
+        #: Reserved memory of ended tasks over time, in byte-seconds.
+        self._byte_s = 0.0
+        self._numbers = itertools.count(1)
+        self._clock = _VirtualClock()
+        self._reader = SimulatedReader(devices, self._clock)
+        self._ledger = Ledger(now=self._clock.now)
+        self._broker = Broker(
+            self._reader,
+            self._ledger,
+            **settings,
+            clock=self._clock,
+            read_host_available=lambda: sys.maxsize,
+            stepped=True,
+        )
+        #: Bytes of each device that can be reserved.
+        self._capacities = self._broker.capacities(())
+        #: Returns tasks whose predecessors have all ended.
+        self._sorter = TopologicalSorter({at: task.after for at, task in enumerate(tasks)})
         self._sorter.prepare()
         #: Next events: seconds, kind, position in the list.
         self._events: list[tuple[float, int, int]] = []
-        self._push_arrivals(0.0)
+        self._push_arrivals()
 
     def run(self) -> None:
-        """Process all events in order of time."""
-        events = self._events
-        while events:
-            now_s = events[0][0]
-            while events and events[0][0] == now_s:
-                _, kind, position = heapq.heappop(events)
-                if kind == _ARRIVES:
-                    self._submit(position, now_s)
-                elif kind == _END and self.outcomes[position].ended_s == now_s:
-                    self._end(position, now_s)
-            self._schedule(now_s)
-            while self._end_probes(now_s):
-                self._schedule(now_s)
-        self._refuse_followers()
+        """Handle all events in order of time."""
+        while self._events:
+            now_s = self._clock.now_s = self._events[0][0]
+            while self._events and self._events[0][0] == now_s:
+                _, kind, at = heapq.heappop(self._events)
+                if kind == _ARRIVAL:
+                    self._submit(at)
+                elif kind == _END and at in self._running and self._outcomes[at].ended_s == now_s:
+                    self._end(at)
+            self._changed = True
+            while self._changed:
+                self._changed = False
+                self._broker.look()
+                self._follow()
 
-    def _push_arrivals(self, now_s: float) -> None:
-        for position in self._sorter.get_ready():
-            task = self.outcomes[position].task
-            arrives_s = max(now_s, task.arrival_s) + task.lag_s
-            heapq.heappush(self._events, (arrives_s, _ARRIVES, position))
+    def _push(self, at_s: float, kind: int, at: int) -> None:
+        heapq.heappush(self._events, (at_s, kind, at))
 
-    def _submit(self, position: int, now_s: float) -> None:
-        outcome = self.outcomes[position]
-        task = outcome.task
-        outcome.ready_s = now_s
-        self._submitted += 1
-        self._add(position, self._submitted, shares=task.probe_bytes is not None)
+    def _push_arrivals(self) -> None:
+        for at in self._sorter.get_ready():
+            task = self._tasks[at]
+            self._push(max(self._clock.now_s, task.arrival_s) + task.lag_s, _ARRIVAL, at)
 
-    def _add(self, position: int, sequence: int, shares: bool) -> None:
-        task = self.outcomes[position].task
-        memory = task.memory
-        largest_bytes = max(state.capacity_bytes for state in self._states.values())
-        if task.probe_bytes is not None and task.probe_bytes > largest_bytes:
-            # It is refused, with the reason.
-            memory = task.probe_bytes
-        self._sequences[position] = sequence
-        self._queue.add(
-            Request(
-                id=str(position),
-                task_name=task.name,
-                sequence=sequence,
-                submitted_s=self.outcomes[position].ready_s,
-                memory=memory,
-                count=task.count,
-                exclusive=task.exclusive,
-                priority=task.priority,
-                expected_s=task.expected_s,
-                probe_fraction=1.0 if shares else 0.0,
-            )
-        )
+    def _finish(self, at: int, refusal: str = "") -> None:
+        self._outcomes[at].refusal = refusal
+        self._sorter.done(at)
+        self._push_arrivals()
 
-    def _end(self, position: int, now_s: float) -> None:
-        self._release(position)
-        self._sorter.done(position)
-        self._push_arrivals(now_s)
-
-    def _release(self, position: int) -> None:
-        placement = self.outcomes[position].placement
-        assert placement is not None
-        self._running -= 1
-        for reservation in placement.reservations:
-            state = self._states[reservation.device_key]
-            left = tuple(r for r in state.reservations if r != reservation)
-            self._states[reservation.device_key] = replace(state, reservations=left)
-
-    def _growths(self, state: DeviceState) -> dict[str, Growth]:
-        """Return how the first runs that share a device have grown: at once, to what they hold."""
-        growths = {}
-        for reservation in state.reservations:
-            held_bytes = self.outcomes[int(reservation.request_id)].task.probe_bytes
-            if reservation.probe is not None and held_bytes is not None:
-                growths[reservation.request_id] = Growth(
-                    reservation.probe.since_s, held_bytes, reservation.probe.since_s, held_bytes
-                )
-        return growths
-
-    def _as_now(self, state: DeviceState, now_s: float) -> DeviceState:
-        growths = self._growths(state)
-        counts = {
-            r.request_id: counted_bytes(r, growths[r.request_id], now_s)
-            for r in state.reservations
-            if r.request_id in growths
-        }
-        return device_state(state.snapshot, state.reservations, {}, self._headroom_bytes, counts)
-
-    def _end_probes(self, now_s: float) -> bool:
-        """End first runs that are in the way of others, for which each gets a device to itself; return whether one was."""
-        ended = False
-        for state in tuple(self._states.values()):
-            growths = self._growths(state)
-            held_bytes = sum(growth.peak_bytes for growth in growths.values())
-            snapshot = replace(state.snapshot, free_bytes=state.snapshot.free_bytes - held_bytes)
-            full = replace(state, snapshot=snapshot)
-            leaving = choose_leaving(full, growths, now_s, self._headroom_bytes)
-            # A suspension is not simulated: here memory has grown in the first seconds.
-            if leaving is not None and leaving.ends:
-                position = int(leaving.request_id)
-                self._release(position)
-                outcome = self.outcomes[position]
-                outcome.placement = outcome.started_s = outcome.ended_s = None
-                self._add(position, self._sequences[position], shares=False)
-                ended = True
-        return ended
-
-    def _schedule(self, now_s: float) -> None:
-        if not self._queue:
+    def _submit(self, at: int) -> None:
+        task = self._tasks[at]
+        refused = [self._outcomes[each].name for each in task.after if each not in self._chain_s]
+        if refused:
+            self._finish(at, f"comes after {refused[0]!r}, which can never run")
             return
-        states = [self._as_now(state, now_s) for state in self._states.values()]
-        board = Board(states, self._style, self._max_tasks)
-        decisions = decide(
-            self._queue,
-            board,
-            HostState(_ANY, 0, self._running, self._max_processes),
-            self._patience,
-            now_s,
-        )
-        self._states = {state.device.key: state for state in board.states}
-        self._queue.statuses.update(decisions.statuses)
-        for id_, status in decisions.statuses.items():
-            blocked = self.outcomes[int(id_)]
-            blocked.passed = status.passed
-            if blocked.promised_s is None:
-                blocked.promised_s = status.starts_s
-        for request, error in decisions.refusals:
-            self._queue.remove(request)
-            self.outcomes[int(request.id)].refusal = str(error)
-        for request, placement in decisions.placements:
-            self._queue.remove(request)
-            outcome = self.outcomes[int(request.id)]
-            outcome.placement, outcome.started_s = placement, now_s
-            outcome.ended_s = now_s + outcome.task.duration_s
-            heapq.heappush(self._events, (outcome.ended_s, _END, int(request.id)))
-            if any(r.probe for r in placement.reservations):
-                heapq.heappush(self._events, (now_s + READY_S, _SETTLES, int(request.id)))
-        self._running += len(decisions.placements)
+        ready_s = max([task.arrival_s, *(self._chain_s[each] for each in task.after)])
+        self._chain_s[at] = ready_s + task.lag_s + task.duration_s
+        self._outcomes[at].submitted_s = self._clock.now_s
+        request = replace(task.request, sequence=next(self._numbers))
+        if (task.probe_bytes or 0) > max(self._capacities.values()):
+            # It is refused.
+            request = replace(request, memory=task.probe_bytes, probe_fraction=0.0)
+        self._waiting[at] = self._broker.submit(request)
 
-    def _refuse_followers(self) -> None:
-        """Record that tasks after one that can never run can never run either."""
-        after = {i: outcome.task.after for i, outcome in enumerate(self.outcomes)}
-        for position in TopologicalSorter(after).static_order():
-            for before in (self.outcomes[b] for b in after[position]):
-                if before.refusal and not self.outcomes[position].refusal:
-                    why = f"comes after {before.task.name!r}, which can never run"
-                    self.outcomes[position].refusal = why
+    def _follow(self) -> None:
+        """Carry out what the broker has decided."""
+        for at, ticket in [each for each in self._waiting.items() if each[1].decided]:
+            del self._waiting[at]
+            if ticket.error is None:
+                self._start(at, ticket)
+            else:
+                del self._chain_s[at]
+                self._finish(at, str(ticket.error))
 
+    def _start(self, at: int, ticket: Ticket) -> None:
+        self._running[at] = ticket
+        outcome, now_s = self._outcomes[at], self._clock.now_s
+        entry = self._ledger.entry(ticket.request.id)
+        assert entry is not None
+        outcome.devices = tuple(device.index for device in ticket.devices)
+        outcome.passed = entry.status.passed
+        outcome.started_s, outcome.waited_s = now_s, now_s - outcome.submitted_s
+        outcome.ended_s = now_s + self._tasks[at].duration_s
+        self._push(outcome.ended_s, _END, at)
+        if ticket.request.probe_fraction:
+            self._hold(at, ticket)
 
-def lower_bounds(
-    tasks: Sequence[ListedTask | None], sizes_bytes: Sequence[int], max_tasks: int | None = None
-) -> Bounds:
-    """Return lower bounds of the duration of any schedule, from the first arrival.
+    def _hold(self, at: int, ticket: Ticket) -> None:
+        """Allocate the memory of a first run. The budgets of other tasks are reserved anyway."""
+        pid, uuids = next(self._numbers), [device.uuid for device in ticket.devices]
+        memory = self._held[at] = self._reader.process_memory(uuids, None)
+        memory.attach(pid)
+        for uuid in uuids:
+            with self._reader.account():
+                size_bytes = min(self._tasks[at].probe_bytes or 0, self._reader.free_bytes(uuid))
+            memory.answer("simulated_allocate", {"device_uuid": uuid, "size_bytes": size_bytes})
+        self._broker.attach(ticket, pid)
+        ticket.on_short = lambda device: self._start_again(at)
+        settled_s = self._clock.now_s + READY_S
+        if settled_s - self._clock.now_s < READY_S:
+            # It was rounded down.
+            settled_s = math.nextafter(settled_s, math.inf)
+        self._push(settled_s, _SETTLED, at)
+        self._changed = True
 
-    Args:
-        tasks: The list, with `None` for those that do not run.
-        sizes_bytes: Memory of each device.
-        max_tasks: Most tasks on a device at a time. `None`: as many as fit.
-    """
-    ran = [task for task in tasks if task is not None]
-    if not ran:
-        return Bounds(0.0, 0.0, 0.0)
-    small, large = min(sizes_bytes), max(sizes_bytes)
+    def _start_again(self, at: int) -> None:
+        """End a first run for the others on its device. It keeps its place in the order, and gets a device to itself."""
+        request = replace(self._stop(at).request, probe_fraction=0.0)
+        self._waiting[at] = self._broker.submit(request)
+        self._changed = True
 
-    def least_bytes(task: ListedTask, size_bytes: int) -> float:
+    def _stop(self, at: int) -> Ticket:
+        if at in self._held:
+            self._held.pop(at).detach()
+        ticket = self._running.pop(at)
+        self._broker.end(ticket)
+        return ticket
+
+    def _end(self, at: int) -> None:
+        task, placement = self._tasks[at], self._stop(at).placement
+        assert placement is not None
+        if task.probe_bytes is None:
+            self._byte_s += sum(placement.budget_bytes) * task.duration_s
+        else:
+            self._byte_s += task.probe_bytes * task.device_s
+        self._finish(at)
+
+    def schedule(self, max_tasks: int | None) -> Schedule:
+        """Return the result. `max_tasks`: the limit for each device; `None`: there is none."""
+        begin_s = min((task.arrival_s for task in self._tasks), default=0.0)
+        span_s = max([begin_s, *(o.ended_s or 0.0 for o in self._outcomes)]) - begin_s
+        waits_s = [o.waited_s for o in self._outcomes if o.waited_s is not None] or [0.0]
+        ran, sizes = [self._tasks[at] for at in self._chain_s], self._capacities.values()
         # The device that a task has to itself is at least as large as the smallest.
-        if task.probe_bytes is not None:
-            return task.probe_bytes
-        if task.memory is None or task.exclusive:
-            return size_bytes
-        return task.memory * size_bytes if isinstance(task.memory, float) else task.memory
-
-    held = sum(least_bytes(t, small) * t.count * t.duration_s for t in ran)
-    alone_s = sum(t.count * t.duration_s for t in ran if least_bytes(t, large) * 2 > large)
-    all_s = sum(t.count * t.duration_s for t in ran)
-    return Bounds(
-        chain_s=_chain_s(tasks) - _begin_s(ran),
-        memory_s=held / sum(sizes_bytes),
-        large_s=alone_s / len(sizes_bytes),
-        places_s=all_s / (len(sizes_bytes) * max_tasks) if max_tasks else 0.0,
-    )
-
-
-def _begin_s(tasks: Iterable[ListedTask]) -> float:
-    return min((task.arrival_s for task in tasks), default=0.0)
-
-
-def _chain_s(tasks: Sequence[ListedTask | None]) -> float:
-    """Return when the last task would end if none had to wait for a device."""
-    ran = {i: task for i, task in enumerate(tasks) if task is not None}
-    after = {i: [before for before in task.after if before in ran] for i, task in ran.items()}
-    ends: dict[int, float] = {}
-    for i in TopologicalSorter(after).static_order():
-        ready_s = max((ends[before] for before in after[i]), default=0.0)
-        ends[i] = max(ran[i].arrival_s, ready_s) + ran[i].lag_s + ran[i].duration_s
-    return max(ends.values(), default=0.0)
+        small, large = min(sizes), max(sizes)
+        byte_s = sum(task.least_bytes(small) * task.device_s for task in ran)
+        # No two of these fit on one device.
+        large_s = sum(task.device_s for task in ran if task.least_bytes(large) * 2 > large)
+        places = len(sizes) * max_tasks if max_tasks else math.inf
+        bounds = {
+            "chain_s": max([begin_s, *self._chain_s.values()]) - begin_s,
+            "memory_s": byte_s / sum(sizes),
+            "large_s": large_s / len(sizes),
+            "places_s": sum(task.device_s for task in ran) / places,
+        }
+        all_byte_s = sum(device.total_bytes for device in self._capacities) * span_s
+        return Schedule(
+            span_s,
+            max(bounds.values()),
+            bounds,
+            statistics.fmean(waits_s),
+            max(waits_s),
+            self._byte_s / all_byte_s if span_s else 0.0,
+            self._outcomes,
+        )

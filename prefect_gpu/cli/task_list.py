@@ -1,38 +1,29 @@
 """Lists of tasks as CSV or JSON lines, for `prefect-gpu simulate`.
 
-It covers reading them and naming what is wrong by line and column. How the tasks are replayed is in
-`simulation`.
-
-Columns (CSV, named by the first line) or keys (JSON lines, one object on each line):
-
-    duration   seconds, or with a unit as in 10m; required
-    arrival    when it is submitted, in the same form, from the beginning; 0
-    memory     of each device, context included, as in 6GiB or 40%; empty: a device to itself
-    devices    how many, all or none; 1
-    name       for `after` and for the report; task-LINE
-    priority   higher starts first; 0
-    exclusive  yes or no: no other task on its devices; no
-    expected   the duration that the scheduler expects, or unknown; empty: the duration
-    after      names of tasks that must end before it is submitted, separated by spaces
+It covers reading them and naming what is wrong by line and column. The columns are in `docs/scheduling.md`. How the tasks
+are replayed is in `simulation`.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from prefect_gpu.cli.simulation import ListedTask
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.policy import whole
+from prefect_gpu.scheduling.model import Request
 from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED, parse_duration, parse_size
 
 #: Longest time that is accepted: three centuries.
 MOST_SECONDS = 1e10
+
+#: A line: its number, and the columns with their values.
+Row = tuple[int, Sequence[tuple[str, Any]]]
 
 
 def _seconds(text: str) -> float:
@@ -45,10 +36,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _expected(text: str) -> float | None:
-    return None if text.lower() == "unknown" else _seconds(text)
-
-
 def _yes(text: str) -> bool:
     words = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
     if text.lower() not in words:
@@ -58,20 +45,21 @@ def _yes(text: str) -> bool:
 
 _SECONDS = f"seconds, or {DURATIONS_ACCEPTED}"
 
-#: The columns: field of `ListedTask`, function that reads the text, and what it accepts.
-COLUMNS: Mapping[str, tuple[str, Callable[[str], Any], str]] = {
-    "name": ("name", str, "a name that no other task has"),
-    "arrival": ("arrival_s", _seconds, _SECONDS),
-    "duration": ("duration_s", _seconds, _SECONDS),
-    "memory": ("memory", parse_size, f"{SIZES_ACCEPTED}; or as in 40%"),
-    "devices": ("count", whole(1), "a whole number from 1"),
-    "priority": ("priority", whole(), "a whole number"),
-    "exclusive": ("exclusive", _yes, "yes or no"),
-    "expected": ("expected_s", _expected, f"{_SECONDS}; or unknown"),
-    "after": ("after", str.split, "names of tasks, separated by spaces"),
+#: The columns: a function that reads the text, and the accepted texts.
+COLUMNS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "name": (str, "a name that no other task has"),
+    "arrival": (_seconds, _SECONDS),
+    "duration": (_seconds, _SECONDS),
+    "memory": (parse_size, f"{SIZES_ACCEPTED}; or as in 40%"),
+    "devices": (whole(1), "a whole number from 1"),
+    "priority": (whole(), "a whole number"),
+    "exclusive": (_yes, "yes or no"),
+    "expected": (
+        lambda text: None if text.lower() == "unknown" else _seconds(text),
+        f"{_SECONDS}; or unknown",
+    ),
+    "after": (str.split, "names of tasks, separated by spaces"),
 }
-
-_FORMS = f"CSV whose first line names its columns ({', '.join(COLUMNS)}), or JSON lines"
 
 
 class TaskListError(PrefectGPUError):
@@ -79,7 +67,7 @@ class TaskListError(PrefectGPUError):
 
 
 def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
-    """Read a list of tasks: JSON lines if the first line begins with `{`, else CSV.
+    """Return the tasks of a list: JSON lines if the first line begins with `{`, else CSV.
 
     Args:
         lines: Lines of the file.
@@ -92,49 +80,71 @@ def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
     first = next((line for line in text if line.strip()), "")
     rows = _json_rows if first.lstrip().startswith("{") else _csv_rows
     tasks: list[ListedTask] = []
-    positions: dict[str, int] = {}
-    after: list[tuple[str, list[str]]] = []
+    #: By name: where a task is in the list, where its line is, and the names of the tasks before it.
+    places: dict[str, tuple[int, str, list[str]]] = {}
     for number, row in rows(text, source):
         where = f"{source}, line {number}"
-        fields = {"name": f"task-{number}", "arrival_s": 0.0, **_read_fields(row, where)}
-        if fields["name"] in positions:
-            raise _error(where, "name", fields["name"])
-        if "duration_s" not in fields:
-            raise _error(where, "duration", "")
-        positions[fields["name"]] = len(tasks)
-        after.append((where, fields.pop("after", [])))
-        tasks.append(ListedTask(**{"expected_s": fields["duration_s"], **fields}))
+        values = {column: _value(column, value, where) for column, value in row}
+        given = {column: value for column, value in values.items() if value != ""}
+        if "duration" not in given:
+            raise TaskListError(
+                f"{where}, column 'duration': nothing is given; accepted: {_SECONDS}"
+            )
+        name = given.get("name", f"task-{number}")
+        if name in places:
+            raise _error("name", name, where)
+        places[name] = len(tasks), where, given.get("after", [])
+        request = Request(
+            "",
+            name,
+            0,
+            0.0,
+            given.get("memory"),
+            given.get("devices", 1),
+            exclusive=given.get("exclusive", False),
+            priority=given.get("priority", 0),
+            expected_s=given.get("expected", given["duration"]),
+        )
+        tasks.append(ListedTask(request, given["duration"], given.get("arrival", 0.0)))
     if not tasks:
-        raise TaskListError(f"{source}: there is no task in it; accepted: {_FORMS}")
-    return _link(tasks, positions, after)
+        accepted = f"CSV whose first line names its columns ({', '.join(COLUMNS)}), or JSON lines"
+        raise TaskListError(f"{source}: there is no task in it; accepted: {accepted}")
+    for at, where, names in places.values():
+        unknown = next((name for name in names if name not in places), None)
+        if unknown is not None:
+            raise TaskListError(f"{where}, column 'after': there is no task {unknown!r}")
+        after = tuple(dict.fromkeys(places[name][0] for name in names))
+        tasks[at] = replace(tasks[at], after=after)
+    try:
+        TopologicalSorter({at: task.after for at, task in enumerate(tasks)}).prepare()
+    except CycleError as error:
+        name, (_, where, _) = list(places.items())[min(error.args[1])]
+        why = f"{name!r} comes after itself, or after tasks that do"
+        raise TaskListError(f"{where}, column 'after': {why}") from error
+    return tasks
 
 
-def _read_fields(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a `ListedTask` that a line gives."""
-    fields: dict[str, Any] = {}
-    for column, value in row.items():
-        field, read, accepted = COLUMNS[column]
-        if column == "after" and isinstance(value, list):
-            value = " ".join(map(str, value))
-        if isinstance(value, (list, dict)):
-            raise _error(where, column, value, "a text or a number")
-        text = "" if value is None else str(value).strip()
-        if text:
-            try:
-                fields[field] = read(text)
-            except (ValueError, OverflowError) as error:
-                raise _error(where, column, text, accepted) from error
-    return fields
+def _value(column: str, value: Any, where: str) -> Any:
+    """Return the value of a cell; an empty text: there is none."""
+    if column == "after" and isinstance(value, list):
+        value = " ".join(map(str, value))
+    if isinstance(value, list):
+        raise _error(column, value, where, "a text or a number")
+    text = "" if value is None else str(value).strip()
+    try:
+        return COLUMNS[column][0](text) if text else ""
+    except (ValueError, OverflowError) as error:
+        raise _error(column, text, where) from error
 
 
-def _error(where: str, column: str, given: object, accepted: str = "") -> TaskListError:
-    """Return an error that names the column, its value and what is accepted."""
-    what = f"{given!r} cannot be read" if given != "" else "nothing is given"
-    accepted = accepted or COLUMNS[column][2]
-    return TaskListError(f"{where}, column {column!r}: {what}; accepted: {accepted}")
+def _error(column: str, given: object, where: str, accepted: str = "") -> TaskListError:
+    accepted = accepted or COLUMNS[column][1]
+    return TaskListError(
+        f"{where}, column {column!r}: {given!r} cannot be read; accepted: {accepted}"
+    )
 
 
-def _csv_rows(lines: list[str], source: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv_rows(lines: list[str], source: str) -> Iterator[Row]:
     reader = csv.reader(lines, strict=True)
     heads: list[str] = []
     try:
@@ -149,64 +159,31 @@ def _csv_rows(lines: list[str], source: str) -> Iterator[tuple[int, Mapping[str,
                 names = f"the first line names {len(heads)} columns"
                 raise TaskListError(f"{where}: {len(row)} cells, and {names}")
             else:
-                yield reader.line_num, dict(zip(heads, row, strict=False))
+                yield reader.line_num, list(zip(heads, row, strict=False))
     except csv.Error as error:
         raise TaskListError(f"{source}, line {reader.line_num}: {error}") from error
 
 
-def _json_rows(lines: list[str], source: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _json_rows(lines: list[str], source: str) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"{source}, line {number}"
         try:
-            row = json.loads(line, object_pairs_hook=partial(_to_object, where))
+            # As pairs: of a key that is there twice, `dict` would keep the last value.
+            row = json.loads(line, object_pairs_hook=list)
         except ValueError as error:
             column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             raise TaskListError(f"{where}{column}: not JSON: {error}") from error
-        if not isinstance(row, dict):
+        if not line.lstrip().startswith("{"):
             raise TaskListError(f"{where}: {line.strip()[:40]!r} is not a JSON object")
-        _check_columns(list(row), where)
+        _check_columns([column for column, _ in row], where)
         yield number, row
 
 
-def _to_object(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object, or raise for a key that is there twice: JSON would use the last one."""
-    names = [name for name, _ in pairs]
-    _check_once(names, where, "key")
-    return dict(pairs)
-
-
 def _check_columns(names: list[str], where: str) -> None:
-    for name in names:
+    for at, name in enumerate(names):
         if name not in COLUMNS:
             raise TaskListError(f"{where}: unknown column {name!r}; accepted: {', '.join(COLUMNS)}")
-    _check_once(names, where, "column")
-
-
-def _check_once(names: list[str], where: str, what: str) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise TaskListError(f"{where}: {what} {twice!r} is there twice")
-
-
-def _link(
-    tasks: list[ListedTask], positions: Mapping[str, int], after: list[tuple[str, list[str]]]
-) -> list[ListedTask]:
-    """Return the tasks with the names of `after` as positions."""
-    linked: list[ListedTask] = []
-    for task, (where, names) in zip(tasks, after, strict=True):
-        for name in names:
-            if name not in positions:
-                raise TaskListError(f"{where}, column 'after': there is no task {name!r}")
-        before = tuple(dict.fromkeys(positions[name] for name in names))
-        linked.append(replace(task, after=before))
-    try:
-        TopologicalSorter({i: task.after for i, task in enumerate(linked)}).prepare()
-    except CycleError as error:
-        first = min(error.args[1])
-        raise TaskListError(
-            f"{after[first][0]}, column 'after': {tasks[first].name!r} comes after itself, or after "
-            "tasks that do"
-        ) from error
-    return linked
+        if name in names[:at]:
+            raise TaskListError(f"{where}: column {name!r} is there twice")

@@ -59,49 +59,49 @@ def at(seconds: float, *inputs: UUID) -> Submission:
 
 def test_first_runs_that_shared_devices_share_them_again() -> None:
     shared: dict[str, Any] = {"budget_source": "probe", "cap_bytes": 40 * GIB}
-    run = recorded_run(
+    tasks, _ = recorded_run(
         flow_run(
             process(A, 0, 0, 10, peak_process_bytes=3 * GIB, **shared),
             process(B, 0, 0, 10, peak_process_bytes=3, devices=(device(0), device(1)), **shared),
         )
     )
-    first, second = run.tasks
-    assert (first.memory, first.probe_bytes) == (None, 3 * GIB)
-    assert (second.memory, second.probe_bytes) == (None, 2), "of each device, rounded up"
-    schedule = simulate(run.tasks, SimulatedDevices("2x80GiB"))
+    first, second = tasks
+    assert (first.request.memory, first.probe_bytes) == (None, 3 * GIB)
+    assert (second.request.memory, second.probe_bytes) == (None, 2), "of each device, rounded up"
+    schedule = simulate(tasks, SimulatedDevices("2x80GiB"))
     assert schedule.makespan_s == 10
 
 
 def test_each_process_takes_the_memory_and_the_time_that_it_took() -> None:
-    run = recorded_run(
+    tasks, measured = recorded_run(
         flow_run(
             process(B, 2, 8, 5, budget_bytes=8 * GIB, priority=3, exclusive=True),
             process(A, 0, 0, 10),
             process(C, 3, 12, 4, devices=(device(0), device(1)), budget_source="probe"),
         )
     )
-    first, second, third = run.tasks
-    assert (first.name, first.arrival_s, first.duration_s, first.memory) == (
+    first, second, third = tasks
+    assert (first.request.task_name, first.arrival_s, first.duration_s, first.request.memory) == (
         "task-1",
         0,
         10,
         6 * GIB,
     )
-    assert (second.arrival_s, second.memory, second.priority) == (2, 8 * GIB, 3)
-    assert (first.exclusive, second.exclusive) == (False, True)
-    assert (third.count, third.memory) == (2, None)
+    assert (second.arrival_s, second.request.memory, second.request.priority) == (2, 8 * GIB, 3)
+    assert (first.request.exclusive, second.request.exclusive) == (False, True)
+    assert (third.request.count, third.request.memory) == (2, None)
     assert third.probe_bytes is None, "its probe had the devices to itself"
-    assert run.makespan_s == pytest.approx(19)
-    assert run.device_names == ("NVIDIA H200", "NVIDIA H200")
+    assert measured.measured_makespan_s == pytest.approx(19)
+    assert measured.measured_devices == ("NVIDIA H200", "NVIDIA H200")
 
 
 def test_a_budget_of_nearly_a_whole_device_is_a_device_to_itself() -> None:
-    (task,) = recorded_run(flow_run(process(A, 0, 0, 1, budget_bytes=138 * GIB))).tasks
-    assert task.memory is None
+    (task,), _ = recorded_run(flow_run(process(A, 0, 0, 1, budget_bytes=138 * GIB)))
+    assert task.request.memory is None
 
 
 def test_a_task_comes_after_those_whose_results_it_takes() -> None:
-    run = recorded_run(
+    tasks, measured = recorded_run(
         flow_run(
             process(A, 0, 0, 10),
             process(B, 0, 10, 20),
@@ -109,16 +109,16 @@ def test_a_task_comes_after_those_whose_results_it_takes() -> None:
             submissions={A: at(0), B: at(0), PLAIN: at(0, A, B), C: at(0.5, PLAIN)},
         )
     )
-    last = run.tasks[2]
+    last = tasks[2]
     assert last.after == (0, 1), "through the task that has no process"
     assert (last.arrival_s, last.lag_s) == pytest.approx((0, 3))
-    alone = simulate(run.tasks, SimulatedDevices("1x8GiB")).makespan_s
-    side_by_side = simulate(run.tasks, SimulatedDevices("2x8GiB")).makespan_s
-    assert (alone, side_by_side) == pytest.approx((run.makespan_s, 24))
+    alone = simulate(tasks, SimulatedDevices("1x8GiB")).makespan_s
+    side_by_side = simulate(tasks, SimulatedDevices("2x8GiB")).makespan_s
+    assert (alone, side_by_side) == pytest.approx((measured.measured_makespan_s, 24))
 
 
 def test_a_task_that_was_submitted_after_a_result_is_taken_to_have_waited_for_it() -> None:
-    run = recorded_run(
+    tasks, measured = recorded_run(
         flow_run(
             process(A, 0, 0, 10),
             process(B, 0, 10, 20),
@@ -127,31 +127,35 @@ def test_a_task_that_was_submitted_after_a_result_is_taken_to_have_waited_for_it
             submissions={A: at(0), B: at(0), C: at(30.5), PLAIN: at(36.2)},
         )
     )
-    assert [task.after for task in run.tasks] == [(), (), (1,), (2,)]
-    assert run.tasks[2].lag_s == pytest.approx(1)
-    assert run.tasks[3].lag_s == 0, "the result of C came before its process had ended"
-    alone = simulate(run.tasks, SimulatedDevices("1x8GiB")).makespan_s
-    side_by_side = simulate(run.tasks, SimulatedDevices("2x8GiB")).makespan_s
-    assert (run.makespan_s, alone, side_by_side) == pytest.approx((37.5, 38, 28))
+    assert [task.after for task in tasks] == [(), (), (1,), (2,)]
+    assert tasks[2].lag_s == pytest.approx(1)
+    assert tasks[3].lag_s == 0, "the result of C came before its process had ended"
+    alone = simulate(tasks, SimulatedDevices("1x8GiB")).makespan_s
+    side_by_side = simulate(tasks, SimulatedDevices("2x8GiB")).makespan_s
+    assert (measured.measured_makespan_s, alone, side_by_side) == pytest.approx((37.5, 38, 28))
 
 
 def test_clocks_that_differ_put_no_task_after_itself() -> None:
-    run = recorded_run(
+    tasks, _ = recorded_run(
         flow_run(process(A, 0, 0, 0), process(B, 0, 0, 1), submissions={A: at(9), B: at(9, B)})
     )
-    assert [task.after for task in run.tasks] == [(), (0,)]
+    assert [task.after for task in tasks] == [(), (0,)]
 
 
 def test_a_process_comes_after_the_one_before_it_of_its_task_run() -> None:
-    first, second, other = recorded_run(
+    (first, second, other), _ = recorded_run(
         flow_run(
             process(A, 0, 0, 10, outcome="oom", cause="own_cap"),
             process(A, 10.5, 0, 5, attempt=2, budget_bytes=9 * GIB),
             process(B, 16, 0, 5),
             submissions={A: at(0), B: at(0, A)},
         )
-    ).tasks
-    assert (second.name, second.after, second.memory) == ("task-1 #2", (0,), 9 * GIB)
+    )
+    assert (second.request.task_name, second.after, second.request.memory) == (
+        "task-1 #2",
+        (0,),
+        9 * GIB,
+    )
     assert second.lag_s == pytest.approx(0.5)
     assert other.after == (1,), "the last process has the result"
     assert first.after == ()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.cli import simulation
-from prefect_gpu.cli.simulation import ListedTask, Schedule, lower_bounds
+from prefect_gpu.cli.simulation import ListedTask, Schedule
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE, Patience
+from prefect_gpu.scheduling.model import Request
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.probes import READY_S
 from prefect_gpu.units import GIB
@@ -24,14 +29,23 @@ TWO = SimulatedDevices("2x24GiB")
 simulate = partial(simulation.simulate, headroom_bytes=0)
 
 
-def task(name: str, seconds: float, gib: float | None = None, **others: object) -> ListedTask:
+def task(
+    name: str,
+    seconds: float,
+    gib: float | None = None,
+    arrival_s: float = 0.0,
+    after: tuple[int, ...] = (),
+    probe_gib: float | None = None,
+    **asked: object,
+) -> ListedTask:
     memory = None if gib is None else int(gib * GIB)
-    known: dict[str, object] = {"expected_s": seconds, **others}
-    return ListedTask(name, duration_s=seconds, memory=memory, **{"arrival_s": 0.0, **known})  # type: ignore[arg-type]
+    request = Request("", name, 0, 0.0, memory, **{"expected_s": seconds, **asked})  # type: ignore[arg-type]
+    probe_bytes = None if probe_gib is None else int(probe_gib * GIB)
+    return ListedTask(request, seconds, arrival_s, after, probe_bytes=probe_bytes)
 
 
 def starts(schedule: Schedule) -> dict[str, float | None]:
-    return {o.task.name: o.started_s for o in schedule.outcomes}
+    return {outcome.name: outcome.started_s for outcome in schedule.tasks}
 
 
 def test_a_device_keeps_the_headroom_of_a_real_one() -> None:
@@ -40,7 +54,7 @@ def test_a_device_keeps_the_headroom_of_a_real_one() -> None:
     assert starts(simulate(tasks, one)) == {"a": 0.0, "b": 0.0}
     schedule = simulation.simulate(tasks, one)
     assert starts(schedule) == {"a": 0.0, "b": 10.0}
-    assert schedule.bounds.large_s == 20.0
+    assert schedule.bounds["large_s"] == 20.0
 
 
 def test_tasks_start_when_and_where_there_is_free_memory() -> None:
@@ -67,7 +81,7 @@ def test_tasks_start_when_and_where_there_is_free_memory() -> None:
 
 
 def first_run(name: str, seconds: float, gib: float) -> ListedTask:
-    return task(name, seconds, expected_s=None, probe_bytes=int(gib * GIB))
+    return task(name, seconds, probe_gib=gib, expected_s=None, probe_fraction=1.0)
 
 
 def test_first_runs_share_a_device_and_more_start_once_these_have_settled() -> None:
@@ -78,9 +92,16 @@ def test_first_runs_share_a_device_and_more_start_once_these_have_settled() -> N
     began = [0.0] * 4 + [READY_S] * 2 + [2 * READY_S] + [3 * READY_S]
     assert list(starts(schedule).values()) == began
     assert schedule.utilisation == pytest.approx(8 * 2 * 20 / (24 * (20 + 3 * READY_S)))
-    assert schedule.bounds.memory_s == pytest.approx(8 * 2 * 20 / 24)
-    alone = [replace(each, probe_bytes=None) for each in tasks]
+    assert schedule.bounds["memory_s"] == pytest.approx(8 * 2 * 20 / 24)
+    alone = [task(f"{n}", 20) for n in range(8)]
     assert simulate(alone, one).makespan_s == 8 * 20
+
+
+@pytest.mark.parametrize("arrival_s", [0.1 * n for n in range(12)])
+def test_at_any_time_a_first_run_starts_when_those_before_it_have_settled(arrival_s: float) -> None:
+    tasks = [replace(first_run(f"{n}", 20, 2), arrival_s=arrival_s) for n in range(5)]
+    *_, last = simulate(tasks, SimulatedDevices("1x24GiB")).tasks
+    assert last.waited_s == pytest.approx(READY_S)
 
 
 def test_a_first_run_that_runs_a_device_short_has_one_to_itself() -> None:
@@ -90,9 +111,15 @@ def test_a_first_run_that_runs_a_device_short_has_one_to_itself() -> None:
     assert schedule.makespan_s == 20.0
 
 
+def test_it_starts_again_in_the_same_moment_where_another_device_is_free() -> None:
+    tasks = [first_run("a", 10, 14), first_run("b", 10, 14)]
+    schedule = simulate(tasks, TWO, style="pack")
+    assert [(o.started_s, o.devices) for o in schedule.tasks] == [(0.0, (0,)), (0.0, (1,))]
+
+
 def test_a_first_run_that_held_more_than_a_device_has_can_never_run() -> None:
     schedule = simulate([first_run("huge", 10, 30)], SimulatedDevices("1x24GiB"))
-    (outcome,) = schedule.outcomes
+    (outcome,) = schedule.tasks
     assert outcome.started_s is None and "30GiB" in outcome.refusal
 
 
@@ -127,14 +154,14 @@ def test_a_task_that_can_never_run_is_refused_with_those_after_it() -> None:
         task("fine", 2, 1),
     ]
     schedule = simulate(tasks, TWO)
-    refusals = [o.refusal for o in schedule.outcomes]
+    refusals = [o.refusal for o in schedule.tasks]
     assert "larger than any device" in refusals[0]
     assert refusals[1:] == [
         "comes after 'huge', which can never run",
         "comes after 'after it', which can never run",
         "",
     ]
-    assert [o.task.name for o in schedule.finished] == ["fine"]
+    assert [o.name for o in schedule.tasks if o.ended_s is not None] == ["fine"]
     assert schedule.makespan_s == 2.0
     none = simulate(tasks[:1], TWO)
     assert (none.makespan_s, none.mean_wait_s, none.max_wait_s, none.utilisation) == (0, 0, 0, 0)
@@ -144,7 +171,7 @@ def test_limits_on_the_number_of_tasks_are_kept() -> None:
     tasks = [task(name, 10, 1) for name in "abcd"]
     assert simulate(tasks, TWO, max_tasks=1).makespan_s == 20.0
     assert simulate(tasks, TWO, max_processes=1).makespan_s == 40.0
-    assert simulate(tasks, TWO, max_tasks=1).bounds.places_s == 20.0
+    assert simulate(tasks, TWO, max_tasks=1).bounds["places_s"] == 20.0
 
 
 @pytest.mark.parametrize(
@@ -162,11 +189,12 @@ def test_limits_on_the_number_of_tasks_are_kept() -> None:
 def test_lower_bounds_of_a_schedule(
     tasks: list[ListedTask], chain_s: float, memory_s: float, large_s: float
 ) -> None:
-    bounds = lower_bounds(tasks, TWO.sizes_bytes)
-    assert bounds.chain_s == chain_s
-    assert bounds.memory_s == pytest.approx(memory_s)
-    assert bounds.large_s == large_s
-    assert bounds.largest_s == max(chain_s, bounds.memory_s, large_s)
+    schedule = simulate(tasks, TWO)
+    found = schedule.bounds
+    assert found["chain_s"] == chain_s
+    assert found["memory_s"] == pytest.approx(memory_s)
+    assert found["large_s"] == large_s
+    assert schedule.lower_bound_s == max(chain_s, found["memory_s"], large_s)
 
 
 # For any list.
@@ -174,15 +202,21 @@ def test_lower_bounds_of_a_schedule(
 seconds = st.sampled_from([1.0, 2.5, 10.0, 60.0, 61.0, 400.0])
 anything = st.builds(
     ListedTask,
-    name=st.just("t"),
-    arrival_s=st.sampled_from([0.0, 0.0, 5.0, 70.0]),
-    duration_s=seconds,
-    memory=st.none() | st.sampled_from([0.1, 0.5, 1.0]) | st.sampled_from([1, 6, 12, 20, 24, 60]).map(lambda gib: gib * GIB),
-    count=st.sampled_from([1, 1, 1, 2, 3]),
-    priority=st.sampled_from([0, 0, 1]),
-    exclusive=st.sampled_from([False, False, True]),
-    # Right, wrong or not known.
-    expected_s=st.none() | seconds,
+    st.builds(
+        Request,
+        id=st.just(""),
+        task_name=st.just("t"),
+        sequence=st.just(0),
+        submitted_s=st.just(0.0),
+        memory=st.none() | st.sampled_from([0.1, 0.5, 1.0]) | st.sampled_from([1, 6, 12, 20, 24, 60]).map(lambda gib: gib * GIB),
+        count=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.sampled_from([0, 0, 1]),
+        exclusive=st.sampled_from([False, False, True]),
+        # Right, wrong or not known.
+        expected_s=st.none() | seconds,
+    ),
+    seconds,
+    st.sampled_from([0.0, 0.0, 5.0, 70.0]),
 )  # fmt: skip
 devices = st.lists(st.sampled_from([8, 24, 80]), min_size=1, max_size=4).map(
     lambda sizes: SimulatedDevices(",".join(f"{gib}GiB" for gib in sizes))
@@ -219,45 +253,70 @@ def test_every_task_that_fits_starts_once_where_it_fits(
     patience: Patience,
     max_tasks: int | None,
 ) -> None:
-    schedule = simulate(tasks, there, style, patience, max_tasks)
-    assert schedule == simulate(tasks, there, style, patience, max_tasks), "the same every time"
-    for outcome in schedule.outcomes:
-        assert (outcome.started_s is None) == bool(outcome.refusal), "it ran or can never run"
-        if outcome.started_s is not None:
-            assert outcome.started_s >= outcome.ready_s >= outcome.task.arrival_s
-            for before in outcome.task.after:
-                ended_s = schedule.outcomes[before].ended_s
-                assert ended_s is not None and ended_s <= outcome.ready_s
-    if schedule.finished:
-        assert schedule.makespan_s >= schedule.bounds.largest_s * (1 - 1e-9)
-    for moment in {o.started_s for o in schedule.finished}:
-        assert moment is not None
-        held: dict[str, list[tuple[int, bool]]] = {}
-        for o in schedule.finished:
-            assert o.placement is not None and o.started_s is not None and o.ended_s is not None
-            assert len({d.uuid for d in o.placement.devices}) == o.task.count
-            if o.started_s <= moment < o.ended_s:
-                for r in o.placement.reservations:
-                    held.setdefault(r.device_uuid, []).append((r.reserved_bytes, r.exclusive))
-        sizes = {device.uuid: device.total_bytes for device in schedule.devices}
-        for uuid, promises in held.items():
-            assert sum(size for size, _ in promises) <= sizes[uuid], "more than there is"
-            assert len(promises) == 1 or not any(alone for _, alone in promises)
-            assert max_tasks is None or len(promises) <= max_tasks
+    schedule = simulate(tasks, there, max_tasks, style=style, patience=patience)
+    again = simulate(tasks, there, max_tasks, style=style, patience=patience)
+    assert schedule == again, "the same every time"
+    ran = [
+        (each, o, o.started_s, o.ended_s)
+        for each, o in zip(tasks, schedule.tasks, strict=True)
+        if o.started_s is not None and o.ended_s is not None
+    ]
+    assert len(ran) == sum(not o.refusal for o in schedule.tasks), "it ran or can never run"
+    for each, outcome, started_s, ended_s in ran:
+        assert ended_s == started_s + each.duration_s
+        assert started_s >= outcome.submitted_s >= each.arrival_s
+        for before in each.after:
+            before_s = schedule.tasks[before].ended_s
+            assert before_s is not None and before_s <= outcome.submitted_s
+        assert len(set(outcome.devices)) == each.request.count
+    if ran:
+        assert schedule.makespan_s >= schedule.lower_bound_s * (1 - 1e-9)
+    for moment in {started_s for _, _, started_s, _ in ran}:
+        held: dict[int, list[Request]] = {}
+        for each, outcome, started_s, ended_s in ran:
+            for device in outcome.devices if started_s <= moment < ended_s else ():
+                held.setdefault(device, []).append(each.request)
+        for device, requests in held.items():
+            size = there.sizes_bytes[device]
+            assert sum(map(partial(least_bytes, size), requests)) <= size, "more than there is"
+            assert len(requests) == 1 or not any(r.exclusive for r in requests)
+            assert max_tasks is None or len(requests) <= max_tasks
+
+
+def least_bytes(size: int, request: Request) -> int:
+    if isinstance(request.memory, float):
+        return int(request.memory * size)
+    return request.memory if isinstance(request.memory, int) else size
 
 
 #: No two of one shape, which wait for one another, and all of one priority.
 plain = st.lists(
     st.builds(
-        ListedTask,
-        name=st.just("t"),
-        arrival_s=st.sampled_from([0.0, 0.0, 5.0, 70.0]),
-        duration_s=seconds,
-        memory=st.sampled_from([1, 6, 12, 20, 22]).map(lambda gib: gib * GIB),
+        task,
+        st.just("t"),
+        seconds,
+        st.sampled_from([1, 6, 12, 20, 22]),
+        st.sampled_from([0.0, 0.0, 5.0, 70.0]),
         count=st.sampled_from([1, 1, 1, 2]),
+        expected_s=st.none(),
     ),
     max_size=25,
-).map(lambda tasks: [replace(t, memory=t.memory + i) for i, t in enumerate(tasks)])  # type: ignore[operator]
+).map(lambda tasks: list(starmap(unlike, enumerate(tasks))))
+
+
+def unlike(at: int, each: ListedTask, **asked: object) -> ListedTask:
+    """Return a task with some bytes more, which its name tells."""
+    memory = (each.request.memory or 0) + at  # type: ignore[operator]
+    request = replace(each.request, task_name=f"{at}", memory=memory, **asked)  # type: ignore[arg-type]
+    return replace(each, request=request)
+
+
+def expecting(factor: float, tasks: list[ListedTask]) -> list[ListedTask]:
+    """Return tasks for one device whose expected durations are wrong by a factor."""
+    return [
+        replace(t, request=replace(t.request, expected_s=t.duration_s * factor, count=1))
+        for t in tasks
+    ]
 
 
 @given(
@@ -269,16 +328,16 @@ plain = st.lists(
 def test_without_known_durations_no_task_is_passed_more_often_than_allowed(
     tasks: list[ListedTask], style: PlacementStyle, passes: int, wait_s: float
 ) -> None:
-    schedule = simulate(tasks, TWO, style, Patience(passes, wait_s, heads=0))
+    schedule = simulate(tasks, TWO, style=style, patience=Patience(passes, wait_s, heads=0))
     # In the order of submission.
-    order = sorted(schedule.outcomes, key=lambda outcome: outcome.ready_s)
-    for at, blocked in enumerate(order):
+    order = sorted(zip(schedule.tasks, tasks, strict=True), key=lambda each: each[0].submitted_s)
+    for at, (blocked, _) in enumerate(order):
         assert blocked.started_s is not None
         passed_at = sorted(
             later.started_s
-            for later in order[at + 1 :]
+            for later, _ in order[at + 1 :]
             if later.started_s is not None
-            and blocked.ready_s <= later.started_s < blocked.started_s
+            and blocked.submitted_s <= later.started_s < blocked.started_s
         )
         assert len(passed_at) <= passes
         assert len(passed_at) == blocked.passed
@@ -287,7 +346,7 @@ def test_without_known_durations_no_task_is_passed_more_often_than_allowed(
         if passed_at:
             # Then all drains: what ran there ends, and those before it go first, each as bounded.
             over_s = max(passed_at[-1], passed_at[0])
-            ahead = sum(o.task.duration_s for o in order[:at])
+            ahead = sum(each.duration_s for _, each in order[:at])
             assert blocked.started_s <= over_s + wait_s + ahead + max(t.duration_s for t in tasks)
 
 
@@ -295,20 +354,34 @@ def test_without_known_durations_no_task_is_passed_more_often_than_allowed(
 def test_with_right_durations_a_blocked_task_starts_when_it_was_expected(
     tasks: list[ListedTask], style: PlacementStyle, count: int
 ) -> None:
-    known = [replace(t, expected_s=t.duration_s, count=1) for t in tasks]
     there = SimulatedDevices(f"{count}x24GiB")
     # Only the first in order has devices kept, until it has started.
-    schedule = simulate(known, there, style, Patience(10**6, math.inf, heads=1))
-    for outcome in schedule.outcomes:
+    patience = Patience(10**6, math.inf, heads=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "Ledger", Promises)
+        Promises.first_s.clear()
+        schedule = simulate(expecting(1.0, tasks), there, style=style, patience=patience)
+    for outcome in schedule.tasks:
         assert outcome.started_s is not None
-        if outcome.promised_s is not None:
-            assert outcome.started_s <= outcome.promised_s + 1e-6
+        assert outcome.started_s <= Promises.first_s.get(outcome.name, math.inf) + 1e-6
+
+
+class Promises(Ledger):
+    """Notes when the first devices that were kept for a task are expected to be free, by its name."""
+
+    first_s: ClassVar[dict[str, float]] = {}
+
+    def try_write(self, version: int, changes: Mapping[str, Entry]) -> bool:
+        for entry in changes.values():
+            if entry.status.starts_s is not None:
+                self.first_s.setdefault(entry.request.task_name, entry.status.starts_s)
+        return super().try_write(version, changes)
 
 
 @given(plain, st.sampled_from([0.1, 10.0]), st.integers(1, 3))
 def test_wrong_expectations_starve_no_task(
     tasks: list[ListedTask], factor: float, count: int
 ) -> None:
-    wrong = [replace(t, expected_s=t.duration_s * factor, count=1) for t in tasks]
-    schedule = simulate(wrong, SimulatedDevices(f"{count}x24GiB"), patience=PATIENCE)
-    assert len(schedule.finished) == len(tasks)
+    there = SimulatedDevices(f"{count}x24GiB")
+    schedule = simulate(expecting(factor, tasks), there, patience=PATIENCE)
+    assert not any(outcome.started_s is None for outcome in schedule.tasks)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from prefect_gpu.cli.simulation import ListedTask
 from prefect_gpu.cli.task_list import TaskListError, parse_tasks
+from prefect_gpu.scheduling.model import Request
 from prefect_gpu.units import GIB
 
 CSV = """\
@@ -24,19 +27,24 @@ JSON = """\
 """
 
 
+def asked(name: str, memory: int | float | None, expected_s: float | None, **more: Any) -> Request:
+    return Request("", name, 0, 0.0, memory, expected_s=expected_s, **more)
+
+
 @pytest.mark.parametrize("text", [CSV, JSON], ids=["csv", "json lines"])
 def test_csv_and_json_lines_are_read_alike(text: str) -> None:
+    first = asked("first", 6 * GIB, None, count=2, priority=3, exclusive=True)
     assert parse_tasks(text.splitlines(keepends=True), "f") == [
-        ListedTask("first", 1.5, 600.0, 6 * GIB, 2, 3, True, None),
-        ListedTask("second", 120.0, 60.0, 0.4, expected_s=90.0, after=(0,)),
-        ListedTask("third", 0.0, 1.0, None, expected_s=1.0, after=(0, 1)),
+        ListedTask(first, 600.0, 1.5),
+        ListedTask(asked("second", 0.4, 90.0), 60.0, 120.0, after=(0,)),
+        ListedTask(asked("third", None, 1.0), 1.0, after=(0, 1)),
     ]
 
 
 def test_a_missing_name_is_made_up_and_columns_may_be_in_any_order() -> None:
     assert parse_tasks(["Memory,Duration\n", "1GiB,5\n", "2GiB,6\n"], "f") == [
-        ListedTask("task-2", 0.0, 5.0, GIB, expected_s=5.0),
-        ListedTask("task-3", 0.0, 6.0, 2 * GIB, expected_s=6.0),
+        ListedTask(asked("task-2", GIB, 5.0), 5.0),
+        ListedTask(asked("task-3", 2 * GIB, 6.0), 6.0),
     ]
 
 
@@ -67,7 +75,7 @@ def test_a_missing_name_is_made_up_and_columns_may_be_in_any_order() -> None:
         pytest.param('{"duration": 1}\n{"duration" 1}', "f, line 2, column 13: not JSON", id="no JSON"),
         pytest.param('{"duration": 1}\n[1]', "f, line 2: '[1]' is not a JSON object", id="no object"),
         pytest.param('{"duration": 1}\n{"length": 1}', "f, line 2: unknown column 'length'", id="an unknown key"),
-        pytest.param('{"duration": 1}\n{"duration": 1, "name": "a", "duration": 2}', "f, line 2: key 'duration' is there twice", id="a key twice"),
+        pytest.param('{"duration": 1}\n{"duration": 1, "name": "a", "duration": 2}', "f, line 2: column 'duration' is there twice", id="a key twice"),
         pytest.param('{"duration": [1]}', "f, line 1, column 'duration': [1] cannot be read; accepted: a text or a number", id="a list"),
     ],
 )  # fmt: skip

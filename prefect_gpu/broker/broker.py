@@ -549,6 +549,8 @@ class Broker:
 
     def look(self) -> None:
         """Read the devices, and do all that follows from it: of a stepped broker."""
+        # The processes that have started belong to tasks in the reading.
+        self._take_arrived()
         self._put(events.Read(self._sampler.read()))
         while self._inbox or self._machine.dirty:
             self._step()

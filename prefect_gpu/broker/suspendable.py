@@ -24,6 +24,7 @@ from prefect_gpu.processes.messages import (
     ReleasedUnused,
     ReleaseUnused,
 )
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.suspension.eligibility import Candidate
 from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.suspension.suspended import Stage, lost_tasks
@@ -46,7 +47,7 @@ RESUMED: Final = object()
 class Awaits:
     """A message to the engine's thread: the reason for which the suspended process waits."""
 
-    reason: str
+    reason: Reason
 
 
 class SuspendableProcess:
@@ -171,8 +172,8 @@ class SuspendableProcess:
             self._say(f"{text[0].upper()}{text[1:]}")
         elif stage in ("moving out", "away"):
             reason = self._ticket.held_back_for
-            what = "prefect-gpu resume" if reason == BY_HAND else f"room, suspended for {reason}"
-            self._tell(Awaits(f"{what}: its memory is {text}"))
+            kind = WaitKind.RESUME if reason == BY_HAND else WaitKind.ROOM
+            self._tell(Awaits(Reason(kind, suspended_for=reason, detail=text)))
 
     def begun(self) -> None:
         """See `Subject.begun`."""

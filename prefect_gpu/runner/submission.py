@@ -74,6 +74,7 @@ from prefect_gpu.scheduling.ladder import (
     next_rung,
 )
 from prefect_gpu.scheduling.model import Device
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.units import format_seconds
 from prefect_gpu.values import argument_files
@@ -249,7 +250,8 @@ class BodyRun:
                 refused = True
                 if time.monotonic() - told_s >= TELL_S:
                     told_s = time.monotonic()
-                    self._call.run.show_awaiting(str(error))
+                    reason = Reason(WaitKind.OTHER_NODE, at=error.node, detail=error.problem)
+                    self._call.run.show_awaiting(reason)
             except PlacementError as error:
                 if shortage is None:
                     raise

@@ -13,7 +13,7 @@ import pytest
 
 from prefect_gpu import values
 from prefect_gpu.broker import suspendable
-from prefect_gpu.broker.ticket import Measured, Ticket
+from prefect_gpu.broker.ticket import BY_HAND, Measured, Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import (
     BudgetExceededError,
@@ -49,6 +49,7 @@ from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.suspension.suspended import lost_tasks
 from prefect_gpu.units import GIB
@@ -80,7 +81,7 @@ class FakeRun:
         self.changes: list[Any] = []
         self.on_running: Callable[[], None] = lambda: None
 
-    def show_awaiting(self, reason: str) -> None:
+    def show_awaiting(self, reason: Reason) -> None:
         pass
 
     def show_placed(self, text: str) -> None:
@@ -437,6 +438,23 @@ def test_real_devices_give_no_memory_on_request() -> None:
 def subject_of(scene: Scene) -> suspendable.SuspendableProcess:
     assert scene.attempt._suspended is not None
     return scene.attempt._suspended
+
+
+@pytest.mark.parametrize(
+    ("suspended_for", "kind"),
+    [(BY_HAND, WaitKind.RESUME), ("task 'evaluate'", WaitKind.ROOM)],
+    ids=["by hand", "for another task"],
+)
+def test_a_suspended_process_tells_why_it_waits(suspended_for: str, kind: WaitKind) -> None:
+    told: list[object] = []
+    broker: Any = SimpleNamespace(show_suspension=lambda *_: None)
+    ticket: Any = SimpleNamespace(held_back_for=suspended_for)
+    process = suspendable.SuspendableProcess(
+        broker, ticket, "task-1a", told.append, told.append, told.append, told.append
+    )
+    process.tell("moving out", "moving to the host")
+    reason = Reason(kind, suspended_for=suspended_for, detail="moving to the host")
+    assert told == [suspendable.Awaits(reason)]
 
 
 def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -395,6 +395,8 @@ def test_a_process_that_is_stopped_in_the_middle_of_a_write_is_waited_for_once(
         [sys.executable, "-c", STOPS, str(folder)], stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None and child.stdout.readline() == "begun\n"
+        # It stops after it has said so.
+        assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
         try:
             hold(writes, "more")
             assert "locked" in writes.problem and held(writes) == {"mine", "more"}
@@ -426,6 +428,8 @@ def test_requests_and_questions_do_not_wait_for_a_process_that_is_stopped_inside
         [sys.executable, "-c", STOPS, str(folder)], stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None and child.stdout.readline() == "begun\n"
+        # It stops after it has said so.
+        assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
         try:
             monkeypatch.setattr(HostStore, "write", note)
             fits = rig.submit("b", 4)

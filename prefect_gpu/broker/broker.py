@@ -32,7 +32,7 @@ from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.sampler import Sampler
-from prefect_gpu.errors import DeviceError, PlacementError, PlacementTimeoutError
+from prefect_gpu.errors import DeviceError, PlacementTimeoutError
 from prefect_gpu.process_resources import start_thread
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
 from prefect_gpu.scheduling.memory import DeviceState
@@ -46,6 +46,7 @@ from prefect_gpu.scheduling.model import (
 )
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.preemption import REST_S
+from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.scheduling.scheduling_pass import HostState, explain
 from prefect_gpu.suspension.suspended import Stage
 from prefect_gpu.units import GIB, MIB, format_seconds
@@ -257,7 +258,7 @@ class Broker:
         self,
         ticket: Ticket,
         limit_s: float | None,
-        on_waiting: Callable[[str], None],
+        on_waiting: Callable[[Reason], None],
         first_s: float = 1.0,
         again_s: float = 30.0,
         waited_s: float = 0.0,
@@ -267,7 +268,7 @@ class Broker:
         Args:
             ticket: From `submit`.
             limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
-            on_waiting: Is given the reason of the wait. What it raises ends the wait.
+            on_waiting: Called with the reason for the wait. An exception of it ends the wait.
             first_s: Seconds after which `on_waiting` is called first.
             again_s: Seconds after which it is called again, if the reason has changed.
             waited_s: Seconds of `limit_s` that have passed already.
@@ -279,7 +280,7 @@ class Broker:
         now = self._clock.now
         until_s = None if limit_s is None else now() - waited_s + limit_s
         tell_s = now() + first_s
-        told = ""
+        told: Reason | None = None
         try:
             while not ticket.wait(self._clock, tell_s if until_s is None else min(tell_s, until_s)):
                 reason = self.explain(ticket)
@@ -287,7 +288,7 @@ class Broker:
                     if self.withdraw(ticket):
                         raise PlacementTimeoutError(
                             f"gpu:wait={format_seconds(limit_s)} is over: "
-                            f"{ticket.request.task_name!r} still waited for {reason}"
+                            f"{ticket.request.task_name!r} still waited for {sentence(reason)}"
                         )
                     # It was decided at the last moment.
                     break
@@ -306,28 +307,17 @@ class Broker:
             self.end(ticket)
             raise
 
-    def explain(self, ticket: Ticket) -> str:
+    def explain(self, ticket: Ticket) -> Reason:
         """Return why a request waits."""
         with self._known:
             known, now_s = self._machine.known, self._clock.now()
-            reading, silence = known.view.reading, known.view.silence(now_s)
-            if reading is None or silence:
+            if (silence := known.view.silence(now_s)) is not None:
                 return silence
-            settings = known.settings
-            try:
-                reason = explain(
-                    ticket.request,
-                    known.queue,
-                    known.states(),
-                    known.host_state(reading),
-                    settings.patience,
-                    now_s,
-                    settings.max_tasks_per_device,
-                )
-            except PlacementError as error:
-                # The next pass refuses it.
-                return error.problem
-            return f"{reason}; {self.problem}" if self.problem else reason
+            assert known.view.reading is not None
+            states, host = known.states(), known.host_state(known.view.reading)
+            patience, most = known.settings.patience, known.settings.max_tasks_per_device
+            reason = explain(ticket.request, known.queue, states, host, patience, now_s, most)
+            return replace(reason, ledger_problem=self.problem or None)
 
     def device_states(self) -> list[DeviceState]:
         """Return what each device has free at the last reading, less the reservations; nothing is read for it."""

@@ -42,6 +42,7 @@ from prefect_gpu.scheduling.model import (
 )
 from prefect_gpu.scheduling.placement import check_possible, select_devices
 from prefect_gpu.scheduling.probes import Growth, Leaving, choose_leaving, counted_bytes, observe
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
 #: Seconds for which a reservation outlives its process at most, until the memory is back.
@@ -328,15 +329,15 @@ class DeviceView:
         """Return whether there is a reading to decide on, with an error or without."""
         return self.reading is not None and now_s - self._came_s <= FRESH_S
 
-    def silence(self, now_s: float) -> str:
-        """Return what of the devices is waited for, as text; empty: they answer."""
+    def silence(self, now_s: float) -> Reason | None:
+        """Return the reason for which no request can be placed; `None`: the devices answer."""
         if self.reading is None:
-            return "the first reading of the devices"
+            return Reason(WaitKind.FIRST_READING)
         silent_s = now_s - self._came_s
         if self.reading.error or silent_s > SILENT_S:
             why = self.reading.error or f"nothing heard for {format_seconds(silent_s)}"
-            return f"the devices to answer ({why})"
-        return ""
+            return Reason(WaitKind.DEVICES_SILENT, detail=why)
+        return None
 
     def capacities(self, names: tuple[str, ...], nodes: tuple[str, ...] = ()) -> dict[Device, int]:
         """Return the bytes that could ever be reserved on each device that a task may use.

@@ -24,6 +24,7 @@ from prefect_gpu.processes.messages import (
     ReleasedUnused,
     ReleaseUnused,
 )
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.suspension.eligibility import Candidate
 from prefect_gpu.suspension.suspended import Stage, lost_tasks
 from prefect_gpu.units import format_bytes, format_seconds
@@ -56,8 +57,7 @@ class Resumed:
 class AwaitsReturn:
     """The suspended process waits."""
 
-    #: For what, as text for people.
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,8 @@ class SuspendableProcess:
             self._say(f"{text[0].upper()}{text[1:]}")
         elif stage in ("moving out", "away"):
             reason = self._ticket.held_back_for
-            what = "prefect-gpu resume" if reason == BY_HAND else f"room, suspended for {reason}"
-            self._tell(AwaitsReturn(f"{what}: its memory is {text}"))
+            kind = WaitKind.RESUME if reason == BY_HAND else WaitKind.ROOM
+            self._tell(AwaitsReturn(Reason(kind, suspended_for=reason, detail=text)))
 
     def begun(self) -> None:
         """See `Subject.begun`."""

@@ -26,7 +26,7 @@ from prefect_gpu.broker.ledger import Entry, StoreError
 from prefect_gpu.devices.host import read_host_available_bytes
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
-from prefect_gpu.errors import DeviceError, PlacementError
+from prefect_gpu.errors import DeviceError
 from prefect_gpu.live.table import (
     DEVICE_HEADS,
     DeviceStatus,
@@ -37,6 +37,7 @@ from prefect_gpu.live.table import (
 )
 from prefect_gpu.scheduling.memory import DeviceState, device_state, measure
 from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot, Reservation
+from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, explain, order_key
 from prefect_gpu.suspension.suspended import REFUSED
 from prefect_gpu.units import format_bytes, format_seconds
@@ -260,22 +261,11 @@ def _waiting(
     def reason(entry: Entry) -> str:
         if entry.held_back:
             return entry.suspension
-        waits = what_it_waits_for(entry)
-        return f"{entry.suspension}; {waits}" if entry.suspension else waits
-
-    def what_it_waits_for(entry: Entry) -> str:
-        host = HostState(
-            found.available_bytes,
-            promised_bytes,
-            of_origin[entry.origin],
-            entry.max_processes,
-            len(holding),
-        )
+        own, most = of_origin[entry.origin], entry.max_processes
+        host = HostState(found.available_bytes, promised_bytes, own, most, len(holding))
         usable = [state for state in states if state.device.key in entry.devices]
-        try:
-            return explain(entry.request, queue, usable, host, now_s=found.now_s)
-        except PlacementError as error:
-            return str(error)
+        waits = sentence(explain(entry.request, queue, usable, host, now_s=found.now_s))
+        return f"{entry.suspension}; {waits}" if entry.suspension else waits
 
     return tuple(
         WaitingStatus(

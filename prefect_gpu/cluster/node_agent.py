@@ -82,6 +82,7 @@ from prefect_gpu.processes.messages import (
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.scheduling.model import DeviceSnapshot, Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
+from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.standbys import most_by_default
 from prefect_gpu.suspension.suspended import REFUSED
 from prefect_gpu.values.transport import AVAILABLE, MemoryFile, ReceivedValue, write_file
@@ -427,7 +428,7 @@ class NodeAgent:
         if not ticket.wait(self._clock, self._clock.now() + CONFIRM_S):
             reason = self._broker.explain(ticket)
             if self._broker.withdraw(ticket):
-                raise NodeRefusedError(self._name, reason)
+                raise NodeRefusedError(self._name, sentence(reason))
         if ticket.error is not None:
             raise NodeRefusedError(self._name, str(ticket.error))
         # A person asks by `prefect-gpu suspend` on the node's machine.

@@ -24,7 +24,7 @@ from prefect.utilities.urls import url_for
 from prefect_gpu.engine import child_context
 from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
 from prefect_gpu.reports.markup import clean_name
-from prefect_gpu.scheduling.scheduling_pass import kind_of_reason
+from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import MIB, format_bytes
 
 #: Name of the state of a task that waits for a device.
@@ -68,10 +68,10 @@ class EngineRun:
         self.task_run: TaskRun = context.task_run
         self._logger = get_run_logger()
         self._around = _around_events(context)
-        #: Kinds of the reasons to wait that were logged since the last placement.
-        self._told: set[str] = set()
-        #: What it last was said to wait for; empty: it does not wait, or not for long.
-        self.awaits = ""
+        #: Topics of the reasons to wait that were logged since the last placement.
+        self._told: set[object] = set()
+        #: Why it waits; `None`: it does not wait, or not for long.
+        self.awaits: Reason | None = None
         flow_run = FlowRunContext.get()
         flow = None if flow_run is None else flow_run.flow
         #: Name of the flow that the task was submitted in, the innermost of nested ones; `None`: in none.
@@ -143,19 +143,19 @@ class EngineRun:
             emit_event, event.name, resource, related=related, payload={**event.payload}
         )
 
-    def show_awaiting(self, reason: str) -> None:
-        """Show the task run as waiting for a device, and why; log it where the reason is of a new kind."""
+    def show_awaiting(self, reason: Reason) -> None:
+        """Show the task run as waiting for a device, and why; log it where the topic of the reason is new."""
         self.awaits = reason
-        text, kind = f"Waiting for {reason}", kind_of_reason(reason)
-        if kind not in self._told:
-            self._told.add(kind)
+        text = f"Waiting for {sentence(reason)}"
+        if reason.topic not in self._told:
+            self._told.add(reason.topic)
             self.say(text)
         self._show(Pending(name=AWAITING, message=text))
 
     def show_placed(self, text: str) -> None:
         """Log that the task run has a device; show it as starting, if it was shown as waiting."""
         self._told.clear()
-        self.awaits = ""
+        self.awaits = None
         self.say(text)
         if self.task_run.state_name == AWAITING:
             self._show(Pending(name=STARTING, message=f"{text}; starting its process"))

@@ -19,6 +19,7 @@ from prefect_gpu.live.table import (
     table_lines,
 )
 from prefect_gpu.scheduling.memory import DeviceState
+from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: Devices and waiting task runs that a view shows at most.
@@ -86,8 +87,8 @@ class WaitingTask:
     name: str
     #: Seconds since it asked for one; `None`: it waits for another's probe.
     seconds: float | None
-    #: Empty: not known yet.
-    reason: str
+    #: `None`: not known yet.
+    reason: Reason | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,9 @@ def view_lines(progress: FlowProgress, height: int) -> list[str]:
     if progress.waiting:
         waiting = progress.waiting[:MOST_WAITING]
         heads: Row = ("waiting", "for", "what it waits for")
-        after = table_lines([heads, *((w.name, _since(w.seconds), w.reason) for w in waiting)])
+        why = ["" if each.reason is None else sentence(each.reason) for each in waiting]
+        rows = [(w.name, _since(w.seconds), said) for w, said in zip(waiting, why, strict=True)]
+        after = table_lines([heads, *rows])
         after += _others(progress.counts.waiting - len(waiting), "waiting task run")
     if progress.running:
         # A head and a line for the others.

@@ -50,6 +50,7 @@ from prefect_gpu.runner.run_log import ended_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Evidence
 from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.suspension.eligibility import MOVED_KINDS
 from prefect_gpu.suspension.suspended import lost_tasks
 from prefect_gpu.values.registrations import find_registered
@@ -174,13 +175,13 @@ class Attempt:
             step_s=None if steps is None else steps.step_s,
         )
 
-    def why_it_waits(self) -> tuple[float, str]:
+    def why_it_waits(self) -> tuple[float, Reason | None]:
         """Return for how many seconds it has waited for devices, or was suspended, and for what. From any thread."""
         ticket, away_s = self._ticket, self._away_s
         if away_s is not None:
             return away_s, self._run.awaits
         if ticket is None:
-            return 0.0, ""
+            return 0.0, None
         return time.monotonic() - ticket.request.submitted_s, self._broker.explain(ticket)
 
     def evidence(self) -> Evidence | None:

@@ -33,6 +33,7 @@ from prefect_gpu.scheduling.history import (
     learned_context_bytes,
 )
 from prefect_gpu.scheduling.model import Memory, ModelBudgets
+from prefect_gpu.scheduling.reasons import Reason, WaitKind, sentence
 from prefect_gpu.units import format_seconds
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class BudgetBook:
         count: int,
         capacity_bytes: Mapping[str, int],
         limit_s: float | None,
-        on_waiting: Callable[[str], None],
+        on_waiting: Callable[[Reason], None],
         cancelled: Callable[[], bool],
         probe_fraction: float = 0.0,
     ) -> Grant | None:
@@ -205,6 +206,7 @@ class BudgetBook:
             runs = {name: self._runs(identity.on(name)) for name in names}
             return Grant(memory, "tag", _contexts(runs), expected_s=_longest_s(runs))
         began_s, told = time.monotonic(), False
+        reason = Reason(WaitKind.FIRST_RUN, tasks=(identity.task_name,))
         while not cancelled():
             runs = {name: self._runs(identity.on(name)) for name in names}
             lessons = {name: _placeable(past) for name, past in runs.items()}
@@ -237,11 +239,11 @@ class BudgetBook:
             if limit_s is not None and waited_s >= limit_s:
                 raise PlacementTimeoutError(
                     f"gpu:wait={format_seconds(limit_s)} is over: {identity.task_name!r} still "
-                    f"waited for the first run of that task to show what it needs"
+                    f"waited for {sentence(reason)}"
                 )
             if waited_s >= TELL_S and not told:
                 told = True
-                on_waiting(f"the first run of {identity.task_name!r} to show what it needs")
+                on_waiting(reason)
             left_s = math.inf if limit_s is None else limit_s - waited_s
             left_s = left_s if told else min(left_s, TELL_S)
             place.yield_while(partial(self._gate.holds, unknown))

@@ -24,6 +24,7 @@ from prefect_gpu.scheduling.ladder import (
     next_rung,
 )
 from prefect_gpu.scheduling.model import DeviceKind
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import format_seconds
 
 #: Seconds after which a task asks again for a device that its node has refused: readings come every 0.25 s.
@@ -96,7 +97,7 @@ class AskAgain:
 
     grant: Grant
     #: Shown meanwhile.
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,8 @@ def next_step(ended: Ended, grant: Grant, history: History) -> Step:
             # It goes back to its place in the queue, and what the node says is known by the next reading.
             waited_s, limit_s = grant.waited_s + history.since_s, history.policy.wait_s
             if limit_s is None or waited_s < limit_s:
-                return AskAgain(replace(grant, waited_s=waited_s + REFUSED_S), str(error))
+                reason = Reason(WaitKind.OTHER_NODE, at=error.node, detail=error.problem)
+                return AskAgain(replace(grant, waited_s=waited_s + REFUSED_S), reason)
             limit = format_seconds(limit_s)
             return Raise(PlacementTimeoutError(f"gpu:wait={limit} is over: {error}"))
         case ChildRefused(PlacementError() as error) if history.shortage is not None:

@@ -21,6 +21,7 @@ from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ValueArrived
 from prefect_gpu.processes.messages import Asked, BodyEnded, EventEmitted, LogEmitted
 from prefect_gpu.scheduling.ladder import Cause
+from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.values.transport import ReceivedValue
 
 # Outcomes. One that is decided elsewhere is the message that says so, too.
@@ -135,7 +136,7 @@ class ShowRunning:
 class ShowAwaiting:
     """Show the task run as waiting for something."""
 
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)

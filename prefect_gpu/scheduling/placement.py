@@ -1,4 +1,4 @@
-"""What a request asks of a device, whether it can have it now, later or never, and what to say of it.
+"""What a request asks of a device, whether it can have it now, later or never, and why.
 
 Pure. `Board` has the devices of one scheduling pass, sorted by preference, from which a request gets one or
 several; several are always of one node. Which request is considered when, and what a node has for processes, is in
@@ -20,7 +20,7 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -28,7 +28,8 @@ from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, ModelBudgets, Placement, Request, Reservation
 from prefect_gpu.scheduling.probes import allowance_bytes, offered_bytes, probe_of
-from prefect_gpu.units import GIB, MIB, format_bytes
+from prefect_gpu.scheduling.reasons import Reason, WaitKind, shown_bytes, shown_names
+from prefect_gpu.units import GIB, format_bytes
 
 #: A device that computes for more of the time than this is chosen only if no other fits: one more task
 #: would slow down all that run there.
@@ -635,71 +636,40 @@ def _describe_each(states: Sequence[DeviceState]) -> tuple[str, ...]:
     return _shorten(texts) if states[0].device.in_cluster else tuple(texts)
 
 
-def describe_wait(
+def device_reason(
     request: Request, states: Sequence[DeviceState], max_tasks: int | None = None
-) -> str:
-    """Return what a request waits for: `6.6GiB on any of 2 devices; most free 3.1GiB`.
-
-    In a cluster it names nodes: `6.6GiB on any of 16 devices on 2 nodes; most free 3.1GiB (gpu-2:0)`, `6.6GiB on any
-    of 8 devices on gpu-2; most free 3.1GiB (gpu-2:0)`.
-
-    Args:
-        request: What is asked.
-        states: The devices that it may use.
-        max_tasks: Most tasks on a device at a time; `None`: as many as fit.
-    """
+) -> Reason:
+    """Return why a request waits for devices, of which it may use `states`; `max_tasks` is that of `Board`."""
     needs = {need_bytes(request, state) for state in states}
     probes = None in needs and any(shares(request, state) for state in states)
-    least = min((allowance_bytes(state) for state in states), default=0)
-    amount = (
-        f"a first run beside others, for which {format_bytes(least)} must be free,"
-        if probes
-        else "a device to itself"
-        if None in needs
-        else " or ".join(format_bytes(need) for need in sorted(n for n in needs if n is not None))
+    if probes:
+        needs = {min(allowance_bytes(state) for state in states)}
+    nodes = {state.device.host for state in states if state.device.in_cluster}
+    one, working = states[0].device, [state for state in states if not state.snapshot.error]
+    asked = partial(
+        Reason,
+        need_bytes=() if None in needs else tuple(sorted(n for n in needs if n is not None)),
+        count=request.count,
+        devices=len(states),
+        nodes=len(nodes),
+        where=one.label if len(states) == 1 else one.node or None,
     )
-    if request.exclusive and None not in needs:
-        amount += " and no other task"
-    nodes = len({state.device.host for state in states})
-    device = states[0].device
-    where = (
-        device.label
-        if len(states) == 1
-        else f"any of {len(states)} devices"
-        if request.count == 1
-        else f"{request.count} of {len(states)} devices"
-    )
-    if nodes > 1:
-        where += f" on {nodes} nodes" if request.count == 1 else f" on one of {nodes} nodes"
-    elif device.in_cluster and len(states) > 1:
-        where += f" on {device.node}"
-    broken = [state for state in states if state.snapshot.error]
-    if len(broken) == len(states):
-        return f"{amount} on {where}; {broken[0].device.label}: {broken[0].snapshot.error}"
-    if max_tasks is not None and all(
-        len(state.reservations) >= max_tasks for state in states if not state.snapshot.error
-    ):
-        tasks = "a task runs" if max_tasks == 1 else f"{max_tasks} tasks run"
-        return f"{amount} on {where}; {tasks} on each, and max_tasks_per_device is {max_tasks}"
-    alone = (None in needs and not probes) or request.exclusive
-    if alone or not any(is_open(state) for state in states):
-        holders = sorted({r.task_name for state in states for r in state.reservations})
-        if holders:
-            named = ", ".join(holders[:3]) + (" and others" if len(holders) > 3 else "")
-            there = "running there" if alone else "running there alone"
-            return f"{amount} on {where}; {there}: {named}"
-    # Rounded to 64 MiB: a message that changes with every allocation of others says nothing more.
-    step = 64 * MIB
+    if not working:
+        return asked(WaitKind.DEVICE_ERROR, at=one.label, detail=states[0].snapshot.error)
+    if max_tasks is not None and all(len(state.reservations) >= max_tasks for state in working):
+        return asked(WaitKind.DEVICE_TASKS, limit=max_tasks)
+    held = [reservation for state in states for reservation in state.reservations]
+    alone = None in needs or request.exclusive
+    if held and (alone or not any(is_open(state) for state in states)):
+        kind = WaitKind.EMPTY_DEVICE if alone else WaitKind.EXCLUSIVE_TASK
+        return asked(kind, tasks=shown_names(sorted(each.task_name for each in held)))
 
-    def free(state: DeviceState) -> int:
-        return max(0, state.free_for_probes_bytes if probes else state.free_bytes)
+    def free_bytes(state: DeviceState) -> int:
+        return shown_bytes(state.free_for_probes_bytes if probes else state.free_bytes)
 
-    emptiest = max((s for s in states if not s.snapshot.error), key=lambda s: free(s) // step)
-    most = free(emptiest)
-    there = f" ({emptiest.device.label})" if device.in_cluster and len(states) > 1 else ""
-    first = {r.task_name: None for s in states for r in s.reservations if r.probe is not None}
-    held = ""
-    if first and not probes:
-        others = " and others" if len(first) > 3 else ""
-        held = f", the rest is reserved for first runs: {', '.join([*first][:3])}{others}"
-    return f"{amount} on {where}; most free {format_bytes(most - most % step)}{there}{held}"
+    most = max(working, key=free_bytes)
+    at = most.device.label if nodes and len(states) > 1 else None
+    first = () if probes else shown_names(each.task_name for each in held if each.probe is not None)
+    enough = WaitKind.RESERVED_MEMORY if first else WaitKind.DEVICE_MEMORY
+    kind = WaitKind.FIRST_RUN_MEMORY if probes else enough
+    return asked(kind, free_bytes=free_bytes(most), at=at, tasks=first)

@@ -10,24 +10,24 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.backfill import PATIENCE, Backfill, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import Memory, Placement, Request
+from prefect_gpu.scheduling.model import DeviceKey, Memory, Placement, Request
 from prefect_gpu.scheduling.placement import (
     Board,
     Named,
     check_possible,
-    describe_wait,
+    device_reason,
     select_devices,
 )
-from prefect_gpu.units import format_bytes, format_seconds
+from prefect_gpu.scheduling.reasons import MOST_NAMES, Reason, WaitKind, shown_bytes, shown_names
 
 #: What requests are sorted by; no two are equal.
 OrderKey: TypeAlias = tuple[bool, int, int, str]
@@ -160,36 +160,11 @@ class HostState:
         return self.available_bytes - self.reserved_bytes
 
     def refuses(self, request: Request, node: str = "") -> bool:
-        """Return whether no process may start for a request now.
-
-        Args:
-            request: What is asked.
-            node: Not used: as `ClusterState.refuses`.
-        """
+        """Return whether no process may start for a request now; `node` is for `ClusterState.refuses`."""
         # While no process of a flow runs, waiting would not bring memory back: an estimate alone must not
         # stop a flow for ever.
         running = max(self.processes, self.all_processes)
         return self.full or (running > 0 and request.host_bytes > self.left_bytes)
-
-    def refusal(self, request: Request, node: str = "") -> str:
-        """Return why no process may start for a request now; empty: it may.
-
-        Args:
-            request: What is asked.
-            node: Name of the node of a cluster that this is of; empty: it is the machine.
-        """
-        if not self.refuses(request):
-            return ""
-        if self.full:
-            where = f" on node {node}" if node else ""
-            return (
-                f"{self.processes} processes run{where}, and max_processes is {self.max_processes}"
-            )
-        memory = f"the own memory of node {node}" if node else "the machine's own memory"
-        return (
-            f"{format_bytes(request.host_bytes)} of {memory} for its process; "
-            f"{format_bytes(max(0, self.left_bytes))} available"
-        )
 
     def after(self, request: Request) -> HostState:
         """Return what is left once a process was started for a request."""
@@ -427,93 +402,56 @@ def explain(
     patience: Patience = PATIENCE,
     now_s: float = 0.0,
     max_tasks: int | None = None,
-) -> str:
-    """Return why a request waits, in one line that a person can act on.
-
-    Args:
-        request: A request of `queue`.
-        queue: Waiting requests.
-        states: All devices.
-        host: Own memory and processes of the machine, or of each node.
-        patience: How far it may be passed.
-        now_s: Monotonic seconds.
-        max_tasks: Most tasks on a device at a time; `None`: as many as fit.
-
-    Raises:
-        PlacementError: It names devices or nodes that are not there.
-    """
-    eligible = select_devices(request, states)
-    refusal = (
-        host.refusal(request)
-        if isinstance(host, HostState)
-        else _describe_refusals(request, eligible, host)
-    )
-    reason = refusal or describe_wait(request, eligible, max_tasks)
+) -> Reason:
+    """Return why a request of a queue waits, with all devices in `states`; see `decide` and `Board` for the arguments."""
+    try:
+        eligible = select_devices(request, states)
+    except PlacementError as error:
+        return Reason(WaitKind.REFUSAL, detail=error.problem)
+    reason = _host_reason(request, eligible, host) or device_reason(request, eligible, max_tasks)
     keys = {state.device.key for state in eligible}
-    ahead, names = 0, dict[str, None]()
+    ahead, tasks = 0, dict[tuple[str, bool], None]()
     for lane in sorted(queue.lanes):
         before = bisect.bisect_left(lane, (order_key(request),))
         first = lane[0][1]
         if before and _may_use_one(first, states, keys):
             ahead += before
-            names[first.task_name + (" (another flow)" if first.origin else "")] = None
-    if ahead:
-        others = " and others" if len(names) > 3 else ""
-        reason += f"; {ahead} ahead in the queue: {', '.join([*names][:3])}{others}"
+            tasks[first.task_name, bool(first.origin)] = None
+    reason = replace(reason, ahead=ahead, ahead_tasks=tuple(tasks)[: MOST_NAMES + 1])
     status = queue.statuses.get(request.id)
-    if status is not None:
-        reason += _describe_status(status, patience, now_s, states)
-    return reason
-
-
-def kind_of_reason(reason: str) -> str:
-    """Return what stays the same of a reason from `explain` for as long as the same is missing.
-
-    That is its first two parts, without names of tasks and without words that have digits: sizes, devices, counts.
-    """
-    parts = [part.partition(": ")[0] for part in reason.split("; ")[:2]]
-    return "; ".join(" ".join(w for w in p.split() if not re.search(r"\d", w)) for p in parts)
-
-
-def _describe_refusals(request: Request, states: Sequence[DeviceState], host: ClusterState) -> str:
-    """Return why no process may start for a request on any node of its devices; empty: on some it may."""
-    if host.full:
-        return f"{host.processes} processes run, and max_processes is {host.max_processes}"
-    names = list(dict.fromkeys(state.device.host for state in states))
-    if not all(host.refuses(request, name) for name in names):
-        return ""
-    # The one where it is likely to start first.
-    name = min(names, key=lambda name: (host.nodes[name].full, -host.nodes[name].left_bytes))
-    reason = host.nodes[name].refusal(request, name)
-    others = len(names) - 1
-    plural = "s" if others > 1 else ""
-    return f"{reason}; no more on {others} other node{plural}" if others else reason
-
-
-def _describe_status(
-    status: BlockedStatus, patience: Patience, now_s: float, states: Sequence[DeviceState]
-) -> str:
-    """Return whether other requests pass a blocked one, and what is done for it, as text."""
-    text = ""
-    if status.passed:
-        text += f"; {status.passed} passed it"
+    if status is None:
+        return reason
     if status.is_over(patience, now_s):
-        return text + "; no task may pass it any more, the devices that it could use drain for it"
-    if status.kept:
-        shown = status.kept[:3]
-        labels = {s.device.key: s.device.label for s in states if s.device.key in shown}
-        # A kept device may just have left.
-        names = ", ".join(labels.get(key, key[1]) for key in shown)
-        more = len(status.kept) - 3
-        text += f"; {names}{f' and {more} more' if more > 0 else ''} kept for it"
-        if status.starts_s is not None and status.starts_s > now_s:
-            text += f", free in about {format_seconds(status.starts_s - now_s)}"
-    return text
+        return replace(reason, passed=status.passed, drains=True)
+    # A kept device may just have left.
+    labels = {s.device.key: s.device.label for s in states if s.device.key in status.kept}
+    kept = shown_names(labels.get(key, key[1]) for key in status.kept)
+    free_in_s = None if status.starts_s is None else max(0.0, status.starts_s - now_s)
+    return replace(reason, passed=status.passed, kept=kept, free_in_s=free_in_s)
 
 
-def _may_use_one(
-    request: Request, states: Sequence[DeviceState], keys: Collection[tuple[str, str]]
-) -> bool:
+def _host_reason(
+    request: Request, states: Sequence[DeviceState], host: HostState | ClusterState
+) -> Reason | None:
+    """Return why no process may start for a request, on the machine or any node of its devices; `None`: it may."""
+    names = list[str]()
+    if isinstance(host, ClusterState) and not host.full:
+        names, nodes = list(dict.fromkeys(state.device.host for state in states)), host.nodes
+        if not all(host.refuses(request, name) for name in names):
+            return None
+        # First the one where it is likely to start first.
+        names.sort(key=lambda name: (nodes[name].full, -nodes[name].left_bytes))
+        host = nodes[names[0]]
+    where = partial(Reason, nodes=len(names), where=names[0] if names else None)
+    if isinstance(host, ClusterState) or host.full:
+        return where(WaitKind.PROCESSES, limit=host.max_processes)
+    if not host.refuses(request):
+        return None
+    free, at = shown_bytes(host.left_bytes), names[0] if len(names) > 1 else None
+    return where(WaitKind.HOST_MEMORY, (request.host_bytes,), free, at)
+
+
+def _may_use_one(request: Request, states: Sequence[DeviceState], keys: set[DeviceKey]) -> bool:
     """Return whether a request may use one of some devices."""
     if not request.devices and not request.nodes:
         return True

@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -56,6 +57,8 @@ from prefect_gpu.engine.flow_run import SharedClient, flow_of, flow_run_goes_on
 from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
 from prefect_gpu.reports.publish import bounded_settings
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
+from prefect_gpu.units import GIB
 from prefect_gpu.values import Apart
 from tests.integration import engine_api as api
 
@@ -374,7 +377,10 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
         run = engine_run.task_run
         engine_run.show_running()
         seen["before"] = (run.state_name, run.run_count)
-        for reason in ("5GiB on device 0", "4GiB on device 0", "a device to itself", "a device"):
+        lacks = Reason(WaitKind.DEVICE_MEMORY, (5 * GIB,), GIB, where="device 0")
+        less = replace(lacks, free_bytes=0)
+        behind = replace(less, ahead=1, ahead_tasks=(("train", False),))
+        for reason in (lacks, less, behind, Reason(WaitKind.FIRST_READING)):
             engine_run.show_awaiting(reason)
         seen["awaiting"] = (run.state_type, run.state_name, run.state.message)  # type: ignore[union-attr]
         engine_run.show_placed("Placed on device 0")
@@ -392,7 +398,11 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
 
     one()
     assert seen["before"] == seen["after"] == ("Running", 1)
-    assert seen["awaiting"] == (StateType.PENDING, task_run.AWAITING, "Waiting for a device")
+    assert seen["awaiting"] == (
+        StateType.PENDING,
+        task_run.AWAITING,
+        "Waiting for the first reading of the devices",
+    )
     assert seen["starting"] == (
         StateType.PENDING,
         task_run.STARTING,
@@ -406,12 +416,12 @@ def test_awaiting_gpu_counts_neither_as_a_run_nor_as_run_time(
         "Running",
         "Completed",
     ]
-    # The second is of the same kind.
+    # The second is of the same topic.
     told = [r.getMessage() for r in caplog.records if r.name == "prefect.task_runs"]
     assert told[:3] == [
-        "Waiting for 5GiB on device 0",
-        "Waiting for a device to itself",
-        "Waiting for a device",
+        "Waiting for 5GiB on device 0; most free 1GiB",
+        "Waiting for 5GiB on device 0; most free 0B; 1 ahead in the queue: train",
+        "Waiting for the first reading of the devices",
     ]
     assert api.task_run(seen["id"]).run_count == 1
 

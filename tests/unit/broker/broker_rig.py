@@ -22,6 +22,7 @@ from prefect_gpu.scheduling.model import (
     Request,
     Reservation,
 )
+from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import GIB
 from tests.fakes.fake_devices import FakeDevices
 
@@ -91,6 +92,9 @@ class WatchedBroker(Broker):
         with self._arrived:
             assert self._arrived.wait_for(lambda: self.came > before, DEADLOCK_S)
         self.settle()
+
+    def why(self, ticket: Ticket) -> str:
+        return sentence(self.explain(ticket))
 
 
 class Reader(FakeDevices):
@@ -203,7 +207,7 @@ class Waiter:
     ) -> None:
         self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.outcome: queue.SimpleQueue[Placement | Exception] = queue.SimpleQueue()
-        self.on_waiting: Callable[[str], None] = self.told.put
+        self.on_waiting: Callable[[Reason], None] = lambda reason: self.told.put(sentence(reason))
 
         def wait() -> None:
             try:

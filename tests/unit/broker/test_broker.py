@@ -137,7 +137,7 @@ def test_max_processes_and_host_memory(make_rig: MakeRig) -> None:
     first = rig.place("a", 1, host_bytes=60 * GIB)
     hungry = rig.submit("b", 1, host_bytes=10 * GIB)
     assert rig.waits(hungry)
-    assert "10GiB of the machine's own memory" in rig.broker.explain(hungry)
+    assert "10GiB of host memory" in rig.broker.why(hungry)
     # Once its body runs, its memory is in what the machine tells.
     rig.broker.mark_running(first)
     rig.broker.read()
@@ -145,7 +145,7 @@ def test_max_processes_and_host_memory(make_rig: MakeRig) -> None:
     third = rig.submit("c", 1)
     assert rig.waits(third)
     assert rig.broker.processes == 2
-    assert rig.broker.explain(third) == "2 processes run, and max_processes is 2"
+    assert rig.broker.why(third) == "another process to end (max_processes is 2)"
 
 
 def test_max_tasks_per_device(make_rig: MakeRig) -> None:
@@ -153,8 +153,8 @@ def test_max_tasks_per_device(make_rig: MakeRig) -> None:
     first = rig.place("a", 1)
     second = rig.submit("b", 1)
     assert rig.waits(second)
-    assert rig.broker.explain(second) == (
-        "1GiB on device 0; a task runs on each, and max_tasks_per_device is 1"
+    assert rig.broker.why(second) == (
+        "1GiB on device 0; max_tasks_per_device is 1, and as many tasks run on each"
     )
     rig.start(first)
     rig.exit(first)
@@ -177,7 +177,7 @@ def test_a_short_task_passes_a_blocked_one_that_it_does_not_delay(make_rig: Make
     rig.broker.read()
     long = rig.submit("c", 1.5, expected_s=61.0)
     assert rig.waits(head, long)
-    assert rig.broker.explain(head) == (
+    assert rig.broker.why(head) == (
         "23GiB on device 0; most free 4GiB; device 0 kept for it, free in about 1m"
     )
     rig.place("d", 3, expected_s=59.0)
@@ -190,7 +190,7 @@ def test_memory_that_others_or_an_overuse_take_is_not_given_away(rig: Rig) -> No
     first = rig.place("a", 6)
     rig.start(first, gib=8)
     rig.broker.read()
-    assert rig.broker.explain(rig.submit("b", 13)).startswith("13GiB on device 0; most free 12GiB")
+    assert rig.broker.why(rig.submit("b", 13)).startswith("13GiB on device 0; most free 12GiB")
 
 
 # Several brokers, and a broker inside a task.
@@ -227,7 +227,7 @@ def test_brokers_that_share_a_ledger_see_each_other(rig: Rig) -> None:
     third = rig.submit("c", 10, broker=other)
     other.read()
     assert not third.decided
-    assert "most free 0B" in other.explain(third)
+    assert "most free 0B" in other.why(third)
     rig.exit(first)
     assert rig.next_recovered() == ("a", 0)
     # Its own reading still shows the process, which no request names now.
@@ -247,7 +247,7 @@ def test_what_the_task_around_this_process_holds_counts_once(make_rig: MakeRig) 
     rig.broker.read()
     waiting = rig.submit("next", 2)
     assert rig.waits(waiting)
-    assert rig.broker.explain(waiting) == "2GiB on device 0; most free 1GiB"
+    assert rig.broker.why(waiting) == "2GiB on device 0; most free 1GiB"
     refused = rig.submit("never", 19)
     assert rig.waits(refused)
     rig.clock.advance(HOPELESS_S)

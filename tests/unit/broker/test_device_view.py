@@ -21,6 +21,7 @@ from prefect_gpu.scheduling.model import (
     Request,
     Reservation,
 )
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import GIB
 
 DEVICE = Device("SIM-0", 0, "a model", 24 * GIB, "simulated", "here")
@@ -73,13 +74,17 @@ def test_a_reading_is_decided_on_while_it_is_fresh(rig: Rig) -> None:
 
 
 def test_it_says_what_of_the_devices_is_waited_for(rig: Rig) -> None:
-    assert rig.view.silence(rig.clock.now()) == "the first reading of the devices"
+    assert rig.view.silence(rig.clock.now()) == Reason(WaitKind.FIRST_READING)
     rig.take()
-    assert rig.view.silence(rig.clock.now()) == ""
+    assert rig.view.silence(rig.clock.now()) is None
     rig.clock.advance(SILENT_S + 1)
-    assert rig.view.silence(rig.clock.now()) == "the devices to answer (nothing heard for 6s)"
+    assert rig.view.silence(rig.clock.now()) == Reason(
+        WaitKind.DEVICES_SILENT, detail="nothing heard for 6s"
+    )
     rig.take(error="NVML is gone")
-    assert rig.view.silence(rig.clock.now()) == "the devices to answer (NVML is gone)"
+    assert rig.view.silence(rig.clock.now()) == Reason(
+        WaitKind.DEVICES_SILENT, detail="NVML is gone"
+    )
 
 
 def test_without_a_good_reading_there_is_no_state(rig: Rig) -> None:

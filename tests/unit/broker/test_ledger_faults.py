@@ -432,7 +432,7 @@ def test_requests_and_questions_do_not_wait_for_a_process_that_is_stopped_inside
             fits = rig.submit("b", 4)
             assert writes.wait(DEADLOCK_S)
             late = rig.submit("c", 20)
-            assert rig.broker.explain(late).startswith("20GiB on device 0; most free ")
+            assert rig.broker.why(late).startswith("20GiB on device 0; most free ")
             assert not fits.decided
         finally:
             child.send_signal(how)
@@ -449,6 +449,6 @@ def test_a_ledger_of_another_release_is_named_where_a_task_waits(
     rig.place("a", 20)
     waiting = rig.submit("b", 20)
     assert rig.waits(waiting)
-    said = rig.broker.explain(waiting)
+    said = rig.broker.why(waiting)
     assert "has schema 99 and this release of prefect-gpu uses schema 1" in said
     other.close()

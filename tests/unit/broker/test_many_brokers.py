@@ -68,7 +68,7 @@ def test_two_processes_do_not_take_the_same_memory_twice(machine: Callable[..., 
     first = rig.place("a", 15)
     second = rig.submit("b", 15, broker=rig.other)
     assert rig.waits_anywhere(second)
-    assert rig.other.explain(second).startswith("15GiB on device 0; most free 9GiB")
+    assert rig.other.why(second).startswith("15GiB on device 0; most free 9GiB")
     rig.broker.end(first)
     rig.look()
     decided(second)
@@ -100,7 +100,7 @@ def test_the_first_that_was_submitted_starts_first_in_whatever_process(
     rig.look()
     late = rig.submit("late", 4)
     assert rig.waits_anywhere(late), "it would pass the first"
-    assert "1 ahead in the queue" in rig.broker.explain(late)
+    assert "1 ahead in the queue" in rig.broker.why(late)
     rig.broker.end(running)
     rig.look()
     decided(early)
@@ -151,7 +151,7 @@ def test_how_often_a_request_was_passed_is_counted_in_all_processes(
     for number in range(3):
         decided(rig.submit(f"small {number}", 1, broker=rig.other))
     rig.look()
-    assert "3 passed it" in rig.broker.explain(blocked)
+    assert "later tasks that started before it: 3" in rig.broker.why(blocked)
 
 
 def of_stopped(rig: Machine, *entries: Entry) -> Ledger:
@@ -304,7 +304,7 @@ def test_tasks_for_each_device_are_counted_in_all_processes(
     assert indices(first) != indices(second)
     third = rig.submit("c", 1)
     assert rig.waits_anywhere(third)
-    assert "max_tasks_per_device is 1" in rig.broker.explain(third)
+    assert "max_tasks_per_device is 1" in rig.broker.why(third)
 
 
 def test_the_share_of_the_processors_is_among_all_processes(
@@ -335,7 +335,7 @@ def test_a_ledger_that_cannot_be_used_is_named_where_a_task_waits(
     rig.place("a", 20)
     waiting = rig.submit("b", 20)
     assert rig.waits(waiting)
-    assert f"the ledger in {missing} cannot be used" in rig.broker.explain(waiting)
+    assert f"the ledger in {missing} cannot be used" in rig.broker.why(waiting)
 
 
 def test_what_a_process_of_another_container_takes_is_not_foreign(

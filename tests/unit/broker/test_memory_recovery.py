@@ -77,7 +77,7 @@ def test_a_leak_is_logged_after_5_s_and_blamed_on_no_other_task(
     rig.start(later, gib=1)
     rig.exit(later)
     assert rig.next_recovered() == ("later", 0)
-    assert rig.broker.explain(rig.submit("d", 23)) == "23GiB on device 0; most free 22GiB"
+    assert rig.broker.why(rig.submit("d", 23)) == "23GiB on device 0; most free 22GiB"
 
 
 def test_of_two_that_end_together_one_is_blamed(rig: Rig) -> None:
@@ -116,7 +116,7 @@ def test_where_no_process_is_listed_counters_stand_in_and_nothing_counts_as_leak
         ticket.stand_in_bytes = gib * GIB
     rig.broker.read()
     assert measured.get(timeout=DEADLOCK_S) == 4 * GIB
-    assert rig.broker.explain(rig.submit("c", 20)) == "20GiB on device 0; most free 10GiB"
+    assert rig.broker.why(rig.submit("c", 20)) == "20GiB on device 0; most free 10GiB"
     rig.exit(first)
     assert rig.next_recovered() == ("a", None)
     rig.reader.lists_processes = True
@@ -169,7 +169,7 @@ def test_a_driver_that_stops_answering_is_waited_for(rig: Rig) -> None:
     rig.broker.read()
     waiting = rig.submit("b", 6)
     assert rig.waits(waiting)
-    assert rig.broker.explain(waiting) == "the devices to answer (simulated driver: gone)"
+    assert rig.broker.why(waiting) == "the devices to answer (simulated driver: gone)"
     rig.exit(first)
     give_up(rig)
     assert rig.next_recovered() == ("a", None)
@@ -198,7 +198,7 @@ def test_a_driver_that_hangs_holds_up_neither_reservations_nor_waiters(rig: Rig)
         assert rig.next_recovered() == ("a", None)
         waiting = rig.submit("b", 6)
         assert rig.waits(waiting)
-        assert rig.broker.explain(waiting) == "the devices to answer (nothing heard for 6s)"
+        assert rig.broker.why(waiting) == "the devices to answer (nothing heard for 6s)"
     finally:
         hangs.set()
     decided(waiting)

@@ -86,8 +86,8 @@ def test_memory_and_processes_are_counted_on_each_node(nodes: NodesRig) -> None:
     assert where(nodes.place("three", 1, host_bytes=3 * GIB)) == ["b:1"]
     waits = nodes.submit("four", 1, host_bytes=3 * GIB)
     assert nodes.waits(waits)
-    assert nodes.broker.explain(waits) == (
-        "3GiB of the own memory of node a for its process; 1GiB available; no more on 1 other node"
+    assert nodes.broker.why(waits) == (
+        "3GiB of host memory for its process on any of 2 nodes; 1GiB available (a)"
     )
     assert nodes.broker.wants_host_memory
     assert nodes.broker.host_promised_bytes == 9 * GIB

@@ -11,6 +11,7 @@ from prefect_gpu.broker.broker import Ticket, Withdrawn
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
+from prefect_gpu.scheduling.reasons import Reason, WaitKind, sentence
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import MakeRig, Rig, Waiter, decided
 from tests.unit.broker.broker_rig import make_rig as make_rig
@@ -26,9 +27,9 @@ def test_a_waiting_request_gets_its_reason_and_each_change_of_it(
     explained: queue.SimpleQueue[str] = queue.SimpleQueue()
     explain = rig.broker.explain
 
-    def listen(ticket: Ticket) -> str:
+    def listen(ticket: Ticket) -> Reason:
         reason = explain(ticket)
-        explained.put(reason)
+        explained.put(sentence(reason))
         return reason
 
     monkeypatch.setattr(rig.broker, "explain", listen)
@@ -71,10 +72,10 @@ def test_what_is_placed_as_the_limit_is_reached_is_kept(
     first = rig.place("a", 20)
     second = rig.submit("b", 6)
 
-    def explain(ticket: Ticket) -> str:
+    def explain(ticket: Ticket) -> Reason:
         rig.broker.end(first)
         decided(ticket)
-        return "nothing any more"
+        return Reason(WaitKind.FIRST_READING)
 
     monkeypatch.setattr(rig.broker, "explain", explain)
     assert rig.broker.wait(second, 0.0, lambda _: None) is second.placement
@@ -85,7 +86,7 @@ def test_a_request_whose_wait_ends_in_an_error_holds_nothing(rig: Rig) -> None:
     second = rig.submit("b", 6)
     waiter = Waiter(rig, second)
 
-    def fail(_: str) -> None:
+    def fail(_: Reason) -> None:
         # The worst moment: it is placed, and no thread is there to take it.
         rig.broker.end(first)
         decided(second)
@@ -131,10 +132,12 @@ def test_before_the_first_reading(rig: Rig) -> None:
     hangs = threading.Event()
     rig.reader.during = lambda: hangs.wait(DEADLOCK_S)
     waiting = rig.submit("a", 6)
-    assert rig.broker.explain(waiting) == "the first reading of the devices"
+    assert rig.broker.why(waiting) == "the first reading of the devices"
     hangs.set()
     decided(waiting)
-    assert rig.broker.explain(rig.submit("b", devices=("9",))).startswith("gpu:device=9 names no")
+    assert rig.broker.why(rig.submit("b", devices=("9",))).startswith(
+        "its refusal: gpu:device=9 names no"
+    )
 
 
 # What standbys must know.

@@ -175,11 +175,11 @@ def test_the_limit_of_processes_and_the_machines_own_memory_are_reasons_too() ->
         entry("holder", 10, 1, (0,), running=True),
         entry("limited", 10, 2, max_processes=1),
     )
-    assert status.waiting[0].reason.startswith("1 processes run, and max_processes is 1")
+    assert status.waiting[0].reason.startswith("another process to end (max_processes is 1)")
     name, large = entry("large", 10, 3)
     large = replace(large, request=replace(large.request, host_bytes=100 * GIB))
     status = look(entry("holder", 10, 1, (0,), running=True), (name, large))
-    assert "100GiB of the machine's own memory" in status.waiting[0].reason
+    assert "100GiB of host memory" in status.waiting[0].reason
 
 
 def test_numbers_of_processes_in_another_container_are_not_shown() -> None:

@@ -10,6 +10,7 @@ from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import NodeRefusedError, PlacementError, PlacementTimeoutError
 from prefect_gpu.runner import submission
+from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import GIB
 from tests.unit.runner.test_body_run import Full, Scene, own_cap
 
@@ -46,10 +47,11 @@ def test_what_ran_out_before_a_refusal_is_what_is_raised_when_there_is_no_place(
 
 def test_a_person_sees_why_it_waits_and_not_with_each_refusal() -> None:
     scene = Scene(*[REFUSED] * 5, 7)
-    shown: list[str] = []
+    shown: list[Reason] = []
     scene.run.show_awaiting = shown.append
     scene.call.run()
-    assert shown == [str(REFUSED)]
+    (reason,) = shown
+    assert sentence(reason) == f"other devices: {REFUSED}"
 
 
 def test_a_node_that_always_refuses_does_not_outlast_the_wait() -> None:

@@ -17,6 +17,7 @@ from prefect_gpu.live.progress import (
 )
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Reservation
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import GIB
 
 WORDS = {
@@ -81,7 +82,8 @@ def running(number: int, **changes: Any) -> RunningTask:
 
 
 def waiting(number: int) -> WaitingTask:
-    return WaitingTask((0, number), f"train-{number}", 40.2, "6GiB on any of 2 devices")
+    reason = Reason(WaitKind.DEVICE_MEMORY, (6 * GIB,), GIB, devices=2)
+    return WaitingTask((0, number), f"train-{number}", 40.2, reason)
 
 
 def test_a_view_shows_devices_and_what_runs_and_waits() -> None:
@@ -105,9 +107,9 @@ def test_a_view_shows_devices_and_what_runs_and_waits() -> None:
         "evaluate-1  0       3GiB  6GiB    1m 11s  1,200 (350ms each)",
         "evaluate-2  0             6GiB    1m 10s  its process starts",
         "waiting  for  what it waits for",
-        "train-0  40s  6GiB on any of 2 devices",
-        "train-1  40s  6GiB on any of 2 devices",
-        "train-2  40s  6GiB on any of 2 devices",
+        "train-0  40s  6GiB on any of 2 devices; most free 1GiB",
+        "train-1  40s  6GiB on any of 2 devices; most free 1GiB",
+        "train-2  40s  6GiB on any of 2 devices; most free 1GiB",
         "and 22 other waiting task runs",
     ]
 

@@ -13,7 +13,7 @@ import pytest
 
 from prefect_gpu import values
 from prefect_gpu.broker import suspendable
-from prefect_gpu.broker.ticket import Measured, Ticket
+from prefect_gpu.broker.ticket import BY_HAND, Measured, Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import (
@@ -51,6 +51,7 @@ from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.suspension.suspended import lost_tasks
 from prefect_gpu.units import GIB
@@ -81,7 +82,7 @@ class FakeRun:
         self.events: list[GPUEvent] = []
         self.on_running: Callable[[], None] = lambda: None
 
-    def show_awaiting(self, reason: str) -> None:
+    def show_awaiting(self, reason: Reason) -> None:
         pass
 
     def show_placed(self, text: str) -> None:
@@ -454,6 +455,23 @@ def subject_of(scene: Scene) -> suspendable.SuspendableProcess:
     assert scene.attempt._listener is not None
     assert scene.attempt._listener._suspendable is not None
     return scene.attempt._listener._suspendable
+
+
+@pytest.mark.parametrize(
+    ("suspended_for", "kind"),
+    [(BY_HAND, WaitKind.RESUME), ("task 'evaluate'", WaitKind.ROOM)],
+    ids=["by hand", "for another task"],
+)
+def test_a_suspended_process_tells_why_it_waits(suspended_for: str, kind: WaitKind) -> None:
+    told: list[object] = []
+    broker: Any = SimpleNamespace(show_suspension=lambda *_: None)
+    ticket: Any = SimpleNamespace(held_back_for=suspended_for)
+    process = suspendable.SuspendableProcess(
+        broker, ticket, "task-1a", told.append, told.append, told.append, told.append
+    )
+    process.tell("moving out", "moving to the host")
+    reason = Reason(kind, suspended_for=suspended_for, detail="moving to the host")
+    assert told == [suspendable.AwaitsReturn(reason)]
 
 
 def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

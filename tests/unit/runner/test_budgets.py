@@ -17,6 +17,7 @@ from prefect_gpu.runner.budgets import NEVER_BYTES, BudgetBook, Grant, ProbeGate
 from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
 from prefect_gpu.scheduling.model import ModelBudgets
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import device, task_report
 
@@ -234,8 +235,15 @@ def test_runs_of_this_process_count_at_once_for_other_runners(books: Books) -> N
 def test_a_cancellation_between_the_check_and_the_wait_is_not_lost(books: Books) -> None:
     assert books.grant() is not None
     over = threading.Event()
+    told: list[Reason] = []
+
+    def cancel(why: Reason) -> None:
+        told.append(why)
+        over.set()
+
     # Cancelled while it says why it waits, before it waits again.
-    assert books.grant(cancelled=over.is_set, on_waiting=lambda why: over.set()) is None
+    assert books.grant(cancelled=over.is_set, on_waiting=cancel) is None
+    assert told == [Reason(WaitKind.FIRST_RUN, tasks=(WHO.task_name,))]
 
 
 def test_a_budget_that_its_own_model_cannot_hold_is_a_whole_device_there(books: Books) -> None:

@@ -39,6 +39,7 @@ from prefect_gpu.runner.process_run import (
     TimedOut,
 )
 from prefect_gpu.scheduling.ladder import Climb, Evidence
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import GIB
 
 GRANT = Grant(2 * GIB, "tag", waited_s=5.0, probe_fraction=0.5)
@@ -93,7 +94,8 @@ def test_a_first_run_that_was_ended_for_others_has_a_device_to_itself_the_next_t
 def test_a_task_that_a_node_refuses_asks_again_until_its_limit_of_waiting() -> None:
     error = NodeRefusedError("a", "no room")
     refused = ChildRefused(error)
-    assert step(refused) == AskAgain(replace(GRANT, waited_s=6.0 + REFUSED_S), str(error))
+    reason = Reason(WaitKind.OTHER_NODE, at="a", detail="no room")
+    assert step(refused) == AskAgain(replace(GRANT, waited_s=6.0 + REFUSED_S), reason)
     over = step(refused, replace(HISTORY, policy=GPUPolicy(wait_s=6.0)))
     assert isinstance(over, Raise) and isinstance(over.error, PlacementTimeoutError)
 

@@ -18,6 +18,7 @@ from prefect_gpu.scheduling.backfill import (
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Request, Reservation
 from prefect_gpu.scheduling.placement import Board
+from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import RequestQueue, decide, explain
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import host, request, reserved, state
@@ -244,12 +245,15 @@ def test_in_one_pass_no_more_of_a_kept_device_is_given_than_can_be_spared() -> N
     ("standing", "now_s", "says"),
     [
         pytest.param(
-            BlockedStatus(passed=1, since_s=0.0), 9.0, "; 1 passed it", id="others pass it"
+            BlockedStatus(passed=1, since_s=0.0),
+            9.0,
+            "; later tasks that started before it: 1",
+            id="others pass it",
         ),
         pytest.param(
             BlockedStatus(passed=2, since_s=0.0),
             9.0,
-            "; 2 passed it; no task may pass it any more, the devices that it could use drain for it",
+            "; later tasks that started before it: 2; no later task may start on the devices that it can use",
             id="they did so often enough",
         ),
         pytest.param(
@@ -263,7 +267,7 @@ def test_in_one_pass_no_more_of_a_kept_device_is_given_than_can_be_spared() -> N
                 since_s=0.0, kept=tuple(("node", f"SIM-{i}") for i in range(5)), starts_s=9.0
             ),
             9.0,
-            "; device 0, SIM-1, SIM-2 and 2 more kept for it",
+            "; device 0, SIM-1, SIM-2 and others kept for it",
             id="many are, two of which have left, and due",
         ),
     ],
@@ -274,7 +278,7 @@ def test_what_is_done_for_a_blocked_request_is_said(
     head = request(23, name="head")
     queue = RequestQueue([head])
     queue.statuses.update({"head": standing})
-    text = explain(head, queue, [HELD], host(), SHORT, now_s)
+    text = sentence(explain(head, queue, [HELD], host(), SHORT, now_s))
     assert text == "23GiB on device 0; most free 4GiB" + says
 
 
@@ -309,7 +313,7 @@ def test_a_device_whose_ends_are_not_known_drains_for_a_process_that_comes_back(
     assert started(queue, [UNTOLD[0], state(1, held=[until(None, 12, 1)])], 1.0) == [("d", [1])]
     status = queue.statuses["back"]
     assert [uuid for _, uuid in status.kept] == ["SIM-0"] and status.starts_s is None
-    text = explain(next(iter(queue)), queue, UNTOLD, host(), SHORT, 2.0)
+    text = sentence(explain(next(iter(queue)), queue, UNTOLD, host(), SHORT, 2.0))
     assert text.endswith("; device 0 kept for it")
     # Its only device: no later request starts at all.
     assert started(RequestQueue([returning(23), request(1)]), UNTOLD[:1]) == []

@@ -18,9 +18,10 @@ from prefect_gpu.scheduling.placement import (
     Board,
     PlacementStyle,
     check_possible,
-    describe_wait,
+    device_reason,
     select_devices,
 )
+from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import (
     ClusterState,
     Decisions,
@@ -195,30 +196,30 @@ def test_the_error_of_a_large_cluster_is_short() -> None:
 
 def test_what_is_waited_for_names_the_node() -> None:
     states = [on("a", 0, 20), on("a", 1, 20), on("b", 0, 20), on("b", 1, 18)]
-    assert describe_wait(request(9), states) == (
+    assert sentence(device_reason(request(9), states)) == (
         "9GiB on any of 4 devices on 2 nodes; most free 6GiB (b:1)"
     )
-    assert describe_wait(request(9, count=2), states) == (
+    assert sentence(device_reason(request(9, count=2), states)) == (
         "9GiB on 2 of 4 devices on one of 2 nodes; most free 6GiB (b:1)"
     )
     lost = [on("a", 0, error="lost"), on("b", 0, error="lost")]
-    assert describe_wait(request(9), lost).endswith("on 2 nodes; a:0: lost")
-    assert describe_wait(request(9), states[2:]) == (
-        "9GiB on any of 2 devices on b; most free 6GiB (b:1)"
+    assert sentence(device_reason(request(9), lost)).endswith("on 2 nodes; a:0: lost")
+    assert sentence(device_reason(request(9), states[2:])) == (
+        "9GiB on any of 2 devices on node b; most free 6GiB (b:1)"
     )
-    assert describe_wait(request(9), states[3:]) == "9GiB on b:1; most free 6GiB"
+    assert sentence(device_reason(request(9), states[3:])) == "9GiB on b:1; most free 6GiB"
 
 
 def test_what_is_waited_for_stays_short_on_a_large_cluster() -> None:
     states = [on(f"n{i}", 0, 20) for i in range(1000)]
-    assert describe_wait(request(9), states) == (
+    assert sentence(device_reason(request(9), states)) == (
         "9GiB on any of 1000 devices on 1000 nodes; most free 4GiB (n0:0)"
     )
 
 
 def test_a_change_of_less_than_is_shown_names_no_other_device() -> None:
     states = [on("a", 0, 20), on("a", 1, 20 - 0.01)]
-    assert describe_wait(request(9), states).endswith("most free 4GiB (a:0)")
+    assert sentence(device_reason(request(9), states)).endswith("most free 4GiB (a:0)")
 
 
 def test_one_node_of_a_cluster_is_named_in_errors() -> None:
@@ -244,7 +245,7 @@ def test_devices_are_kept_on_one_node() -> None:
     status = queue.statuses["head"]
     assert [uuid for _, uuid in status.kept] == ["SIM-b-0", "SIM-b-1"]
     assert status.starts_s == 300.0
-    assert "b:0, b:1 kept for it" in explain(head, queue, states, host())
+    assert "b:0, b:1 kept for it" in sentence(explain(head, queue, states, host()))
 
 
 def test_a_request_for_several_devices_drains_no_node_that_has_too_few() -> None:
@@ -291,14 +292,16 @@ def test_the_reason_of_a_wait_for_nodes() -> None:
     asked = hungry(9, "x")
 
     def says(limits: ClusterState) -> str:
-        return explain(asked, RequestQueue([asked]), TWO_BY_TWO, limits)
+        return sentence(explain(asked, RequestQueue([asked]), TWO_BY_TWO, limits))
 
     assert says(cluster(a=host(3, 1), b=host(6, 1))) == (
-        "9GiB of the own memory of node b for its process; 6GiB available; no more on 1 other node"
+        "9GiB of host memory for its process on any of 2 nodes; 6GiB available (b)"
     )
     full = host(processes=2, max_processes=2)
-    assert says(cluster(a=full, b=full)).startswith("2 processes run on node a, and max_processes")
-    assert says(cluster(4, a=full, b=full)) == "4 processes run, and max_processes is 4"
+    assert says(cluster(a=full, b=full)) == (
+        "another process to end on any of 2 nodes (max_processes is 2)"
+    )
+    assert says(cluster(4, a=full, b=full)) == "another process to end (max_processes is 4)"
     assert says(cluster(a=host(3, 1))).startswith("1GiB on any of 4 devices on 2 nodes")
 
 

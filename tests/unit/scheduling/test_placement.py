@@ -11,9 +11,10 @@ from prefect_gpu.scheduling.placement import (
     Board,
     PlacementStyle,
     check_possible,
-    describe_wait,
+    device_reason,
     select_devices,
 )
+from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import request, reserved, state
 
@@ -294,7 +295,7 @@ def test_never(asked: Request, states: list[DeviceState], says: str) -> None:
         pytest.param(
             request(1),
             [ALONE],
-            "1GiB on device 0; running there alone: task other",
+            "1GiB on device 0; in exclusive use by: task other",
             id="which task has it alone",
         ),
         pytest.param(
@@ -318,4 +319,4 @@ def test_never(asked: Request, states: list[DeviceState], says: str) -> None:
     ],
 )
 def test_saying_what_is_waited_for(asked: Request, states: list[DeviceState], says: str) -> None:
-    assert describe_wait(asked, states) == says
+    assert sentence(device_reason(asked, states)) == says

@@ -9,7 +9,7 @@ import pytest
 from prefect_gpu.scheduling.backfill import ready_s, spare_bytes
 from prefect_gpu.scheduling.memory import DeviceState, device_state
 from prefect_gpu.scheduling.model import ModelBudgets, Placement, Probe, Request, Reservation
-from prefect_gpu.scheduling.placement import Board, describe_wait, fits_now
+from prefect_gpu.scheduling.placement import Board, device_reason, fits_now
 from prefect_gpu.scheduling.probes import (
     AT_ONCE_FRACTION,
     FIRST_S,
@@ -19,6 +19,7 @@ from prefect_gpu.scheduling.probes import (
     counted_bytes,
     observe,
 )
+from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import RequestQueue, decide
 from prefect_gpu.units import GIB, MIB
 from tests.unit.scheduling.values import host, request, reserved, snapshot, state
@@ -155,10 +156,10 @@ def test_a_task_with_a_budget_starts_beside_the_caps_only() -> None:
     assert fits_now(request(8), settled) and not fits_now(request(9), settled)
     queue = RequestQueue([request(9, name="known")])
     assert not decide(queue, Board([settled]), host()).placements
-    said = describe_wait(request(9), [settled])
-    assert said == "9GiB on device 0; most free 8GiB, the rest is reserved for first runs: task a"
-    assert describe_wait(probe(), [settled]) == (
-        "a first run beside others, for which 6GiB must be free, on device 0; most free 21GiB"
+    said = sentence(device_reason(request(9), [settled]))
+    assert said == "9GiB on device 0; most free 8GiB, the rest reserved for first runs: task a"
+    assert sentence(device_reason(probe(), [settled])) == (
+        "6GiB on device 0 (first run, memory need unknown); most free 21GiB"
     )
 
 

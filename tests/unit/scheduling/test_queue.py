@@ -12,6 +12,7 @@ from prefect_gpu.scheduling.backfill import NO_BACKFILL
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.scheduling.placement import Board, PlacementStyle
+from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import (
     Decisions,
     HostState,
@@ -19,7 +20,6 @@ from prefect_gpu.scheduling.scheduling_pass import (
     Shape,
     decide,
     explain,
-    kind_of_reason,
     order_key,
 )
 from prefect_gpu.units import GIB
@@ -239,8 +239,8 @@ def test_the_impossible_is_refused_wherever_it_stands() -> None:
         pytest.param(request(25, sequence=3), TWO, host(), "25GiB on any of 2 devices; most free 24GiB; 2 ahead in the queue: train, tune", id="devices, and how many are ahead"),
         pytest.param(request(1, devices=("1",), sequence=3), TWO, host(), "1GiB on device 1; most free 24GiB; 1 ahead in the queue: train", id="only those that could use its device"),
         pytest.param(request(1, priority=9, sequence=3), TWO, host(), "1GiB on any of 2 devices; most free 24GiB", id="none is ahead"),
-        pytest.param(request(1, priority=9), TWO, host(processes=4, max_processes=4), "4 processes run, and max_processes is 4", id="max_processes"),
-        pytest.param(request(1, priority=9, host_bytes=9 * GIB), TWO, host(3, 1), "9GiB of the machine's own memory for its process; 3GiB available", id="host memory"),
+        pytest.param(request(1, priority=9), TWO, host(processes=4, max_processes=4), "another process to end (max_processes is 4)", id="max_processes"),
+        pytest.param(request(1, priority=9, host_bytes=9 * GIB), TWO, host(3, 1), "9GiB of host memory for its process; 3GiB available", id="host memory"),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_wait_is_said(
@@ -253,24 +253,7 @@ def test_the_reason_of_a_wait_is_said(
         request(1, sequence=9),
         asked,
     ]
-    assert explain(asked, RequestQueue(waiting), states, machine) == says
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "alike"),
-    [
-        ("5GiB on device 0; most free 1GiB", "5GiB on device 0; most free 384MiB; 2 passed it", True),
-        ("a device to itself on device 0; running there: a, b", "a device to itself on device 0; running there: c", True),
-        ("2 processes run, and max_processes is 2", "2 processes run, and max_processes is 2; 3 ahead in the queue: a", False),
-        ("5GiB on device 0; most free 1GiB", "5GiB on device 0; running there alone: a", False),
-        ("5GiB on device 0; most free 1GiB", "2 processes run, and max_processes is 2", False),
-    ],
-    ids=["more is free", "other tasks run", "it is behind others", "another is alone", "no more processes"],
-)  # fmt: skip
-def test_reasons_are_of_one_kind_while_the_same_is_missing(
-    before: str, now: str, alike: bool
-) -> None:
-    assert (kind_of_reason(before) == kind_of_reason(now)) is alike
+    assert sentence(explain(asked, RequestQueue(waiting), states, machine)) == says
 
 
 # The queue itself.

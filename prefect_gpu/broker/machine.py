@@ -133,6 +133,9 @@ class Machine:
     # Requests.
 
     def _submit(self, ticket: Ticket) -> None:
+        if self.lost:
+            self._do(events.Decide(ticket, error=DeviceError(self.lost)))
+            return
         request = ticket.request
         self.known.queue.add(request)
         self.known.waiting[request.id] = ticket

@@ -57,7 +57,7 @@ def alone():
 def main():
     say(f"submits {name}")
     wait_for("submits a", "submits b")
-    each = [gpu(memory="60%", framework="none"), gpu(memory="1%", exclusive=True, framework="none")]
+    each = [gpu(memory="51%", framework="none"), gpu(memory="1%", exclusive=True, framework="none")]
     futures = [alone.with_options(tags=tags).submit() for tags in each * 2]
     for future in futures:
         future.result()

@@ -110,7 +110,7 @@ class RecoveryWatch:
         }
 
     def check(self, reading: Reading, placed: Collection[Ticket]) -> list[Ticket]:
-        """Return the tickets whose memory is back in a good new reading, and forget them; those in `placed` still run."""
+        """Return and forget the tickets whose memory a good new reading shows back; `placed` tickets still run."""
         self._find_hiding(reading, placed)
         done = [ticket for ticket in self._ending.values() if self._is_back(ticket, reading)]
         for ticket in done:

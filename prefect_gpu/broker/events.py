@@ -61,7 +61,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class MovingOut:
-    """The memory of a request's process is on the way to the host."""
+    """The memory of a request's process is being moved to the host."""
 
     ticket: Ticket
 

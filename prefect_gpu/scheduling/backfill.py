@@ -170,7 +170,7 @@ class Backfill:
         self.all_drain = False
         self._passable: list[_Passable] = []
         self._blocked = 0
-        #: What has happened to blocked requests in this pass, by id.
+        #: Statuses of blocked requests that this pass has changed, by id.
         self.statuses: dict[str, BlockedStatus] = {}
 
     def allows(self, at: int, request: Request) -> bool:
@@ -276,7 +276,7 @@ class Backfill:
             if at is None:
                 return False
             if at in self.kept:
-                # The device drains for an earlier request and goes on to.
+                # The device already drains for an earlier request.
                 if self.kept[at] is not None:
                     return False
                 continue

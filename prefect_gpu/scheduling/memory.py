@@ -32,7 +32,7 @@ class DeviceState:
     """One device in a scheduling pass: a snapshot less the reservations."""
 
     snapshot: DeviceSnapshot
-    #: Bytes free for new reservations; negative where other processes took what is reserved.
+    #: Bytes free for new reservations; negative where foreign processes took reserved memory.
     free_bytes: int
     #: Bytes that processes of other programs hold.
     foreign_bytes: int
@@ -183,7 +183,7 @@ def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a snapshot of a device says about a process that has ended."""
+    """Memory of an ended process, as a snapshot of its device shows it."""
 
     #: Nothing of the process is left: its reservation can be released.
     complete: bool

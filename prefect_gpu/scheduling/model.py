@@ -28,7 +28,7 @@ class Device:
 
     #: `GPU-…`, `MIG-…`, `HOST-…` or `SIM-…`; unique on its host.
     uuid: str
-    #: Position among the runner's devices on its own node, from 0: what `gpu:device=0` counts.
+    #: Position among the runner's devices on its own node, from 0, as in `gpu:device=0`.
     index: int
     #: Product name, as NVML reports it: "NVIDIA H200".
     name: str

@@ -113,7 +113,7 @@ def find_stuck(waiting: Iterable[Request], scene: Scene, lends: bool) -> set[str
     """Return the ids of requests that can start only after the end of a task that waits for one of them.
 
     A task ends if it does not wait, or if all requests made inside it end. A request ends if it starts, and it starts
-    if a device could hold it beside the tasks of which it is not known that they end. `lends`: waiting ancestors lend
+    if a device could hold it beside all tasks without a known end. `lends`: waiting ancestors lend
     their unused memory.
     """
     left = {request.id: request for request in waiting}

@@ -343,7 +343,7 @@ class Board:
     ) -> Iterator[int]:
         """Yield the fitting positions of a sorted list on some nodes, the preferred first."""
         memory = request.memory
-        # The same bytes of each device: those that fit are all at one end of the list.
+        # The same bytes of each device: all fitting devices are at one end of the list.
         same = type(memory) is int
         least_bytes = memory if type(memory) is int else 0
         first = 0 if self._sign < 0 else bisect.bisect_left(order, (least_bytes, -1))
@@ -361,7 +361,7 @@ class Board:
             if same:
                 yield at
             else:
-                # Sorted by what stays free, where devices are asked for different amounts.
+                # The amounts differ by device, so the devices are sorted by the memory that stays free.
                 found.append((key - self._sign * (need_bytes(request, state) or 0), at))
         found.sort()
         for _, at in found:

@@ -263,7 +263,7 @@ class _NodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What one scheduling pass decided."""
+    """Decisions of one scheduling pass."""
 
     placements: tuple[tuple[Request, Placement], ...]
     refusals: tuple[tuple[Request, PlacementError], ...]
